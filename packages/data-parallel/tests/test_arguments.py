@@ -13,9 +13,11 @@ from torch import nn
 from shoal_data_parallel import (
     StyleError,
     fully_shard,
+    prepare_pipeline,
     reduce_after_last_microbatch,
     register_fsdp_forward_method,
     replicate,
+    share_comm_ctx,
 )
 from shoal_dtensor.errors import StyleTypeError
 from shoal_mesh import init_device_mesh
@@ -34,6 +36,8 @@ CALLS: Mapping[str, Callable[[Any, Any], object]] = {
     "replicate, shard_optimizer": lambda mesh, x: replicate(MODULE, mesh, shard_optimizer=x),
     "reduce_after_last_microbatch": lambda mesh, x: reduce_after_last_microbatch(x),
     "register_fsdp_forward_method": lambda mesh, x: register_fsdp_forward_method(MODULE, x),
+    "prepare_pipeline": lambda mesh, x: prepare_pipeline(x),
+    "share_comm_ctx": lambda mesh, x: share_comm_ctx(x),
 }
 ALLOWED = {
     "fully_shard, mesh": type(None),  # that of all ranks

@@ -209,9 +209,10 @@ def test_steps_without_zero_grad_scale_their_own_gradients(prepares: bool) -> No
     pipeline = Pipeline("Schedule1F1B", lambda model: shard(model, mesh), mesh)
     schedule = pipeline.schedule("Schedule1F1B", 4, scale_grads=True)
     if prepares:
+        # again changes nothing
         prepare_pipeline(schedule)
-    else:
-        reduce_after_last_microbatch(pipeline.stages[0])
+        prepare_pipeline(schedule)
+    reduce_after_last_microbatch(pipeline.stages[0])
     for number in range(3):
         pipeline.step(schedule, number)
     for param in pipeline.plain.parameters():
@@ -269,8 +270,65 @@ def test_a_stage_that_is_not_sharded_is_refused() -> None:
         reduce_after_last_microbatch(SimpleNamespace(submod=nn.Linear(2, 2)))
 
 
-def test_schedules_without_sharded_stages_are_refused() -> None:
-    wrong: list[Any] = [object(), SimpleNamespace(_stage=SimpleNamespace(submod=nn.Linear(2, 2)))]
-    for schedule in wrong:
+def test_what_has_no_stages_is_refused() -> None:
+    for schedule in (object(), SimpleNamespace(_stages=[])):
         with pytest.raises(LayoutError, match="prepare_pipeline: expected"):
             prepare_pipeline(schedule)
+
+
+class Half(nn.Module):
+    """A Linear that may return DTensors in a layout."""
+
+    def __init__(self, layout: Placement | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, bias=False)
+        self.layout = layout
+
+    def forward(self, x: Any) -> Any:
+        out = self.linear(x.tanh())
+        if self.layout is None:
+            return out
+        if self.layout == Partial():
+            # a sum over features that are sharded
+            assert out.placements == (Partial(),)
+            return out
+        return out.redistribute(placements=[self.layout])
+
+
+@pytest.mark.parametrize("layout", [Shard(0), Shard(1), Replicate(), Partial()])
+@on_ranks(4, timeout=120)
+def test_dtensors_cross_the_border_of_stages(layout: Placement) -> None:
+    """The ranks behind the border waited for the time-out of their group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
+    index = mesh.get_local_rank("stage")
+    torch.manual_seed(0)
+    plain = nn.Sequential(Half(), Half()).double()
+    model: Any = copy.deepcopy(plain[index])
+    if index == 0:
+        model.layout = layout
+    dim = 1 if layout == Partial() else 0
+    weight = distribute_tensor(model.linear.weight.detach(), mesh["tensor"], [Shard(dim)])
+    model.linear.weight = nn.Parameter(weight)
+    group = mesh.get_group("stage")
+    stage = PipelineStage(model, index, 2, torch.device("cpu"), group=group)
+
+    def loss_of_dtensors(output: Any, target: Tensor) -> Tensor:
+        loss: Any = (output - target).square().sum()
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+    schedule: Any = pipelining.Schedule1F1B(
+        stage, n_microbatches=2, loss_fn=loss_of_dtensors, scale_grads=False
+    )
+    prepare_pipeline(schedule)
+    for number in range(2):
+        generator = torch.Generator().manual_seed(number)
+        # rows are uneven over the ranks of a stage
+        x, y = torch.randn(2, 6, 6, generator=generator, dtype=torch.float64)
+        loss: Any = loss_of(plain(x), y)
+        loss.backward()
+        replicated = distribute_tensor(x, mesh["tensor"], [Replicate()])
+        if index == 0:
+            schedule.step(replicated)
+        else:
+            schedule.step(target=distribute_tensor(y, mesh["tensor"], [Replicate()]))
+        same_gradients(plain[index], model)

@@ -50,3 +50,8 @@ def is_torch_fsdp(module: Any) -> bool:
     """Return whether torch's own `fully_shard` or `replicate` has changed the module's class."""
     home = "torch.distributed.fsdp._fully_shard"
     return any(base.__module__.startswith(home) for base in type(module).__mro__)
+
+
+def default_store() -> Any:
+    """Return the key-value store of the default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -479,6 +479,10 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         ...     mesh = init_device_mesh("cpu", (4,))
         ...     share_comm_ctx([fully_shard(nn.Linear(8, 8), mesh) for _ in range(2)])
     """
+    if not isinstance(modules, (list, tuple)):
+        raise StyleTypeError(
+            f"share_comm_ctx: expected a list of modules, got {type(modules).__name__}"
+        )
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise LayoutError(

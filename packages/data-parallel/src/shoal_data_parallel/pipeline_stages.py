@@ -13,7 +13,7 @@ What happens in one step of a rank with two stages of two units, and three micro
 
 Schedules with one stage per rank have no UNSHARD and RESHARD: the first microbatch gathers.
 
-May import: _torch, fsdp_module, unit.
+May import: _torch, fsdp_module, stage_borders, unit.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ from shoal_dtensor.internal import submodule_of
 
 from ._torch import is_torch_fsdp, pipeline_actions, stages_of
 from .fsdp_module import FSDPModule
+from .stage_borders import GetMesh, watch_borders
 from .unit import Unit, units_of
 
+# of schedules and stages
+_PREPARED = "_shoal_prepared"
 
-def prepare_pipeline(schedule: Any) -> None:
+
+def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
     """Have a schedule of `torch.distributed.pipelining` gather and reduce sharded stages once per step.
 
     Units stay gathered from one microbatch to the next, as far as `reshard_after_forward=False`
@@ -40,14 +44,19 @@ def prepare_pipeline(schedule: Any) -> None:
     per rank gather and free whole stages ahead of time. Without this call each microbatch gathers
     and reduces, to the same values.
 
-    Call it once, when the schedule has been made; stages that are not sharded are left as they are.
+    DTensors that a stage returns arrive as DTensors at the next one, in the same layout on the mesh
+    of its ranks.
+
+    Call it once, when the schedule has been made, on all of its ranks.
 
     Args:
-        schedule: a schedule whose stages have `submod`s that `fully_shard` was called on; it and
-            its stages are changed in place.
+        schedule: a schedule; it and its stages are changed in place. Stages whose `submod` is not
+            an `FSDPModule` only send and receive DTensors.
+        get_mesh: given the names of the axes that a DTensor comes on, the mesh of this rank's stage
+            with these axes; by default that of a parameter of the stage.
 
     Raises:
-        LayoutError: if no stage is sharded, or one is sharded by torch's own `fully_shard`.
+        LayoutError: if it has no stages, or one is sharded by torch's own `fully_shard`.
 
     Example:
         >>> from torch import nn
@@ -63,17 +72,20 @@ def prepare_pipeline(schedule: Any) -> None:
     """
     stages = stages_of(schedule)
     sharded = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]
-    if not sharded:
-        kinds = ", ".join(type(stage.submod).__name__ for stage in stages)
+    if not stages:
         raise LayoutError(
-            "prepare_pipeline: expected a schedule with a stage whose submod fully_shard was called "
-            f"on, got {type(schedule).__name__} with stages of {kinds or 'no module'}"
+            "prepare_pipeline: expected a schedule of torch.distributed.pipelining with stages, got "
+            f"{type(schedule).__name__}"
         )
     if any(is_torch_fsdp(stage.submod) for stage in stages):
         raise LayoutError(
             "prepare_pipeline: a stage is sharded by torch's fully_shard, whose gathers the schedule "
             "would not start any more; shard all stages of a rank by shoal's"
         )
+    if getattr(schedule, _PREPARED, False):
+        return
+    setattr(schedule, _PREPARED, True)
+    watch_borders(stages, get_mesh)
     for stage in sharded:
         _reduce_at_end(stage)
         stage.submod.set_reshard_after_backward(False)
@@ -122,6 +134,9 @@ def reduce_after_last_microbatch(stage: Any) -> None:
 
 def _reduce_at_end(stage: Any) -> None:
     """Have a stage's backwards keep gradients, and its `perform_reduce_grad` reduce them."""
+    if getattr(stage, _PREPARED, False):
+        return
+    setattr(stage, _PREPARED, True)
     module: FSDPModule = stage.submod
     scale: Callable[..., None] = stage.perform_reduce_grad
 
