@@ -46,11 +46,11 @@ from shoal_data_parallel import (
     share_comm_ctx,
 )
 from shoal_data_parallel.reduction import GroupReduction
-from shoal_data_parallel.unit import unit_of, units_of
-from shoal_dtensor import Shard
+from shoal_data_parallel.unit import UnitState, unit_of, units_of
+from shoal_dtensor import Shard, distribute_tensor
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.internal import observing
-from shoal_mesh.testing import counts, on_ranks
+from shoal_mesh.testing import counts, fake_world, on_ranks
 
 
 def sharded(mesh: DeviceMesh, **options: Any) -> tuple[Any, Any]:
@@ -197,6 +197,64 @@ def test_the_next_forward_waits_for_the_optimizer_once() -> None:
         with observing(lambda event: seen.append(event.op)):
             model(*own(mesh, batch(0)[0]))
     assert seen[0] == "event" and seen.count("event") == 1 and len(seen) > 3
+
+
+@on_ranks(4)
+def test_groups_of_ranks_keep_parameters_after_a_forward() -> None:
+    mesh = mesh_of(4, 1)["data"]
+    plain, model = twins(lambda: Model(6, 2))
+    for block in model.blocks:
+        fully_shard(block, mesh, reshard_after_forward=2)
+    fully_shard(model, mesh, reshard_after_forward=2)
+    for step in range(2):
+        tokens, targets = batch(step)
+        loss_of(plain, tokens, targets).backward()
+        sizes: list[int] = []
+
+        def note(event: Any, sizes: list[int] = sizes) -> None:
+            if "gathers" in event.purpose:
+                sizes.append(event.comm.size)
+
+        with observing(note):
+            loss = loss_of(model, *own(mesh, tokens, targets))
+            unit = unit_of(model.blocks[0])
+            after_forward = unit.state
+            held = [tuple(shard.shape) for shard in unit.current.shards]
+            loss.backward()
+        # the forward before has left the same values to groups of 2
+        assert sizes == [4 if step == 0 else 2] * 3 + [2] * 3
+        # half of 6 and of 18 rows, in the order of the parameters
+        assert sorted(held) == [(3,), (3,), (3,), (3, 18), (9,), (9, 6)]
+        assert (after_forward, unit.state) == (UnitState.SHARDED_INSIDE, UnitState.SHARDED)
+        same_gradients(plain, model)
+        # what a step writes to is gathered again from all ranks
+        model(own(mesh, tokens)[0])
+        with torch.no_grad():
+            for one in (plain, model):
+                for param in one.parameters():
+                    param.add_(0.1)
+        torch.testing.assert_close(model(tokens), plain(tokens))
+
+
+def test_layouts_of_groups_of_ranks() -> None:
+    with fake_world(16):
+        names = ("replica", "data", "tensor")
+        mesh = init_device_mesh("cpu", (2, 4, 2), mesh_dim_names=names)
+        model: Any = nn.Linear(6, 16)
+        split = distribute_tensor(model.weight.detach(), mesh["tensor"], [Shard(0)])
+        model.weight = nn.Parameter(split)
+        fully_shard(model, mesh["replica", "data"], reshard_after_forward=2)
+        weight, bias = unit_of(model).parameters
+        assert weight.moves_after_forward()[0].local_shape == (4, 6)
+        assert weight.moves_after_forward()[1].local_shape == weight.gathered.local_shape == (8, 6)
+        assert bias.moves_after_forward()[0].local_shape == (8,)
+        model = nn.Linear(4, 4)
+        wrongs: list[Any] = [0, 3, -2, 1.5, "2"]
+        for wrong in wrongs:
+            with pytest.raises(ValueError, match="reshard_after_forward is"):
+                fully_shard(model, mesh["data"], reshard_after_forward=wrong)
+        fully_shard(model, mesh["data"], reshard_after_forward=1)
+        assert unit_of(model).settings.reshard_after_forward is False
 
 
 # --- collectives of the user ----------------------------------------------------------------------

@@ -542,12 +542,12 @@ def test_writes_to_gathered_parameters_are_an_error() -> None:
 
 
 @on_ranks(4)
-def test_containers_and_partial_resharding_are_refused() -> None:
+def test_containers_and_uneven_resharding_are_refused() -> None:
     mesh = mesh_of(4, 1)
     with pytest.raises(LayoutError, match="no forward"):
         fully_shard(nn.ModuleList([Block(4)]), mesh["data"])
-    with pytest.raises(LayoutError, match="True, False or None"):
-        fully_shard(Block(4), mesh["data"], reshard_after_forward=2)  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(LayoutError, match="a number that divides"):
+        fully_shard(Block(4), mesh["data"], reshard_after_forward=3)
 
 
 # --- experts, recomputation -----------------------------------------------------------------------

@@ -39,7 +39,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     module: nn.Module | list[nn.Module],
     mesh: DeviceMesh | None = None,
     *,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     # an immutable value, as in torch's signature
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
@@ -62,7 +62,9 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         mesh: the data axes: one, over which parameters are sharded; or two, over the first of which
             they are replicated. The whole world when left out.
         reshard_after_forward: free the gathered parameters after the forward, and gather them again
-            in backward. By default all units do but the outermost.
+            in backward. By default all units do but the outermost. With a number, groups of this
+            many neighboring ranks keep all of them in larger shards, such as the ranks of one host,
+            and the backward gathers inside of the group.
         shard_placement_fn: given a parameter, the `Shard` over the data axes, or None for the first
             dim.
         mp_policy: the dtypes of computation, reduction and outputs.
@@ -70,7 +72,8 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         ignored_params: parameters that stay as they are.
 
     Raises:
-        LayoutError: if the mesh has more than two axes, the module is sharded already or has no
+        LayoutError: if the mesh has more than two axes, or `reshard_after_forward` does not divide
+            the number of ranks that shard, the module is sharded already or has no
             forward, or a parameter is placed on a data axis, partial, or replicated by `replicate`.
         StyleError: if parameters have gradients, or are tensors of tensors, as quantized weights
             are.
@@ -85,7 +88,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         ((Shard(dim=0),), torch.Size([2, 8]))
     """
     modules: list[Any] = module if isinstance(module, list) else [module]  # whose classes change
-    axes = _checked_axes(modules, reshard_after_forward, mesh)
+    axes = _checked_axes(modules, mesh)
     complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
     policies = mp_policy, offload_policy
     unit = Unit(
@@ -94,7 +97,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         [*(ignored_params or ())],
         shard_placement_fn,
         policies=policies,
-        settings=UnitSettings(reshard_after_forward),
+        settings=UnitSettings(_checked_resharding(reshard_after_forward, axes)),
     )
     _check_own(modules, [param for param, _ in unit.owned_parameters()])
     unit.take()
@@ -107,15 +110,22 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     return module
 
 
-def _checked_axes(
-    modules: Sequence[nn.Module], reshard_after_forward: object, mesh: DeviceMesh | None
-) -> DataAxes:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
+    """Return what a unit does after a forward; all ranks and one rank are True and False."""
+    if asked is None or isinstance(asked, bool):
+        return asked
+    ranks = axes.ranks_of_shards
+    if not isinstance(asked, int) or asked < 1 or ranks % asked:
         raise LayoutError(
-            "fully_shard: reshard_after_forward is True, False or None, got "
-            f"{reshard_after_forward!r}; to shard over "
-            "fewer ranks after the forward is not offered"
+            "fully_shard: reshard_after_forward is True, False, None, or a number that divides the "
+            f"{ranks} ranks that shard, got {asked!r}"
         )
+    if asked in (1, ranks):
+        return asked == ranks
+    return asked
+
+
+def _checked_axes(modules: Sequence[nn.Module], mesh: DeviceMesh | None) -> DataAxes:
     for module in modules:
         kind = type(module).__name__
         if isinstance(module, FSDPModule):

@@ -28,6 +28,8 @@ class Gathered:
     has_values: bool = False
     # how often each tensor had been written to when it was filled
     versions_when_filled: Sequence[int] = ()
+    # this rank's shards over fewer ranks, from a forward to the gather for its backward
+    shards: list[Tensor] = field(default_factory=list)
 
     def allocate(self, parameters: Sequence[ShardedParameter]) -> list[Tensor]:
         """Give all gathered tensors memory, making those that do not exist yet."""
@@ -51,6 +53,7 @@ class Gathered:
     def release(self, *, keeps_memory: bool) -> None:
         """Give the values of all gathered tensors up, and their memory."""
         self.has_values = False
+        self.shards = []
         if keeps_memory:
             return
         for tensor in self.tensors:

@@ -85,6 +85,19 @@ class DataAxes:
         order = range(comm.size) if comm.order is None else comm.order
         return sorted(range(comm.size), key=order.__getitem__)
 
+    def inside(self, ranks: int) -> DataAxes:
+        """Return axes that shard over this many neighbors, and replicate over the groups of them.
+
+        Over 8 shards and 2: 4 groups of 2, of which each has all of a parameter.
+        """
+        axis = self.mesh.ndim - 1
+        groups = self.mesh.shape[axis] // ranks
+        names = None
+        if self.mesh.mesh_dim_names is not None:
+            name = self.mesh.mesh_dim_names[axis]
+            names = (f"{name}_groups", f"{name}_in_group")
+        return DataAxes(self.mesh.unflatten(axis, (groups, ranks), names))
+
     def placements(self, shard: Placement) -> list[Placement]:
         """One placement per data axis of a parameter that `shard` shards."""
         return [Replicate()] * (self.mesh.ndim - self.sharded) + [shard] * self.sharded
@@ -106,6 +119,9 @@ class ShardedParameter:
     inner: Spec | None
     # the leaf's layout in the dtype of the reduction: where gradients arrive
     reduced: Spec
+    # layouts over fewer ranks, in which a unit may keep its values after a forward: one shard per
+    # rank of a small group, and all of them on each
+    after_forward: tuple[Spec, Spec] | None = None
     # the dtypes of computation and reduction, where they are not the leaf's
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
 
@@ -120,6 +136,26 @@ class ShardedParameter:
         """The layout of gradients that are reduced over the shards, and not yet over the replicas."""
         replicas = axes.mesh.ndim - axes.sharded
         return _partial_over_first(self.reduced, replicas)
+
+    def keep_inside(self, axes: DataAxes, inside: DataAxes) -> None:
+        """Have a unit keep shards over the axes `inside` after a forward, in the dim that `axes` shard."""
+        placement = self.resting.placements[axes.mesh.ndim - 1]
+        is_sharded = isinstance(placement, Shard | StridedShard)
+        asked = Shard(placement.dim) if is_sharded else None
+        self.after_forward = _layouts(self.leaf, inside, self.inner, asked)
+
+    def shard_after_forward(self, local: Tensor) -> Tensor:
+        """Return this rank's shard of a gathered tensor, over the ranks that keep it after a forward."""
+        resting, gathered = self.moves_after_forward()
+        shard = _narrowed(local.detach(), gathered, resting)
+        return shard.clone(memory_format=torch.contiguous_format)
+
+    def moves_after_forward(self) -> tuple[Spec, Spec]:
+        """Return the layout of these shards, and the gathered one, in the dtype of the computation."""
+        assert self.after_forward is not None, "the unit was made with an int"
+        resting, gathered = self.after_forward
+        dtype = self.resting.dtype
+        return resting.with_(dtype=dtype), gathered.with_(dtype=dtype)
 
     def version(self) -> tuple[object, ...]:
         """A value that changes when the parameter is written to, as a DTensor or by its shard, or gets other data."""
@@ -249,9 +285,8 @@ def shard_parameter(
     precision = policies[0].for_parameter(param)
     offload = policies[1]
     inner = param.spec if isinstance(param, DTensor) else None
-    resting, gathered = _layouts(
-        param, axes, inner, placement(param) if placement and param.ndim else None
-    )
+    asked = placement(param) if placement and param.ndim else None
+    resting, gathered = _layouts(param, axes, inner, asked)
 
     def rows(tensor: Tensor) -> DTensor:
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)
@@ -269,7 +304,13 @@ def shard_parameter(
         )
     leaf = _replacement(param, rows, styled=inner is not None)
     parameter = ShardedParameter(
-        tuple(sites), leaf, resting, gathered, inner=inner, reduced=resting, precision=precision
+        tuple(sites),
+        leaf,
+        resting,
+        gathered,
+        inner=inner,
+        reduced=resting,
+        precision=precision,
     )
     parameter.set_dtypes()
     return parameter

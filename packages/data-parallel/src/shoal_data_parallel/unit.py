@@ -1,16 +1,22 @@
 """A unit: the parameters that are gathered together before a module's forward and reduced together in its backward.
 
-A unit is in one of three states, and only the methods named here change it:
+A unit is in one of four states, and only the methods named here change it:
 
                  start_gathering()                finish_gathering()
       SHARDED ----------------------> GATHERING ----------------------> GATHERED
          ^                                                                  |
          +------------------------------- free() ---------------------------+
+         |                                                                  |
+         +---- free() ---- SHARDED_INSIDE <-------- shard_inside() ---------+
+                                 |
+                                 +--- start_gathering() ---> GATHERING
 
       SHARDED      a rank holds its shards; gathered tensors exist only without values, and without
                    memory unless the unit keeps it
       GATHERING    shards are in flight to the other ranks
       GATHERED     the gathered tensors have memory and values
+      SHARDED_INSIDE    after a forward with `reshard_after_forward=<int>`: groups of this many ranks
+                   have all values, in larger shards; gathering is inside of the group
 
 The modules see the sharded leaves in every state, except in GATHERED between `expose()` and
 `hide()`: then they see views of the gathered tensors. `gather()` is `start_gathering()`, unless that
@@ -42,7 +48,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import Shard
 from shoal_dtensor.errors import StyleError, TiedWeightError
-from shoal_dtensor.internal import ShardsInFlight, register_owner
+from shoal_dtensor.internal import ShardsInFlight, redistribute_shards, register_owner
 from shoal_mesh import purpose
 
 from ._torch import preserving_versions
@@ -72,6 +78,7 @@ class UnitState(Enum):
     SHARDED = auto()
     GATHERING = auto()
     GATHERED = auto()
+    SHARDED_INSIDE = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -192,8 +199,9 @@ class Schedule:
 class UnitSettings:
     """Choices of the user for one unit."""
 
-    # None: free after the forward unless the unit is the outermost one
-    reshard_after_forward: bool | None
+    # None: free after the forward unless the unit is the outermost one; a number: keep shards over
+    # groups of this many ranks
+    reshard_after_forward: bool | int | None
     # the units that start to gather when this one's forward begins; None: the one that came next the
     # last time
     prefetch_in_forward: Sequence[Unit] | None = None
@@ -237,6 +245,9 @@ class Unit(Group):
         # what follows from the settings for a unit that is the outermost one, or inside
         self.frees_after_forward = True
         self.schedule: Schedule = Schedule([self])
+        # the axes of what stays after a forward, if these are others
+        asked = settings.reshard_after_forward
+        self.axes_inside = axes.inside(asked) if type(asked) is int else None
         # hooks on modules of an outermost unit, which may be called after its forward
         self.call_hooks: list[Any] = []
 
@@ -322,10 +333,13 @@ class Unit(Group):
         owned = self.owned_parameters()
         self._reset(
             [
-                shard_parameter(p, sites, self.axes, self.placement, self.policies)
+                shard_parameter(p, sites, self.axes, self.placement, policies=self.policies)
                 for p, sites in owned
             ]
         )
+        if self.axes_inside is not None:
+            for parameter in self.parameters:
+                parameter.keep_inside(self.axes, self.axes_inside)
         for param, _ in owned:
             setattr(param, STATE, True)
         register_owner(self)
@@ -358,7 +372,9 @@ class Unit(Group):
         """Where the values of the parameters are."""
         if self._in_flight is not None:
             return UnitState.GATHERING
-        return UnitState.GATHERED if self.current.has_values else UnitState.SHARDED
+        if self.current.has_values:
+            return UnitState.GATHERED
+        return UnitState.SHARDED_INSIDE if self.current.shards else UnitState.SHARDED
 
     @property
     def versions(self) -> Versions:
@@ -373,16 +389,29 @@ class Unit(Group):
         is_coming = self._in_flight is not None and self._in_flight[1] == versions
         if not self.parameters or is_here or is_coming:
             return
+        if self.current.versions != versions:
+            # those of older values
+            self.current.shards = []
         self._in_flight = (self._send_shards(), versions)
 
     def _send_shards(self) -> ShardsInFlight | CustomGather:
         text = f"fully_shard gathers {self.name}"
         all_gather = self.communication.all_gather
-        if all_gather is None:
+        is_inside = self.axes_inside is not None and bool(self.current.shards)
+        if all_gather is None and not is_inside:
             return start_to_gather(self.parameters, text)
-        moves = [(parameter.resting, parameter.gathered) for parameter in self.parameters]
+        if is_inside:
+            axes = self.axes_inside or self.axes
+            shards = self.current.shards
+            moves = [parameter.moves_after_forward() for parameter in self.parameters]
+        else:
+            axes = self.axes
+            shards = shards_to_send(self.parameters)
+            moves = [(parameter.resting, parameter.gathered) for parameter in self.parameters]
         with purpose(text):
-            return CustomGather(all_gather, self.axes, shards_to_send(self.parameters), moves)
+            if all_gather is None:
+                return redistribute_shards(shards, moves)
+            return CustomGather(all_gather, axes, shards, moves)
 
     def finish_gathering(self) -> None:
         """Wait for the values in flight, if there are some, and write them to the gathered tensors."""
@@ -404,6 +433,7 @@ class Unit(Group):
         ):
             in_flight[0].wait(lambda: current.allocate(self.parameters))
         current.has_values = True
+        current.shards = []
         current.versions_when_filled = [tensor._version for tensor in current.tensors]
 
     def _replace_gathered(self, versions: Versions) -> Gathered:
@@ -427,6 +457,7 @@ class Unit(Group):
             StyleError: if something was written to them.
         """
         if not self.current.has_values:
+            self.current.shards = []
             return
         were_written = self.current.were_written
         self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
@@ -437,6 +468,22 @@ class Unit(Group):
                 "values are lost. Write to the parameters outside of the module's forward and of "
                 "unshard()"
             )
+
+    def shard_inside(self) -> None:
+        """Keep this rank's shard over a small group of ranks, and free the gathered parameters."""
+        if not self.current.has_values:
+            return
+        tensors = zip(self.parameters, self.current.tensors, strict=True)
+        shards = [parameter.shard_after_forward(tensor) for parameter, tensor in tensors]
+        self.free()
+        self.current.shards = shards
+
+    def end_forward(self) -> None:
+        """Free the unit after a forward, or keep larger shards for its backward."""
+        if self.axes_inside is not None and type(self.settings.reshard_after_forward) is int:
+            self.shard_inside()
+        else:
+            self.free()
 
     def expose(self, views: Views) -> None:
         """Have the modules see views of the gathered tensors."""

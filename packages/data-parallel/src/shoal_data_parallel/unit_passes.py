@@ -163,7 +163,7 @@ def _leave(unit: Unit) -> None:
         return
     unit.hide()
     if unit.frees_after_forward or _frees_in_evaluation(unit):
-        unit.free()
+        unit.end_forward()
 
 
 def _frees_in_evaluation(unit: Unit) -> bool:
