@@ -34,6 +34,7 @@ from data_parallel_model import (
 )
 from shoal_data_parallel import (
     AllGather,
+    DataParallelMeshDims,
     FSDPModule,
     GradientReductionHandle,
     LayoutError,
@@ -47,7 +48,7 @@ from shoal_data_parallel import (
 )
 from shoal_data_parallel.reduction import GroupReduction
 from shoal_data_parallel.unit import UnitState, unit_of, units_of
-from shoal_dtensor import Shard, distribute_tensor
+from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.internal import observing
 from shoal_mesh.testing import counts, fake_world, on_ranks
@@ -701,6 +702,72 @@ def test_pairs_of_methods(first: str) -> None:
             loss_of(plain, tokens, targets).backward()
             loss_of(model, *rows(mesh, tokens, targets)).backward()
         same_gradients(plain, model)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two layers; DTensors in, DTensors out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.up(x).tanh())
+
+
+@pytest.mark.parametrize("dims", ["shard", "both", "replicate", "two"])
+@pytest.mark.parametrize("loss", ["of all ranks", "of each rank"])
+@on_ranks(4, timeout=120)
+def test_data_axes_of_a_whole_mesh(loss: str, dims: str) -> None:
+    """Parameters on the whole mesh: sharded over axes of it, with a gradient of the mean of a batch."""
+    shapes: dict[str, tuple[tuple[int, ...], tuple[str, ...], DataParallelMeshDims]] = {
+        "shard": ((2, 2), ("data", "tensor"), DataParallelMeshDims(shard="data")),
+        "both": ((2, 2), ("replica", "data"), DataParallelMeshDims("data", "replica")),
+        "replicate": ((2, 2), ("data", "tensor"), DataParallelMeshDims(replicate="data")),
+        "two": ((2, 2), ("outer", "inner"), DataParallelMeshDims(("outer", "inner"))),
+    }
+    shape, names, asked = shapes[dims]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    plain, model = twins(Net)
+    over_data: list[Placement] = [Shard(0) if name != "tensor" else Replicate() for name in names]
+    for layer, dim in ((model.up, 0), (model.down, 1)):
+        for name, param in [*layer.named_parameters()]:
+            placed: list[Placement] = [Replicate()] * 2
+            if "tensor" in names and (dim == 0 or param.ndim > 1):
+                placed[1] = Shard(dim)
+            moved = distribute_tensor(param.detach(), mesh, placed)
+            setattr(layer, name, nn.Parameter(moved))
+    fully_shard(model.up, mesh=mesh, dp_mesh_dims=asked)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=asked)
+    if dims != "replicate":
+        assert model.up.weight.to_local().numel() < 60
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for _ in range(2):
+        plain(x).square().mean().backward()
+        out = model(distribute_tensor(x, mesh, over_data))
+        if loss == "of all ranks":
+            out.square().mean().backward()
+        else:
+            out.redistribute(placements=over_data).to_local().square().mean().backward()
+        same_gradients(plain, model)
+
+
+def test_data_axes_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="name an axis"):
+        DataParallelMeshDims()
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        model = nn.Linear(4, 4)
+        with pytest.raises(ValueError, match="has no axes"):
+            fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+        moved = distribute_tensor(model.weight.detach(), mesh, [Shard(0), Replicate()])
+        model.weight = nn.Parameter(moved)
+        with pytest.raises(ValueError, match="is not replicated"):
+            fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="data"))
 
 
 # --- dtypes, and names ----------------------------------------------------------------------------

@@ -14,12 +14,13 @@ from .fsdp_module import (
 )
 from .fully_shard import fully_shard
 from .pipeline_stages import prepare_pipeline, reduce_after_last_microbatch
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .replicate import ReplicateModule, replicate
 
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "GradientReductionHandle",
     "LayoutError",

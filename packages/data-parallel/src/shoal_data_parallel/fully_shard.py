@@ -28,13 +28,18 @@ from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.internal import accelerator
 
 from .fsdp_module import FSDPModule
-from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .sharded_parameters import DataAxes
 from .unit import STATE, Unit, UnitSettings, units_of
 from .unit_passes import make_outermost
 
 
-@takes(module=(nn.Module, list), mp_policy=MixedPrecisionPolicy, offload_policy=OffloadPolicy)
+@takes(
+    module=(nn.Module, list),
+    mp_policy=MixedPrecisionPolicy,
+    offload_policy=OffloadPolicy,
+    dp_mesh_dims=(DataParallelMeshDims, type(None)),
+)
 def fully_shard(  # noqa: PLR0913  # torch's signature
     module: nn.Module | list[nn.Module],
     mesh: DeviceMesh | None = None,
@@ -45,6 +50,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # likewise
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     # of the module's class and an `FSDPModule`, which no type says
 ) -> Any:
     """The module, its parameters sharded over data axes: gathered before its forward and backward, freed after them.
@@ -70,6 +76,9 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         mp_policy: the dtypes of computation, reduction and outputs.
         offload_policy: where the shards are kept.
         ignored_params: parameters that stay as they are.
+        dp_mesh_dims: the data axes in `mesh`, on which parameters are DTensors that are replicated
+            over them. Modules go on to see such DTensors. A loss that is a DTensor of all ranks
+            counts once; losses that each rank computes from `to_local()` are averaged.
 
     Raises:
         LayoutError: if the mesh has more than two axes, or `reshard_after_forward` does not divide
@@ -88,7 +97,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         ((Shard(dim=0),), torch.Size([2, 8]))
     """
     modules: list[Any] = module if isinstance(module, list) else [module]  # whose classes change
-    axes = _checked_axes(modules, mesh)
+    axes = _checked_axes(modules, mesh, dp_mesh_dims)
     complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
     policies = mp_policy, offload_policy
     unit = Unit(
@@ -125,7 +134,30 @@ def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
     return asked
 
 
-def _checked_axes(modules: Sequence[nn.Module], mesh: DeviceMesh | None) -> DataAxes:
+def data_axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
+    """Return the data axes that are named in a mesh; several to shard over act as one, and so do others.
+
+    Raises:
+        LayoutError: if the mesh has no such axes.
+    """
+    names = (*dims.replicate_names, *dims.shard_names)
+    missing = [name for name in names if name not in (mesh.mesh_dim_names or ())]
+    if missing:
+        raise LayoutError(
+            f"dp_mesh_dims: {mesh!r} has no axes {missing}; expected names of {mesh.mesh_dim_names}"
+        )
+    parts = [
+        mesh[group] if len(group) == 1 else mesh[group].flatten()
+        for group in (dims.replicate_names, dims.shard_names)
+        if group
+    ]
+    joined = parts[0] if len(parts) == 1 else DeviceMesh.concatenate(parts)
+    return DataAxes(joined, sharded=1 if dims.shard_names else 0, names=names)
+
+
+def _checked_axes(
+    modules: Sequence[nn.Module], mesh: DeviceMesh | None, dims: DataParallelMeshDims | None
+) -> DataAxes:
     for module in modules:
         kind = type(module).__name__
         if isinstance(module, FSDPModule):
@@ -141,6 +173,8 @@ def _checked_axes(modules: Sequence[nn.Module], mesh: DeviceMesh | None) -> Data
         mesh = init_device_mesh(
             accelerator() or "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("data",)
         )
+    if dims is not None:
+        return data_axes_of(DataAxes(mesh).mesh, dims)
     axes = DataAxes(mesh)
     if mesh.ndim > 2:
         raise LayoutError(

@@ -57,6 +57,8 @@ class LossOfPass:
     sharing: Ranks = NO_RANKS
     # the same, where another part of the loss may be each rank's own
     unclear: Ranks = NO_RANKS
+    # whether a gradient entered DTensors as shards of ranks, so that each has a loss of its own
+    enters_as_shards: bool = False
     _reducers: dict[int, Reducer] = field(default_factory=dict)
 
     def begin_at(self, origin: Literal["global", "local", "unclear"]) -> None:
@@ -95,6 +97,8 @@ def ranks_of_loss(reducer: Reducer) -> int:
     """
     data = ranks_of(reducer.axes.mesh)
     losses = running_notes(LossOfPass)
+    if reducer.is_on_data_axes and not any(loss.enters_as_shards for loss in losses):
+        return len(data)
     if reducer.divisor is None and any(len(loss.unclear & data) > 1 for loss in losses):
         raise StyleError(
             "a backward began at a plain loss and went through full_tensor() or to_local() of a "
@@ -118,6 +122,7 @@ class _DataCrossings:
         if isinstance(grad, FakeTensor) or not (replicated or sharded):
             return grad, spec
         loss = running_pass().note(LossOfPass)
+        loss.enters_as_shards |= bool(sharded)
         reducer = _reducer_of_values(node, loss)
         if reducer is None:
             loss.begin_at("unclear" if replicated else "local")

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from shoal_dtensor.errors import LayoutError
+
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
@@ -53,3 +55,41 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelMeshDims:
+    """The axes of data parallelism in a mesh on which parameters are DTensors.
+
+    Several axes act as one.
+
+    Attributes:
+        shard: the names of those over which parameters are sharded.
+        replicate: the names of those over which parameters are replicated.
+
+    Raises:
+        LayoutError: if there are none. (A ValueError too.)
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise LayoutError(
+                "DataParallelMeshDims: name an axis to shard over, or to replicate over"
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _as_names(self.replicate)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -25,6 +25,8 @@ class Reducer:
     syncs: bool = True
     # False: over shards alone, and not over replicas
     all_reduces: bool = True
+    # whether modules see DTensors on the data axes, whose loss is one of all ranks
+    is_on_data_axes: bool = False
     # what summed gradients are divided by: None for the number of ranks, of a loss of all ranks 1
     divisor: float | None = None
 

@@ -51,6 +51,8 @@ class DataAxes:
     mesh: DeviceMesh  # the mesh of these axes alone
     # how many of them, the last ones, shard parameters; over the others parameters are replicated
     sharded: int = 1
+    # the names that these axes have in a mesh on which parameters are DTensors (`dp_mesh_dims`)
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh):
@@ -119,6 +121,9 @@ class ShardedParameter:
     inner: Spec | None
     # the leaf's layout in the dtype of the reduction: where gradients arrive
     reduced: Spec
+    # the layout on the axes of the styles alone; None if there are none. `inner` is this one, or on a
+    # mesh that has the data axes too
+    styled: Spec | None = None
     # layouts over fewer ranks, in which a unit may keep its values after a forward: one shard per
     # rank of a small group, and all of them on each
     after_forward: tuple[Spec, Spec] | None = None
@@ -129,8 +134,15 @@ class ShardedParameter:
     def partial(self) -> Spec:
         """The layout of gradients before their reduction over the data axes."""
         return _partial_over_data(
-            self.reduced, self.inner.placements if self.inner is not None else ()
+            self.reduced, self.styled.placements if self.styled is not None else ()
         )
+
+    @property
+    def is_on_data_axes(self) -> bool:
+        """Modules see a DTensor that is replicated over the data axes."""
+        if self.inner is None:
+            return False
+        return self.styled is None or self.styled.mesh.ndim < self.inner.mesh.ndim
 
     def scattered(self, axes: DataAxes) -> Spec:
         """The layout of gradients that are reduced over the shards, and not yet over the replicas."""
@@ -140,9 +152,8 @@ class ShardedParameter:
     def keep_inside(self, axes: DataAxes, inside: DataAxes) -> None:
         """Have a unit keep shards over the axes `inside` after a forward, in the dim that `axes` shard."""
         placement = self.resting.placements[axes.mesh.ndim - 1]
-        is_sharded = isinstance(placement, Shard | StridedShard)
-        asked = Shard(placement.dim) if is_sharded else None
-        self.after_forward = _layouts(self.leaf, inside, self.inner, asked)
+        asked = Shard(placement.dim) if isinstance(placement, Shard | StridedShard) else None
+        self.after_forward = _layouts(self.leaf, inside, self.styled, asked)
 
     def shard_after_forward(self, local: Tensor) -> Tensor:
         """Return this rank's shard of a gathered tensor, over the ranks that keep it after a forward."""
@@ -237,10 +248,34 @@ class ShardedParameter:
             )
         if isinstance(grad, DTensor):
             # it may be placed differently on the styles' axes
+            if self.is_on_data_axes:
+                return self._summand(grad)
             if self.inner is not None:
                 spec = _partial_over_data(self.reduced, grad.placements)
             grad = local_shard(grad)
         return grad, spec
+
+    def _summand(self, grad: DTensor) -> tuple[Tensor, Spec]:
+        """Return this rank's summand of a gradient on the data axes and those of the styles, and its layout.
+
+        Where the gradient is replicated over data axes, each rank has the whole of it.
+        """
+        mesh = grad.spec.mesh
+        styled = () if self.styled is None else self.styled.mesh.axis_names
+        # what is neither a summand nor whole is made whole
+        placements = [
+            p if name in styled or p == Partial() else Replicate()
+            for name, p in zip(mesh.axis_names, grad.placements, strict=True)
+        ]
+        grad = grad.redistribute(placements=placements)
+        on_axis = dict(zip(mesh.axis_names, placements, strict=True))
+        holders = 1
+        for name, ranks in zip(mesh.axis_names, mesh.shape, strict=True):
+            if name not in styled and on_axis[name].is_replicate():
+                holders *= ranks
+        spec = _partial_over_data(self.reduced, tuple(on_axis[name] for name in styled))
+        local = local_shard(grad)
+        return (local if holders == 1 else local / holders), spec
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced local gradient to the leaf's, through its hooks if it has some."""
@@ -285,8 +320,9 @@ def shard_parameter(
     precision = policies[0].for_parameter(param)
     offload = policies[1]
     inner = param.spec if isinstance(param, DTensor) else None
+    styled = None if inner is None else _without_data_axes(inner, axes)
     asked = placement(param) if placement and param.ndim else None
-    resting, gathered = _layouts(param, axes, inner, asked)
+    resting, gathered = _layouts(param, axes, styled, asked)
 
     def rows(tensor: Tensor) -> DTensor:
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)
@@ -310,6 +346,7 @@ def shard_parameter(
         gathered,
         inner=inner,
         reduced=resting,
+        styled=styled,
         precision=precision,
     )
     parameter.set_dtypes()
@@ -398,6 +435,35 @@ def _replacement(
     else:
         carry_over(old, new)
     return new
+
+
+def _without_data_axes(inner: Spec, axes: DataAxes) -> Spec | None:
+    """Return the layout on the axes of styles, of a DTensor on a mesh that may have the data axes too.
+
+    Raises:
+        LayoutError: if it is not replicated over these data axes.
+    """
+    if not axes.names or not {*axes.names} <= {*inner.mesh.axis_names}:
+        return inner
+    placed = dict(zip(inner.mesh.axis_names, inner.placements, strict=True))
+    if not all(placed[name].is_replicate() for name in axes.names):
+        raise LayoutError(
+            f"fully_shard: a parameter on {inner!r} is not replicated over the data axes "
+            f"{axes.names}, which are to shard it"
+        )
+    kept = [name for name in inner.mesh.axis_names if name not in axes.names]
+    if not kept:
+        return None
+    index = {inner.mesh.axis_names.index(name): i for i, name in enumerate(kept)}
+    order = [(dim, tuple(index[axis] for axis in over)) for dim, over in inner.shard_order]
+    return Spec(
+        inner.mesh[tuple(kept)],
+        [placed[name] for name in kept],
+        inner.shape,
+        None,
+        dtype=inner.dtype,
+        shard_order=tuple(order),
+    )
 
 
 def _layouts(

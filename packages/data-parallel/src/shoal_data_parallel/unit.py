@@ -279,6 +279,7 @@ class Unit(Group):
         copied.divisor = self.divisor
         copied.frees_after_forward = self.frees_after_forward
         copied.syncs = self.syncs
+        copied.is_on_data_axes = self.is_on_data_axes
         copied.all_reduces = self.all_reduces
         copied.communication = self.communication
         copied.parameters = self.parameters
@@ -340,6 +341,7 @@ class Unit(Group):
         if self.axes_inside is not None:
             for parameter in self.parameters:
                 parameter.keep_inside(self.axes, self.axes_inside)
+        self.is_on_data_axes = any(p.is_on_data_axes for p in self.parameters)
         for param, _ in owned:
             setattr(param, STATE, True)
         register_owner(self)
