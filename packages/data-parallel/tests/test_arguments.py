@@ -40,7 +40,9 @@ CALLS: Mapping[str, Callable[[Any, Any], object]] = {
     "share_comm_ctx": lambda mesh, x: share_comm_ctx(x),
 }
 ALLOWED = {
-    "fully_shard, mesh": type(None),  # that of all ranks
+    # the mesh of all ranks
+    "fully_shard, mesh": type(None),
+    "replicate, mesh": type(None),
     "replicate, bucket_bytes": int,
     "register_fsdp_forward_method": str,
 }

@@ -5,6 +5,7 @@ Covers: {fsdp_module,communication}.py.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,16 +35,20 @@ from data_parallel_model import (
 )
 from shoal_data_parallel import (
     AllGather,
+    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
     GradientReductionHandle,
     LayoutError,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ReduceScatter,
+    ReplicateModule,
     StyleError,
     UnsupportedModuleError,
     fully_shard,
     register_fsdp_forward_method,
+    replicate,
     share_comm_ctx,
 )
 from shoal_data_parallel.reduction import GroupReduction
@@ -756,6 +761,67 @@ def test_data_axes_of_a_whole_mesh(loss: str, dims: str) -> None:
         same_gradients(plain, model)
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+@on_ranks(4, timeout=120)
+def test_replicas_with_policies(offloads: bool) -> None:
+    twin_models: list[Any] = [one.float() for one in twins(lambda: Model(6, 2))]
+    plain, model = twin_models
+    if dist.get_rank() > 0:
+        # all get the values of the first rank
+        nn.init.zeros_(model.head.weight)
+    inputs: list[torch.dtype] = []
+    model.head.register_forward_pre_hook(lambda _, args: inputs.append(args[0].dtype))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
+    replicate(model, mp_policy=policy, offload_policy=offload)
+    assert isinstance(model, ReplicateModule)
+    mesh = mesh_of(4, 1)
+    with observing(lambda event: pytest.fail(event.op) if "gather" in event.op else None):
+        backward_of_each(plain, model, mesh)
+        model.set_requires_all_reduce(False)
+        backward_of_each(plain, model, mesh, 1)
+        model.set_requires_all_reduce(True)
+        backward_of_each(plain, model, mesh, 2)
+    assert set(inputs) == {torch.bfloat16}
+    for (name, expected), (_, got) in zip(
+        plain.named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert got.grad is not None and got.grad.dtype == torch.float32
+        torch.testing.assert_close(full(got.grad), expected.grad, rtol=0.05, atol=0.02, msg=name)
+    with pytest.raises(ValueError, match="no shards to gather"):
+        model.set_custom_all_gather(Gather())
+    with pytest.raises(StyleError, match="do not go together"):
+        replicate(nn.Linear(2, 2), mp_policy=policy, shard_optimizer=True)
+
+
+@on_ranks(2)
+def test_replicas_called_as_in_torch() -> None:
+    mesh = mesh_of(2, 1)
+    plain, model = twins(lambda: Model(6, 2))
+    replicate(model, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(), ignored_params=None)
+    model.set_requires_all_reduce(False)
+    backward_of_each(plain, model, mesh)
+    assert all(param.grad is None for param in model.parameters())
+    model.set_requires_all_reduce(True)
+    backward_of_each(plain, model, mesh, 1)
+    same_gradients(plain, model)
+    layers: list[Any] = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    assert replicate(layers) is layers
+    assert all(isinstance(layer, ReplicateModule) for layer in layers)
+    whole = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    moved = distribute_tensor(layers[0].weight.detach(), whole, [Replicate(), Shard(0)])
+    layer: Any = nn.Linear(2, 2, bias=False)
+    layer.weight = nn.Parameter(moved)
+    replicate(layer, mesh=whole, dp_mesh_dims=DataParallelMeshDims(replicate="data"))
+    x = torch.arange(8.0).reshape(4, 2)
+    layer(distribute_tensor(x, whole, [Shard(0), Replicate()])).square().mean().backward()
+    weight = layers[0].weight.detach().requires_grad_()
+    (x @ weight.t()).square().mean().backward()
+    torch.testing.assert_close(full(layer.weight.grad), weight.grad)
+    with pytest.raises(ValueError, match="fully_shard does"):
+        replicate(nn.Linear(2, 2), mesh=whole, dp_mesh_dims=DataParallelMeshDims(shard="data"))
+
+
 def test_data_axes_that_are_not_there() -> None:
     with pytest.raises(ValueError, match="name an axis"):
         DataParallelMeshDims()
@@ -817,3 +883,17 @@ def test_methods_and_signatures_are_those_of_torch() -> None:
     assert set(fsdp.__all__) & {"share_comm_ctx", "register_fsdp_forward_method"}
     for function in (share_comm_ctx, register_fsdp_forward_method):
         assert parameters_of(function) == parameters_of(getattr(fsdp, function.__name__))
+
+
+@pytest.mark.parity
+def test_calls_take_the_arguments_of_torch() -> None:
+    from torch.distributed import fsdp
+    from torch.distributed._composable.replicate_with_fsdp import replicate as their_replicate
+
+    for ours, theirs in ((fully_shard, fsdp.fully_shard), (replicate, their_replicate)):
+        wanted = {name for name, *_ in parameters_of(theirs)}
+        assert wanted <= {name for name, *_ in parameters_of(ours)}
+    for kind in (MixedPrecisionPolicy, DataParallelMeshDims, CPUOffloadPolicy):
+        fields = [(f.name, f.default) for f in dataclasses.fields(getattr(fsdp, kind.__name__))]
+        own = [(f.name, f.default) for f in dataclasses.fields(kind)]
+        assert own[: len(fields)] == fields

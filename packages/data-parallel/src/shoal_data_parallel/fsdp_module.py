@@ -194,7 +194,8 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if it is not callable, or has no `allocate`.
         """
-        unit_of(self).communication.all_gather = _checked_comm("set_custom_all_gather", comm)
+        unit = unit_of(self)
+        unit.communication.all_gather = _checked_comm("set_custom_all_gather", unit, comm)
 
     # --- reducing ---------------------------------------------------------------------------------
 
@@ -318,8 +319,8 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if it is not callable, or has no `allocate`.
         """
-        communication = unit_of(self).communication
-        communication.reduce_scatter = _checked_comm("set_custom_reduce_scatter", comm)
+        unit = unit_of(self)
+        unit.communication.reduce_scatter = _checked_comm("set_custom_reduce_scatter", unit, comm)
 
     @takes(enable=bool)
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -434,7 +435,12 @@ class FSDPModule(ReducingModule):
         )
 
 
-def _checked_comm(name: str, comm: Any) -> Any:
+def _checked_comm(name: str, unit: Unit, comm: Any) -> Any:
+    if not unit.axes.sharded:
+        raise LayoutError(
+            f"{name}: the parameters of this unit are replicated, so there are no shards to gather "
+            "or scatter; set_all_reduce_hook gets its reduced gradients"
+        )
     if callable(comm) and callable(getattr(comm, "allocate", None)):
         return comm
     raise StyleTypeError(

@@ -96,27 +96,35 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         ...     layer.weight.placements, layer.weight.to_local().shape
         ((Shard(dim=0),), torch.Size([2, 8]))
     """
-    modules: list[Any] = module if isinstance(module, list) else [module]  # whose classes change
-    axes = _checked_axes(modules, mesh, dp_mesh_dims)
-    complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
-    policies = mp_policy, offload_policy
+    modules: list[Any] = module if isinstance(module, list) else [module]
+    check_modules("fully_shard", modules)
+    axes = _checked_axes(mesh, dp_mesh_dims)
     unit = Unit(
         modules,
         axes,
         [*(ignored_params or ())],
         shard_placement_fn,
-        policies=policies,
+        policies=(mp_policy, offload_policy),
         settings=UnitSettings(_checked_resharding(reshard_after_forward, axes)),
     )
+    install_unit(unit, FSDPModule)
+    return module
+
+
+def install_unit(unit: Unit, kind: Any) -> None:
+    """Shard the parameters of a unit's modules, and add the methods of a class, an FSDPModule, to these."""
+    modules: list[Any] = unit.modules
+    precision = unit.policies[0]
+    dtypes = (precision.param_dtype, precision.reduce_dtype)
+    complete_forms(unit.axes.mesh, *modules, over_data=dtypes)
     _check_own(modules, [param for param, _ in unit.owned_parameters()])
     unit.take()
     make_outermost(unit, [inner for module in modules for inner in units_of(module)])
-    for one in modules:
-        vars(one)[STATE] = unit
-        refuse_save_pretrained(one)
-        one.__class__ = extended(FSDPModule, one.__class__)
-        watch_draws(one, axes.mesh)
-    return module
+    for module in modules:
+        vars(module)[STATE] = unit
+        refuse_save_pretrained(module)
+        module.__class__ = extended(kind, module.__class__)
+        watch_draws(module, unit.axes.mesh)
 
 
 def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
@@ -155,24 +163,28 @@ def data_axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
     return DataAxes(joined, sharded=1 if dims.shard_names else 0, names=names)
 
 
-def _checked_axes(
-    modules: Sequence[nn.Module], mesh: DeviceMesh | None, dims: DataParallelMeshDims | None
-) -> DataAxes:
+def check_modules(name: str, modules: Sequence[nn.Module]) -> None:
+    """Raise LayoutError if one of these modules is a unit already, or has no forward."""
     for module in modules:
         kind = type(module).__name__
         if isinstance(module, FSDPModule):
-            raise LayoutError(
-                f"fully_shard: this {kind} is sharded already; it can be one unit only"
-            )
+            raise LayoutError(f"{name}: this {kind} is sharded already; it can be one unit only")
         if type(module).forward is nn.Module.forward and "forward" not in vars(module):
             raise LayoutError(
-                f"fully_shard: {kind} has no forward, so nothing would gather its parameters; pass "
+                f"{name}: {kind} has no forward, so nothing would gather its parameters; pass "
                 "the modules in it"
             )
+
+
+def mesh_of_all_ranks() -> DeviceMesh:
+    """Return the mesh that data parallelism uses where none is passed."""
+    ranks = torch.distributed.get_world_size()
+    return init_device_mesh(accelerator() or "cpu", (ranks,), mesh_dim_names=("data",))
+
+
+def _checked_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> DataAxes:
     if mesh is None:
-        mesh = init_device_mesh(
-            accelerator() or "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("data",)
-        )
+        mesh = mesh_of_all_ranks()
     if dims is not None:
         return data_axes_of(DataAxes(mesh).mesh, dims)
     axes = DataAxes(mesh)

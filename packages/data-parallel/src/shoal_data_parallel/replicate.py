@@ -3,8 +3,8 @@
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style. What a
 backward pass leaves in `.grad` is the mean over the data axes.
 
-May import: forward_writes, global_losses, gradient_buckets, gradient_group, policies, reducer,
-sharded_parameters.
+May import: forward_writes, fsdp_module, fully_shard, global_losses, gradient_buckets, gradient_group,
+policies, reducer, sharded_parameters, unit.
 """
 
 from __future__ import annotations
@@ -37,10 +37,17 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
 from .forward_writes import ForwardWrites
+from .fsdp_module import FSDPModule
+from .fully_shard import check_modules, data_axes_of, install_unit, mesh_of_all_ranks
 from .global_losses import watch
 from .gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
 from .gradient_group import ReducingModule
-from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from .reducer import Reducer
 from .sharded_parameters import (
     DataAxes,
@@ -50,19 +57,32 @@ from .sharded_parameters import (
     shard_parameter,
     start_to_gather,
 )
+from .unit import Unit, UnitSettings
 
 _STATE = "_shoal_replicated"
 
 
-@takes(module=nn.Module, bucket_bytes=int, shard_optimizer=bool, broadcast_buffers=bool)
+@takes(
+    module=(nn.Module, list),
+    mp_policy=MixedPrecisionPolicy,
+    offload_policy=OffloadPolicy,
+    dp_mesh_dims=(DataParallelMeshDims, type(None)),
+    bucket_bytes=int,
+    shard_optimizer=bool,
+    broadcast_buffers=bool,
+)
 def replicate(  # noqa: PLR0913  # options that exclude one another in no way
-    module: nn.Module,
-    mesh: DeviceMesh | str,
+    module: nn.Module | list[nn.Module],
+    mesh: DeviceMesh | str | None = None,
     *,
+    # an immutable value, as in torch's signature
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # likewise
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     bucket_bytes: int = 25 * 2**20,
     reduce_dtype: torch.dtype | None = None,
     src_data_rank: int | None = 0,
-    ignored_params: Iterable[nn.Parameter] = (),
     shard_optimizer: bool = False,
     broadcast_buffers: bool = False,
     # of the module's class and a `ReplicateModule`, which no type says
@@ -82,9 +102,16 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
 
     Args:
         module: changed in place; its class becomes a subclass that is a `ReplicateModule` too.
-            Descendants that were passed before reduce their parameters themselves.
+            Descendants that were passed before reduce their parameters themselves. Of a list each
+            module is replicated.
         mesh: the data axes, one or several; or the name of an axis of the mesh of the enclosing
-            `with mesh:`.
+            `with mesh:`. All ranks when left out.
+        mp_policy: the dtypes of computation, reduction and outputs. With a dtype of computation or
+            outputs, or an `offload_policy`, the module is a unit as `fully_shard` makes one (an
+            `FSDPModule` too), with replicas for shards: parameters become DTensors.
+        offload_policy: where the parameters, their gradients and the optimizer's state are kept.
+        dp_mesh_dims: the data axes in `mesh`, on which parameters are DTensors that are replicated
+            over them; likewise a unit.
         bucket_bytes: gradients are reduced together, last registered first, until they are this
             many bytes.
         reduce_dtype: in which gradients are reduced; by default their own.
@@ -99,8 +126,8 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
             the first rank along the data axes.
 
     Raises:
-        LayoutError: if the module is replicated already, or a parameter is placed on a data axis
-            (by `fully_shard`).
+        LayoutError: if the module is replicated already, a parameter is placed on a data axis
+            (by `fully_shard`), or `dp_mesh_dims` names axes to shard over.
         StyleError: if an axis is named without a mesh, `bucket_bytes` is not positive, or a
             parameter is quantized.
         LockstepError: on all ranks, if they have other parameters.
@@ -114,10 +141,45 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         ...     type(model).__name__, type(model[0].weight).__name__
         ('Sequential', 'Parameter')
     """
-    if _STATE in vars(module):
-        raise LayoutError(f"replicate: this {type(module).__name__} is replicated already")
+    modules = module if isinstance(module, list) else [module]
+    for one in modules:
+        if _STATE in vars(one):
+            raise LayoutError(f"replicate: this {type(one).__name__} is replicated already")
     if bucket_bytes <= 0:
         raise StyleError(f"replicate: bucket_bytes must be positive, got {bucket_bytes}")
+    mesh = _mesh_of(mesh)
+    precision = replace(mp_policy, reduce_dtype=reduce_dtype or mp_policy.reduce_dtype)
+    ignored = [*(ignored_params or ())]
+    has_policy = replace(precision, reduce_dtype=None) != MixedPrecisionPolicy()
+    if has_policy or isinstance(offload_policy, CPUOffloadPolicy) or dp_mesh_dims is not None:
+        if shard_optimizer or broadcast_buffers:
+            raise StyleError(
+                "replicate: shard_optimizer and broadcast_buffers do not go together with "
+                "mp_policy, offload_policy and dp_mesh_dims; fully_shard(module, mesh, "
+                "reshard_after_forward=False, mp_policy=...) shards the optimizer's state"
+            )
+        unit = Unit(
+            modules,
+            _replica_axes(mesh, dp_mesh_dims),
+            ignored,
+            None,
+            policies=(precision, offload_policy),
+            settings=UnitSettings(reshard_after_forward=None),
+        )
+        _install_unit(unit, src_data_rank)
+        return module
+    axes = DataAxes(mesh, sharded=0)
+    axes = replace(axes, sharded=mesh.ndim) if shard_optimizer else axes
+    for one in modules:
+        state = Replicas(one, axes, bucket_bytes, precision.reduce_dtype, ignored=ignored)
+        state.broadcast_buffers = broadcast_buffers
+        _install(state, one, src_data_rank)
+    return module
+
+
+def _mesh_of(mesh: DeviceMesh | str | None) -> DeviceMesh:
+    if mesh is None:
+        return mesh_of_all_ranks()
     if isinstance(mesh, str):
         around = current_mesh()
         if around is None:
@@ -125,31 +187,56 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
                 f"replicate: axis {mesh!r} of which mesh? Pass mesh[{mesh!r}], or call it in `with "
                 "mesh:`"
             )
-        mesh = around[mesh]
-    axes = DataAxes(mesh, sharded=0)
-    axes = replace(axes, sharded=mesh.ndim) if shard_optimizer else axes
-    state = Replicas(module, axes, bucket_bytes, reduce_dtype, ignored=ignored_params)
-    state.broadcast_buffers = broadcast_buffers
-    _install(state, module, src_data_rank)
-    return module
+        return around[mesh]
+    return DataAxes(mesh).mesh
+
+
+def _replica_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataAxes:
+    if dims is None:
+        return DataAxes(mesh, sharded=0)
+    if dims.shard_names:
+        raise LayoutError(
+            f"replicate: dp_mesh_dims names axes to shard over, {dims.shard_names}; fully_shard does"
+        )
+    return data_axes_of(mesh, dims)
+
+
+def _install_unit(unit: Unit, src_data_rank: int | None) -> None:
+    check_modules("replicate", unit.modules)
+    tensors: list[Tensor] = [param for param, _ in unit.owned_parameters()]
+    for module in unit.modules:
+        _check_same_parameters(module, unit.axes)
+        tensors += module.buffers()
+    _send_values(tensors, unit.axes, src_data_rank)
+    install_unit(unit, ReplicatedUnitModule)
+
+
+def _check_same_parameters(module: nn.Module, axes: DataAxes) -> None:
+    """Raise LockstepError on all ranks if their modules have other parameters."""
+    if "fake" in axes.comm.backend:
+        return
+    rows = [
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()
+    ]
+    own = torch.frombuffer(bytearray(repr(rows).encode()), dtype=torch.uint8)
+    check_replicas(
+        own.to(axes.mesh.device_type), axes.comm, "names, shapes and dtypes of parameters"
+    )
+
+
+def _send_values(tensors: Iterable[Tensor], axes: DataAxes, src_data_rank: int | None) -> None:
+    """Give all data-parallel ranks the values of one; None leaves them."""
+    for tensor in tensors:
+        local = local_of(tensor).detach()
+        if src_data_rank is not None and not local.is_meta:
+            local.copy_(broadcast(local.contiguous(), axes.comm, src_data_rank))
 
 
 def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     axes = state.axes
     state.check()
-    if "fake" not in axes.comm.backend:
-        rows = [
-            (name, tuple(p.shape), p.dtype, p.requires_grad)
-            for name, p in module.named_parameters()
-        ]
-        own = torch.frombuffer(bytearray(repr(rows).encode()), dtype=torch.uint8).to(
-            axes.mesh.device_type
-        )
-        check_replicas(own, axes.comm, "names, shapes and dtypes of parameters")
-    for tensor in (*state.held(), *module.buffers()):
-        local = local_of(tensor).detach()
-        if src_data_rank is not None and not local.is_meta:
-            local.copy_(broadcast(local.contiguous(), axes.comm, src_data_rank))
+    _check_same_parameters(module, axes)
+    _send_values((*state.held(), *module.buffers()), axes, src_data_rank)
     state.take()
     complete_forms(axes.mesh, module, over_data=(None, state.dtype))
     register_owner(state)
@@ -422,9 +509,19 @@ class ReplicateModule(ReducingModule):
 
     _made_by = "replicate"
 
-    def _reducers(self, recurse: bool = True) -> list[Replicas]:
+    def _reducers(self, recurse: bool = True) -> Sequence[Reducer]:
         return [
             vars(owner)[_STATE]
             for owner in (self.modules() if recurse else [self])
             if _STATE in vars(owner)
         ]
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backward reduces gradients: replicas have no shards, over which alone it could."""
+        self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+
+
+class ReplicatedUnitModule(FSDPModule, ReplicateModule):
+    """What `replicate` adds to a module's class with policies for dtypes and memory: a unit of replicas."""
+
+    _made_by = "replicate"

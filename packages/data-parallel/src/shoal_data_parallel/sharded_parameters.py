@@ -73,7 +73,7 @@ class DataAxes:
     @property
     def has_replicas(self) -> bool:
         """Parameters are replicated over some of the axes, and sharded over others."""
-        return 0 < self.sharded < self.mesh.ndim
+        return self.sharded < self.mesh.ndim
 
     @property
     def sharding_group(self) -> dist.ProcessGroup:
