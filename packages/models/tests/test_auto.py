@@ -20,6 +20,7 @@ from shoal_tp_styles import (
     PlanError,
     RowwiseParallel,
     SequenceParallel,
+    UnmatchedPlanWarning,
     parallelize_module,
 )
 from small_gpt import Gpt
@@ -241,6 +242,25 @@ def test_only_a_proven_automatic_plan_is_applied() -> None:
     parallelize_module(two_mlps(), mesh, dict(auto_plan(model)))
 
 
+class Broken(nn.Sequential):
+    """A model that does not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ZeroDivisionError("one half of nothing")
+
+
+@on_ranks(2)
+def test_an_empty_plan_says_what_kept_each_module_out() -> None:
+    # It was returned without a warning, and `parallelize_module` asked for example inputs.
+    model = Broken(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10))
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.warns(UnmatchedPlanWarning, match=r"kept out: 0, 2: .*one half of nothing"):
+        plan = auto_plan(model, mesh, torch.randn(3, 10))
+    assert not plan and "one half of nothing" in plan.why_empty
+    with pytest.raises(PlanError, match=r"kept out: 0, 2: .*one half of nothing"):
+        parallelize_module(model, mesh, plan)
+
+
 class Decoder(nn.Module):
     """Reads the weight of its convolution where it decodes, as recurrent blocks of transformers do."""
 
@@ -254,7 +274,8 @@ class Decoder(nn.Module):
 
 
 def test_parameters_that_a_parent_reads_stay_whole() -> None:
-    plan = auto_plan(nn.Sequential(Decoder()), abstract_mesh((2,)), torch.randn(2, 8, 5))
+    with pytest.warns(UnmatchedPlanWarning, match="the code of Decoder reads it by itself"):
+        plan = auto_plan(nn.Sequential(Decoder()), abstract_mesh((2,)), torch.randn(2, 8, 5))
     assert plan == {} and plan.whole == {
         "0.conv.weight": "the code of Decoder reads it by itself, so it is left whole"
     }

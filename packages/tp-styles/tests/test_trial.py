@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from typing import Any
 
@@ -232,13 +233,74 @@ def test_random_numbers_are_those_of_one_device_in_training_mode(
     assert not verify(nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0), plan, MESH, x).wrong
 
 
+class Draws(nn.Module):
+    """Draws by Python between two layers, in training mode as models of speech draw their masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.drop(self.first(x))
+        return self.second(hidden * random.random() if self.training else hidden)
+
+
+def test_draws_by_python_are_seeded_on_each_simulated_rank() -> None:
+    # Ranks that take turns shared the state of Python's generator, and a right plan was refuted.
+    gathered = ColwiseParallel(output_layouts=Replicate())
+    state = random.getstate()
+    found = verify(Draws(), {"first": gathered, "second": gathered}, MESH, torch.randn(3, 8))
+    assert found.proven, found
+    assert random.getstate() == state
+
+
+class ChangesItsInput(nn.Linear):
+    """Sets `requires_grad` of a view of its input in training mode, as Wav2Vec2 does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        view = x[:, None]
+        view.requires_grad = True
+        return functional.dropout(super().forward(view), 0.3, self.training)
+
+
+def test_a_model_that_takes_no_inputs_with_gradients_is_proven() -> None:
+    # The trial gave every floating-point input a gradient, so that the plain model did not run.
+    found = verify(
+        ChangesItsInput(8, 8), ColwiseParallel(output_layouts=Replicate()), MESH, torch.randn(3, 8)
+    )
+    assert found.proven, found
+
+
+class TwoTowers(nn.Module):
+    """A second tower that runs only where it gets an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.vision = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, text: Tensor, vision: Tensor | None = None) -> Tensor:
+        out: Tensor = self.text(text)
+        return out if vision is None else out + self.vision(vision)
+
+
+def test_an_entry_that_the_inputs_do_not_reach_is_not_proven() -> None:
+    # A tower that did not run had no gradients in either model, and its plan was called right.
+    gathered, x = ColwiseParallel(output_layouts=Replicate()), torch.randn(3, 8)
+    plan = {"text": gathered, "vision": ColwiseParallel()}
+    found = verify(TwoTowers(), plan, MESH, x)
+    assert found.ok and found.unproven == (
+        "'vision' was not run: these inputs do not reach its parameters",
+    )
+    assert verify(TwoTowers(), plan, MESH, x, x).wrong
+
+
 def test_random_numbers_of_other_libraries_and_refusals_leave_a_plan_unproven() -> None:
-    import random
+    system = random.SystemRandom()
 
     class Own(nn.Sequential):
         def forward(self, x: Tensor) -> Any:
             out = functional.dropout(super().forward(x), 0.3, self.training)  # type: ignore[no-untyped-call]  # of torch
-            return out * random.random() if self.training else out
+            return out * system.random() if self.training else out
 
     class Fused(nn.Module):
         def __init__(self) -> None:

@@ -199,6 +199,28 @@ def observing(
         unobserve(observer)
 
 
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Hide the collectives of this thread from observers inside the block: simulated ranks send nothing.
+
+    Example:
+        >>> names = SimpleNamespace(before=lambda event: print(event.op), after=lambda event: None)
+        >>> observe(names)
+        >>> with unobserved():
+        ...     observed(lambda: 3, "all_reduce", SimpleNamespace(size=2), ())
+        3
+        >>> unobserve(names)
+    """
+    thread = threading.get_ident()
+    was_inside = thread in _inside
+    _inside.add(thread)
+    try:
+        yield
+    finally:
+        if not was_inside:
+            _inside.discard(thread)
+
+
 class _Timed:
     """The work of a collective, which notes from when to when it is waited for."""
 

@@ -18,7 +18,7 @@ from .collectives.even import all_reduce_
 from .collectives.graph_dependences import bound, contribution
 from .collectives.packed import start_packed
 from .collectives.reductions import sums_are_in_tree, tree_sum
-from .events import Event, is_observed, observe, observing, unobserve
+from .events import Event, is_observed, observe, observing, unobserve, unobserved
 from .facades import facade
 from .groups.process_groups import comm_of_threads
 from .groups.world import agree

@@ -4,7 +4,7 @@ from shoal_mesh.internal import facade
 
 from . import hf
 from .__about__ import __version__
-from .errors import CheckpointError
+from .errors import CheckpointError, PlanWarning
 from .planning.auto import auto_plan, format_plan
 from .planning.propose import Candidate, Proposal, propose
 from .weights.loading import Loaded, load_sharded
@@ -14,6 +14,7 @@ __all__ = [
     "Candidate",
     "CheckpointError",
     "Loaded",
+    "PlanWarning",
     "Proposal",
     "Saved",
     "__version__",

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from shoal_mesh import Comm, DeviceMesh, abstract_mesh
 from shoal_mesh.internal import accelerator
 
+from .random_states import RandomStates
 from .simulate import COMBINE, reduce_all
 
 T = TypeVar("T")
@@ -102,12 +103,12 @@ class ThreadGroup:
             del simulation.meetings[self.ranks]
             simulation.ready.extend(waiting)
         else:
-            # ranks share the process's default generator
-            state = torch.get_rng_state()
+            # ranks share the process's default generators
+            states = RandomStates.capture()
             waiting.append(turn := threading.Semaphore(0))
             simulation.pass_on()
             turn.acquire()
-            torch.set_rng_state(state)
+            states.restore()
             if len(brought) < len(self.ranks):
                 raise threading.BrokenBarrierError(
                     f"of ranks {self.ranks}, which meet here, some do not come"

@@ -6,32 +6,33 @@ continuous batching.
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import partial
 from math import isnan
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError, UnsupportedModuleError
 from shoal_dtensor.internal import check_device_mesh, local_of
-from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce
+from shoal_mesh import DeviceMesh, all_reduce
 from shoal_tp_styles import UnmatchedPlanWarning, parallelize_module, unparallelize_module
 from shoal_tp_styles.internal import Adapter, Plan, apply_sharding, initialize_adapter, shardings_of
 
 from ..errors import CheckpointError
-from ..planning.auto import auto_plan
 from ..weights.loading import Loaded, Stored, load_sharded, stored_in
 from ..weights.saving import save_sharded
+from .checked_plan import choose_plan
 from .checkpoint_files import find_files, source_of, stored_for
 
 
@@ -57,9 +58,9 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
             file in it.
         device_mesh: of one axis, or of several of which one is named "tp"; torch's is converted
             first, by `shoal_dtensor.interop.mesh_from_torch`.
-        plan: styles by path; the model's own plan if left out. A model without one gets an
-            automatic plan, which is proven on every rank on a copy of the model with one layer and
-            random weights.
+        plan: styles by path; the model's own plan if left out. Every rank proves it on a small copy
+            of the model with random weights. An automatic plan, proven likewise, takes the place of
+            an own plan that does not fit, and of one that is missing.
         model_class: a class of transformers, also an Auto class; that of the configuration if left
             out.
         dtype: of floating-point parameters; that of the configuration for "auto".
@@ -76,8 +77,13 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
     Raises:
         CheckpointError: if the path has no model; it says what was expected and what is there.
         LayoutError: if the mesh has several axes and none is named "tp".
-        PlanError: if no plan is found, the plan does not fit, entries differ under `strict`,
-            nothing initializes a missing one, or weights are quantized.
+        PlanError: if no plan is found, the plan does not fit (with the parameter or output that
+            would be wrong), entries differ under `strict`, nothing initializes a missing one, or
+            weights are quantized.
+
+    Warns:
+        PlanWarning: if the model's own plan does not fit its configuration, or a plan could not be
+            proven, with the reason.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -106,36 +112,7 @@ def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
         # a plan of an architecture has entries for all its variants
         if plan is None:
             warnings.simplefilter("ignore", UnmatchedPlanWarning)
-        parallelize_module(
-            model, mesh, plan_of(model, mesh) if plan is None else plan, src_data_rank=None
-        )
-
-
-def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
-    """The plan that comes with a model of transformers, else an automatic one that is proven for a mesh of one axis.
-
-    The model may be on the meta device. A PlanError if no entry of the automatic plan is right.
-    """
-    if model.tp_plan:
-        return dict(model.tp_plan)
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = 1  # by every configuration's name for it
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        one_layer = type(model)._from_config(config, dtype=torch.float32)
-        names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
-        tokens = {name: torch.randint(3, 8, (2, 5)) for name in names}
-        found = auto_plan(
-            one_layer.eval(), abstract_mesh(tuple(mesh.shape), mesh.mesh_dim_names), **tokens
-        )
-    if not found:
-        reasons = "; ".join(f"{path}: {reason}" for path, reason in list(found.dropped.items())[:3])
-        raise PlanError(
-            f"{type(model).__name__} has no tp_plan of its own, and no automatic one is right on "
-            f"{mesh.size()} ranks "
-            f"({reasons or 'no module has a conventional name'}); pass plan={{path: style}}"
-        )
-    return dict(found)
+        parallelize_module(model, mesh, choose_plan(model, mesh, plan), src_data_rank=None)
 
 
 def _tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
@@ -223,45 +200,47 @@ def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
         )
 
 
+class _Hole(NamedTuple):
+    """A tensor that no file has: a parameter that is missing, or a buffer.
+
+    Attributes:
+        module: its owner.
+        table: the owner's parameters or buffers.
+        name: its name there.
+    """
+
+    module: nn.Module
+    table: dict[str, Any]
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that the owner has now."""
+        tensor: torch.Tensor = self.table[self.name]
+        return tensor
+
+
 def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
     """Values for buffers, which no file has, and for missing parameters, by the rules of the model and of its modules.
 
     If there is no rule for one of them, all ranks raise PlanError.
     """
-    rest: dict[str, tuple[nn.Module, str]] = {}
-    places: dict[int, list[tuple[torch.Tensor, dict[str, Any], str]]] = {}
-    for path, module in model.named_modules():
-        filled = True
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if not local_of(tensor).is_meta:
-                    tensor._is_hf_initialized = True  # which transformers heeds
-                    continue
-                rest[f"{path}.{name}" if path else name] = module, name
-                places.setdefault(id(tensor), []).append((tensor, table, name))
-                with torch.no_grad():
-                    local = torch.full_like(
-                        local_of(tensor), _unset(tensor.dtype), device=mesh.device_type
-                    )
-                    value: Any = (
-                        DTensor(local, tensor.spec) if isinstance(tensor, DTensor) else local
-                    )
-                if isinstance(tensor, nn.Parameter):
-                    value = nn.Parameter(value, tensor.requires_grad)
-                filled = False
-                table[name] = value
-        module._is_hf_initialized = filled
+    holes = _find_holes(model)
+    shared: dict[int, list[_Hole]] = {}
+    for hole in holes.values():
+        shared.setdefault(id(hole.tensor), []).append(hole)
+    for hole in holes.values():
+        hole.table[hole.name] = _unset_values(hole.tensor, mesh.device_type)
+    _mark_filled_modules(model, holes)
     model.initialize_weights()
-    # each draws values, and the first one's count
-    for (_, first, name), *others in places.values():
-        for _, table, other in others:
-            table[other] = first[name]
-    for module in dict.fromkeys(rest[path][0] for path in _untouched(rest, mesh)):
-        _initialize(module, {name for owner, name in rest.values() if owner is module})
-    left = _untouched(rest, mesh)
+    # Each name of a shared tensor draws values; those of the first name count.
+    for first, *others in shared.values():
+        for other in others:
+            other.table[other.name] = first.tensor
+    _compute_buffers(model, holes, mesh)
+    for module in dict.fromkeys(holes[path].module for path in _untouched(holes, mesh)):
+        _initialize(module, {hole.name for hole in holes.values() if hole.module is module})
+    left = _untouched(holes, mesh)
     if left:
         raise PlanError(
             f"from_pretrained: nothing initializes {left}, which the files do not have: neither "
@@ -271,18 +250,89 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
         )
 
 
-def _untouched(rest: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> list[str]:
+def _find_holes(model: nn.Module) -> dict[str, _Hole]:
+    """Tensors on the meta device, by path; the others are marked as filled, which transformers heeds."""
+    holes: dict[str, _Hole] = {}
+    for path, module in model.named_modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if local_of(tensor).is_meta:
+                    holes[f"{path}.{name}" if path else name] = _Hole(module, table, name)
+                else:
+                    tensor._is_hf_initialized = True
+    return holes
+
+
+def _unset_values(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
+    """A tensor of the same kind on the device, with values that no rule gives."""
+    with torch.no_grad():
+        local = torch.full_like(local_of(tensor), _unset(tensor.dtype), device=device_type)
+        value: Any = DTensor(local, tensor.spec) if isinstance(tensor, DTensor) else local
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def _mark_filled_modules(model: nn.Module, holes: Iterable[str]) -> None:
+    """Mark modules without a hole below them: transformers leaves them alone.
+
+    A module may fill buffers of the modules below, as the one of FalconH1 does.
+    """
+    with_holes = {""}
+    for path in holes:
+        parts = path.split(".")
+        with_holes.update(".".join(parts[:count]) for count in range(1, len(parts)))
+    module: Any
+    for path, module in model.named_modules():
+        module._is_hf_initialized = path not in with_holes
+
+
+def _compute_buffers(model: Any, holes: Mapping[str, _Hole], mesh: DeviceMesh) -> None:
+    """Values for buffers that no rule has filled, as the constructor of the model computes them.
+
+    A bool has no value that says that nothing filled it, so all buffers of bools are computed.
+    """
+    buffers = {path for path, hole in holes.items() if hole.table is hole.module._buffers}
+    missing = buffers.intersection(_untouched(holes, mesh))
+    missing |= {path for path in buffers if holes[path].tensor.dtype is torch.bool}
+    plain = [path for path in sorted(missing) if not isinstance(holes[path].tensor, DTensor)]
+    if not plain:
+        return
+    computed = dict(_with_buffers_alone(model).named_buffers())
+    for path in plain:
+        tensor = holes[path].tensor
+        if path in computed and computed[path].shape == tensor.shape:
+            tensor.copy_(computed[path])
+
+
+def _with_buffers_alone(model: Any) -> nn.Module:
+    """A model of the same configuration whose buffers are on CPU and whose parameters have no storage."""
+
+    def drop_storage(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(param.detach().to("meta"), param.requires_grad)
+
+    with torch.random.fork_rng(devices=[]):
+        hook = register_module_parameter_registration_hook(drop_storage)
+        try:
+            made: nn.Module = type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
+        finally:
+            hook.remove()
+    return made
+
+
+def _untouched(holes: Mapping[str, _Hole], mesh: DeviceMesh) -> list[str]:
     """The tensors of which some rank still has no values."""
-    tensors = [getattr(module, name) for module, name in rest.values()]
+    tensors = [hole.tensor for hole in holes.values()]
     values = [(local_of(tensor), _unset(tensor.dtype)) for tensor in tensors]
-    holes = [
+    empty = [
         bool((local.isnan() if isnan(unset) else local == unset).any()) for local, unset in values
     ]
     if any(isinstance(tensor, DTensor) for tensor in tensors):  # shards may be empty
-        holes = all_reduce(
-            torch.tensor(holes, dtype=torch.int, device=mesh.device_type), mesh.comm(0)
+        empty = all_reduce(
+            torch.tensor(empty, dtype=torch.int, device=mesh.device_type), mesh.comm(0)
         ).tolist()
-    return [path for path, hole in zip(rest, holes, strict=True) if hole]
+    return [path for path, is_empty in zip(holes, empty, strict=True) if is_empty]
 
 
 def _initialize(module: nn.Module, names: set[str]) -> None:

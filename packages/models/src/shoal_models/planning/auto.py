@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from shoal_dtensor.internal import holds_tensors, takes
 from shoal_mesh import DeviceMesh
-from shoal_tp_styles import LatentProjection, ParallelStyle
+from shoal_tp_styles import LatentProjection, ParallelStyle, UnmatchedPlanWarning
 from shoal_tp_styles.internal import (
     HOW_TO_QUANTIZE,
     AutoPlan,
@@ -37,7 +38,8 @@ def auto_plan(
     Names prove nothing: a model may reshape by its own number of heads, or normalise sharded
     queries. With a mesh and example inputs recipes are run on simulated ranks against the plain
     model, and the first that computes the same is taken. What stays whole is in `whole`, with the
-    reason. `parallelize_module` takes an automatic plan only where it is proven.
+    reason; an `UnmatchedPlanWarning` says so where that is every module. `parallelize_module` takes
+    an automatic plan only where it is proven.
 
     Args:
         model: not parallel; it stays as it is.
@@ -80,6 +82,8 @@ def auto_plan(
     plan.dropped = dropped
     plan.whole = dict(_whole(blocks, plan, dropped))
     plan.proven_for = tuple(mesh.shape) if plan else None
+    if not plan and plan.whole:
+        warnings.warn(f"auto_plan: {plan.why_empty}", UnmatchedPlanWarning, stacklevel=3)
     return plan
 
 

@@ -117,6 +117,11 @@ def _mesh(given: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
             "parallelize_module: no device_mesh is given and no `with mesh:` encloses the call"
         )
     check_device_mesh("parallelize_module", mesh)
+    if isinstance(plan, AutoPlan) and not plan and plan.whole:
+        raise PlanError(
+            f"an automatic plan is applied where it has entries: {plan.why_empty}. Pass a plan of "
+            "your own, {path: style}, or leave the module as it is"
+        )
     if isinstance(plan, AutoPlan) and plan.proven_for != mesh.shape:
         raise PlanError(
             f"an automatic plan is applied to a mesh on which it is proven: this one is proven for "

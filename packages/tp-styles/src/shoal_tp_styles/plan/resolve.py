@@ -35,6 +35,10 @@ T = TypeVar("T")
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 
 
+# Reasons that a message has at most, and characters of each.
+_REASONS, _REASON = 6, 200
+
+
 class AutoPlan(dict[str, ParallelStyle]):
     """A plan of `auto_plan`: styles by path, and whether it is proven.  Any change of it gives a plain dict.
 
@@ -49,6 +53,16 @@ class AutoPlan(dict[str, ParallelStyle]):
     proven_for: tuple[int, ...] | None = None
     dropped: Mapping[str, str] = MappingProxyType({})
     whole: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def why_empty(self) -> str:
+        """For a plan without entries: what kept each module out, modules of one reason together."""
+        by_reason: dict[str, list[str]] = {}
+        for path, reason in (self.dropped or self.whole).items():
+            by_reason.setdefault(reason[:_REASON], []).append(path)
+        lines = [f"{', '.join(paths)}: {reason}" for reason, paths in by_reason.items()]
+        more = "" if len(lines) <= _REASONS else f"; and {len(lines) - _REASONS} more in `dropped`"
+        return f"the plan is empty; modules were kept out: {'; '.join(lines[:_REASONS])}{more}"
 
 
 class Use(NamedTuple):

@@ -11,6 +11,7 @@ import copy
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor.errors import PlanError, StyleError
 from shoal_dtensor.internal import active, drawers_of, holds_tensors, takes
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import unobserved
 
 from ..apply.apply import full_of, plain_module
 from .resolve import Plan, Use, apply_plan, axis_mesh, resolve, sharded_parameters
@@ -185,12 +187,34 @@ MOST_PARAMETERS = 1 << 26
 """Parameters of all ranks' copies together: 512 MiB in float64."""
 
 
+class _Inputs(NamedTuple):
+    """Arguments of the model.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        with_gradients: whether floating-point inputs require gradients.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    with_gradients: bool = True
+
+
 class _Results(NamedTuple):
-    """Of one rank, or of the plain model."""
+    """Results of one rank, or of the plain model.
+
+    Attributes:
+        outputs: full tensors.
+        grads: gradients of the parameters that require one, by path.
+        input_grads: gradients of floating-point inputs.
+        frozen: paths of parameters that do not require a gradient.
+    """
 
     outputs: list[Tensor]
     grads: dict[str, Tensor | None]
     input_grads: list[Tensor | None]
+    frozen: frozenset[str]
 
 
 def try_plan(
@@ -200,7 +224,7 @@ def try_plan(
     refusal = _too_much(model, mesh, args, kwargs)
     if refusal:
         return Verification(unproven=(refusal,))
-    with torch.random.fork_rng(devices=()):
+    with _kept_random_states():
         try:
             single = copy.deepcopy(model).double().cpu().eval()
         except Exception as error:
@@ -209,39 +233,49 @@ def try_plan(
                 unproven=(f"the plan was not run: the model cannot be copied: {_shown(error)}",)
             )
         _vary_constants(single)
-        trial = _tried(single, plan, mesh, args, kwargs=kwargs)
+        inputs = _Inputs(args, kwargs)
+        trial = _tried(single, plan, mesh, inputs)
         if trial.proven and any(map(active, drawers_of(single.train()))):
-            trial = _tried(single, plan, mesh, args, kwargs=kwargs)
+            trial = _tried(single, plan, mesh, inputs)
     return trial
 
 
-def _tried(
-    single: nn.Module,
-    plan: Plan,
-    mesh: DeviceMesh,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Verification:
-    """What a run in the mode of a plain model showed; in training mode from one seed."""
-    where = " in training mode, with random numbers" if single.training else ""
+@contextmanager
+def _kept_random_states() -> Iterator[None]:
+    """Give the generators of torch, Python and NumPy their states back after the block."""
+    # imported here because it takes longer to import than the whole layer
+    from shoal_dtensor.testing.random_states import RandomStates
 
-    def one_rank(view: DeviceMesh) -> _Results:
-        module = copy.deepcopy(single)
-        apply_plan(plan, module, view)
-        return _run(module, args, kwargs)
-
+    states = RandomStates.capture()
     try:
-        expected = _run(copy.deepcopy(single), args, kwargs)
-        if single.training and any(
-            _differences([_run(copy.deepcopy(single), args, kwargs)], expected)
-        ):
+        yield
+    finally:
+        states.restore()
+
+
+def _tried(single: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Inputs) -> Verification:
+    """Compare a run of the plan with the plain model, in the mode of the plain model.
+
+    In training mode all runs start from one seed.
+    """
+    where = " in training mode, with random numbers" if single.training else ""
+    try:
+        inputs, expected = _run_plain(single, inputs)
+        if single.training and any(_differences([_run(copy.deepcopy(single), inputs)], expected)):
             return Verification(
                 unproven=(f"one seed does not fix what the plain model computes{where}",)
             )
-    except Exception as error:  # likewise
+    except Exception as error:  # whatever the user's model raises is a finding
         return Verification(
             unproven=(f"the plain model does not run on these inputs{where}: {_shown(error)}",)
         )
+
+    def one_rank(view: DeviceMesh) -> _Results:
+        module = copy.deepcopy(single)
+        with unobserved():
+            apply_plan(plan, module, view)
+            return _run(module, inputs)
+
     try:
         # here: it takes longer to import than the whole layer
         from shoal_dtensor.testing import simulate_ranks
@@ -250,7 +284,38 @@ def _tried(
     except Exception as error:  # likewise
         line = f"the plan does not run{where}: {_shown(error)}{_line_of_model(error)}"
         return Verification(unproven=(line,)) if single.training else Verification(wrong=(line,))
-    return Verification(wrong=tuple(f"{line}{where}" for line in _differences(results, expected)))
+    wrong = tuple(f"{line}{where}" for line in _differences(results, expected))
+    return Verification(wrong=wrong, unproven=tuple(_unreached(single, plan, expected)))
+
+
+def _unreached(single: nn.Module, plan: Plan, expected: _Results) -> Iterator[str]:
+    """Entries of which no parameter gets a gradient: a part of the model that these inputs do not run.
+
+    Without any gradient in the model there is nothing to tell the parts apart by.
+    """
+    parameters = dict(single.named_parameters())
+    reached = {id(parameters[name]) for name, grad in expected.grads.items() if grad is not None}
+    by_entry: dict[str, list[bool]] = {}
+    for use in resolve(single, plan).uses:
+        for param in use.module.parameters():
+            if param.requires_grad:
+                by_entry.setdefault(use.key, []).append(id(param) in reached)
+    for key, are_reached in by_entry.items():
+        if reached and not any(are_reached):
+            yield f"{key!r} was not run: these inputs do not reach its parameters"
+
+
+def _run_plain(single: nn.Module, inputs: _Inputs) -> tuple[_Inputs, _Results]:
+    """Run the plain model; return its results, and the inputs in the form in which it takes them.
+
+    Some models write to their inputs or set `requires_grad` of a view of them, which autograd
+    refuses for inputs that require gradients. Such models get inputs without gradients.
+    """
+    try:
+        return inputs, _run(copy.deepcopy(single), inputs)
+    except RuntimeError:
+        without_gradients = inputs._replace(with_gradients=False)
+        return without_gradients, _run(copy.deepcopy(single), without_gradients)
 
 
 def _too_much(
@@ -285,19 +350,22 @@ def _vary_constants(module: nn.Module) -> None:
 
 
 @torch.enable_grad()
-def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Results:
-    torch.manual_seed(0)
-    inputs: list[Tensor] = []
+def _run(module: nn.Module, inputs: _Inputs) -> _Results:
+    from shoal_dtensor.testing.random_states import RandomStates  # as above
 
-    def fresh(tensor: Tensor) -> Tensor:
-        """The tensor again, a floating one as a float64 leaf with a gradient."""
-        tensor = tensor.detach().cpu()
+    RandomStates.seed(0)
+    leaves: list[Tensor] = []
+
+    def copy_input(tensor: Tensor) -> Tensor:
+        """Copy a tensor, a floating-point one as a float64 leaf."""
+        tensor = tensor.detach().cpu().clone()
         if tensor.is_floating_point():
-            tensor = tensor.double().clone().requires_grad_()
-            inputs.append(tensor)
+            tensor = tensor.double().requires_grad_(inputs.with_gradients)
+            leaves.append(tensor)
         return tensor
 
-    args, kwargs = map_tensors(fresh, args), map_tensors(fresh, kwargs)
+    args = map_tensors(copy_input, inputs.args)
+    kwargs = map_tensors(copy_input, inputs.kwargs)
     outputs = list(_tensors(module(*args, **kwargs)))
     loss = torch.zeros((), dtype=torch.double)
     for output in outputs:
@@ -306,9 +374,18 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if loss.requires_grad:
         torch.autograd.backward(loss)
     plain_module(module)
-    grads = {name: param.grad for name, param in module.named_parameters() if param.requires_grad}
+    grads: dict[str, Tensor | None] = {}
+    frozen: list[str] = []
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            grads[name] = param.grad
+        else:
+            frozen.append(name)
     return _Results(
-        [full_of(each.detach()) for each in outputs], grads, [each.grad for each in inputs]
+        outputs=[full_of(output.detach()) for output in outputs],
+        grads=grads,
+        input_grads=[leaf.grad for leaf in leaves],
+        frozen=frozenset(frozen),
     )
 
 
@@ -339,6 +416,9 @@ def _differences(results: list[_Results], expected: _Results) -> Iterator[str]:
         if len(shards) < len(results) or not _is_output(shards, output):
             yield f"output {index} of shape {tuple(output.shape)} differs from the plain model's"
     for name, grad in expected.grads.items():
+        # The style of an adapter freezes the weight that it adapts.
+        if all(name in result.frozen for result in results):
+            continue
         equal = [name in each.grads and _same(each.grads[name], grad) for each in results]
         ranks = [rank for rank, is_equal in enumerate(equal) if not is_equal]
         if ranks:

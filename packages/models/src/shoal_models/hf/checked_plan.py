@@ -1,0 +1,97 @@
+"""`choose_plan`: the plan for a model of transformers that is loaded, proven on a small copy of it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from shoal_dtensor.errors import PlanError
+from shoal_mesh import DeviceMesh, abstract_mesh
+from shoal_tp_styles import Verification, verify
+from shoal_tp_styles.internal import MOST_RANKS, AutoPlan, Plan
+
+from ..errors import PlanWarning
+from ..planning.auto import auto_plan
+from .small_copy import NoSmallCopy, SmallCopy, small_copy
+
+
+def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
+    """The plan to apply to a model of transformers, proven on simulated ranks.
+
+    Args:
+        model: also on the meta device.
+        mesh: with one axis.
+        plan: the user's; if left out the model's own plan, else an automatic one.
+
+    Raises:
+        PlanError: if the user's plan does not fit, or no automatic plan is right; it names the
+            parameters that would be wrong.
+
+    Warns:
+        PlanWarning: if the model's own plan does not fit, and where a plan could not be proven.
+    """
+    chosen = plan
+    if chosen is None and model.tp_plan:
+        chosen = dict(model.tp_plan)
+    name = type(model).__name__
+    sample = small_copy(model)
+    if isinstance(sample, NoSmallCopy):
+        if chosen is None:
+            raise PlanError(
+                f"{name} has no tp_plan of its own, and no automatic one can be proven: "
+                f"{sample.reason}; pass plan={{path: style}}"
+            )
+        _warn_unproven(name, sample.reason)
+        return chosen
+    # Ranks beyond the simulated ones change sizes of shards, not whether a plan is right.
+    ranks = abstract_mesh((min(mesh.size(), MOST_RANKS),), mesh.mesh_dim_names)
+    if chosen is None:
+        return _automatic_plan(name, sample, ranks, "has no tp_plan of its own")
+    found = verify(sample.model, chosen, ranks, **sample.inputs)
+    problem = _first_problem(found)
+    if not problem:
+        if found.unproven:
+            _warn_unproven(name, found.unproven[0])
+        return chosen
+    if plan is not None:
+        raise PlanError(
+            f"from_pretrained: the plan does not fit {name} on {mesh.size()} ranks: {problem}. "
+            "Without plan= the model gets one that does"
+        )
+    automatic = _automatic_plan(name, sample, ranks, f"has a tp_plan that does not fit: {problem}")
+    warnings.warn(
+        f"from_pretrained: the tp_plan that comes with {name} does not fit this configuration: "
+        f"{problem}. An automatic plan, which is proven, takes its place",
+        PlanWarning,
+        stacklevel=4,
+    )
+    return automatic
+
+
+def _automatic_plan(name: str, sample: SmallCopy, ranks: DeviceMesh, cause: str) -> Plan:
+    with warnings.catch_warnings():
+        # An error says why the plan is empty.
+        warnings.simplefilter("ignore")
+        found: AutoPlan = auto_plan(sample.model, ranks, **sample.inputs)
+    if not found:
+        raise PlanError(
+            f"{name} {cause}, and no automatic one is right on {ranks.size()} ranks: "
+            f"{found.why_empty}; pass plan={{path: style}}"
+        )
+    return dict(found)
+
+
+def _first_problem(found: Verification) -> str:
+    """Errors and wrong results as one line; empty if there are none."""
+    lines = [*found.errors, *found.wrong]
+    more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+    return f"{lines[0]}{more}" if lines else ""
+
+
+def _warn_unproven(name: str, reason: str) -> None:
+    warnings.warn(
+        f"from_pretrained: the plan for {name} could not be proven: {reason}. Compare a small "
+        "configuration with one process by verify(model, plan, mesh, **inputs)",
+        PlanWarning,
+        stacklevel=5,
+    )

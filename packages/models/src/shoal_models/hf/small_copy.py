@@ -1,0 +1,336 @@
+"""`small_copy`: a small model built from the configuration of a model of transformers, with inputs that run.
+
+A plan is proven on a copy that has every kind of layer of the model, and as few layers as that
+takes. The copy has random weights. Its widths are those of the configuration where the simulated
+ranks of one process can hold them; otherwise widths, experts and vocabulary are divided by a power
+of two, so that numbers of heads, and what divides what, stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# A copy of at most so many parameters has the widths of the configuration: 16 MiB in float64.
+_FEW_PARAMETERS = 1 << 21
+# Divisors of widths, tried from the largest one.
+_DIVISORS = (16, 8, 4, 2)
+# Widths below are left as they are: sizes of states, of rotary halves, of tiny models.
+_SMALL_WIDTH = 64
+# Experts that a smaller copy has at least, so that a router still chooses among them.
+_LEAST_EXPERTS = 16
+# A vocabulary keeps its remainder by this, so that ranks' shards stay uneven where they were.
+_VOCABULARY, _REMAINDER = 256, 16
+
+_LAYER_COUNT = re.compile(r"layers?$|^depth$")
+_NO_LAYER_COUNT = re.compile(r"shared|dense|predict|mtp|extract")
+_PER_LAYER = re.compile(r"layer|block|attention|pattern|mlp|types|sparsity")
+_WIDTH = re.compile(r"(size|dim|width|rank|d_model|d_ff|d_kv|n_embd|n_inner|d_ssm|dff)$")
+_NO_WIDTH = re.compile(
+    r"vocab|patch|image|kernel|chunk|block|batch|window|group|conv|type|max_|bucket|cache"
+)
+_EXPERT_COUNT = re.compile(r"(^|_)(num|n)_(\w+_)?experts$")
+# Positions of an encoder of sound, whose input has a fixed length, and of padded windows.
+_SOURCE_LENGTH = 16
+
+
+class SmallCopy(NamedTuple):
+    """A model to prove a plan on.
+
+    Attributes:
+        model: in float32, on CPU.
+        inputs: keyword arguments of its forward.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+
+
+class NoSmallCopy(NamedTuple):
+    """The reason why there is no copy to prove a plan on.
+
+    Attributes:
+        reason: one line.
+    """
+
+    reason: str
+
+
+def small_copy(model: Any) -> SmallCopy | NoSmallCopy:
+    """The smallest copy of a model of transformers that has its kinds of modules and runs.
+
+    Args:
+        model: on any device, also meta.
+    """
+    wanted = _kinds_of_modules(model)
+    counts = _least_layer_counts(model)
+    reason = ""
+    for reduction in _reductions(model, counts):
+        try:
+            candidate = _build(model, _reduced_config(model, counts, reduction))
+        except Exception as error:  # whatever a configuration that was changed raises
+            reason = f"a smaller configuration builds no model: {_line(error)}"
+            continue
+        if not wanted <= _kinds_of_modules(candidate):
+            reason = "a smaller configuration has other modules"
+            continue
+        inputs, problem = _running_inputs(candidate)
+        if inputs is not None:
+            return SmallCopy(candidate, inputs)
+        reason = f"it does not run on example inputs: {problem}"
+    return NoSmallCopy(reason or "its configuration cannot be made smaller")
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+
+class _Reduction(NamedTuple):
+    """A way to make a configuration smaller.
+
+    Attributes:
+        fewer_layers: whether lists of layers are shortened.
+        divisor: of widths, experts and vocabulary.
+    """
+
+    fewer_layers: bool = True
+    divisor: int = 1
+
+
+def _reductions(model: nn.Module, counts: Mapping[int, int]) -> Iterator[_Reduction]:
+    """Ways to make a configuration smaller, the one with the smallest result first."""
+    if _count_with(model, counts) > _FEW_PARAMETERS:
+        for divisor in _DIVISORS:
+            yield _Reduction(divisor=divisor)
+    yield _Reduction()
+    yield _Reduction(fewer_layers=False)
+
+
+def _reduced_config(model: Any, counts: Mapping[int, int], reduction: _Reduction) -> Any:
+    """A changed copy of the model's configuration.
+
+    Raises:
+        ValueError: if widths are not multiples of the divisor.
+    """
+    config = copy.deepcopy(model.config)
+    for part in _parts(config):
+        if reduction.fewer_layers:
+            _shorten(part, counts)
+        if reduction.divisor > 1:
+            _divide_widths(part, reduction.divisor)
+    return config
+
+
+def _parts(config: Any) -> list[Any]:
+    """The configuration and those inside of it: of the text, of images, of an encoder."""
+    parts = [config]
+    for value in vars(config).values():
+        if hasattr(value, "to_dict") and hasattr(value, "attribute_map"):
+            parts.extend(_parts(value))
+    return parts
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(config).items() if not name.startswith("_")}
+
+
+def _least_layer_counts(model: nn.Module) -> dict[int, int]:
+    """By the length of a list of layers, how many of its first layers have all kinds of layers."""
+    counts: dict[int, int] = {}
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        kinds = [_kind_of_layer(layer) for layer in module]
+        least = 1 + max(kinds.index(kind) for kind in kinds)
+        counts[len(module)] = max(least, counts.get(len(module), 1))
+    return counts
+
+
+def _kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
+    """Modules, shapes of parameters, and the switches that a layer keeps as attributes."""
+    found: list[Any] = []
+    for path, module in layer.named_modules():
+        shapes = [(name, tuple(param.shape)) for name, param in _own_parameters(module)]
+        switches = [
+            (name, value if isinstance(value, bool | str) else type(value).__name__)
+            for name, value in sorted(vars(module).items())
+            if isinstance(value, bool | str | int | None)
+        ]
+        found.append((path, type(module).__qualname__, tuple(shapes), tuple(switches)))
+    return tuple(found)
+
+
+def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(recurse=False))
+
+
+def _shorten(config: Any, counts: Mapping[int, int]) -> None:
+    """Give a configuration fewer layers, lists with an entry for each layer fewer entries."""
+    fields = _fields(config)
+    for name, value in fields.items():
+        is_count = _LAYER_COUNT.search(name) and not _NO_LAYER_COUNT.search(name)
+        if type(value) is int and is_count and value in counts:
+            setattr(config, name, counts[value])
+            for list_name, entries in fields.items():
+                is_per_layer = _PER_LAYER.search(list_name) and isinstance(entries, list | tuple)
+                if is_per_layer and len(entries) == value:
+                    setattr(config, list_name, entries[: counts[value]])
+    sources = fields.get("max_source_positions")
+    if type(sources) is int:
+        config.max_source_positions = min(sources, _SOURCE_LENGTH)
+    windows = getattr(config, "attention_window", None)
+    if type(windows) is int:
+        config.attention_window = min(windows, _SOURCE_LENGTH)
+    elif isinstance(windows, list):
+        config.attention_window = [min(window, _SOURCE_LENGTH) for window in windows]
+
+
+def _count_with(model: nn.Module, counts: Mapping[int, int]) -> int:
+    """Parameters of a model whose lists of layers are shortened."""
+    total = sum(param.numel() for param in model.parameters())
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for layer in [*module][counts.get(len(module), len(module)) :]:
+                total -= sum(param.numel() for param in layer.parameters())
+    return total
+
+
+def _divide_widths(config: Any, divisor: int) -> None:
+    """Divide widths and experts of a configuration, and shorten its vocabulary."""
+    for name, value in _fields(config).items():
+        if type(value) is not int:
+            continue
+        is_width = _WIDTH.search(name) and not _NO_WIDTH.search(name)
+        if name == "vocab_size":
+            config.vocab_size = min(value, _VOCABULARY + value % _REMAINDER)
+        elif name.endswith("_token_id") and value >= _VOCABULARY:
+            # Example inputs have tokens 3 to 7, which must not become special ones.
+            setattr(config, name, _VOCABULARY - 1 - value % 128)
+        elif _EXPERT_COUNT.search(name) and value // divisor >= _LEAST_EXPERTS:
+            setattr(config, name, value // divisor)
+        elif is_width and value >= _SMALL_WIDTH:
+            if value % divisor:
+                raise ValueError(f"{name} of {value} is not a multiple of {divisor}")
+            setattr(config, name, value // divisor)
+    _check_heads(config)
+
+
+def _check_heads(config: Any) -> None:
+    """Raise unless heads divide the width into heads of an even size, as rotary positions need."""
+    width = getattr(config, "hidden_size", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if type(width) is not int or type(heads) is not int or heads < 1:
+        return
+    size = getattr(config, "head_dim", None)
+    if type(size) is not int:
+        size = width // heads
+        if width % heads:
+            raise ValueError(f"a width of {width} is not a multiple of {heads} heads")
+    if size % 2:
+        raise ValueError(f"heads of {size} features have no halves")
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def _build(model: Any, config: Any) -> Any:
+    """A model on CPU by implementations that compute in float64 there."""
+    attention = config._attn_implementation
+    if attention not in ("eager", "sdpa"):
+        attention = "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = type(model)._from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            experts_implementation="eager",
+        )
+    return made.eval()
+
+
+def _kinds_of_modules(model: nn.Module) -> set[tuple[Any, ...]]:
+    """Modules by path with a wildcard for numbers, class, names and dims of parameters."""
+    kinds = set()
+    for path, module in model.named_modules():
+        general = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+        params = tuple((name, param.ndim) for name, param in _own_parameters(module))
+        # torch makes a class of its own for each module with a parametrization.
+        kinds.add((general, type(module).__qualname__, params))
+    return kinds
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def _running_inputs(model: Any) -> tuple[dict[str, Tensor] | None, str]:
+    """The first example inputs on which a model runs, or None and the first error."""
+    problem = ""
+    for inputs in _example_inputs(model):
+        try:
+            with torch.no_grad():
+                model(**inputs)
+        except Exception as error:  # whatever a model raises on inputs that are not its own
+            problem = problem or _line(error)
+        else:
+            return inputs, ""
+    return None, problem or f"its main input, {model.main_input_name}, is not known here"
+
+
+def _example_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Inputs by the name of the model's main one, likely ones first."""
+    generator = torch.Generator().manual_seed(0)
+    # The same for encoders and decoders; 5 is no multiple of a number of ranks.
+    tokens = torch.randint(3, 8, (2, 5), generator=generator)
+    accepted = inspect.signature(model.forward).parameters
+    decoder: dict[str, Tensor] = {}
+    if model.config.is_encoder_decoder and "decoder_input_ids" in accepted:
+        decoder = {"decoder_input_ids": tokens}
+    text: dict[str, Tensor] = {}
+    if model.main_input_name != "input_ids" and "input_ids" in accepted:
+        text = {"input_ids": tokens}
+    shapes = _main_shapes(model)
+    for shape in shapes:
+        values = torch.randn(shape, generator=generator)
+        for others in (decoder, {**decoder, **text}):
+            yield {model.main_input_name: values, **others}
+    if "input_ids" in accepted:
+        yield {"input_ids": tokens, **decoder}
+        # Some attentions take whole windows of tokens only.
+        yield {"input_ids": tokens.repeat(1, 13)[:, :64], **decoder}
+
+
+def _main_shapes(model: Any) -> list[tuple[int, ...]]:
+    """Shapes of a main input that is not tokens."""
+    sizes: dict[str, Any] = {}
+    for part in reversed(_parts(model.config)):
+        sizes |= _fields(part)
+    name = model.main_input_name
+    if name == "pixel_values":
+        channels = sizes.get("num_channels", 3)
+        image = sizes.get("image_size") or 224
+        height, width = image if isinstance(image, list | tuple) else (image, image)
+        return [(2, channels, height, width)]
+    if name == "input_values":
+        bins, frames = sizes.get("num_mel_bins", 128), sizes.get("max_length") or 1024
+        return [(2, 4000), (2, 1, 4000), (2, frames, bins)]
+    if name == "input_features":
+        bins = _first(sizes, "num_mel_bins", "feature_projection_input_dim", "input_channels") or 80
+        frames = 2 * (sizes.get("max_source_positions") or 32)
+        width = _first(sizes, "input_feat_per_channel", "feature_projection_input_dim") or bins
+        return [(2, bins, frames), (2, 64, width)]
+    return []
+
+
+def _first(sizes: Mapping[str, Any], *names: str) -> int | None:
+    return next((sizes[name] for name in names if type(sizes.get(name)) is int), None)
