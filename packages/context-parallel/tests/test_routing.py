@@ -123,3 +123,47 @@ def test_outside_of_a_block_nothing_is_routed() -> None:
         pass
     out = functional.scaled_dot_product_attention(x, x, x)
     assert out.shape == x.shape
+
+
+# Layers that carry something from one position to the next, with their inputs of local length.
+MIXING: dict[str, Any] = {
+    "recurrent": lambda: (nn.LSTM(4, 4, batch_first=True), (2, 4, 4)),
+    "recurrent, length first": lambda: (nn.GRU(4, 4), (4, 2, 4)),
+    "convolution": lambda: (nn.Conv1d(3, 3, 3, padding=1), (2, 3, 4)),
+    "causal convolution": lambda: (nn.Conv1d(3, 3, 3), (2, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("case", MIXING)
+@on_ranks(2)
+def test_layers_that_run_along_local_positions_are_refused(case: str) -> None:
+    # They computed on this rank's positions alone.
+    layer, shape = MIXING[case]()
+    tokens = torch.zeros(8)
+    with (
+        context_parallel(all_ranks(), buffers=[tokens], buffer_seq_dims=[0]),
+        pytest.raises(UnsupportedAttentionError, match="runs along this rank's 4 positions"),
+    ):
+        layer(torch.randn(shape))
+
+
+@on_ranks(2)
+def test_layers_that_run_along_other_dims_are_computed() -> None:
+    tokens = torch.zeros(8)
+    with context_parallel(all_ranks(), buffers=[tokens], buffer_seq_dims=[0]):
+        assert nn.Conv1d(3, 3, 1)(torch.randn(2, 3, 4)).shape == (2, 3, 4)
+        assert nn.Conv1d(3, 3, 3)(torch.randn(2, 3, 9)).shape == (2, 3, 7)
+        assert nn.GRU(4, 4, batch_first=True)(torch.randn(4, 5, 4))[0].shape == (4, 5, 4)
+
+
+@on_ranks(2)
+def test_one_head_of_keys_for_all_heads_of_queries() -> None:
+    # torch broadcasts it; the block asked for enable_gqa.
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 8, 4, generator=generator)
+    key, value = torch.randn(2, 2, 1, 8, 4, generator=generator)
+    expected = scaled_dot_product_attention(query, key, value, is_causal=True)
+    buffers = [query.clone(), key.clone(), value.clone(), expected]
+    with context_parallel(all_ranks(), buffers=buffers, buffer_seq_dims=[2] * 4):
+        out = scaled_dot_product_attention(*buffers[:3], is_causal=True)
+        torch.testing.assert_close(out, buffers[3])

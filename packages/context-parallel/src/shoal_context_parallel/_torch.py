@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn import functional
 
+disable_dynamo: Callable[..., Any] = _disable_dynamo
 Mask = Tensor | None
 Outputs = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -109,3 +113,46 @@ def can_use(kernel: str, q: Tensor, v: Tensor) -> bool:
             cuda.SDPAParams(q, q, v, None, 0.0, False, False)
         )
     )
+
+
+# --- flex_attention -------------------------------------------------------------------------------
+
+_HANDLER = "_shoal_attention"
+
+
+def redirect_flex_attention(
+    handle: Callable[[Callable[..., Any], Any, Any], Any],
+) -> Callable[[], None]:
+    """Have `flex_attention` call `handle(original, args, kwargs)`; return a function that undoes it.
+
+    No mode of torch observes `flex_attention`, and programs import it by name. So the function
+    object itself gets another code, which every reference to it runs.
+    """
+    from torch.nn.attention.flex_attention import flex_attention  # it takes 0.1 s to import
+
+    function: Any = flex_attention
+    code, defaults, keyword_defaults = (
+        function.__code__,
+        function.__defaults__,
+        function.__kwdefaults__,
+    )
+    original: Any = FunctionType(code, function.__globals__, function.__name__, defaults)
+    original.__kwdefaults__ = keyword_defaults
+
+    @disable_dynamo
+    def call(args: Any, kwargs: Any) -> Any:
+        return handle(original, args, kwargs)
+
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        return _shoal_attention(args, kwargs)  # type: ignore[name-defined]  # noqa: F821  # a global of torch's module
+
+    function.__globals__[_HANDLER] = call
+    function.__defaults__ = function.__kwdefaults__ = None
+    function.__code__ = redirected.__code__
+
+    def undo() -> None:
+        function.__code__ = code
+        function.__defaults__, function.__kwdefaults__ = defaults, keyword_defaults
+        del function.__globals__[_HANDLER]
+
+    return undo

@@ -1,15 +1,14 @@
 """`context_parallel`: a block in which buffers are a rank's shards, and attention is that of the sequence; and back.
 
-May import: errors, parallel_attention, sequence_layout.
+May import: errors, interceptions, parallel_attention, position_mask, sequence_layout.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -30,9 +29,13 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, all_gather, all_gather_v
 
 from .errors import UnsupportedAttentionError
+from .interceptions import Interceptions
 from .parallel_attention import ContextOptions, Method, axis_of, check_attention, sharded_attention
-from .sequence_layout import Documents, SequenceLayout
+from .position_mask import PositionMask
+from .sequence_layout import AttentionMask, Documents, SequenceLayout
 
+# Functions of torch that carry a state along a dim of their first argument.
+_RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 _ROTATE_METHODS: dict[str, Method] = {"allgather": "allgather", "alltoall": "ring"}
 _default: list[Method] = ["allgather"]  # what `set_rotate_method` changes
 
@@ -238,6 +241,18 @@ class RoutedAttention(ReplacedAttention):
         self.mesh, self.comm = mesh, mesh.comm(0)
         self.options = options
         self._agreed = self.comm.size == 1
+        # What is wrong with this rank's calls before the first attention.
+        self._refusal: StyleError | None = None
+        # The mask of the attention that runs now, beside that of the options.
+        self._rule: AttentionMask | None = None
+
+    def __enter__(self) -> Self:
+        _INTERCEPTIONS.enter()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _INTERCEPTIONS.leave()
 
     def __torch_function__(
         self,
@@ -253,32 +268,61 @@ class RoutedAttention(ReplacedAttention):
                 "values with Linear "
                 "modules and call F.scaled_dot_product_attention"
             )
-        if func is torch.diff and sys._getframe(1).f_code.co_name == "find_packed_sequence_indices":
-            return self._jumps(*args, **(kwargs or {}))
+        if func in _RECURRENT or func is functional.conv1d:
+            self._check_positions_apart(func, *args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _jumps(self, position_ids: Tensor, **how: Any) -> Tensor:
-        """What transformers takes for differences of neighbouring positions: where it is not 1, a document begins."""
-        layout = self.options.layout
-        length = position_ids.shape[-1]
-        if isinstance(layout, str):
-            layout = self.options.layout_of(length, self.comm)
-        if layout.sizes[self.comm.rank] != length:
-            # refused by all ranks at the first attention
-            return torch.diff(position_ids, **how)
-        if self.options.documents is not None:  # which are known
-            return torch.ones_like(position_ids)
-        return position_ids - layout.positions(self.comm.rank, position_ids.device) + 1
+    def _check_positions_apart(self, func: Any, *args: Any, **kwargs: Any) -> None:
+        """Raise if a recurrent layer or a convolution runs along this rank's positions."""
+        values, layout = args[0], self.options.layout
+        if self.comm.size == 1 or isinstance(layout, str) or not isinstance(values, Tensor):
+            return
+        positions = layout.sizes[self.comm.rank]
+        if func is functional.conv1d:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            # A causal convolution pads its input by hand.
+            reach = weight.shape[-1] - 1
+            is_mixed = reach > 0 and values.shape[-1] in (positions, positions + reach)
+        else:
+            # input, state, weights, bias, layers, dropout, training, bidirectional, batch first
+            is_batch_first = len(args) > 8 and bool(args[8])
+            is_mixed = values.shape[int(is_batch_first)] == positions
+        if is_mixed:
+            raise UnsupportedAttentionError(
+                f"{func.__name__} inside of context parallelism: it runs along this rank's "
+                f"{positions} positions, and carries nothing from and to those of other ranks. Run "
+                "the layer outside of the block on whole sequences, or shard the batch instead"
+            )
+
+    def agree(self, qkv: Any, attn_mask: Tensor | None) -> None:
+        """Raise on all ranks what is wrong on some, at the first attention of a block."""
+        if not self._agreed:
+            self._agree(qkv, attn_mask, True, replace(self.options, method="allgather"))
+
+    def refuse(self, error: StyleError) -> None:
+        """Have all ranks raise at the first attention; after it, raise here."""
+        if self._agreed:
+            raise error
+        self._refusal = self._refusal or error
+
+    @contextmanager
+    def ruled(self, rule: AttentionMask) -> Iterator[None]:
+        """A block in which attention has a mask beside that of the options."""
+        self._rule, before = rule, self._rule
+        try:
+            yield
+        finally:
+            self._rule = before
 
     def _agree(
         self, qkv: Any, attn_mask: Tensor | None, enable_gqa: bool, options: ContextOptions
     ) -> None:
         """Raise on all ranks what is wrong with the arguments of some, at the first attention of a block."""
-        failure: StyleError | None = None
+        failure = self._refusal
         try:
             check_attention(qkv, attn_mask, enable_gqa, self.comm, options=options)
         except StyleError as error:
-            failure = error
+            failure = failure or error
         # a selective checkpoint compares with a recomputation, which asks no more
         with unwatched():
             failed = torch.tensor([failure is not None], dtype=torch.int32, device=qkv[0].device)
@@ -312,10 +356,18 @@ class RoutedAttention(ReplacedAttention):
             )
         qkv: Any = query, key, value
         options = self.options
+        rule = self._rule
+        if isinstance(attn_mask, PositionMask):
+            rule, attn_mask = attn_mask.rule, None
         spec = query.spec if isinstance(query, DTensor) else None
         if spec is not None or any(isinstance(x, DTensor) for x in (*qkv, attn_mask)):
             options = self._options_of(qkv, attn_mask)
             qkv = tuple(x.to_local(grad_placements=x.placements) for x in qkv)
+        # torch broadcasts a single head of keys over the heads of queries.
+        enable_gqa = enable_gqa or qkv[1].shape[-3:-2] == (1,)
+        if rule is not None:
+            options = options.also(rule)
+            is_causal = rule.causal
         with unwatched_functions():
             if not self._agreed:
                 self._agree(qkv, attn_mask, enable_gqa, options)
@@ -378,3 +430,11 @@ class RoutedAttention(ReplacedAttention):
                     f"sequence and sharded by batch or heads, or replicated, on others; got {first}"
                 )
         return options
+
+
+def _active_block() -> RoutedAttention | None:
+    """The innermost active block of this thread."""
+    return next(iter(RoutedAttention.active()), None)
+
+
+_INTERCEPTIONS = Interceptions(_active_block)

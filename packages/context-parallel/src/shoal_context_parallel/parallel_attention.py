@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -61,6 +61,15 @@ class ContextOptions:
                 f"layouts with a name are contiguous and head_tail, got {self.layout!r}"
             )
         AttentionMask(window=self.window)
+
+    def also(self, mask: AttentionMask) -> ContextOptions:
+        """These options for attention that has another mask, which knows of their documents, too."""
+        sides = []
+        for own, other in zip(self.window, mask.window, strict=True):
+            bounds = [side for side in (own, other) if side is not None]
+            sides.append(min(bounds, default=None))
+        documents = self.documents if mask.documents is None else mask.documents
+        return replace(self, window=(sides[0], sides[1]), documents=documents)
 
     def layout_of(self, local_length: int, comm: Comm) -> SequenceLayout:
         """The layout of a sequence of which this rank holds so many positions."""

@@ -239,6 +239,19 @@ class Documents:
         """Positions of the sequence."""
         return self.rows[0][-1].stop if self.rows and self.rows[0] else 0
 
+    def ids(self, device: torch.device | str | None = None) -> Tensor:
+        """(batch rows or 1, length): the document of each position.
+
+        Example:
+            >>> Documents.from_cu_seqlens([0, 1, 3]).ids()
+            tensor([[0, 1, 1]])
+        """
+        table = torch.empty(len(self.rows), self.length, dtype=torch.long)
+        for row, segments in zip(table, self.rows, strict=True):
+            for start, stop, document in segments:
+                row[start:stop] = document
+        return table.to(device)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:

@@ -312,8 +312,10 @@ def _with_buffers_alone(model: Any) -> nn.Module:
     def drop_storage(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(param.detach().to("meta"), param.requires_grad)
 
+    # torch's types have the hook return nothing.
+    replace: Any = drop_storage
     with torch.random.fork_rng(devices=[]):
-        hook = register_module_parameter_registration_hook(drop_storage)
+        hook = register_module_parameter_registration_hook(replace)
         try:
             made: nn.Module = type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
         finally:

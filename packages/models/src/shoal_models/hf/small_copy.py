@@ -160,13 +160,15 @@ def _kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
     """Modules, shapes of parameters, and the switches that a layer keeps as attributes."""
     found: list[Any] = []
     for path, module in layer.named_modules():
-        shapes = [(name, tuple(param.shape)) for name, param in _own_parameters(module)]
-        switches = [
-            (name, value if isinstance(value, bool | str) else type(value).__name__)
-            for name, value in sorted(vars(module).items())
-            if isinstance(value, bool | str | int | None)
-        ]
-        found.append((path, type(module).__qualname__, tuple(shapes), tuple(switches)))
+        found.append((path, type(module).__qualname__))
+        for name, param in _own_parameters(module):
+            found.append((name, tuple(param.shape)))
+        for name, value in sorted(vars(module).items()):
+            if isinstance(value, bool | str):
+                found.append((name, value))
+            elif value is None or isinstance(value, int):
+                # An index of the layer is not a kind; that there is a window is.
+                found.append((name, type(value)))
     return tuple(found)
 
 

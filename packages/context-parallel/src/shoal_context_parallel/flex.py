@@ -1,0 +1,148 @@
+"""`flex_attention` in a block: its mask and its scores by global positions, with the keys of all ranks.
+
+May import: errors, parallel_attention, sequence_layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.internal import unwatched
+from shoal_mesh import Comm, differentiable
+
+from .errors import UnsupportedAttentionError
+from .parallel_attention import ContextOptions
+from .sequence_layout import AttentionMask, SequenceLayout
+
+MaskFunction = Callable[..., Any]
+
+
+def gather_keys(
+    key: Tensor, value: Tensor, comm: Comm, layout: SequenceLayout
+) -> tuple[Tensor, Tensor]:
+    """Keys and values (..., length, width) of all ranks, positions in order.
+
+    Their gradients are summed over the ranks.
+    """
+    both = torch.cat([key, value], -1).contiguous()
+    with unwatched():
+        gathered = differentiable.all_gather_v(both, comm, layout.sizes, both.ndim - 2)
+    shards = torch.split_with_sizes(gathered, list(layout.sizes), -2)
+    whole = layout.in_order(shards, -2)
+    keys, values = torch.split_with_sizes(whole, [key.shape[-1], value.shape[-1]], -1)
+    return keys, values
+
+
+def attend_by_flex(
+    original: Callable[..., Any],
+    comm: Comm,
+    options: ContextOptions,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Run `flex_attention` on this rank's queries and the keys and values of all ranks.
+
+    Functions of the call get global indices of queries and keys. A mask of this rank's rows and
+    all columns is taken as it is.
+
+    Raises:
+        UnsupportedAttentionError: DTensors, or a mask that reads tensors of this rank's positions.
+    """
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    call = bound.arguments
+    query, key, value = call["query"], call["key"], call["value"]
+    if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
+        raise UnsupportedAttentionError(
+            "flex_attention of DTensors in a context_parallel block; pass plain local tensors, or "
+            "call F.scaled_dot_product_attention"
+        )
+    layout = options.layout_of(query.shape[-2], comm)
+    positions = layout.positions(comm.rank, query.device)
+    call["key"], call["value"] = gather_keys(key, value, comm, layout)
+    call["block_mask"] = _mask_of_rows(call.get("block_mask"), query, positions, layout, options)
+    score = call.get("score_mod")
+    if score is not None:
+        call["score_mod"] = _by_position(score, positions)
+    return original(*bound.args, **bound.kwargs)
+
+
+def _by_position(score: MaskFunction, positions: Tensor) -> MaskFunction:
+    last = len(positions) - 1
+
+    def score_by_position(value: Any, row: Any, head: Any, query: Any, key: Any) -> Any:
+        return score(value, row, head, positions[query.clamp(max=last)], key)
+
+    return score_by_position
+
+
+def _mask_of_rows(
+    mask: Any, query: Tensor, positions: Tensor, layout: SequenceLayout, options: ContextOptions
+) -> Any:
+    """The mask of this rank's rows and all columns; None if there is nothing to mask."""
+    from torch.nn.attention.flex_attention import create_block_mask  # it takes 0.1 s to import
+
+    rule = AttentionMask(window=options.window, documents=options.documents)
+    is_bounded = rule != AttentionMask()
+    if mask is None and not is_bounded:
+        return None
+    rows = query.shape[-2]
+    has_own_rows = mask is not None and mask.shape[-2:] == (rows, layout.length)
+    has_own_rows = has_own_rows and rows != layout.length
+    if has_own_rows and not is_bounded:
+        return mask
+    by_rule = function_of(rule, query.device)
+    last_row, last_column = len(positions) - 1, layout.length - 1
+
+    def mask_by_position(row: Any, head: Any, query: Any, key: Any) -> Any:
+        # Blocks have indices behind the last query and key, too.
+        query, key = query.clamp(max=last_row), key.clamp(max=last_column)
+        position = positions[query]
+        allowed = by_rule(row, position, key)
+        if mask is None:
+            return allowed
+        return allowed & mask.mask_mod(row, head, query if has_own_rows else position, key)
+
+    rows_of_mask: list[int | None] = [None, None]
+    if mask is not None:
+        rows_of_mask = [size if size > 1 else None for size in mask.shape[:2]]
+    if options.documents is not None and len(options.documents.rows) > 1:
+        rows_of_mask[0] = query.shape[0]
+    sizes = {} if mask is None else {"BLOCK_SIZE": mask.BLOCK_SIZE}
+    try:
+        return create_block_mask(
+            mask_by_position,
+            B=rows_of_mask[0],
+            H=rows_of_mask[1],
+            Q_LEN=rows,
+            KV_LEN=layout.length,
+            device=str(query.device),
+            **sizes,
+        )
+    except IndexError as error:
+        raise UnsupportedAttentionError(
+            "the mask of flex_attention reads a tensor of this rank's positions at the positions "
+            "of other ranks. Make it from tensors of the whole sequence, outside of the block, or "
+            "give documents= to the block"
+        ) from error
+
+
+def function_of(rule: AttentionMask, device: torch.device) -> MaskFunction:
+    """A mask as a function of batch row and global positions of query and key."""
+    left, right = rule.reach
+    ids = None if rule.documents is None else rule.documents.ids(device)
+
+    def allows(row: Any, position: Any, key: Any) -> Any:
+        ahead = key - position
+        allowed = (ahead <= right) & (-ahead <= left)
+        if ids is None:
+            return allowed
+        line = row if len(ids) > 1 else torch.zeros_like(row)
+        return allowed & (ids[line, position] == ids[line, key])
+
+    return allows

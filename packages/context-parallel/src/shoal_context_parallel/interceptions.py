@@ -1,0 +1,51 @@
+"""`Interceptions`: attention that no mode of torch observes, replaced while some block is active.
+
+May import: _torch, flex, models_of_transformers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ._torch import redirect_flex_attention
+from .flex import attend_by_flex
+from .models_of_transformers import ActiveBlock, change_registries
+
+
+class Interceptions:
+    """Replacements that all threads share; code of a thread without a block runs the originals.
+
+    Attributes:
+        active: returns the innermost active block of a thread.
+    """
+
+    def __init__(self, active: ActiveBlock) -> None:
+        self._active = active
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def enter(self) -> None:
+        """Replace attention at the first block that is entered."""
+        with self._lock:
+            self._entered += 1
+            if self._entered == 1:
+                self._undo.append(redirect_flex_attention(self._attend_by_flex))
+                self._undo.extend(change_registries(self._active))
+
+    def leave(self) -> None:
+        """Put the originals back when the last block is left."""
+        with self._lock:
+            self._entered -= 1
+            while self._undo and not self._entered:
+                self._undo.pop()()
+
+    def _attend_by_flex(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        block = self._active()
+        if block is None:
+            return original(*args, **kwargs)
+        block.agree(args[:3], None)
+        # Functions of the mask index by tensors, which torch rewrites in a mode of its own.
+        return attend_by_flex(original, block.comm, block.options, args, kwargs)

@@ -1,0 +1,483 @@
+"""Models of transformers in a block: their masks by global positions, and every attention of theirs.
+
+transformers looks up masks and attention by the name of an implementation. While a block is active,
+the look-ups of its own registries answer with functions that have global positions: masks get this
+rank's rows and all columns, "sdpa" is the attention of the block, and any other implementation gets
+the keys and values of all ranks. A model that mixes positions by other means is refused where it is
+called.
+
+This file is in this package, because a program that imports nothing above it may run such a model
+in a block; it would then be wrong without an error.
+
+May import: _torch, errors, flex, parallel_attention, position_mask, sequence_layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.errors import LayoutError, StyleError
+from shoal_dtensor.internal import unwatched, unwatched_functions
+from shoal_mesh import Comm, all_gather_v
+
+from ._torch import disable_dynamo
+from .errors import UnsupportedAttentionError
+from .flex import function_of, gather_keys
+from .parallel_attention import ContextOptions
+from .position_mask import PositionMask, chunks_as_documents
+from .sequence_layout import AttentionMask, Documents, SequenceLayout
+
+# Modules that carry something from one position to the next, by their class's name.
+_MIXES = re.compile(
+    r"Mamba|SSM|Mixer$|Recurrent|RgLru|Lru$|DeltaNet|KimiDelta|LinearAttention|LightningAttention|"
+    r"Rwkv|ShortConv|FourierTransform|Hyena|LSTM|TokenShift|Indexer|Compressor|Engram"
+)
+# Models whose attention is code of their own, which reads keys and values from a cache and takes the
+# mask as it is: they get a cache that has those of all ranks.
+_READ_A_CACHE = frozenset({"bloom", "codegen", "falcon", "gptj", "mpt"})
+# Modules that read one position for the whole sequence.
+_POOLS = re.compile(r"Pooler$")
+_POOLING_HEADS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$")
+_HOW_TO_PASS_POSITIONS = (
+    "Pass position_ids=layout.positions(rank)[None], or arange(length)[None] among the buffers; "
+    "leave out attention_mask, give documents= for packed documents (behind a causal mask, padding "
+    "at the end needs no mask)"
+)
+_OTHER_WAYS = (
+    "Use tensor parallelism or `fully_shard` for it, or call context_parallel_attention in the "
+    "layers that only attend"
+)
+
+
+class Block(Protocol):
+    """The part of an active block that is needed here."""
+
+    comm: Comm
+    options: ContextOptions
+
+    def agree(self, qkv: Any, attn_mask: Tensor | None) -> None:
+        """Raise on all ranks where the arguments of some do not fit."""
+
+    def refuse(self, error: StyleError) -> None:
+        """Have all ranks raise at the next agreement, or raise here if there is none."""
+
+    def ruled(self, rule: AttentionMask) -> Any:
+        """Enter a scope in which attention has these masks too."""
+
+
+ActiveBlock = Callable[[], Block | None]
+
+
+def change_registries(active: ActiveBlock) -> Iterator[Callable[[], None]]:
+    """Change the registries of transformers, if it is imported; yield functions that undo it."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    if masking is None or modeling is None:
+        return
+    masks = masking.ALL_MASK_ATTENTION_FUNCTIONS
+    for name in [*masks]:
+        yield _replace_item(masks, name, partial(_make_mask, active, name, masks[name]))
+    found = masking.find_packed_sequence_indices
+    yield _replace(masking, found.__name__, partial(_find_documents, active, found))
+    functions = modeling.ALL_ATTENTION_FUNCTIONS
+    yield _replace(functions, "get_interface", partial(_look_up_attention, active, functions))
+
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        block = None if torch.compiler.is_compiling() else active()
+        if block is not None:
+            kwargs = check_model(block, model, args, kwargs)
+        return nn.Module.__call__(model, *args, **kwargs)
+
+    yield _replace(modeling.PreTrainedModel, "__call__", call)
+
+
+def _replace_item(registry: Any, name: str, value: Any) -> Callable[[], None]:
+    before = registry._local_mapping.get(name)
+    registry[name] = value
+    if before is None:
+        return partial(registry.__delitem__, name)
+    return partial(registry.__setitem__, name, before)
+
+
+def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    if before is None:
+        return partial(delattr, owner, name)
+    return partial(setattr, owner, name, before)
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+@disable_dynamo
+def _make_mask(
+    active: ActiveBlock, name: str, original: Callable[..., Any], **arguments: Any
+) -> Any:
+    """The mask of this rank's queries and all keys, by a function of transformers' registry."""
+    block = active()
+    if block is None:
+        return original(**arguments)
+    count = arguments["q_length"]
+    layout = _layout_of(block, count)
+    is_of_block = layout is not None and arguments["kv_length"] in (count, layout.length)
+    if layout is None or not is_of_block or _has_offset(arguments):
+        # Attention refuses tensors that are not this rank's positions.
+        return original(**arguments)
+    padding = arguments.get("attention_mask")
+    if padding is not None and not bool(padding.all()):
+        block.refuse(
+            LayoutError(
+                "attention_mask in a context_parallel block has this rank's columns only. "
+                + _HOW_TO_PASS_POSITIONS
+            )
+        )
+    rule = _rule_of(arguments, layout, block.options.documents)
+    if rule is not None and (name == "sdpa" or "flash" in name):
+        device = arguments.get("device", "cpu")
+        return PositionMask.of(rule, count, layout.length, device)
+    if rule == AttentionMask() and block.options.window == (None, None):
+        return None
+    return _whole_rows(block, layout, original, arguments)
+
+
+def _has_offset(arguments: Any) -> bool:
+    """Tell whether queries follow keys of a cache."""
+    offsets = (arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
+    return any(isinstance(offset, Tensor) or offset != 0 for offset in offsets)
+
+
+def _layout_of(block: Block, count: int) -> SequenceLayout | None:
+    """The layout of the block's sequence; None if this rank does not hold so many positions."""
+    try:
+        return block.options.layout_of(count, block.comm)
+    except LayoutError:
+        return None
+
+
+def _rule_of(
+    arguments: Any, layout: SequenceLayout, documents: Documents | None
+) -> AttentionMask | None:
+    """The mask as ranges of positions; None where it has overlays that only its function knows."""
+    skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+    if not any(arguments.get(name, False) for name in skips):
+        return None
+    size, length = arguments.get("local_size"), layout.length
+    for rule in _known_rules(size, length):
+        if not _is_same_mask(arguments["mask_function"], rule, size or length, length):
+            continue
+        if documents is None:
+            return rule
+        if rule.documents is not None:
+            documents = chunks_as_documents(size or length, length, documents)
+        return replace(rule, documents=documents)
+    return None
+
+
+def _known_rules(size: int | None, length: int) -> list[AttentionMask]:
+    """The masks that transformers makes without overlays: causal, full, windows, chunks."""
+    if size is None:
+        return [AttentionMask(causal=True), AttentionMask()]
+    rules = [AttentionMask(causal=True, window=(size - 1, None))]
+    chunks = chunks_as_documents(size, length, None)
+    rules.append(AttentionMask(causal=True, documents=chunks))
+    sides = (size, size // 2, size - 1)
+    rules.extend(AttentionMask(window=(side, side)) for side in sides)
+    return rules
+
+
+def _is_same_mask(
+    function: Callable[..., Any], rule: AttentionMask, size: int, length: int
+) -> bool:
+    """Compare a function of indices with a rule around the borders of windows and chunks."""
+    borders = torch.tensor([0, size // 2, size, size + size // 2, 2 * size, length])
+    near = (borders[:, None] + torch.arange(-2, 3)).flatten()
+    positions = near.clamp(0, max(length - 1, 0))
+    queries, keys = positions[:, None], positions[None, :]
+    zero = torch.zeros((), dtype=torch.long)
+    try:
+        wanted = torch.as_tensor(function(zero, zero, queries, keys))
+    except (IndexError, RuntimeError):
+        # The function reads tensors of this rank's positions.
+        return False
+    ahead = keys - queries
+    left, right = rule.reach
+    allowed = (ahead <= right) & (-ahead <= left)
+    if rule.documents is not None:
+        ids = rule.documents.ids()[0]
+        allowed = allowed & (ids[queries] == ids[keys])
+    return torch.equal(wanted.expand_as(allowed), allowed)
+
+
+def _whole_rows(
+    block: Block, layout: SequenceLayout, original: Callable[..., Any], arguments: Any
+) -> Any:
+    """The original's mask of this rank's rows and all columns, which it makes from global indices."""
+    device = arguments.get("device", "cpu")
+    positions = layout.positions(block.comm.rank, device)
+    options = block.options
+    by_options = function_of(AttentionMask(False, options.window, options.documents), device)
+    function = arguments["mask_function"]
+
+    def by_position(row: Any, head: Any, query: Any, key: Any) -> Any:
+        # Masks of blocks ask for indices behind the last query, too.
+        position = positions[query.clamp(max=len(positions) - 1)]
+        key = key.clamp(max=layout.length - 1)
+        return function(row, head, position, key) & by_options(row, position, key)
+
+    changes = {
+        "kv_length": layout.length,
+        "mask_function": by_position,
+        "attention_mask": None,
+        "allow_is_causal_skip": False,
+        "allow_is_bidirectional_skip": False,
+        "local_size": None,
+    }
+    try:
+        with unwatched_functions():
+            return original(**{**arguments, **changes})
+    except IndexError:
+        block.refuse(
+            UnsupportedAttentionError(
+                "a mask of transformers reads tensors of this rank's positions at the positions of "
+                "other ranks (groups of image tokens, for instance). " + _OTHER_WAYS
+            )
+        )
+        return None
+
+
+@disable_dynamo
+def _find_documents(
+    active: ActiveBlock, original: Callable[[Tensor], Any], position_ids: Tensor
+) -> Any:
+    """Documents by jumps of position ids; none where the ids are those that this rank holds."""
+    block = active()
+    layout = None if block is None else _layout_of(block, position_ids.shape[-1])
+    if block is None or layout is None:
+        return original(position_ids)
+    own = layout.positions(block.comm.rank, position_ids.device)
+    is_own = torch.equal(position_ids, own.expand_as(position_ids))
+    if block.options.documents is None and not is_own:
+        block.refuse(
+            LayoutError(
+                "position_ids are not those that this rank holds. " + _HOW_TO_PASS_POSITIONS
+            )
+        )
+    return None
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+@disable_dynamo
+def _look_up_attention(
+    active: ActiveBlock, registry: Any, implementation: str, default: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The attention of an implementation, of the whole sequence where a block is active."""
+    function: Callable[..., Any] = type(registry).get_interface(registry, implementation, default)
+    block = active()
+    if block is None:
+        return function
+    name = implementation or ""
+    # `flex_attention` itself is redirected.
+    if name == "flex_attention":
+        return function
+    if name == "sdpa" or "flash" in name:
+        return partial(_attend_by_block, block, registry["sdpa"])
+    return partial(_attend_all_keys, block, function)
+
+
+def _attend_by_block(  # noqa: PLR0913  # the arguments of transformers' functions
+    block: Block,
+    function: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> Any:
+    """The function for "sdpa" of transformers, whose call of attention the block replaces."""
+    if not isinstance(attention_mask, PositionMask):
+        return function(module, query, key, value, attention_mask, **options)
+    # Without a mask it has heads of keys shared by heads of queries, which are fewer to send.
+    with block.ruled(attention_mask.rule):
+        return function(module, query, key, value, None, **options)
+
+
+@disable_dynamo
+def _attend_all_keys(  # noqa: PLR0913  # likewise
+    block: Block,
+    function: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> Any:
+    """Attention of this rank's queries to the keys and values of all ranks, by another function."""
+    if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
+        raise UnsupportedAttentionError(
+            "attention of DTensors in a context_parallel block by another implementation than "
+            "attn_implementation='sdpa'; use that one, or plain local tensors"
+        )
+    dropout = options.get("dropout") or 0.0
+    if dropout:
+        raise UnsupportedAttentionError(
+            f"dropout of attention weights ({dropout}) over a sharded sequence: no rank has the "
+            "weights that one device would draw for. Set attention_dropout=0 in the configuration"
+        )
+    block.agree((query, key, value), None)
+    with unwatched_functions():
+        layout = block.options.layout_of(query.shape[-2], block.comm)
+        columns = None if attention_mask is None else attention_mask.shape[-1]
+        if columns not in (None, 1, layout.length):
+            raise LayoutError(
+                f"a mask of {columns} columns for a sequence of {layout.length} positions. "
+                + _HOW_TO_PASS_POSITIONS
+            )
+        key, value = gather_keys(key, value, block.comm, layout)
+        return function(module, query, key, value, attention_mask, **options)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class KeysOfAllRanks:
+    """A cache in the place of transformers' one: its update returns keys and values of all ranks.
+
+    Args:
+        block: the active block.
+        layout: the positions of the ranks.
+        gathers: whether keys are gathered; not for code that calls the attention of the block.
+    """
+
+    def __init__(self, block: Block, layout: SequenceLayout, *, gathers: bool) -> None:
+        self._block = block
+        self._layout = layout
+        self._gathers = gathers
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the whole sequence."""
+        if not self._gathers:
+            return key, value
+        self._block.agree((key, key, value), None)
+        with unwatched_functions():
+            return gather_keys(key, value, self._block.comm, self._layout)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions beside those of this rank: with them the model counts the whole sequence."""
+        return self._layout.length - self._layout.sizes[self._block.comm.rank]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns of a mask, and the position of the first one."""
+        return self._layout.length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Zero: rows of a mask are counted by `_make_mask`."""
+        return 0
+
+
+def check_model(block: Block, model: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Check a model of transformers that is called in a block; return its keyword arguments.
+
+    Labels of a causal model are shifted over the whole sequence, because the model would shift
+    those of this rank alone.
+
+    Raises:
+        UnsupportedAttentionError: if it mixes positions by what the block does not replace.
+        LayoutError: if it would number this rank's positions from 0.
+    """
+    if block.comm.size == 1:
+        return kwargs
+    name = type(model).__name__
+    problem = mixed_by(model)
+    if problem:
+        raise UnsupportedAttentionError(
+            f"{name} in a context_parallel block: {problem}, and no rank has the positions of the "
+            f"others. {_OTHER_WAYS}"
+        )
+    parameters = inspect.signature(model.forward).parameters
+    given = dict(zip(parameters, args, strict=False)) | kwargs
+    _check_positions(block, model, parameters, given)
+    kwargs = dict(kwargs)
+    if model.config.model_type in _READ_A_CACHE and given.get("past_key_values") is None:
+        tokens = given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        layout = None if tokens is None else _layout_of(block, tokens.shape[1])
+        if layout is not None:
+            gathers = model.config._attn_implementation != "sdpa"
+            kwargs["past_key_values"] = KeysOfAllRanks(block, layout, gathers=gathers)
+            kwargs["use_cache"] = False
+    labels = given.get("labels")
+    is_causal = getattr(model, "loss_type", None) == "ForCausalLM"
+    if labels is not None and is_causal and given.get("shift_labels") is None:
+        kwargs["shift_labels"] = _shift_labels(block, labels)
+    return kwargs
+
+
+def _check_positions(block: Block, model: Any, parameters: Any, given: Any) -> None:
+    """Raise if the model would number this rank's positions from 0."""
+    name = type(model).__name__
+    if "position_ids" not in parameters:
+        # Biases of ALiBi follow from the cache.
+        if model.config.model_type in _READ_A_CACHE:
+            return
+        raise UnsupportedAttentionError(
+            f"{name} in a context_parallel block: its forward takes no position_ids, so it would "
+            f"number this rank's positions from 0. {_OTHER_WAYS}"
+        )
+    ids = given.get("position_ids")
+    if ids is None:
+        raise LayoutError(f"{name} in a context_parallel block. {_HOW_TO_PASS_POSITIONS}")
+    if isinstance(ids, Tensor) and ids.ndim == 2:
+        _find_documents(lambda: block, lambda _: None, ids)
+
+
+def _shift_labels(block: Block, labels: Tensor) -> Tensor:
+    """For each of this rank's positions the label of the next position of the whole sequence."""
+    layout = block.options.layout_of(labels.shape[-1], block.comm)
+    with unwatched_functions(), unwatched():
+        gathered = all_gather_v(labels.contiguous(), block.comm, layout.sizes, labels.ndim - 1)
+    whole = layout.in_order(torch.split_with_sizes(gathered, list(layout.sizes), -1), -1)
+    # -100: no label follows the last position.
+    shifted = nn.functional.pad(whole[..., 1:], (0, 1), value=-100)
+    return layout.shard(shifted, -1, block.comm.rank)
+
+
+def mixed_by(model: Any) -> str:
+    """What in a model of transformers mixes positions beside attention; empty if nothing does."""
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        where = f"{path or 'the model'} ({kind})"
+        if isinstance(module, nn.RNNBase) or _MIXES.search(kind):
+            return f"{where} carries a state from one position to the next"
+        if isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
+            return f"{where} reads neighboring positions"
+        if _POOLS.search(kind):
+            return f"{where} reads one position for the whole sequence"
+    name = type(model).__name__
+    if _POOLING_HEADS.search(name):
+        return f"{name} reads one position for the whole sequence"
+    config = model.config
+    by_interface = getattr(model, "_supports_attention_backend", False)
+    by_torch = getattr(model, "_supports_sdpa", False) and config._attn_implementation == "sdpa"
+    by_cache = config.model_type in _READ_A_CACHE
+    if by_cache and model.training and getattr(model, "is_gradient_checkpointing", False):
+        return "its checkpoints of activations leave out the cache by which it gets keys"
+    if not by_interface and not by_torch and not by_cache:
+        return "its attention is code of its own, which cannot be replaced"
+    return ""

@@ -1,0 +1,89 @@
+"""`PositionMask`: a mask of attention by global positions, in the place of a tensor of queries times keys.
+
+May import: errors, sequence_layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import UnsupportedAttentionError
+from .sequence_layout import AttentionMask, Documents
+
+# Attributes that do not depend on elements.
+_SHAPE_QUERIES = (
+    Tensor.shape.__get__,  # type: ignore[attr-defined]  # a descriptor of C
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]  # likewise
+    Tensor.device.__get__,
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]  # likewise
+    Tensor.dim,
+    Tensor.size,
+)
+# Functions that leave a rule as it is: a slice has fewer keys, whose positions are the same.
+_KEEPS_RULE = (
+    Tensor.to,
+    Tensor.contiguous,
+    Tensor.expand,
+    Tensor.__getitem__,
+    Tensor.detach,
+    Tensor.clone,
+)
+
+
+class PositionMask(Tensor):
+    """A bool mask (1, 1, queries, keys) without elements of its own.
+
+    Code between the function that makes masks and attention may look at its shape, slice it and
+    hand it on. Whatever reads elements raises an error, because there are none.
+
+    Attributes:
+        rule: the keys that each query reads, by global positions.
+    """
+
+    rule: AttentionMask
+
+    @classmethod
+    def of(
+        cls, rule: AttentionMask, rows: int, columns: int, device: torch.device | str
+    ) -> PositionMask:
+        """Make a mask of so many queries and keys."""
+        element = torch.zeros((), dtype=torch.bool, device=device)
+        mask = element.expand(1, 1, rows, columns).as_subclass(cls)
+        mask.rule = rule
+        return mask
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _SHAPE_QUERIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _KEEPS_RULE and isinstance(args[0], PositionMask):
+            return args[0]
+        raise UnsupportedAttentionError(
+            f"{getattr(func, '__name__', func)} of the mask of a sharded sequence: windows and "
+            "chunks are computed from positions, and no rank has the elements of the mask. Use "
+            "attn_implementation='eager', which gets all columns of this rank's rows"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes contents
+        return f"PositionMask({self.rule})"
+
+
+def chunks_as_documents(size: int, length: int, documents: Documents | None) -> Documents:
+    """Documents whose queries read keys of their own chunk of `size` positions, and own document.
+
+    Example:
+        >>> chunks_as_documents(3, 5, None) == Documents.from_ids([0, 0, 0, 1, 1])
+        True
+    """
+    chunks = torch.arange(length) // size
+    if documents is None:
+        return Documents.from_ids(chunks)
+    count = int(chunks[-1]) + 1
+    return Documents.from_ids(documents.ids() * count + chunks)
