@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -329,6 +329,31 @@ def test_compiled_operators_draw_as_eager_ones() -> None:
         torch.manual_seed(0)
         got = torch.compile(drop, backend="aot_eager", fullgraph=True)(sharded)
         assert same(got, expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+BOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "randint_like": lambda x: torch.randint_like(x, 10),
+    "randint_like.low_dtype": lambda x: torch.randint_like(x, -3, 10, dtype=torch.int32),
+    "random_.from": lambda x: torch.ops.aten.random_(x.clone(), 2, 5),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@on_ranks(4)
+def test_compiled_integers_between_two_bounds(name: str) -> None:
+    """Their graph called `aten.random.from`, which is a SyntaxError in the code generated for it."""
+    mesh = init_device_mesh("cpu", (4,))
+    draw_integers = BOUNDED[name]
+    compiled = torch.compile(draw_integers, backend="aot_eager", fullgraph=True)
+    x = torch.ones(30, 7)
+    sharded = sd.distribute_tensor(x, mesh, [Shard(0)])
+    for plain, distributed in ((x, sharded), (x.t(), sharded.t())):
+        torch.manual_seed(0)
+        expected = draw_integers(plain)
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        assert same(compiled(distributed), expected)
         assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch.compiling import recorder
+from .._torch.tensors import TRACED
 from ..layout.boxes import whole_box
 from .memory_order import MemoryOrder, stretches
 from .state import generator_of
@@ -52,8 +54,29 @@ class Fill(NamedTuple):
             chance, dtype = self.args
             _dropout_mask(target, chance, dtype, generator)
             return
+        if self._has_bounds and (isinstance(target, TRACED) or recorder()):
+            target.copy_(_integers_between(target, *self.args, generator))
+            return
         args = self.args if operand is None else (operand, *self.args)
         getattr(target, self.name)(*args, generator=generator)
+
+    @property
+    def _has_bounds(self) -> bool:
+        """Whether these are integers from a first to a last one, both of which are given."""
+        return self.name == "random_" and len(self.args) == 2 and self.args[1] is not None
+
+
+def _integers_between(
+    like: Tensor, start: int, stop: int, generator: torch.Generator | None
+) -> Tensor:
+    """The values of `like.random_(start, stop)` as a new tensor, by operators that a graph can name.
+
+    `random_` with two bounds is the overload `aten.random_.from`. `from` is a keyword of Python, so
+    the code that torch generates for a graph with this overload is a SyntaxError.
+    """
+    if generator is None:
+        return torch.randint_like(like, start, stop)
+    return torch.randint_like(like, start, stop, generator=generator)
 
 
 def _dropout_mask(
