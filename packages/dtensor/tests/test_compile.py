@@ -26,7 +26,8 @@ from shoal_dtensor import (
     distribute_tensor,
     local_map,
 )
-from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_dtensor.errors import MixedTensorError
+from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
 Function = Callable[[Any, DeviceMesh], Any]
@@ -338,3 +339,73 @@ def test_compiled_backward_of_several_leaves(hooked: bool) -> None:
             loss.backward()  # type: ignore[no-untyped-call]  # of torch
 
     torch.testing.assert_close(gradients(compiled), gradients(lambda loss: loss.backward()))  # type: ignore[no-untyped-call]  # of torch
+
+
+SEVERAL_OUTPUTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "two": lambda x: (x * 2, x + 1),
+    "a replicated one": lambda x: (x * 2, x.redistribute(placements=[Replicate()]) * x),
+    "a partial one": lambda x: (x * 2, x.sum(0)),
+    "a local one": lambda x: (x * 2, (x * 3).to_local()),
+    "a transposed one": lambda x: (x * 2, (x + 1).t()),
+    "one of integers": lambda x: (x * 2, x.argmax(0), x.exp()),
+    "views": lambda x: (x * 2, x.view(-1), x[0]),
+}
+
+
+@TRACED
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [*((name, False) for name in SEVERAL_OUTPUTS), ("a partial one", True)]
+)
+def test_compiled_outputs_that_the_loss_does_not_use(name: str, dynamic: bool) -> None:
+    """Their gradient was a plain tensor of zeros, which the compiled code refused."""
+    function = SEVERAL_OUTPUTS[name]
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.linspace(-1, 1, 8).view(4, 2)
+
+        def gradient(run: Callable[[Any], Any], used: int) -> tuple[Tensor, set[str]]:
+            leaf: Any = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+            loss = run(leaf)[used].sum()
+            with CommDebugMode() as traffic:
+                loss.backward()
+            assert leaf.grad.placements == (Shard(0),)
+            return leaf.grad.to_local(), {record.op for record in traffic.trace}
+
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager", dynamic=dynamic)
+        for used in [0, -1]:
+            expected, _ = gradient(function, used)
+            got, collectives = gradient(compiled, used)
+            torch.testing.assert_close(got, expected)
+            # the ranks compare no zeros
+            assert "all_reduce" not in collectives
+
+
+@TRACED
+def test_hooks_on_compiled_outputs_are_called() -> None:
+    """A hook on an output was ignored: torch added it to those of a leaf, which the output no longer is."""
+    with fake_world(2):
+        x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        leaf: Any = x.requires_grad_()
+        outputs: Any = torch.compile(lambda t: (t * 2, t * 3), backend="aot_eager")(leaf)
+        outputs[0].register_hook(lambda grad: grad * 10)
+        (outputs[0].sum() + outputs[1].sum()).backward()
+        assert leaf.grad.to_local().tolist() == [23, 23]
+
+
+@TRACED
+@on_ranks(2, timeout=100)
+def test_a_hook_gives_a_compiled_output_a_plain_gradient() -> None:
+    """It counts as replicated if it is the same on all ranks, as it does eagerly."""
+    mesh = init_device_mesh("cpu", (2,))
+    for differs in (False, True):
+        leaf: Any = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+        output: Any = torch.compile(lambda t: t * 2, backend="aot_eager")(leaf)
+        value = float(mesh.get_rank()) if differs else 3.0
+        output.register_hook(lambda grad, value=value: torch.full((4,), value))
+        if differs:
+            with pytest.raises(MixedTensorError, match="values differ between the ranks"):
+                output.sum().backward()
+        else:
+            output.sum().backward()
+            assert leaf.grad.to_local().tolist() == [6, 6]

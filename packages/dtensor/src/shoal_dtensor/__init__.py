@@ -7,6 +7,7 @@ from shoal_mesh.internal import facade
 
 from . import errors
 from .__about__ import __version__
+from ._torch.compiled_gradients import convert_compiled_gradients
 from ._torch.interception import register_dispatch
 from .api.constructors import (
     distribute_module,
@@ -60,7 +61,13 @@ from .optim.local_step import install_local_step, local_step
 from .redistribute.shards_in_flight import coalesce
 from .rng.state import get_rng_state, random_mode, set_random_mode, set_rng_state
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
-from .tensor.dtensor import DTensor, run_on_pending, safe_globals
+from .tensor.dtensor import (
+    DTensor,
+    gradient_of_output,
+    run_on_pending,
+    safe_globals,
+    zeros_of_output,
+)
 from .tensor.gradients import ACCUMULATION
 
 _StridedShard = StridedShard  # torch's name
@@ -68,6 +75,12 @@ _StridedShard = StridedShard  # torch's name
 Spec.at_first += [
     install_in_torch,
     install_local_step,
+    partial(
+        convert_compiled_gradients,
+        DTensor,
+        convert_plain=gradient_of_output,
+        make_zeros=zeros_of_output,
+    ),
     partial(register_dispatch, DTensor, run_operator),
     partial(register_dispatch, DTensor.pending, run_on_pending, ACCUMULATION),
 ]

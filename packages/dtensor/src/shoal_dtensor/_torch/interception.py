@@ -68,7 +68,7 @@ def register_dispatch(
 
 # --- state dicts: the functions of torch.distributed.checkpoint.state_dict from inside ------------
 
-_API = "torch.distributed.checkpoint.state_dict"
+_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
 
 def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> None:
@@ -88,19 +88,25 @@ def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> Non
             setattr(api, reader, partial(get, original_get))
             setattr(api, loader, partial(load, original_load, original_get))
 
-    if _API in sys.modules:
-        wrap(sys.modules[_API])
+    call_after_import(_STATE_DICTS, wrap)
+
+
+def call_after_import(name: str, function: Callable[[Any], None]) -> None:
+    """Call a function on a module: at once if it is imported, else when somebody imports it."""
+    if name in sys.modules:
+        function(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _AfterImport(wrap))
+        sys.meta_path.insert(0, _AfterImport(name, function))
 
 
 class _AfterImport(NamedTuple):
     """A finder of one module, by the loader that Python has for it, which calls a function on it once it has run."""
 
+    module: str
     function: Callable[[Any], None]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _API:
+        if name != self.module:
             return None
         sys.meta_path.remove(self)
         spec: Any = find_spec(name)

@@ -22,6 +22,7 @@ from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements
 from ..layout.placements import PICKLED, Absent, Placement, Replicate, norm_order
 from ..layout.spec import Spec
+from ..layout.tensor_meta import contiguous_stride
 from ..redistribute.plan import plan
 from ..scopes import obey
 from . import serialization
@@ -29,6 +30,7 @@ from .autograd import (
     FromLocal,
     Redistribute,
     ToLocal,
+    as_gradient,
     check_differentiable,
     gradient_spec,
     redistributed,
@@ -442,6 +444,18 @@ def run_on_pending(
     """Run an operator on tensors that are under way, or put it off with them."""
     waiting = None if kwargs else postponed(DTensor, op, args)
     return dispatch(DTensor, op, types, args, kwargs=kwargs) if waiting is None else waiting
+
+
+def gradient_of_output(gradient: torch.Tensor, context: Any) -> Any:
+    """`R -> R`: the plain gradient of a compiled function's output as a DTensor, once the ranks have compared it."""
+    return as_gradient(DTensor, gradient, context[0])
+
+
+def zeros_of_output(shape: Sequence[int], context: Any) -> DTensor:
+    """Zeros of a global shape in the layout that compiled code expects of an output's gradient."""
+    spec: Spec = context[0].with_(shape=shape, stride=contiguous_stride(shape))
+    local = torch.zeros(spec.local_shape, dtype=spec.dtype, device=spec.mesh.device_type)
+    return DTensor(local, spec)
 
 
 # Bound rather than called from a method, which would take 0.1 us more.
