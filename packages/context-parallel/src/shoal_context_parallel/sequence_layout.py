@@ -218,7 +218,7 @@ class Documents:
         Raises:
             LayoutError: if it has other dims.
         """
-        table = torch.as_tensor(ids)
+        table = torch.as_tensor(ids, device="cpu")
         if table.ndim not in (1, 2):
             raise LayoutError(
                 f"ids of documents are (length,) or (batch, length), got {tuple(table.shape)}"

@@ -87,7 +87,7 @@ def _digest_of(parameters: Sequence[nn.Parameter]) -> Tensor:
         real = torch.view_as_real(local) if local.is_complex() else local
         bits = real.contiguous().view(_INTEGERS[real.element_size()])
         sums.append(bits.sum(dtype=torch.int64))
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def _as_columns(digest: Tensor) -> Tensor:

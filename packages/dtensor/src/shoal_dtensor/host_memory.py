@@ -29,7 +29,9 @@ def pins(device: torch.device) -> bool:
 
 def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers of the host, as `torch.tensor` takes them, as a tensor on a device."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=pins(device)).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=pins(device), device="cpu").to(
+        device, non_blocking=True
+    )
 
 
 def upload_packed(
@@ -40,7 +42,9 @@ def upload_packed(
     # (2,) and (3, 4) of one dtype: 14 elements in one copy
     for members in _alike(dtypes):
         sizes = [tensors[i].numel() for i in members]
-        staged = torch.empty(sum(sizes), dtype=dtypes[members[0]], pin_memory=pins(device))
+        staged = torch.empty(
+            sum(sizes), dtype=dtypes[members[0]], pin_memory=pins(device), device="cpu"
+        )
         torch._foreach_copy_(
             list(torch.split(staged, sizes)), [tensors[i].reshape(-1) for i in members]
         )

@@ -411,7 +411,7 @@ def full(
 ) -> DTensor:
     """A DTensor whose every element is `fill_value`, also where a placement is partial; keywords as for `empty`."""
     check_type("full", "fill_value", fill_value, (bool, int, float, complex), expected="a number")
-    dtype = None if isinstance(fill_value, float) else torch.tensor(fill_value).dtype
+    dtype = None if isinstance(fill_value, float) else torch.tensor(fill_value, device="cpu").dtype
     return _new((size,) if isinstance(size, int) else (tuple(size),), keywords, dtype, fill_value)
 
 

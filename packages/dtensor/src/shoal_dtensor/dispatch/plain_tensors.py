@@ -279,7 +279,7 @@ def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
 
 def _references_of_base() -> int:
     """References to what a view is of, held in a variable, when nothing else in Python refers to it; measured."""
-    view = torch.ones(2).view(2)
+    view = torch.ones(2, device="cpu").view(2)
     base = view._base
     return sys.getrefcount(base)
 

@@ -74,7 +74,7 @@ def clip_grad_norm_(
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads: list[Any] = [grad for grad in [owner.grad for owner in owners] if grad is not None]
     if not grads:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     specs = tuple([grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads])
     own = _looked_up(specs)
     _check_plain(owners if own.plain else ())
@@ -267,9 +267,9 @@ def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> T
     limbs = torch.zeros(2, dtype=torch.int64, device=exponent.device)
     for shard in shards:
         scaled = torch.ldexp(shard.double(), -exponent).square_()
-        scaled = torch.ldexp(scaled, torch.tensor(bits))
+        scaled = torch.ldexp(scaled, torch.tensor(bits, device="cpu"))
         first = scaled.floor()
-        rest = torch.ldexp(scaled.sub_(first), torch.tensor(bits)).round_()
+        rest = torch.ldexp(scaled.sub_(first), torch.tensor(bits, device="cpu")).round_()
         limbs += torch.stack([first.to(torch.int64).sum(), rest.to(torch.int64).sum()])
     return limbs
 

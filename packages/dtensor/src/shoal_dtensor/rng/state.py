@@ -146,7 +146,11 @@ def key_of(generator: torch.Generator | None) -> tuple[int, int]:
     # The default is the CPU's, whatever the tensor's device: a program draws the same keys on CPU
     # and CUDA.
     if generator is None or generator.device.type == "cpu":
-        words = torch.empty(2, dtype=torch.int64).random_(0, 1 << 32, generator=generator).tolist()
+        words = (
+            torch.empty(2, dtype=torch.int64, device="cpu")
+            .random_(0, 1 << 32, generator=generator)
+            .tolist()
+        )
         return words[0], words[1]
     if generator.device.type == "cuda":
         offset = generator.get_offset()

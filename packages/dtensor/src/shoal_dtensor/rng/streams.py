@@ -218,13 +218,13 @@ def skip_words(words: int, generator: torch.Generator | None) -> None:
     """Draw so many 32-bit words and forget them."""
     # 7 words: 3 numbers of 64 bits, 1 of 8, which takes a word
     pairs, odd = divmod(words, 2)
-    scratch = torch.empty(min(pairs, CHUNK), dtype=torch.int64)
+    scratch = torch.empty(min(pairs, CHUNK), dtype=torch.int64, device="cpu")
     while pairs > 0:
         count = min(pairs, CHUNK)
         scratch[:count].random_(-(2**63), None, generator=generator)
         pairs -= count
     if odd:
-        torch.empty(1, dtype=torch.uint8).random_(generator=generator)
+        torch.empty(1, dtype=torch.uint8, device="cpu").random_(generator=generator)
 
 
 @lru_cache(maxsize=512)
@@ -236,7 +236,7 @@ def law_of(
     def trial(*ends: int) -> tuple[Tensor, Tensor]:
         """Values and end state of a draw that is divided at `ends`."""
         generator = _primed()
-        values = _scratch((ends[-1],), torch.empty(0, dtype=dtype), contiguous)
+        values = _scratch((ends[-1],), torch.empty(0, dtype=dtype, device="cpu"), contiguous)
         odds = None if operand is None else torch.full_like(values, 0.5, dtype=operand)
         for start, stop in pairwise((0, *ends)):
             fill(values[start:stop], generator, None if odds is None else odds[start:stop])
@@ -261,7 +261,7 @@ def law_of(
 def _primed() -> torch.Generator:
     """A seeded generator that also holds the spare value that torch's scalar normal keeps."""
     generator = torch.Generator().manual_seed(20)
-    torch.empty(1, dtype=torch.float64).normal_(generator=generator)
+    torch.empty(1, dtype=torch.float64, device="cpu").normal_(generator=generator)
     return generator
 
 

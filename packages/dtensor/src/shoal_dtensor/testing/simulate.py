@@ -77,7 +77,9 @@ def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     mesh = step.src.mesh
     if step.name == "Transfer":
         kernels = {rank: transfer_kernel(step, rank) for rank in step.ranks}
-        tensors = {rank: torch.empty(0, dtype=step.src.dtype) for rank in step.ranks} | tensors
+        tensors = {
+            rank: torch.empty(0, dtype=step.src.dtype, device="cpu") for rank in step.ranks
+        } | tensors
     else:
         kernels = {mesh.rank_at(c): kernel(step, c) for c in coordinates(step.src)}
     buffers = {rank: work.prepare(tensors[rank]) for rank, work in kernels.items()}
@@ -164,7 +166,7 @@ def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
 def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
     """Along every dim the global indices of what a rank holds, shaped so that indexing gives its part."""
     indices = [
-        torch.tensor(sharding.indices(coordinate), dtype=torch.int64)
+        torch.tensor(sharding.indices(coordinate), dtype=torch.int64, device="cpu")
         for sharding in spec.dim_shardings
     ]
     return torch.meshgrid(indices, indexing="ij") if indices else ()
@@ -190,10 +192,10 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
     partials = {axis: spec.placements[axis] for axis, _ in spec.partials}
     sizes = [spec.mesh.shape[axis] for axis in partials]
     terms = {
-        place: torch.zeros(spec.shape, dtype=shards[0].dtype)
+        place: torch.zeros(spec.shape, dtype=shards[0].dtype, device="cpu")
         for place in product(*map(range, sizes))
     }
-    filled = {place: torch.zeros(spec.shape, dtype=torch.bool) for place in terms}
+    filled = {place: torch.zeros(spec.shape, dtype=torch.bool, device="cpu") for place in terms}
     for c, shard in zip(coordinates(spec), shards, strict=True):
         where = _where(spec, c)
         wanted = tuple(spec.local_shape_at(c))
@@ -264,7 +266,10 @@ def random_terms(
         return [value + term for term in random_terms("sum", torch.zeros_like(value), n, generator)]
     # random shares of what is positive; what is negative, one coordinate holds alone
     if order is not None:
-        share = torch.rand((n, *value.shape), dtype=value.dtype, generator=generator) + 0.1
+        share = (
+            torch.rand((n, *value.shape), dtype=value.dtype, generator=generator, device="cpu")
+            + 0.1
+        )
         shares = value * (share / share.sum(0)).pow(1 / order)
         alone = [value, *[value.new_tensor(0.0 if order > 0 else inf)] * (n - 1)]
         return [
@@ -288,28 +293,30 @@ def random_terms(
             if value.dtype == torch.uint8
             else value - 1
         )
-    owner = torch.randint(0, n, value.shape, generator=generator)
+    owner = torch.randint(0, n, value.shape, generator=generator, device="cpu")
     return [torch.where(owner == i, value, other) for i in range(n)]
 
 
 def _noise(value: Tensor, generator: Generator | None, *, signs: bool = False) -> Tensor:
     """Random values of the same shape and dtype; with `signs` they are 1 and -1."""
     if signs:
-        return 1 - 2 * torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
+        return 1 - 2 * torch.randint(0, 2, value.shape, generator=generator, device="cpu").to(
+            value.dtype
+        )
     if value.dtype == torch.bool:
-        return torch.rand(value.shape, generator=generator) < 0.5
+        return torch.rand(value.shape, generator=generator, device="cpu") < 0.5
     if value.is_complex():
-        return torch.randn(value.shape, dtype=value.dtype, generator=generator)
+        return torch.randn(value.shape, dtype=value.dtype, generator=generator, device="cpu")
     # coarse: terms of values as coarse add up to them exactly
     if value.is_floating_point():
         return (
-            torch.randn(value.shape, dtype=value.dtype, generator=generator)
+            torch.randn(value.shape, dtype=value.dtype, generator=generator, device="cpu")
             .mul_(64)
             .round_()
             .div_(64)
         )
     high = 3 if value.dtype == torch.uint8 else 50
-    return torch.randint(0, high, value.shape, dtype=value.dtype, generator=generator)
+    return torch.randint(0, high, value.shape, dtype=value.dtype, generator=generator, device="cpu")
 
 
 def deal(

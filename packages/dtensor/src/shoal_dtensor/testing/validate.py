@@ -309,7 +309,7 @@ class CallTrial:
             assert spec.coordinate is not None, "every rank is in the mesh"
             shards.append(part_of(by_coordinate[spec.coordinate], spec, spec.coordinate))
         targets = [
-            torch.empty(spec.local_shape, dtype=spec.dtype)
+            torch.empty(spec.local_shape, dtype=spec.dtype, device="cpu")
             for spec in local_call.outputs
             if self.outs
         ]

@@ -224,7 +224,7 @@ def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> 
     if mesh is None:
         return Layout.dense((world or 1,))
     try:
-        ranks = torch.as_tensor(mesh).cpu()
+        ranks = torch.as_tensor(mesh, device="cpu").cpu()
     except (TypeError, RuntimeError) as error:
         raise MeshTypeError(
             f"the ranks of a mesh are a tensor or nested list of int, got {kind_of(mesh)}"

@@ -309,8 +309,10 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
     host = 0 if platform.machine() not in _ORDERED or os.environ.get(OPT_OUT) == "0" else machine()
     own = _create(nbytes, token) if group.rank() == 0 else -1
     try:
-        facts = torch.tensor([host, os.getpid(), own, token, machine(), board_of_process()])
-        of_all = torch.empty(group.size(), len(facts), dtype=facts.dtype)
+        facts = torch.tensor(
+            [host, os.getpid(), own, token, machine(), board_of_process()], device="cpu"
+        )
+        of_all = torch.empty(group.size(), len(facts), dtype=facts.dtype, device="cpu")
         group._allgather_base(of_all.view(-1), facts, AllgatherOptions()).wait()
         hosts, pids, files, tokens, machines, boards = of_all.t().tolist()
         _PROCESSES[group] = tuple(zip(machines, pids, strict=True))
@@ -350,7 +352,7 @@ def _map(path: str, nbytes: int, token: int) -> mmap.mmap | None:
 
 def all_have(this: object, group: ProcessGroup) -> bool:
     """Whether no rank of the group has None here."""
-    have = torch.tensor([int(this is not None)])
+    have = torch.tensor([int(this is not None)], device="cpu")
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]  # the stub wants the class around the enum
     group.allreduce([have], options).wait()

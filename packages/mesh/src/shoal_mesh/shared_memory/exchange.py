@@ -271,7 +271,7 @@ def _packed(  # noqa: PLR0913  # a request, and what arrives
             rows = slots if is_matrix else [row[:n] for row, n in zip(slots, counts, strict=True)]
             _deliver(receive, rows)
             return
-        out = out or [torch.empty(last - first, dtype=dtype) for first, last in spans]
+        out = out or [torch.empty(last - first, dtype=dtype, device="cpu") for first, last in spans]
         for i, (first, last) in enumerate(spans):
             # 2:7, of which a window 4:8 brings 4:7
             low = max(a, first)
@@ -294,7 +294,7 @@ def _all_reduce(
     given = tensors if receive else [_flat(tensor) for tensor in tensors]
     own = Packer(given)
     dtype = given[0].dtype
-    totals = [torch.empty(0, dtype=dtype) for _ in given] if receive else list(given)
+    totals = [torch.empty(0, dtype=dtype, device="cpu") for _ in given] if receive else list(given)
     del tensors, given
 
     def unpack(rows: Sequence[Tensor], start: int) -> None:
@@ -303,7 +303,7 @@ def _all_reduce(
             for i, low, high in _pieces(own.ends, start, start + row.numel()):
                 if receive and low == 0:
                     totals[i] = torch.empty(
-                        own.ends[i] - (own.ends[i - 1] if i else 0), dtype=dtype
+                        own.ends[i] - (own.ends[i - 1] if i else 0), dtype=dtype, device="cpu"
                     )
                 totals[i][low:high].copy_(row[at : at + high - low])
                 at += high - low
@@ -328,7 +328,7 @@ def _all_reduce(
             slots, slot = stream.slots(dtype, length)
             reduce_rows(terms, op, slot[low:high])
         else:
-            reduced = torch.empty(high - low, dtype=dtype)
+            reduced = torch.empty(high - low, dtype=dtype, device="cpu")
             reduce_rows(terms, op, reduced)
             if not in_parts:
                 unpack([reduced], a)

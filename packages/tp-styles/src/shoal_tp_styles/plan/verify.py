@@ -367,7 +367,7 @@ def _run(module: nn.Module, inputs: _Inputs) -> _Results:
     args = map_tensors(copy_input, inputs.args)
     kwargs = map_tensors(copy_input, inputs.kwargs)
     outputs = list(_tensors(module(*args, **kwargs)))
-    loss = torch.zeros((), dtype=torch.double)
+    loss = torch.zeros((), dtype=torch.double, device="cpu")
     for output in outputs:
         if output.requires_grad and output.is_floating_point():
             loss = loss + full_of(output).square().sum()

@@ -184,7 +184,7 @@ def _is_norm(spec: Spec, owner: Any) -> bool:
 Places = Callable[[], Sequence[Tensor]]
 """The tensors that the results of all plans are to be written to; none where they get memory of their own."""
 
-_SENT = torch.empty(0)
+_SENT = torch.empty(0, device="cpu")
 
 
 class Leg(NamedTuple):
