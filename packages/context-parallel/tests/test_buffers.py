@@ -267,7 +267,14 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
                 "buffers": [x, torch.zeros(7)],
                 "buffer_seq_dims": [0, 0],
             },
-            "dim 1 of a buffer": {"buffers": [x, x], "buffer_seq_dims": [0, 1]},
+            r"has no dim 1; its entry in buffer_seq_dims is from -1 to 0": {
+                "buffers": [x],
+                "buffer_seq_dims": [1],
+            },
+            "without dims has no sequence": {
+                "buffers": [torch.zeros(())],
+                "buffer_seq_dims": [0],
+            },
             "no sequence of 9": {
                 "buffers": [x],
                 "buffer_seq_dims": [0],

@@ -15,6 +15,7 @@ from shoal_tp_styles import (
     RowwiseParallel,
     SequenceParallel,
     TiedWeightError,
+    parallelize_module,
 )
 from shoal_tp_styles.plan.resolve import axis_mesh, resolve
 from small_models import MLP, ModelArgs, StackedMLP, Transformer
@@ -34,11 +35,57 @@ def test_a_wrong_plan_is_a_type_error() -> None:
         resolve(MLP(), 3)  # type: ignore[arg-type]  # that it is refused is the test
     with pytest.raises(TypeError, match=r"expected a ParallelStyle or the name of one, got Linear"):
         resolve(MLP(), {"net1": nn.Linear(1, 1)})  # type: ignore[dict-item]  # that it is refused is the test
-    with pytest.raises(PlanError, match=r"unknown style 'colwize'; known are .*colwise"):
+    with pytest.raises(
+        PlanError, match=r"unknown style 'colwize'; did you mean 'colwise'\?; known are"
+    ):
         resolve(MLP(), {"net1": "colwize"})
     # as of torch, which knows no names
     with pytest.raises(TypeError, match="unknown style 'colwize'"):
         resolve(MLP(), {"net1": "colwize"})
+
+
+class StyleOfTorch:
+    """A class that says that it is one of torch's styles."""
+
+    __module__ = "torch.distributed.tensor.parallel.style"
+
+
+def test_what_is_no_style_is_named_with_what_to_write() -> None:
+    """A class was "got ABCMeta"; torch's style had the name of the one that was expected."""
+    for plan in (ColwiseParallel, {"net1": ColwiseParallel}):
+        with pytest.raises(
+            TypeError, match=r"the class ColwiseParallel itself; write ColwisePar.*\(\)"
+        ):
+            resolve(MLP(), plan)  # type: ignore[arg-type]  # that it is refused is the test
+    for style in (StyleOfTorch(), StyleOfTorch):
+        with pytest.raises(TypeError, match="import StyleOfTorch from shoal_tp_styles"):
+            resolve(MLP(), {"net1": style})  # type: ignore[dict-item]  # that it is refused is the test
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("layers.*.net_1", "layers.*.net1"),
+        ("layer.0.net1", "layers.0.net1"),
+        ("model.layers.0.net1", "layers.0.net1"),
+        ("0.net1", "layers.0.net1"),
+    ],
+)
+def test_a_similar_key_is_suggested(key: str, suggestion: str) -> None:
+    (line,) = resolve(StackedMLP(), {key: ColwiseParallel()}).unmatched
+    assert line.endswith(f"; did you mean {suggestion!r}?")
+
+
+def test_no_key_is_suggested_where_none_is_similar() -> None:
+    (line,) = resolve(StackedMLP(), {"layers.0.attention": ColwiseParallel()}).unmatched
+    assert "did you mean" not in line
+
+
+def test_a_similar_argument_is_suggested() -> None:
+    with pytest.raises(TypeError, match="'input_layout'; did you mean 'input_layouts'"):
+        ColwiseParallel(input_layout=Replicate())  # type: ignore[call-arg]  # that it is refused is the test
+    with pytest.raises(TypeError, match="'parallelise_plan'; did you mean 'parallelize_plan'"):
+        parallelize_module(MLP(), parallelise_plan={})  # type: ignore[call-arg]  # as above
 
 
 def test_two_entries_for_one_module_are_refused() -> None:

@@ -150,8 +150,15 @@ def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> 
                 "that needs a gradient "
                 "with SequenceLayout.shard"
             )
+        if not -buffer.ndim <= dim < buffer.ndim:
+            raise LayoutError(
+                f"context_parallel: a buffer of shape {tuple(buffer.shape)} has no dim {dim}; its "
+                f"entry in buffer_seq_dims is from {-buffer.ndim} to {buffer.ndim - 1}"
+                if buffer.ndim
+                else "context_parallel: a buffer without dims has no sequence; leave it out"
+            )
         first, of_first = sequences[0]
-        if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] != first.shape[of_first]:
+        if buffer.shape[dim] != first.shape[of_first]:
             raise LayoutError(
                 f"context_parallel: dim {dim} of a buffer of shape {tuple(buffer.shape)} is no "
                 "sequence of as many "

@@ -6,7 +6,8 @@ May import: errors.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -73,6 +74,31 @@ def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> N
         )
 
 
+def near_miss(got: str, known: Iterable[str]) -> str:
+    """The end of an error message that suggests the most similar name; empty if none is similar.
+
+    Example:
+        >>> near_miss("colwize", ["colwise", "rowwise"])
+        "; did you mean 'colwise'?"
+    """
+    similar = get_close_matches(got, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def check_keywords(where: str, function: Callable[..., Any], keywords: Iterable[str]) -> None:
+    """Raise StyleTypeError for a keyword argument that a function does not take, with a similar one."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = [name for name in parameters if name != "self"]
+    for keyword in keywords:
+        if keyword not in known:
+            raise StyleTypeError(
+                f"{where}() got an unexpected keyword argument {keyword!r}"
+                f"{near_miss(keyword, known)}; it takes {', '.join(known) or 'no arguments'}"
+            )
+
+
 def takes(**kinds: Kinds) -> Callable[[Function], Function]:
     """Decorator: arguments are instances of these types, or non-empty lists of them where `list` is one.
 
@@ -90,9 +116,12 @@ def takes(**kinds: Kinds) -> Callable[[Function], Function]:
 
     def checked(function: Function) -> Function:
         names = list(inspect.signature(function).parameters)
+        known = frozenset(names)
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.keys() <= known:
+                check_keywords(function.__name__, function, kwargs)
             arguments = dict(zip(names, args, strict=False)) | kwargs
             for name, kind in kinds.items():
                 if name in arguments:

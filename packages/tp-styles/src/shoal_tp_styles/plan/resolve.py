@@ -292,7 +292,7 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
     if not isinstance(plan, Mapping):
         raise StyleTypeError(
             "a plan is a ParallelStyle or a dict of module path -> ParallelStyle, got "
-            f"{type(plan).__name__}"
+            f"{_described(plan)}"
         )
     modules = dict(root.named_modules(remove_duplicate=False))
     tree = Tree(modules)
@@ -315,6 +315,7 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
             missing = f"no child of {where} matches {match.token!r}"
             unmatched.append(
                 f"plan entry {key!r} matches no module of {type(root).__name__}: {missing}"
+                f"{_suggestion(tree.similar_to(str(key)))}"
             )
         for path in match.paths:
             # A module with several names in the tree is made parallel once.
@@ -401,10 +402,27 @@ def _style(key: str, value: object) -> ParallelStyle | None:
         return style_named(value)
     if not isinstance(value, ParallelStyle):
         raise StyleTypeError(
-            f"plan entry {key!r}: expected a ParallelStyle or the name of one, got "
-            f"{type(value).__name__}"
+            f"plan entry {key!r}: expected a ParallelStyle or the name of one, "
+            f"got {_described(value)}"
         )
     return value
+
+
+def _suggestion(similar: Sequence[str]) -> str:
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def _described(value: object) -> str:
+    """The value of a plan entry that is not a style, and what to write in its place."""
+    kind = value if isinstance(value, type) else type(value)
+    if isinstance(value, type) and issubclass(value, ParallelStyle):
+        return f"the class {kind.__name__} itself; write {kind.__name__}()"
+    if kind.__module__.startswith("torch.distributed.tensor.parallel"):
+        return (
+            f"{kind.__name__} of {kind.__module__}, whose styles make DTensors of torch; import "
+            f"{kind.__name__} from shoal_tp_styles"
+        )
+    return kind.__name__
 
 
 def _use(key: str, path: str, module: nn.Module, style: ParallelStyle) -> Use:

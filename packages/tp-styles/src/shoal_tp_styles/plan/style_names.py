@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal_dtensor import Partial, Replicate
 from shoal_dtensor.errors import PlanError
+from shoal_dtensor.internal import near_miss
 
 from ..errors import StyleNameError
 from ..styles.activation import LatentProjection, OwnParameters, SequenceParallel
@@ -98,5 +99,8 @@ def style_named(name: str) -> ParallelStyle | None:
     if name in WITH_CONTEXT:
         return style_in_context(name, {}, None)
     if name not in STYLE_NAMES:
-        raise StyleNameError(f"unknown style {name!r}; known are {', '.join(sorted(STYLE_NAMES))}")
+        known = sorted(STYLE_NAMES.keys() | WITH_CONTEXT)
+        raise StyleNameError(
+            f"unknown style {name!r}{near_miss(name, known)}; known are {', '.join(known)}"
+        )
     return STYLE_NAMES[name]()

@@ -8,6 +8,7 @@ pattern is the root itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -55,6 +56,33 @@ class Tree:
                 return Match((), token, paths[-1])
             paths = list(dict.fromkeys(found))
         return Match(tuple(paths))
+
+    def similar_to(self, pattern: str) -> list[str]:
+        """Patterns that match, similar to one that matches nothing; the most similar first.
+
+        Example:
+            >>> tree = Tree(["", "model", "model.layers", "model.layers.0", "model.layers.0.wq"])
+            >>> tree.similar_to("model.layer.0")
+            ['model.layers.0']
+            >>> tree.similar_to("layers.0.wq")
+            ['model.layers.0.wq']
+        """
+        match = self.match(pattern)
+        if match.token is None:
+            return []
+        names = [child.rpartition(".")[2] for child in self._children[match.reached]]
+        tokens = pattern.split(".")
+        prefixes = [".".join(tokens[: count + 1]) for count in range(len(tokens))]
+        at = next(i for i, prefix in enumerate(prefixes) if not self.match(prefix).paths)
+        similar = [
+            ".".join([*tokens[:at], name, *tokens[at + 1 :]])
+            for name in get_close_matches(match.token, names, cutoff=0.7)
+        ]
+        # a prefix too few, or one too many
+        longer = [path for path in self._children if path.endswith(f".{pattern}")]
+        shorter = [".".join(tokens[count:]) for count in range(1, len(tokens))]
+        candidates = [*similar, *longer, *shorter]
+        return [candidate for candidate in candidates if self.match(candidate).paths]
 
     def _with_descendants(self, path: str) -> Iterator[str]:
         yield path

@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal_dtensor import Placement
 from shoal_dtensor.errors import LayoutError, LayoutTypeError, StyleError, UnsupportedModuleError
+from shoal_dtensor.internal import check_keywords
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import apply_sharding
@@ -73,6 +74,10 @@ class ParallelStyle(ABC):
     src_data_rank: int | None = 0
     axis: str | int | tuple[str, ...] | None = None
     lower: bool = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        check_keywords(cls.__name__, cls.__init__, kwargs)
+        return super().__new__(cls)
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
