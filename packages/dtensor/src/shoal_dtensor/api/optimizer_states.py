@@ -54,14 +54,14 @@ def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             complete: Any = _Complete(
                 {param: entry for param, entry in before.items() if entry != {}}
             )
-            complete.update(_first_states(optimizer, lambda param: param.requires_grad))
+            complete.update(first_states(optimizer, lambda param: param.requires_grad))
             optimizer.state = complete
             ends.callback(setattr, optimizer, "state", before)
         yield
 
 
-def _first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> State:
-    """By parameter, for those wanted that have none and will have one."""
+def first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> State:
+    """Make the state with which the first step begins, of wanted parameters that have no state yet."""
     groups = [
         {
             **group,
@@ -94,9 +94,7 @@ def add_frozen_states(
         param: name for name, param in named.items() if given.get(name) and not param.requires_grad
     }
     for optimizer in optimizers:
-        first = _first_states(
-            optimizer, lambda param: param in frozen and param.is_floating_point()
-        )
+        first = first_states(optimizer, lambda param: param in frozen and param.is_floating_point())
         target["state"].update({frozen[param]: entry for param, entry in first.items()})
 
 
@@ -175,14 +173,21 @@ def load_states(
         # torch may have put a call of this function in the optimizer
         load = type(optimizer).load_state_dict
         load(optimizer, dict(state) if _is_by_number(given) else by_name)
-        if steps_as(optimizer, SGD.__module__):
-            # Loaded state that says there is none: with dampening, a first step is none from a
-            # buffer of zeros.
-            for group in optimizer.param_groups:
-                for param in group["params"] if group["dampening"] else ():
-                    buffer = optimizer.state.get(param, {}).get("momentum_buffer")
-                    if buffer is not None and buffer.isnan().all():
-                        del optimizer.state[param]
+        drop_unmade_buffers(optimizer)
+
+
+def drop_unmade_buffers(optimizer: Optimizer) -> None:
+    """Drop loaded momentum of SGD that says that there is none yet.
+
+    With dampening, a first step without a buffer differs from one with a buffer of zeros.
+    """
+    if not steps_as(optimizer, SGD.__module__):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["dampening"] else ():
+            buffer = optimizer.state.get(param, {}).get("momentum_buffer")
+            if buffer is not None and buffer.isnan().all():
+                del optimizer.state[param]
 
 
 def _is_by_number(given: Mapping[Any, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 Imported when asked for: `from shoal_dtensor.checkpoint import Checkpointer`.
 
-May import: _torch, argument_types, errors, host_memory, layout, redistribute, tensor.
+May import: _torch, api, argument_types, errors, host_memory, layout, redistribute, tensor.
 """
 
 from .checkpointer import Checkpointer

@@ -14,12 +14,12 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from ..argument_types import check_type
 from ..errors import CheckpointError
 from ..host_memory import arrival_on, start_copy
 from ..tensor.dtensor import DTensor
+from .components import state_of
+from .load_request import LoadRequest
+from .saved_names import SavedNames, shorten
 from .trusted_reader import TrustedPlanner, TrustedReader
 
 Files = dict[str, tuple[int, str]]  # size and digest by name
@@ -82,6 +85,8 @@ class Checkpointer:
         self._keep = keep
         self._writer: Future[None] | None = None
         self._background: tuple[dist.ProcessGroup, ThreadPoolExecutor] | None = None
+        # parts that loads left out, which a warning has named
+        self._named_parts: set[tuple[str, ...]] = set()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -101,7 +106,8 @@ class Checkpointer:
 
         Args:
             step: its number.
-            state_dict: tensors, DTensors and other values by name; mappings may be nested.
+            state_dict: tensors, DTensors and other values by name, and modules, optimizers,
+                schedulers and other objects with a `state_dict`; mappings may be nested.
             background: return once the values are copied, and write beside the next steps. One save
                 is under way at most, the next one waits for it: one copy of this rank's shards, in
                 memory of the host, is all the memory that it takes. `wait` says how it went.
@@ -115,13 +121,19 @@ class Checkpointer:
         check_type("Checkpointer.save", "state_dict", state_dict, Mapping, expected="a mapping")
         self.wait()
         if not background:
-            self._write(step, dict(state_dict), dist.group.WORLD)
+            self._write(step, partial(state_of, dict(state_dict)), dist.group.WORLD)
             return
         if self._background is None:
             executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
             self._background = dist.new_group(backend="gloo"), executor
         group, executor = self._background
-        self._writer = executor.submit(self._write, step, _copied(dict(state_dict)), group)
+        try:
+            staged = _copied(state_of(dict(state_dict)))
+        except Exception as error:
+            # the other ranks write already: they learn of it in their first message
+            self._writer = executor.submit(self._write, step, partial(_raise, error), group)
+        else:
+            self._writer = executor.submit(self._write, step, lambda: staged, group)
 
     def wait(self) -> None:
         """Until no save is under way.
@@ -149,20 +161,34 @@ class Checkpointer:
                     dist.destroy_process_group(group)
             self._background = None
 
-    def load(self, state_dict: dict[str, Any], step: int | None = None) -> int | None:
+    def load(
+        self, state_dict: dict[str, Any], step: int | None = None, *, strict: bool = True
+    ) -> int | None:
         """Fill a state dict from the newest step whose files are whole, or from the given one.
 
+        A value with `state_dict` and `load_state_dict` (a module, an optimizer, a scheduler) loads
+        its own state. An optimizer needs this before its first step: its state dict is empty then,
+        so that there would be nothing to load into. Its state is made without a step.
+
         Args:
-            state_dict: what to fill in place, such as `{"model": model.state_dict(), "step": 0}`.
+            state_dict: the state to fill in place, such as
+                `{"model": model, "optimizer": optimizer, "step": 0}`.
             step: the number of a step; None for the newest.
+            strict: raise where the checkpoint holds what the state dict does not take, or lacks
+                what the state dict has. A single part of a checkpoint, as its model, may be loaded
+                alone: a warning names the parts that are left out. False loads what both have.
 
         Returns:
             The step, or None where there is none.
 
         Raises:
+            ArgumentTypeError: an argument of a wrong type.
             CheckpointError: on all ranks: the given step is not there or not whole, no step is
-                although there are some, or its metadata are broken or hold code.
+                although there are some, its metadata are broken or hold code, or it and the state
+                dict do not have the same entries though `strict`.
         """
+        check_type("Checkpointer.load", "state_dict", state_dict, dict, expected="a dict")
+        check_type("Checkpointer.load", "strict", strict, bool, expected="a bool")
         group = dist.group.WORLD
         self.wait()
         numbers = agree(self.steps, group, CheckpointError)[0]
@@ -174,30 +200,61 @@ class Checkpointer:
                     raise
                 warnings.warn(f"step {number} is passed over: {error}", stacklevel=2)
                 continue
-            self._fill(number, state_dict, group)
+            self._fill(number, state_dict, group, strict=strict)
             return number
         if numbers:
             raise CheckpointError(f"none of the steps {numbers} in {self._folder} is whole")
         return None
 
-    def _fill(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
+    def _fill(self, step: int, state_dict: dict[str, Any], group: Any, *, strict: bool) -> None:
         sizes = {name: size for name, (size, _) in self._manifest(step).items()}
         reader = TrustedReader(self._path(step), sizes)
-        # refused on all ranks before one loads
-        agree(lambda: bool(reader.read_metadata()), group, CheckpointError)
+        requests: list[LoadRequest] = []
+
+        def compare() -> list[str]:
+            metadata = reader.read_metadata()
+            saved = SavedNames(metadata, partial(reader.read_value, metadata))
+            requests.append(LoadRequest(state_dict, saved, strict=strict))
+            return requests[0].left_over
+
+        try:
+            # refused on all ranks before one loads
+            left_over = agree(compare, group, CheckpointError)
+            [request] = requests
+            # stages of a pipeline take different entries
+            of_no_rank = set(left_over[0]).intersection(*left_over[1:])
+            ordered = [name for name in left_over[0] if name in of_no_rank]
+            self._warn_of_parts(step, request.check_taken(ordered))
+        except CheckpointError as error:
+            raise CheckpointError(f"step {step} was not loaded: {error}") from error
+        values = dict(request.targets)
         with purpose(f"load step {step}"):
             try:
                 dcp.load(
-                    state_dict, storage_reader=reader, planner=TrustedPlanner(), process_group=group
+                    values, storage_reader=reader, planner=TrustedPlanner(), process_group=group
                 )
             except dist.checkpoint.api.CheckpointException as error:
                 raise CheckpointError(f"step {step} was not loaded: {_said(error)}") from error
+            agree(lambda: request.finish(values), group, CheckpointError)
 
-    def _write(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
+    def _warn_of_parts(self, step: int, parts: list[str]) -> None:
+        """Name, once, the parts of a checkpoint that a load of one part leaves out."""
+        if not parts or tuple(parts) in self._named_parts:
+            return
+        self._named_parts.add(tuple(parts))
+        warnings.warn(
+            f"step {step} also holds {shorten(parts)}, which this load does not take; strict=False "
+            "does so without a warning",
+            stacklevel=4,
+        )
+
+    def _write(self, step: int, state_of_step: Callable[[], dict[str, Any]], group: Any) -> None:
         first = dist.get_rank() == 0
         folder = self._folder / f".partial_{step}"
+        states: list[dict[str, Any]] = []
 
         def begin() -> None:
+            states.append(state_of_step())
             newest = max(self.steps(), default=-1)
             if step <= newest:
                 raise CheckpointError(
@@ -229,7 +286,7 @@ class Checkpointer:
 
         agree(begin, group, CheckpointError)
         try:
-            dcp.save(state_dict, checkpoint_id=folder, process_group=group)
+            dcp.save(states[0], checkpoint_id=folder, process_group=group)
         except dist.checkpoint.api.CheckpointException as error:
             raise CheckpointError(f"step {step} was not saved: {_said(error)}") from error
         written = agree(read_back, group, CheckpointError)
@@ -285,6 +342,10 @@ class Checkpointer:
                     f"{path} is not what was written: {actual[0]} bytes instead of {size}, or "
                     "others"
                 )
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _said(error: dist.checkpoint.api.CheckpointException) -> str:

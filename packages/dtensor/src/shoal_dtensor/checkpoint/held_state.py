@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shoal_mesh import comm_over, purpose
 from shoal_mesh.internal import agree
 
+from ..api.optimizer_states import drop_unmade_buffers, with_first_states
 from ..argument_types import check_type
 from ..errors import CheckpointError
 from ..layout.boxes import Box, slices_of, volume, whole_box
 from ..redistribute.blocks import Blocks, Shards, exchange_blocks, move_blocks
 from ..tensor.dtensor import DTensor
+from .components import is_component, state_of
+from .optimizer_load import is_plain_optimizer
+from .saved_names import shorten
 
 # the keys that lead to a value in nested mappings and lists
 Name = tuple[str | int, ...]
@@ -43,6 +49,8 @@ class _Facts(NamedTuple):
     present: Mapping[Name, _HeldPart]
     values: Mapping[Name, object]  # those without tensors
     wanted: Mapping[Name, _HeldPart]
+    # names of all that the rank asks for, tensors and other values
+    requested: frozenset[Name]
 
 
 class HeldState:
@@ -78,8 +86,8 @@ class HeldState:
 
         Args:
             step: its number.
-            state_dict: tensors, DTensors and other values by name; mappings and lists may be
-                nested.
+            state_dict: tensors, DTensors and other values by name, and modules, optimizers,
+                schedulers and other objects with a `state_dict`; mappings and lists may be nested.
 
         Raises:
             ArgumentTypeError: an argument of a wrong type.
@@ -88,7 +96,7 @@ class HeldState:
         check_type("HeldState.keep", "step", step, int, expected="an int")
         check_type("HeldState.keep", "state_dict", state_dict, Mapping, expected="a mapping")
         self.forget()
-        for name, _, value in _leaves(state_dict):
+        for name, _, value in _leaves(state_dict, state_of):
             if isinstance(value, Tensor):
                 self._tensors[name] = _part_of(name, value)
             else:
@@ -102,24 +110,27 @@ class HeldState:
         self._values = {}
 
     @torch.no_grad()
-    def recover(self, state_dict: dict[str, Any]) -> int | None:
+    def recover(self, state_dict: dict[str, Any], *, strict: bool = True) -> int | None:
         """Fill a state dict from what the ranks hold; called by all ranks of the world, newcomers too.
 
         Args:
             state_dict: what to fill in place, in its layout: of the same names, shapes and dtypes.
+                Modules, optimizers, schedulers and the like take their state themselves.
+            strict: raise where the ranks hold what no rank's state dict takes; False leaves it out.
 
         Returns:
             The step; None where the ranks hold no step whole, and nothing is changed.
 
         Raises:
             ArgumentTypeError: `state_dict` is not a dict.
-            CheckpointError: on all ranks: a tensor is held in another shape or dtype.
+            CheckpointError: on all ranks: a tensor is held in another shape or dtype, or something
+                is held that no rank takes though `strict`.
         """
         check_type("HeldState.recover", "state_dict", state_dict, dict, expected="a dict")
+        components: list[tuple[Any, Any]] = []
+        leaves = [*_leaves(state_dict, partial(_read_into, components))]
         targets = {
-            n: _part_of(n, value)
-            for n, _, value in _leaves(state_dict)
-            if isinstance(value, Tensor)
+            name: _part_of(name, value) for name, _, value in leaves if isinstance(value, Tensor)
         }
 
         def own() -> _Facts:
@@ -127,7 +138,15 @@ class HeldState:
             present, wanted = (
                 {n: part for n, (part, _) in of.items()} for of in (self._tensors, targets)
             )
-            return _Facts(held, secrets.token_hex(8), present, self._values, wanted=wanted)
+            requested = frozenset(name for name, _, _ in leaves)
+            return _Facts(
+                held,
+                secrets.token_hex(8),
+                present,
+                self._values,
+                wanted=wanted,
+                requested=requested,
+            )
 
         facts = agree(own, dist.group.WORLD, CheckpointError)
         wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
@@ -135,6 +154,8 @@ class HeldState:
         if newest is None:
             return None
         holders = [rank for rank, fact in enumerate(facts) if fact.held == newest]
+        if strict:
+            _check_taken(facts, [facts[rank] for rank in holders])
         moves = defaultdict[str, list[tuple[Blocks, Shards, Shards]]](list)
         empty: tuple[_HeldPart, Shards] = (_HeldPart((), "", ()), [])
         for name in sorted(wanted, key=repr):
@@ -151,21 +172,52 @@ class HeldState:
             # one all-to-all for each dtype and kind of device
             for of_kind in moves.values():
                 move_blocks(of_kind, comm_over(range(dist.get_world_size())))
-        values = facts[holders[0]].values
-        for name, container, value in [*_leaves(state_dict)]:
+        values: dict[Name, object] = {}
+        for rank in reversed(holders):
+            values.update(facts[rank].values)
+        for name, container, value in leaves:
             if not isinstance(value, Tensor) and name in values:
                 container[name[-1]] = values[name]
+        for component, state in components:
+            component.load_state_dict(state)
+            if isinstance(component, Optimizer):
+                drop_unmade_buffers(component)
         return newest[0]
 
 
-def _leaves(value: Any, name: Name = ()) -> Iterator[tuple[Name, Any, Any]]:
-    """Every value with its name and what it is in."""
+def _read_into(components: list[tuple[Any, Any]], component: Any) -> Any:
+    """Return the state of a component to fill, that of an optimizer as it is when a first step begins."""
+    optimizers = [component] if is_plain_optimizer(component) else []
+    with with_first_states(optimizers):
+        state = component.state_dict()
+    components.append((component, state))
+    return state
+
+
+def _check_taken(facts: list[_Facts], holders: list[_Facts]) -> None:
+    """Raise for values that are held and that no rank asks for; the same on all ranks."""
+    requested = {name for fact in facts for name in fact.requested}
+    held = {name: None for fact in holders for name in (*fact.present, *fact.values)}
+    left_over = [".".join(map(str, name)) for name in held if name not in requested]
+    if left_over:
+        raise CheckpointError(
+            f"the ranks hold {shorten(left_over)}, which the state dict to fill does not take: "
+            "add what was kept under these names; an optimizer that has not made a step has an "
+            "empty state dict, so pass the optimizer itself. strict=False leaves these out"
+        )
+
+
+def _leaves(
+    value: Any, read: Callable[[Any], Any], name: Name = ()
+) -> Iterator[tuple[Name, Any, Any]]:
+    """Yield every value with its name and its container, of components those of the state that `read` returns."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:
-        if isinstance(item, Mapping | list):
-            yield from _leaves(item, (*name, key))
+        content = read(item) if is_component(item) else item
+        if isinstance(content, Mapping | list):
+            yield from _leaves(content, read, (*name, key))
         else:
-            yield (*name, key), value, item
+            yield (*name, key), value, content
 
 
 def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:

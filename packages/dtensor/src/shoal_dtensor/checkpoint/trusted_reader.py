@@ -84,23 +84,34 @@ class TrustedReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return cast(Metadata, metadata)
 
+    def read_value(self, metadata: Metadata, name: str) -> Any:
+        """Read one entry that is not a tensor, on this rank alone."""
+        place = metadata.storage_data[MetadataIndex(name)]
+        with open(self._folder / place.relative_path, "rb") as file:
+            file.seek(place.offset)
+            return _load_value(name, io.BytesIO(file.read(place.length)))
+
 
 class TrustedPlanner(DefaultLoadPlanner):
     """Loads values that are not tensors only if they hold no code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value where it belongs, if it is of classes that `torch.load(weights_only=True)` takes."""
-        try:
-            torch.load(value, weights_only=True)
-        except Exception as error:
-            # broken bytes may raise anything in the loader
-            raise CheckpointError(
-                f"{read_item.dest_index.fqn} is not loaded: it holds more than tensors, numbers, "
-                "texts and their "
-                f"containers ({error!r:.200})"
-            ) from error
+        _load_value(str(read_item.dest_index.fqn), value)
         value.seek(0)
         super().load_bytes(read_item, value)
+
+
+def _load_value(name: str, value: io.BytesIO) -> Any:
+    """Load a value that is not a tensor, or raise CheckpointError if it could hold code."""
+    try:
+        return torch.load(value, weights_only=True)
+    except Exception as error:
+        # broken bytes may raise anything in the loader
+        raise CheckpointError(
+            f"{name} is not loaded: it holds more than tensors, numbers, texts and their "
+            f"containers ({error!r:.200})"
+        ) from error
 
 
 def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
