@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import unwrap
 from traceback import walk_stack
@@ -118,6 +118,46 @@ class _AfterImport(NamedTuple):
 
         spec.loader.exec_module = executed  # of this loader, made for this import
         return spec
+
+
+# --- copies of state dicts that torch.distributed.checkpoint stages and offloads ------------------
+
+
+def around_staging(copy: Callable[..., Any], apply: Callable[..., Any]) -> None:
+    """Have torch's copies of state dicts handle tensors of another library.
+
+    Torch's stager and its helpers know tensors without memory by a null pointer and torch's DTensor
+    by its class.
+
+    Args:
+        copy: called as `copy(original, stager, tensor, memo, **options)` for every tensor to stage.
+        apply: called as `apply(original, value, gathers, *args, **options)` for every value in a
+            state dict that a helper walks over; `gathers` where it gathers torch's DTensors.
+    """
+
+    def wrap_stager(module: Any) -> None:
+        stager = module.StateDictStager
+        original = stager._offload_tensor
+
+        @wraps(original)
+        def offload_tensor(self: Any, x: Any, memo: Any, **options: Any) -> Any:
+            return copy(original, self, x, memo, **options)
+
+        stager._offload_tensor = offload_tensor
+
+    def wrap_helpers(module: Any) -> None:
+        original = module._iterate_state_dict
+
+        @wraps(original)
+        def iterate(value: Any, shards: Any, dtensors: Any, tensors: Any, **options: Any) -> Any:
+            gathers = dtensors.__qualname__.startswith("_gather_state_dict.")
+            return apply(original, value, gathers, shards, dtensors, tensors, **options)
+
+        # the function calls itself by this name
+        module._iterate_state_dict = iterate
+
+    call_after_import("torch.distributed.checkpoint._state_dict_stager", wrap_stager)
+    call_after_import("torch.distributed._state_dict_utils", wrap_helpers)
 
 
 # --- modes that see functions ---------------------------------------------------------------------

@@ -196,6 +196,64 @@ def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
     )
 
 
+# --- copies of state dicts by torch.distributed.checkpoint ----------------------------------------
+
+
+def stage(
+    cls: Any,
+    original: Callable[..., Any],
+    stager: Any,
+    tensor: Any,
+    memo: dict[int, Any],
+    **options: Any,
+) -> Any:
+    """Copy a tensor as torch's stager does: of a DTensor the shard, with its attributes."""
+    if not isinstance(tensor, cls):
+        return original(stager, tensor, memo, **options)
+    copy_of = stager.deepcopy_with_tensor_offload
+    local = copy_of(tensor._local_tensor.detach(), memo, **options)
+    result = memo[id(tensor)] = cls(local, tensor._spec)
+    for name, value in _attributes(tensor).items():
+        result.__dict__[name] = copy_of(value, memo, **options)
+    return result
+
+
+def walk(
+    cls: Any,
+    original: Callable[..., Any],
+    value: Any,
+    gathers: bool,
+    *functions: Any,
+    companion_obj: Any = None,
+    **options: Any,
+) -> Any:
+    """Do with a DTensor what torch's helper does with a tensor: with the shard, or the whole where it gathers.
+
+    Other values go to the helper, which calls this function for what they hold.
+    """
+    if not isinstance(value, cls):
+        return original(value, *functions, companion_obj=companion_obj, **options)
+    if gathers:
+        whole = value.detach().full_tensor()
+        return original(whole, *functions, companion_obj=companion_obj, **options)
+    local = value._local_tensor.detach()
+    if companion_obj is not None:
+        if not isinstance(companion_obj, cls) or companion_obj._spec.local_shape != local.shape:
+            raise PlacementError(
+                f"a copy of {value._spec!r} goes into a DTensor of the same layout, got "
+                f"{getattr(companion_obj, '_spec', type(companion_obj).__name__)!r}"
+            )
+        companion_local = companion_obj._local_tensor.detach()
+        copied = original(local, *functions, companion_obj=companion_local, **options)
+        return None if copied is None else companion_obj
+    made = original(local, *functions, **options)
+    if made is None or made is local:
+        return None if made is None else value
+    spec = value._spec
+    is_same_memory_order = made.stride() == local.stride()
+    return cls(made, spec if is_same_memory_order else spec.with_(shape=spec.shape))
+
+
 # --- refused: raw memory, and who shards by other means -------------------------------------------
 
 
