@@ -137,3 +137,34 @@ sys.exit("torch.distributed.checkpoint.planner" in sys.modules)
 
 def test_importing_the_package_does_not_import_torchs_checkpoints() -> None:
     assert subprocess.run([sys.executable, "-c", IMPORT], check=False).returncode == 0
+
+
+def stage_in_every_way(where: str) -> None:
+    from torch.distributed import _state_dict_utils as helpers, checkpoint as dcp
+    from torch.distributed.checkpoint.staging import (
+        BlockingAsyncStager,
+        DefaultStager,
+        StagingOptions,
+    )
+
+    off = StagingOptions(*[False] * 4)
+    for number, stager in enumerate((None, DefaultStager(off), BlockingAsyncStager())):
+        module = model(chunk(0, (0, 1)))
+        with torch.no_grad():
+            module.weight.copy_(FULL)
+        saved = dcp.async_save(
+            module.state_dict(), checkpoint_id=f"{where}/{number}", async_stager=stager
+        )
+        with torch.no_grad():
+            module.weight.zero_()
+        getattr(saved, "upload_completion", saved).result()
+        dcp.load(module.state_dict(), checkpoint_id=f"{where}/{number}")
+        assert torch.equal(module.weight.detach().full_tensor(), FULL)
+    gathered = helpers._gather_state_dict({"weight": module.weight})["weight"]
+    assert type(gathered) is torch.Tensor
+    assert torch.equal(gathered, FULL)
+
+
+def test_torchs_stagers_copy_the_shards(tmp_path: Path) -> None:
+    # they asked for the data pointer, which is refused
+    rank_pool(2).run(stage_in_every_way, str(tmp_path))

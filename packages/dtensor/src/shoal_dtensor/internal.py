@@ -89,4 +89,4 @@ from .tensor.gradients import (
     running_notes,
     running_pass,
 )
-from .tensor.serialization import chunks_of, write_items
+from .tensor.serialization import ShardedKind, chunks_of, install_staging, write_items

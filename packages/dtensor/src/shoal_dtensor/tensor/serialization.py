@@ -11,12 +11,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from .._torch.compiling import not_cached
+from .._torch.interception import around_staging
 from .._torch.tensors import BASE
 from ..argument_types import check_type
 from ..errors import ArgumentTypeError, ArgumentValueError, NoRuleError, PlacementError
@@ -199,27 +201,68 @@ def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
 # --- copies of state dicts by torch.distributed.checkpoint ----------------------------------------
 
 
-def stage(
-    cls: Any,
+class ShardedKind(NamedTuple):
+    """A class of tensors that consist of tensors on this rank, for copies of state dicts.
+
+    Attributes:
+        cls: the class.
+        parts: returns the tensors of this rank, detached.
+        rebuild: returns a tensor like another one with other parts, of the same shapes.
+        whole: returns the whole tensor, by a collective.
+    """
+
+    cls: type[torch.Tensor]
+    parts: Callable[[Any], list[torch.Tensor]]
+    rebuild: Callable[[Any, list[torch.Tensor]], Any]
+    whole: Callable[[Any], torch.Tensor]
+
+
+def install_staging(kind: ShardedKind) -> None:
+    """Have torch's stagers and helpers for state dicts copy tensors of a kind by their parts."""
+    around_staging(partial(_stage, kind), partial(_walk, kind))
+
+
+def install_staging_of_dtensors(cls: Any) -> None:
+    """Have torch's stagers and helpers for state dicts copy DTensors by their shards."""
+
+    def rebuild(tensor: Any, parts: list[torch.Tensor]) -> Any:
+        [local] = parts
+        spec = tensor._spec
+        is_in_same_order = local.stride() == tensor._local_tensor.stride()
+        return cls(local, spec if is_in_same_order else spec.with_(shape=spec.shape))
+
+    install_staging(
+        ShardedKind(
+            cls,
+            lambda tensor: [tensor._local_tensor.detach()],
+            rebuild,
+            lambda tensor: cls.full_tensor(tensor.detach()),
+        )
+    )
+
+
+def _stage(
+    kind: ShardedKind,
     original: Callable[..., Any],
     stager: Any,
     tensor: Any,
     memo: dict[int, Any],
     **options: Any,
 ) -> Any:
-    """Copy a tensor as torch's stager does: of a DTensor the shard, with its attributes."""
-    if not isinstance(tensor, cls):
+    """Copy a tensor as torch's stager does: part by part if it is of the kind, with its attributes."""
+    if not isinstance(tensor, kind.cls):
         return original(stager, tensor, memo, **options)
     copy_of = stager.deepcopy_with_tensor_offload
-    local = copy_of(tensor._local_tensor.detach(), memo, **options)
-    result = memo[id(tensor)] = cls(local, tensor._spec)
+    parts = [copy_of(part, memo, **options) for part in kind.parts(tensor)]
+    result = memo[id(tensor)] = kind.rebuild(tensor, parts)
     for name, value in _attributes(tensor).items():
-        result.__dict__[name] = copy_of(value, memo, **options)
+        if name not in result.__dict__:
+            result.__dict__[name] = copy_of(value, memo, **options)
     return result
 
 
-def walk(
-    cls: Any,
+def _walk(
+    kind: ShardedKind,
     original: Callable[..., Any],
     value: Any,
     gathers: bool,
@@ -227,31 +270,32 @@ def walk(
     companion_obj: Any = None,
     **options: Any,
 ) -> Any:
-    """Do with a DTensor what torch's helper does with a tensor: with the shard, or the whole where it gathers.
+    """Do with the parts of a tensor, or with the whole, what torch's helper does with a plain tensor.
 
     Other values go to the helper, which calls this function for what they hold.
     """
-    if not isinstance(value, cls):
+    if not isinstance(value, kind.cls):
         return original(value, *functions, companion_obj=companion_obj, **options)
     if gathers:
-        whole = value.detach().full_tensor()
-        return original(whole, *functions, companion_obj=companion_obj, **options)
-    local = value._local_tensor.detach()
+        return original(kind.whole(value), *functions, companion_obj=companion_obj, **options)
+    parts = kind.parts(value)
     if companion_obj is not None:
-        if not isinstance(companion_obj, cls) or companion_obj._spec.local_shape != local.shape:
+        targets = kind.parts(companion_obj) if isinstance(companion_obj, kind.cls) else []
+        if [target.shape for target in targets] != [part.shape for part in parts]:
             raise PlacementError(
-                f"a copy of {value._spec!r} goes into a DTensor of the same layout, got "
-                f"{getattr(companion_obj, '_spec', type(companion_obj).__name__)!r}"
+                f"a copy of a {kind.cls.__name__} with shards of {[tuple(p.shape) for p in parts]} "
+                f"goes into one of the same layout, got {type(companion_obj).__name__} with "
+                f"{[tuple(target.shape) for target in targets]}"
             )
-        companion_local = companion_obj._local_tensor.detach()
-        copied = original(local, *functions, companion_obj=companion_local, **options)
-        return None if copied is None else companion_obj
-    made = original(local, *functions, **options)
-    if made is None or made is local:
-        return None if made is None else value
-    spec = value._spec
-    is_same_memory_order = made.stride() == local.stride()
-    return cls(made, spec if is_same_memory_order else spec.with_(shape=spec.shape))
+        for part, target in zip(parts, targets, strict=True):
+            original(part, *functions, companion_obj=target, **options)
+        return companion_obj
+    made = [original(part, *functions, **options) for part in parts]
+    if any(part is None for part in made):
+        # helpers return nothing on ranks that do not want it
+        return None
+    is_same = all(new is part for new, part in zip(made, parts, strict=True))
+    return value if is_same else kind.rebuild(value, made)
 
 
 # --- refused: raw memory, and who shards by other means -------------------------------------------

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import chunks_of, write_items
+from shoal_dtensor.internal import ShardedKind, chunks_of, install_staging, write_items
 from shoal_mesh import Comm
 from shoal_mesh.internal import kind_of
 
@@ -438,6 +438,21 @@ class ShardedTensor(ShardedTensorConstructors):
         return (
             f"{kind}(size={tuple(self.size())}, dtype={self.dtype}, "
             f"requires_grad={self.requires_grad}, spec={self._sharding_spec}, local={local})"
+        )
+
+    @staticmethod
+    def _install() -> None:
+        """Have torch's stagers of checkpoints and helpers for state dicts copy the shards."""
+
+        def rebuild(tensor: ShardedTensor, shards: list[torch.Tensor]) -> ShardedTensor:
+            # outside of the group there are no shards
+            return tensor._with(shards) if shards else tensor.detach()
+
+        def parts(tensor: ShardedTensor) -> list[torch.Tensor]:
+            return [local.detach() for local in tensor._local_tensors]
+
+        install_staging(
+            ShardedKind(ShardedTensor, parts, rebuild, lambda tensor: tensor.full_tensor().detach())
         )
 
 

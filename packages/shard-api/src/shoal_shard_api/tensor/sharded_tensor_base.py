@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -85,6 +86,10 @@ class ShardedTensorBase(torch.Tensor):
         metadata = sharding_spec.build_metadata(torch.Size(flatten_size(size)), properties)
         return cls._wrap(sharding_spec, metadata, [])
 
+    @staticmethod
+    def _install() -> None:
+        """Run once in a process, before the first tensor."""
+
     @classmethod
     def _wrap(
         cls,
@@ -105,6 +110,7 @@ class ShardedTensorBase(torch.Tensor):
             group: The ranks that hold the tensor; None for a tensor without a group.
             stride: The global stride; None is contiguous.
         """
+        _run_once(cls._install)
         # A rank without shards has one empty tensor, so that it has a node in the autograd graph
         # and takes part in the collectives of backward.
         if group is not None and not local_tensors:
@@ -316,6 +322,12 @@ class ShardedTensorConstructors(ShardedTensorBase):
         result = cls._wrap(spec, metadata, on_placements(local_tensors, metadata), group)
         result.requires_grad = tensor.requires_grad
         return result
+
+
+@cache
+def _run_once(function: Callable[[], None]) -> None:
+    """Call a function, unless this process has called it before."""
+    function()
 
 
 def _flatten_anchor(local: torch.Tensor) -> torch.Tensor:
