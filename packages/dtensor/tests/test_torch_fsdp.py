@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils import dlpack
 from torch.utils.dlpack import from_dlpack
 
 from shoal_dtensor import DTensor, Shard
-from shoal_dtensor.errors import ArgumentTypeError, NoRuleError
+from shoal_dtensor.errors import ArgumentTypeError, InPlaceError, NoRuleError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 
@@ -31,6 +32,10 @@ MEMORY: dict[str, Callable[[Any], object]] = {
     "storage": lambda x: x.storage(),
     "dlpack": lambda x: x.__dlpack__(),
     "from_dlpack": from_dlpack,
+    # these ended the process, at the first read of what they export
+    "to_dlpack": lambda x: dlpack.to_dlpack(x),
+    "torch.to_dlpack": lambda x: torch.to_dlpack(x),  # type: ignore[attr-defined]  # not public
+    "_to_dlpack_versioned": lambda x: torch._C._to_dlpack_versioned(x),
     "share_memory_": lambda x: x.share_memory_(),
     "share_memory": lambda x: torch.nn.ParameterList([torch.nn.Parameter(x)]).share_memory(),
     "apply_": lambda x: x.apply_(abs),
@@ -47,3 +52,11 @@ def test_raw_memory_is_refused(how: str) -> None:
             NoRuleError, match=r"no memory of its own .* got Spec\(f32\[4@\(0\)\].*use to_local\(\)"
         ):
             MEMORY[how](x)
+
+
+def test_a_plain_tensor_does_not_become_a_dtensor() -> None:
+    # an AttributeError that named an internal method
+    with fake_world(2):
+        x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises(InPlaceError, match=r"set_.* a plain tensor of shape \(1,\) a DTensor"):
+            torch.zeros(1).set_(x)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils import dlpack
 
 from sharding_cases import BRICKS, chunk
 from shoal_mesh.testing import fake_world, on_ranks
@@ -29,6 +30,9 @@ def test_what_means_nothing_on_a_sharded_tensor() -> None:
     for call in (tensor.numpy, tensor.tolist, tensor.data_ptr, tensor.untyped_storage):
         with pytest.raises(UnsupportedOpError, match="use local_shards"):
             call()
+    # the first read of what it exported ended the process
+    with pytest.raises(UnsupportedOpError, match="use local_shards"):
+        dlpack.to_dlpack(tensor)
     with pytest.raises(UnsupportedOpError, match=r"register the hook on shard\.tensor"):
         tensor.register_hook(print)  # type: ignore[no-untyped-call]  # torch's own is untyped
     group = dist.new_group([0, 1, 2, 3])

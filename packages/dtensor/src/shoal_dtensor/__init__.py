@@ -8,7 +8,7 @@ from shoal_mesh.internal import facade
 from . import errors
 from .__about__ import __version__
 from ._torch.compiled_gradients import convert_compiled_gradients
-from ._torch.interception import register_dispatch
+from ._torch.interception import refuse_in_c, register_dispatch
 from .api.constructors import (
     distribute_module,
     distribute_tensor,
@@ -69,7 +69,7 @@ from .tensor.dtensor import (
     zeros_of_output,
 )
 from .tensor.gradients import ACCUMULATION
-from .tensor.serialization import install_staging_of_dtensors
+from .tensor.serialization import install_staging_of_dtensors, refuse_memory
 
 _StridedShard = StridedShard  # torch's name
 
@@ -83,6 +83,7 @@ Spec.at_first += [
         make_zeros=zeros_of_output,
     ),
     partial(install_staging_of_dtensors, DTensor),
+    partial(refuse_in_c, DTensor, refuse_memory),
     partial(register_dispatch, DTensor, run_operator),
     partial(register_dispatch, DTensor.pending, run_on_pending, ACCUMULATION),
 ]

@@ -10,7 +10,7 @@ scopes, tensor.
 # ruff: noqa: F401
 
 from ._torch.compiling import eager_only, is_compiling, is_tracing, whole_when_compiled
-from ._torch.interception import FunctionMode, ReplacedAttention, TorchDispatchMode
+from ._torch.interception import FunctionMode, ReplacedAttention, TorchDispatchMode, refuse_in_c
 from ._torch.tensors import (
     FakeTensor,
     TensorNote,

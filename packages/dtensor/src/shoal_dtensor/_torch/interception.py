@@ -120,6 +120,41 @@ class _AfterImport(NamedTuple):
         return spec
 
 
+# --- functions in C that read memory --------------------------------------------------------------
+
+
+def refuse_in_c(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) -> None:
+    """Have the functions of torch that export a tensor's memory call `refuse` for tensors of a class.
+
+    They are builtins that dispatch nothing: they would export the null pointer of a wrapper, and
+    the first read of it ends the process.
+    """
+    places: list[tuple[Any, str]] = [
+        (torch._C, "_to_dlpack"),
+        (torch._C, "_to_dlpack_versioned"),
+        (torch, "to_dlpack"),
+    ]
+    for owner, name in places:
+        setattr(owner, name, _refusing(getattr(owner, name), cls, refuse))
+
+    def wrap(module: Any) -> None:
+        module.to_dlpack = torch._C._to_dlpack
+
+    call_after_import("torch.utils.dlpack", wrap)
+
+
+def _refusing(
+    function: Callable[..., Any], cls: type[torch.Tensor], refuse: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    @wraps(function)
+    def export(tensor: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(tensor, cls):
+            refuse(tensor)
+        return function(tensor, *args, **options)
+
+    return export
+
+
 # --- copies of state dicts that torch.distributed.checkpoint stages and offloads ------------------
 
 

@@ -267,6 +267,11 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
         return None
 
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(tensor, "_spec"):
+            raise InPlaceError(
+                f"{op} would make a plain tensor of shape {tuple(tensor.shape)} a DTensor in "
+                "place: use the DTensor itself, or its to_local()"
+            )
         # Autograd repeats the views of a tensor that has changed, here on the new shape.
         if (
             (torch.is_grad_enabled() or tensor.requires_grad)

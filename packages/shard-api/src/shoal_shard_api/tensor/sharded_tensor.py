@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import ShardedKind, chunks_of, install_staging, write_items
+from shoal_dtensor.internal import ShardedKind, chunks_of, install_staging, refuse_in_c, write_items
 from shoal_mesh import Comm
 from shoal_mesh.internal import kind_of
 
@@ -442,7 +442,7 @@ class ShardedTensor(ShardedTensorConstructors):
 
     @staticmethod
     def _install() -> None:
-        """Have torch's stagers of checkpoints and helpers for state dicts copy the shards."""
+        """Have torch's copies of state dicts copy the shards, and its exports of memory refuse the tensor."""
 
         def rebuild(tensor: ShardedTensor, shards: list[torch.Tensor]) -> ShardedTensor:
             # outside of the group there are no shards
@@ -454,6 +454,7 @@ class ShardedTensor(ShardedTensorConstructors):
         install_staging(
             ShardedKind(ShardedTensor, parts, rebuild, lambda tensor: tensor.full_tensor().detach())
         )
+        refuse_in_c(ShardedTensor, ShardedTensor.data_ptr)
 
 
 ShardingSpec._scatter = ShardedTensor._scatter
