@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from hf_models import build_model, needs_hf, save_plain, token_batch
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, get_model_state_dict
 from shoal_mesh.testing import all_ranks, on_ranks
-from shoal_models import hf
-from shoal_tp_styles import UnsupportedModuleError
+from shoal_models import auto_plan, hf
+from shoal_tp_styles import UnsupportedModuleError, parallelize_module
 
 pytestmark = needs_hf
 needs_psutil = pytest.mark.skipif(
@@ -32,6 +34,28 @@ def test_save_pretrained_saves_the_shards(tmp_path: Path) -> None:
     assert all(
         torch.equal(again.state_dict()[name], value) for name, value in single.state_dict().items()
     )
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize("by", ["from_pretrained", "parallelize_module"])
+def test_full_tensors_are_saved_by_one_rank(by: str, tmp_path: Path) -> None:
+    # the other rank waited for the whole group in its next call
+    from transformers import AutoModelForCausalLM
+
+    single = build_model()
+    mesh = all_ranks()
+    if by == "from_pretrained":
+        model: Any = hf.from_pretrained(save_plain(single, tmp_path), mesh)
+    else:
+        model = parallelize_module(build_model(), mesh, auto_plan(single, mesh, token_batch()))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path / "whole", state_dict=state)
+    dist.barrier()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    for name, value in single.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
 
 
 @on_ranks(2, timeout=200)

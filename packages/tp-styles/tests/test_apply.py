@@ -50,6 +50,31 @@ def test_uneven_features_and_unparallelize() -> None:
     torch.testing.assert_close(module(x), single(x))
 
 
+@on_ranks(2)
+def test_assigned_tensors_are_laid_out_as_the_parameters_they_replace() -> None:
+    # 'Parameter' object has no attribute 'spec', in the next forward
+    single: Any = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    other: Any = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    module: Any = parallelize_module(copy.deepcopy(other), all_ranks(), plan)
+    specs = [parameter.spec for parameter in module.parameters()]
+    module.load_state_dict(single.state_dict(), assign=True)
+    assert [parameter.spec for parameter in module.parameters()] == specs
+    x = torch.randn(3, 7, dtype=torch.double)
+    torch.testing.assert_close(module(x), single(x))
+    single(x).square().sum().backward()
+    module(x).square().sum().backward()
+    assert_same_gradients(module, single)
+    swapped = parallelize_module(copy.deepcopy(other), all_ranks(), {"0": RowwiseParallel()})
+    # DTensors of another layout
+    module.load_state_dict({**module.state_dict(), **swapped[:1].state_dict()}, assign=True)
+    assert [parameter.spec for parameter in module.parameters()] == specs
+    single[0].load_state_dict(other[0].state_dict())
+    torch.testing.assert_close(module(x), single(x))
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        module.load_state_dict({"0.weight": torch.ones(2, 2)}, strict=False, assign=True)
+
+
 class Scaled(ColwiseParallel):
     """A style that reads a parameter once it is sharded."""
 

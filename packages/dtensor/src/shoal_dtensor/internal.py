@@ -68,6 +68,7 @@ from .modules.owners import (
     owners_of,
     refuse_save_pretrained,
     register_owner,
+    save_whole_tensors,
 )
 from .random_layouts.functions import active, drawers_of
 from .random_layouts.layouts import UNSEEN, global_stride, in_memory_as, layout_of, note_layout

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -49,19 +49,43 @@ def extended(base: Any, kind: Any) -> Any:
 def refuse_save_pretrained(module: nn.Module, refused: bool = True) -> None:
     """Have the method of a model of transformers that would write shards as the whole name the one that does not."""
     attributes = vars(module)
+    replaced = getattr(attributes.get("save_pretrained"), "func", None) is _save_pretrained
     # writes adapters
     if refused and hasattr(type(module), "save_pretrained") and not hasattr(module, "peft_config"):
-        attributes.setdefault("save_pretrained", _save_pretrained)
-    elif attributes.get("save_pretrained") is _save_pretrained:
+        attributes.setdefault("save_pretrained", partial(_save_pretrained, module))
+    elif replaced:
         del attributes["save_pretrained"]
 
 
-def _save_pretrained(*_: object, **__: object) -> None:
+def _save_pretrained(model: Any, *args: Any, **options: Any) -> None:
+    if save_whole_tensors(model, *args, **options):
+        return
     raise StyleError(
         "save_pretrained: this model's parameters are shards, of which transformers knows nothing. "
-        "On all ranks call "
-        "hf.save_sharded(model, directory): from_pretrained of transformers reads what it writes"
+        "On all ranks call hf.save_sharded(model, directory): from_pretrained of transformers "
+        "reads what it writes. Or pass full tensors as state_dict=, on one rank"
     )
+
+
+def save_whole_tensors(
+    model: Any,
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> bool:
+    """Have the class of a model of transformers save a state dict of plain tensors, on this rank alone.
+
+    Returns:
+        False where there is no such state dict; nothing has been saved then.
+    """
+    has_whole_tensors = state_dict is not None and not any(
+        isinstance(value, DTensor) for value in state_dict.values()
+    )
+    if has_whole_tensors:
+        save = type(model).save_pretrained
+        save(model, save_directory, is_main_process, state_dict, **options)
+    return has_whole_tensors
 
 
 def _empty(base: type, kind: type) -> Any:

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError, UnsupportedModuleError
-from shoal_dtensor.internal import check_device_mesh, local_of
+from shoal_dtensor.internal import check_device_mesh, local_of, save_whole_tensors
 from shoal_mesh import DeviceMesh, all_reduce
 from shoal_tp_styles import UnmatchedPlanWarning, parallelize_module, unparallelize_module
 from shoal_tp_styles.internal import Adapter, Plan, apply_sharding, initialize_adapter, shardings_of
@@ -370,9 +370,15 @@ def _finish(model: Any, home: Path, mesh: DeviceMesh) -> None:
         model.init_continuous_batching = partial(_init_continuous_batching, model, mesh)
 
 
-def _save_pretrained(model: Any, save_directory: str | PathLike[str], *_: Any, **__: Any) -> None:
-    """The model's own would have every rank write its shards as the whole."""
-    save_sharded(model, save_directory)
+def _save_pretrained(
+    model: Any, save_directory: str | PathLike[str], *args: Any, **options: Any
+) -> None:
+    """Save shards on all ranks, or a given state dict of full tensors on the ranks that have it.
+
+    The method of the class would have every rank write its shards as the whole.
+    """
+    if not save_whole_tensors(model, save_directory, *args, **options):
+        save_sharded(model, save_directory)
 
 
 def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module:

@@ -6,7 +6,7 @@ it, for later calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -108,6 +108,9 @@ def apply_sharding(
     if fused is not None:
         hook = partial(as_blocks, fused, mesh)
         module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # torch
+    if sharding.distributes:
+        before_load = partial(shard_assigned, sharding)
+        module.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]  # torch
     set_forward(module, lowering(module, sharding, mesh, inner))
     return module
 
@@ -354,6 +357,41 @@ def split_blocks(
     return {name for name, _ in block_rows(fused)}
 
 
+def shard_assigned(
+    sharding: ModuleSharding,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    *_: object,
+) -> None:
+    """Before `load_state_dict(assign=True)`: give full tensors, and others, the layouts of the module's.
+
+    A tensor that is assigned takes the place of a parameter, which the style's forward reads as a
+    shard. Every rank takes its shard of its own full tensor.
+    """
+    if not local_metadata.get("assign_to_params_buffers", False):
+        return
+    for path, owner in sharding.owners(module):
+        dot = f"{prefix}{path}." if path else prefix
+        for name, current in (*owner._parameters.items(), *owner._buffers.items()):
+            new = state_dict.get(dot + name)
+            if not isinstance(current, DTensor) or not isinstance(new, Tensor):
+                continue
+            # torch reports other shapes
+            if new.shape == current.shape:
+                state_dict[dot + name] = _in_layout_of(current.spec, new.detach())
+
+
+def _in_layout_of(spec: Spec, tensor: Tensor) -> DTensor:
+    """Return a full tensor that all ranks have, or a DTensor, in the layout of a spec."""
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
+    return distribute_tensor(
+        tensor, spec.mesh, spec.placements, src_data_rank=None, shard_order=spec.shard_order
+    )
+
+
 def as_blocks(
     fused: FusedBlocks,
     mesh: DeviceMesh,
@@ -367,16 +405,8 @@ def as_blocks(
         full = state_dict.get(prefix + kind)
         param = vars(module)["_parameters"].get(kind)
         if isinstance(param, DTensor) and isinstance(full, Tensor) and full.shape == param.shape:
-            spec = param.spec
-            order = param.spec.shard_order
-            full = full.detach()
-            if isinstance(full, DTensor):  # as a checkpoint of another plan has it
-                full = full.redistribute(spec.mesh, spec.placements, shard_order=order)
-            else:
-                full = distribute_tensor(
-                    full, spec.mesh, spec.placements, src_data_rank=None, shard_order=order
-                )
-            state_dict[prefix + kind] = full
+            # a DTensor, as a checkpoint of another plan has it, or plain
+            state_dict[prefix + kind] = _in_layout_of(param.spec, full.detach())
         elif param is None and full is not None and fused.splits(mesh.size()):
             with torch.no_grad():
                 # also a DTensor, as a checkpoint of another plan has it
