@@ -259,8 +259,12 @@ def test_checkpoints_load_with_weights_only() -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    with pytest.raises(pickle.UnpicklingError, match="shoal_dtensor"):
-        torch.load(buffer, weights_only=True)
+    # the line to add, and not one internal name after another
+    with pytest.raises(
+        pickle.UnpicklingError,
+        match=r"GLOBAL shoal_dtensor[\s\S]*add_safe_globals\(shoal_dtensor\.safe_globals\(\)\)",
+    ):
+        torch.load(buffer)
     buffer.seek(0)
     with torch.serialization.safe_globals(safe_globals()):
         found = torch.load(buffer, weights_only=True)

@@ -291,7 +291,10 @@ def test_a_state_that_lacks_something_is_named_or_left_as_it_is(options: StateDi
             StateDictError, match=r"lacks up\.bias\.exp_avg; strict=False leaves these as they are"
         ):
             api.set_optimizer_state_dict(fresh, other, state, options=options)
-        with pytest.raises(StateDictError, match=r"the options of up\.weight"):
+        # strict=False is not what stages of a pipeline need
+        with pytest.raises(
+            StateDictError, match=r"the options of up\.weight.*flatten_optimizer_state_dict=True"
+        ):
             api.set_optimizer_state_dict(fresh, other, without_options, options=options)
         assert not other.state
         step(fresh, other, 1)

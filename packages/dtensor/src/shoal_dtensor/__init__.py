@@ -8,7 +8,7 @@ from shoal_mesh.internal import facade
 from . import errors
 from .__about__ import __version__
 from ._torch.compiled_gradients import convert_compiled_gradients
-from ._torch.interception import refuse_in_c, register_dispatch
+from ._torch.interception import explain_weights_only, refuse_in_c, register_dispatch
 from .api.constructors import (
     distribute_module,
     distribute_tensor,
@@ -84,6 +84,12 @@ Spec.at_first += [
     ),
     partial(install_staging_of_dtensors, DTensor),
     partial(refuse_in_c, DTensor, refuse_memory),
+    partial(
+        explain_weights_only,
+        "shoal_",
+        "For all that a DTensor consists of, this line is enough: "
+        "torch.serialization.add_safe_globals(shoal_dtensor.safe_globals())",
+    ),
     partial(register_dispatch, DTensor, run_operator),
     partial(register_dispatch, DTensor.pending, run_on_pending, ACCUMULATION),
 ]

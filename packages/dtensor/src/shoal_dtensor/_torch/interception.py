@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import unwrap
+from pickle import UnpicklingError
 from traceback import walk_stack
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -153,6 +154,23 @@ def _refusing(
         return function(tensor, *args, **options)
 
     return export
+
+
+def explain_weights_only(prefix: str, way_out: str) -> None:
+    """Add a way out to torch's error about a file with classes whose modules begin with a prefix."""
+    unpickler = torch._weights_only_unpickler.Unpickler
+    original: Callable[..., Any] = unpickler.load
+
+    @wraps(original)
+    def load(self: Any) -> Any:
+        try:
+            return original(self)
+        except UnpicklingError as error:
+            if f"GLOBAL {prefix}" not in str(error):
+                raise
+            raise UnpicklingError(f"{error} {way_out}") from None
+
+    unpickler.load = load  # type: ignore[method-assign]  # of all readers of files
 
 
 # --- copies of state dicts that torch.distributed.checkpoint stages and offloads ------------------

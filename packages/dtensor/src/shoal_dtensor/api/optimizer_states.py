@@ -16,6 +16,12 @@ from ..errors import StateDictError
 
 State = dict[Any, dict[str, Any]]
 
+# how to load state that several ranks saved as groups of different parameters
+FOR_STAGES = (
+    "If stages of a pipeline saved it: save and load state dicts of optimizers with "
+    "StateDictOptions(flatten_optimizer_state_dict=True), which has the options by parameter"
+)
+
 
 def optimizers_of(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     """The optimizers, of this model."""
@@ -137,12 +143,15 @@ def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
         if each not in given.get(n, {})
     ]
     lacking = [group["params"] for group in target["param_groups"] if group["params"]]
-    missing += [f"the options of {names[0]}" for names in lacking if named.isdisjoint(names)]
+    without_options = [names[0] for names in lacking if named.isdisjoint(names)]
+    missing += [f"the options of {name}" for name in without_options]
     if missing and not _is_by_number(given):
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        # all stages of a pipeline save their groups under the same names, and one of them remains
+        stages = f". {FOR_STAGES}" if without_options else ""
         raise StateDictError(
             f"the optimizer's state dict lacks {', '.join(missing[:5])}{more}; strict=False leaves "
-            "these as they are"
+            f"these as they are{stages}"
         )
 
 

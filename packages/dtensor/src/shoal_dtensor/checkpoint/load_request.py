@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..api.optimizer_states import FOR_STAGES
 from ..api.state_dicts import get_optimizer_state_dict
 from ..errors import CheckpointError, StateDictError
 from .components import ComponentLoad, ModuleLoad, ObjectLoad, components_of, is_component
@@ -117,8 +118,12 @@ class LoadRequest:
             raise CheckpointError(
                 f"the checkpoint lacks {shorten(self._missing)}, which the state dict to fill has; "
                 f"it has {shorten(self._entries())}. strict=False leaves as they are those that "
-                "it lacks"
+                f"it lacks{self._about_stages()}"
             )
+
+    def _about_stages(self) -> str:
+        lacks_options = any(": the options of " in name for name in self._missing)
+        return f". {FOR_STAGES}" if lacks_options else ""
 
     def _entries(self) -> list[str]:
         """Return the names at the top of the checkpoint."""
