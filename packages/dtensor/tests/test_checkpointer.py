@@ -124,6 +124,36 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(folder: str) -> N
     require_state(state, 1)
 
 
+class NotCopied:
+    """A value that one rank cannot copy."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NotCopied:
+        if dist.get_rank() == 1:
+            raise MemoryError("no memory of the host")
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return dict, ()
+
+
+@on_ranks(2)
+def test_a_copy_that_fails_on_one_rank_is_an_error_on_all(folder: str) -> None:
+    # untyped there, and the others waited for the time-out of their group
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, state_of(1))
+        checkpoints.save(2, {**state_of(2), "value": NotCopied()}, background=True)
+        failed = r"not saved in the background: rank 1: MemoryError: no memory of the host"
+        with pytest.raises(CheckpointError, match=failed):
+            checkpoints.wait()
+        checkpoints.save(3, {**state_of(3), "value": NotCopied()}, background=True)
+        with pytest.raises(CheckpointError, match=failed):
+            checkpoints.save(4, state_of(4), background=True)
+        assert checkpoints.steps() == [1]
+        checkpoints.save(5, state_of(5), background=True)
+        checkpoints.wait()
+        assert checkpoints.steps() == [5, 1]
+
+
 def test_any_number_of_ranks_loads_any_layout(folder: str) -> None:
     rank_pool(4).run(_save_four, folder)
     rank_pool(2).run(_load_two, folder)
