@@ -55,6 +55,23 @@ _FROM = cache(lambda root: _with(_torch.BroadcastOptions(), "rootRank", root))
 _EVEN: list[int] = []
 
 
+def split_divisor(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
+    """The factors before and after a sum over ranks that make it an average of a half type.
+
+    In float16 the first is about the root of the number of ranks, so that neither large sums nor
+    small terms leave the range; it is a power of two, which changes no digits. bfloat16 has the
+    range of float32: it is divided after the sum, which needs no copy of the terms.
+
+    Example:
+        >>> split_divisor(torch.float16, 64), split_divisor(torch.bfloat16, 64)
+        ((0.125, 0.125), (1.0, 0.015625))
+    """
+    bits = (ranks - 1).bit_length()
+    # 64 ranks: 6 bits, of which float16 takes 3 before the sum
+    before = (bits + 1) // 2 if dtype is torch.float16 else 0
+    return 2.0**-before, 2.0**before / ranks
+
+
 class C10dTransport(Transport):
     """The backend of a group. gloo's work is watched on CPU tensors alone: that on meta tensors is never complete.
 
@@ -68,6 +85,7 @@ class C10dTransport(Transport):
         "_fake",
         "_gloo",
         "_group",
+        "_in_python",
         "_kind",
         "_name",
         "_part_of",
@@ -81,6 +99,7 @@ class C10dTransport(Transport):
         self._part_of = part_of
         self._gloo = comm.on_gloo
         self._fake = "fake" in comm.backend
+        self._in_python = comm.in_python
         self._backends = comm.backend
         self._size = comm.size
         self._kind: Any = type(comm.group)
@@ -114,13 +133,43 @@ class C10dTransport(Transport):
         """The ranks' rows, (size, n), once they have come by `move`, reduced into the target, (n,)."""
         rows = out.new_empty(self._size, out.numel())
         work = move(sent.view(-1), rows.view(-1))
-        return Pending(
-            rows, work, lambda rows: out.copy_(reduce(_ON_BITS[op], rows.unbind()).view(out.shape))
-        )
+
+        def reduce_arrived(rows: Tensor) -> None:
+            if op == "avg":
+                reduce_rows(rows, op, out.view(-1))
+            else:
+                out.copy_(reduce(_ON_BITS[op], rows.unbind()).view(out.shape))
+
+        return Pending(rows, work, reduce_arrived)
+
+    def _sums_here(self, tensor: Tensor) -> bool:
+        """Whether the ranks exchange terms of an average and sum them here: on CPUs, where that sends as many bytes."""
+        return tensor.is_cpu and not self._fake and not self._in_python
+
+    def _average_(self, tensor: Tensor) -> Handle:
+        """An average in place, complete: each rank averages one part of all tensors, and gathers all parts."""
+        flat = tensor.view(-1)
+        part = -(-flat.numel() // self._size)
+        # 10 elements of 4 ranks: parts of 3, of which the last one has two zeros
+        padded = torch.cat([flat, flat.new_zeros(part * self._size - flat.numel())])
+        own = flat.new_empty(part)
+        self.reduce_scatter(padded, own, "avg").wait()
+        self.all_gather(own, padded).wait()
+        flat.copy_(padded[: flat.numel()])
+        return Pending(tensor, None)
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
             return self._reduced_on_arrival(self.all_gather, tensor, tensor, op)
+        # gloo's threads would carry one collective in the background, not the second one
+        waits = background and self._gloo
+        if op == "avg" and self._sums_here(tensor) and not waits:
+            return self._average_(tensor)
+        if op == "avg":
+            before, after = split_divisor(tensor.dtype, self._size)
+            terms = tensor if before == 1 else tensor.mul_(before)
+            work = self.all_reduce_(terms, "sum", background)
+            return Pending(tensor, work, lambda total: total.mul_(after))
         self._announce(tensor, "all_reduce", tensor.numel(), op)
         work = self._start(tensor, self._kind.allreduce, [tensor], _ALL_REDUCE[op])
         return self._watched(work, tensor)
@@ -134,6 +183,13 @@ class C10dTransport(Transport):
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
             return self._reduced_on_arrival(self.all_to_all, tensor, out, op)
+        if op == "avg" and self._sums_here(tensor):
+            return self._reduced_on_arrival(self.all_to_all, tensor, out, op)
+        if op == "avg":
+            before, after = split_divisor(tensor.dtype, self._size)
+            terms = tensor if before == 1 else tensor * before
+            work = self.reduce_scatter(terms, out, "sum")
+            return Pending(out, work, lambda total: total.mul_(after))
         self._announce(tensor, "reduce_scatter", tensor.numel(), op)
         call = call_of(self._kind, "reduce_scatter")
         work = self._start(tensor, call, out, tensor, _REDUCE_SCATTER[op])

@@ -308,7 +308,7 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
     them.
     """
     return (
-        op == "sum"
+        op in ("sum", "avg")
         and 2 < comm.size <= ONE_SHOT_RANKS
         # before the size, which a compiler may know as a symbol only
         and not is_traced(tensor)

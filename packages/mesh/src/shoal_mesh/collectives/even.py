@@ -18,10 +18,11 @@ from .._torch import is_compiling
 from ..errors import CollectiveError
 from ..events import observed
 from ..groups.process_groups import Comm
+from ..shared_memory.exchange import reduce_rows
 from ..transport import Pending, Sizes
 from . import calls
 from .calls import Along, Async, Sync, checked, collective, normal_dim
-from .reductions import WireReduction, in_tree, reduction, tree_sum
+from .reductions import WireReduction, in_tree, reduction, tree_mean, tree_sum
 
 # Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange
 # instead of two.
@@ -40,7 +41,9 @@ def all_reduce(
     Args:
         tensor: this rank's, of any shape; shape and dtype are equal on all ranks.
         comm: a communicator, or (mesh, axes).
-        op: "sum", "avg", "min", "max", "product", "band", "bor", "bxor".
+        op: "sum", "avg", "min", "max", "product", "band", "bor", "bxor". An average of float16 or
+            bfloat16 is taken in float32 on CPUs (but not by gloo in the background); elsewhere the
+            divisor is split around the sum.
         async_op: return a `Pending` at once. The tensor must not be written to before its
             `wait()` has returned, as in torch.
 
@@ -300,12 +303,12 @@ def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pe
     """`P -> R`: reduce a contiguous tensor that nobody else holds."""
     sent = own if how.dtype is None else _as_sent(own, how.dtype)
     if in_tree(own, how.op):
-        pending = Pending(_all_reduce_in_tree(sent, comm), None)
+        pending = Pending(_all_reduce_in_tree(sent, comm, how.op), None)
     elif how.dtype is None and comm.on_gloo and calls.is_one_shot(own, comm, how.op):
         # In the same order everywhere, so the sums of all ranks agree bit by bit.
         # (5,) -> (4, 5)
         pending = calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)
-        pending = pending.then(lambda terms: torch.sum(terms, 0, out=own))
+        pending = pending.then(lambda terms: _reduced_terms(terms, how.op, own))
     else:
         pending = calls.all_reduce_(sent, comm, how.op, background)
     return _as_asked(pending, comm, how, own.dtype) if how.divide or how.dtype else pending
@@ -333,7 +336,7 @@ def reduced_blocks(
     sent = rows if how.dtype is None else _as_sent(rows, how.dtype)
     if in_tree(rows, how.op):
         pending = calls.all_to_all(sent, comm, background).then(
-            lambda terms: _sum_in_tree(terms, comm)
+            lambda terms: _reduced_in_tree(terms, comm, how.op)
         )
     else:
         pending = calls.reduce_scatter(sent, comm, how.op, background)
@@ -358,21 +361,31 @@ def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dty
     )
 
 
-def _sum_in_tree(terms: Tensor, comm: Comm) -> Tensor:
-    """(size * m, ...) -> (m, ...): the sum of the blocks that all ranks have sent."""
+def _reduced_terms(terms: Tensor, op: str, own: Tensor) -> Tensor:
+    """(size, ...) -> (...): the terms of all ranks summed or averaged in place of the rank's own."""
+    if op == "sum":
+        return torch.sum(terms, 0, out=own)
+    reduce_rows(terms.view(terms.shape[0], -1), op, own.view(-1))
+    return own
+
+
+def _reduced_in_tree(terms: Tensor, comm: Comm, op: str) -> Tensor:
+    """(size * m, ...) -> (m, ...): the sum or mean of the blocks that all ranks have sent."""
     # (8, 3) of 4: (4, 2, 3)
-    return tree_sum(terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:]))
+    rows = terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:])
+    return tree_sum(rows) if op == "sum" else tree_mean(rows)
 
 
-def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
-    """The sum of all ranks' tensors in place of a contiguous one, complete when it returns."""
+def _all_reduce_in_tree(tensor: Tensor, comm: Comm, op: str) -> Tensor:
+    """The sum or mean of all ranks' tensors in place of a contiguous one, complete when it returns."""
     flat = tensor.view(-1)
     if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
-        flat.copy_(tree_sum(calls.all_gather(flat.unsqueeze(0), comm).wait()))
+        terms = calls.all_gather(flat.unsqueeze(0), comm).wait()
+        flat.copy_(tree_sum(terms) if op == "sum" else tree_mean(terms))
         return tensor
     # 10 elements of 4 ranks: parts of 3, of which each rank sums one
     part = -(-flat.numel() // comm.size)
     padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])  # 10 and two zeros
-    own = _sum_in_tree(calls.all_to_all(padded, comm).wait(), comm)
+    own = _reduced_in_tree(calls.all_to_all(padded, comm).wait(), comm, op)
     flat.copy_(calls.all_gather(own, comm).wait()[: flat.numel()])  # (12,), of which 10 are wanted
     return tensor

@@ -18,6 +18,7 @@ from .._torch import functional, has_tangent, is_compiling, is_exporting, is_tra
 from ..errors import CollectiveError
 from ..groups.process_groups import Comm
 from ..transport import Pending
+from .c10d_transport import split_divisor
 
 NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
 """Of the operators for compiled code (`graph_operators`); a copy of this package in another has its own."""
@@ -37,9 +38,16 @@ def in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pend
             "collectives have no forward-mode derivative, and the tensor has a tangent"
         )
     here = (comm.in_python or (comm.on_gloo and operand.is_cpu)) and not is_exporting()
+    averages = not here and arguments[:1] == ("avg",)
+    if averages:
+        # of a half type, which backends sum in that type
+        before, after = split_divisor(operand.dtype, comm.size)
+        operand = operand if before == 1 else operand * before
+        arguments = ("sum", *arguments[1:])
     collective = getattr(getattr(torch.ops, NAMESPACE) if here else functional, name)
     result = in_its_pass(collective, distinct(operand), *arguments, comm.name)
-    return Pending(functional.wait_tensor(result), None)
+    pending = Pending(functional.wait_tensor(result), None)
+    return pending.then(lambda total: total * after) if averages else pending
 
 
 def distinct(tensor: Tensor) -> Tensor:

@@ -2,7 +2,10 @@
 
 Backends send few dtypes and reduce fewer (gloo has no int16 and no complex all-gather). Data that
 only moves is sent as bytes, complex sums as pairs of reals, small integers are reduced in a wider
-dtype. An average on a backend without one is a sum and a division.
+dtype. An average is a sum and a division. Of half types the sum may leave the range where every
+value and the mean do not: their averages are summed in float32 where this package sums, and
+elsewhere divided in two parts, one before and one after the sum
+(`c10d_transport.split_divisor`).
 
 A backend adds in an order of its own: gloo's ring begins at another rank for each part, NCCL
 chooses. Inside `sums_in_tree` ranks exchange their terms instead and every rank adds those of its
@@ -32,12 +35,14 @@ _SENT_AS = {
 # two numbers to an element, which torch does not convert
 _MOVED_ONLY = {getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)}
 _BITWISE = {"band", "bor", "bxor"}
+HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 class WireReduction(NamedTuple):
     """How to reduce one dtype with one op."""
 
-    op: str  # what the backend is asked for
+    # what the transport is asked for: "avg" only of half types
+    op: str
     # dtype on the wire, None for that of the tensor
     dtype: torch.dtype | None = None
     # whether the sum is divided by the number of ranks afterwards
@@ -82,7 +87,11 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
             raise CollectiveError(
                 f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved"
             )
-    return WireReduction("sum" if op == "avg" else op, sent_as, op == "avg")
+    if op != "avg":
+        return WireReduction(op, sent_as)
+    if (sent_as or dtype) in HALF_TYPES:
+        return WireReduction("avg", sent_as)
+    return WireReduction("sum", sent_as, divide=True)
 
 
 _entered = 0
@@ -117,7 +126,8 @@ def sums_are_in_tree() -> bool:
 
 def in_tree(tensor: Tensor, op: str) -> bool:
     """Whether a reduction is one that `sums_in_tree` orders."""
-    return _entered > 0 and op == "sum" and (tensor.is_floating_point() or tensor.is_complex())
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()
+    return _entered > 0 and op in ("sum", "avg") and has_fractions
 
 
 def tree_sum(terms: Tensor) -> Tensor:
@@ -131,15 +141,40 @@ def tree_sum(terms: Tensor) -> Tensor:
         >>> tree_sum(torch.tensor([1.0, 2.0, 3.0]))
         tensor(6.)
     """
-    n = terms.shape[0]
-    if n == 0:
+    if terms.shape[0] == 0:
         return terms.new_zeros(terms.shape[1:])
-    odd = n // (n & -n)  # n = odd * 2 ** k
-    full = 1 << (odd - 1).bit_length()
-    if full != odd:
-        groups = terms.reshape(n // odd, odd, *terms.shape[1:])
-        zeros = groups.new_zeros((n // odd, full - odd, *terms.shape[1:]))
-        terms = torch.cat([groups, zeros], 1).flatten(0, 1)
+    terms = _filled(terms)
     while terms.shape[0] > 1:
         terms = terms[0::2] + terms[1::2]
     return terms[0]
+
+
+def _filled(terms: Tensor) -> Tensor:
+    """(n, ...) -> (a power of two, ...): the terms of a tree, with zeros at the end of each odd group."""
+    n = terms.shape[0]
+    odd = n // (n & -n)  # n = odd * 2 ** k
+    full = 1 << (odd - 1).bit_length()
+    if full == odd:
+        return terms
+    groups = terms.reshape(n // odd, odd, *terms.shape[1:])
+    zeros = groups.new_zeros((n // odd, full - odd, *terms.shape[1:]))
+    return torch.cat([groups, zeros], 1).flatten(0, 1)
+
+
+def tree_mean(terms: Tensor) -> Tensor:
+    """(n, ...) -> (...): `tree_sum / n` of a half type, in which no sum leaves the range.
+
+    Each node is the mean of its two: the sum, rounded to the half type, has the same digits.
+
+    Example:
+        >>> tree_mean(torch.full((4,), 60_000.0, dtype=torch.float16))
+        tensor(60000., dtype=torch.float16)
+    """
+    count = terms.shape[0]
+    dtype = terms.dtype
+    terms = _filled(terms)
+    # 3 terms and a zero: the mean of 4 is 3/4 of theirs
+    leaves = terms.shape[0]
+    while terms.shape[0] > 1:
+        terms = (terms[0::2].float() / 2 + terms[1::2].float() / 2).to(dtype)
+    return (terms[0].double() * leaves / count).to(dtype)

@@ -28,7 +28,7 @@ KINDS = (
 )
 # First what shared memory carries, then what a backend may be asked for.
 OPS = ("", "sum", "min", "max", "product", "avg", "band", "bor", "bxor")
-CARRIED_OPS = frozenset(OPS[:5])
+CARRIED_OPS = frozenset(OPS[:6])
 DTYPES = (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64,
