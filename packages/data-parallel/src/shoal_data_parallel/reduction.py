@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from math import log2
 from typing import Any, Protocol
 
 import torch
@@ -124,7 +125,7 @@ class GroupReduction:
         self._in_flight: _ReductionInFlight | None = None
         # what sums are divided by, and by how many ranks the collective has divided already
         self._divisor = 1.0
-        self._averaged_over = 1
+        self._averaged_over = 1.0
         # of a reduction that has been waited for
         self._gradients: Callable[[], list[Tensor]] | None = None
         # of the ranks together, where this one cannot know them
@@ -173,16 +174,17 @@ class GroupReduction:
         flags, reduced_flags = _move_of_flags(
             collected.layouts[0], group.axes, collected.tensors[-1].shape[1], reduced[0].dtype
         )
-        sources = self._on_groups([*collected.layouts, flags])
+        layouts = [self._as_sent(layout) for layout in (*collected.layouts, flags)]
+        sources = self._on_groups(layouts)
         targets = self._on_groups([*reduced, reduced_flags])
         custom = group.communication.reduce_scatter
-        if custom is None and not self.stops_at_replicas and not self._scattered:
+        if custom is None and not self._has_two_stages:
             moves = [*zip(sources, targets, strict=True)]
             self._in_flight = redistribute_shards(given_away(collected.tensors), moves)
             return
         scattered = [group.parameters[i].scattered(group.axes) for i in group.trained]
         scattered.append(_scattered_flags(reduced_flags, group.axes))
-        scattered = self._on_groups(scattered)
+        scattered = self._on_groups([self._as_sent(layout) for layout in scattered])
         moves = [*zip(sources, scattered, strict=True)]
         if custom is None:
             self._in_flight = redistribute_shards(given_away(collected.tensors), moves)
@@ -194,6 +196,30 @@ class GroupReduction:
                 self._in_flight,
                 lambda sums: redistribute_shards(self._with_scattered(sums), last_moves),
             )
+
+    @property
+    def _has_two_stages(self) -> bool:
+        """Whether sums over the shards alone are kept, or such sums of earlier passes are added."""
+        return self.stops_at_replicas or bool(self._scattered)
+
+    def _averages(self, dtype: torch.dtype) -> bool:
+        """Whether gradients of a dtype travel as averages: of half types the sum may leave the range.
+
+        A small divisor asks for a sum. An average is multiplied afterwards to make it, and small
+        gradients would be zero by then. What is kept between two stages is always averaged, for a
+        later pass may have another divisor.
+        """
+        communication = self.group.communication
+        if dtype not in _HALF_TYPES or communication.reduce_scatter is not None:
+            return False
+        is_small = self._divisor**2 < self.group.axes.mesh.size()
+        return self._has_two_stages or not (is_small or communication.sums_only)
+
+    def _as_sent(self, layout: Spec) -> Spec:
+        """Return the layout in which a local gradient is sent: a sum over the data axes, or an average."""
+        if not self._averages(layout.dtype):
+            return layout
+        return _averaged(layout, self.group.axes.mesh.ndim)
 
     def _on_groups(self, layouts: list[Spec]) -> list[Spec]:
         """Return layouts whose collectives run over process groups of their own, if the user wants that."""
@@ -216,8 +242,14 @@ class GroupReduction:
         axes = group.axes
         if group.communication.separate_groups:
             axes = replace(axes, mesh=with_own_groups(axes.mesh, _OWN_GROUPS))
-        sent = CustomScatter(custom, axes, tensors, moves, averages=averages)
-        self._averaged_over = sent.divided_by
+        # The other ranks' gradients are in float16 too. A power of two changes no digits.
+        scale = 1.0
+        if tensors[0].dtype is torch.float16 and self._divisor > 1 and not self._has_two_stages:
+            scale = 2.0 ** -round(log2(self._divisor) / 2)
+        *gradients, flags = tensors
+        scaled = [gradient * scale for gradient in gradients] if scale != 1 else gradients
+        sent = CustomScatter(custom, axes, [*scaled, flags], moves, averages=averages)
+        self._averaged_over = sent.divided_by / scale
         tensors.clear()
         return sent
 
@@ -257,6 +289,8 @@ class GroupReduction:
         count = len(self._present)
         row = flags.reshape(-1, count + group.extra_flags)[0]
         self.extra = row[count:]
+        if self._averages(flags.dtype):
+            self.extra = self.extra * group.axes.mesh.size()
         # A gradient that this rank has is there: nobody has to look.
         if not all(self._present) or self._scattered or self.stops_at_replicas:
             self._flags = row[:count]
@@ -264,15 +298,25 @@ class GroupReduction:
     def _finish(self, reduced: list[Tensor]) -> list[Tensor]:
         """Divide sums, and pass them to the user's hook."""
         communication = self.group.communication
-        divisor = self._divisor / self._averaged_over
         divides_last = communication.sums_only
-        if divisor != 1 and not divides_last:
-            torch._foreach_div_(reduced, divisor)
+        if not divides_last:
+            self._divide(reduced)
         if communication.hook is not None:
             reduced = _hooked(reduced, communication.hook, communication.hook_stream)
-        if divisor != 1 and divides_last:
-            torch._foreach_div_(reduced, divisor)
+        if divides_last:
+            self._divide(reduced)
         return reduced
+
+    def _divide(self, reduced: list[Tensor]) -> None:
+        """Divide sums by the divisor, and averages by its share of the number of ranks."""
+        averages = [gradient for gradient in reduced if self._averages(gradient.dtype)]
+        sums = [gradient for gradient in reduced if not self._averages(gradient.dtype)]
+        divisor_of_averages = self._divisor / self.group.axes.mesh.size()
+        if averages and divisor_of_averages != 1:
+            torch._foreach_div_(averages, divisor_of_averages)
+        divisor_of_sums = self._divisor / self._averaged_over
+        if sums and divisor_of_sums != 1:
+            torch._foreach_div_(sums, divisor_of_sums)
 
     def gradients(self) -> list[Tensor]:
         """Return the reduced local gradients; zeros for a parameter that had none on any rank."""
@@ -410,6 +454,17 @@ def _scattered_flags(reduced: Spec, axes: DataAxes) -> Spec:
     return reduced.with_(placements=[*[Partial()] * replicas, *reduced.placements[replicas:]])
 
 
+@lru_cache(maxsize=1024)
+def _averaged(layout: Spec, data_axes: int) -> Spec:
+    """The layout with averages in place of sums over the data axes, which are the first ones."""
+    placements = [
+        Partial("avg") if axis < data_axes and isinstance(placement, Partial) else placement
+        for axis, placement in enumerate(layout.placements)
+    ]
+    return layout.with_(placements=placements)
+
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
 _OWN_GROUPS = "reduce"
 
 
