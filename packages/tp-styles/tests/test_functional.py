@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import losses
+from shoal_tp_styles import Vocab, loss_parallel, losses
 from tp_checks import ALL_REDUCE, assert_same_gradient, naming, sharded
 
 SHAPES = [((6, 11), 1), ((2, 9, 3), 1), ((5,), 0), ((4, 3), 1), ((3, 8, 2, 2), 1)]
@@ -124,3 +124,57 @@ def test_half_precision_and_rows_without_mass() -> None:
     torch.testing.assert_close(
         losses.log_prob(x, torch.zeros(3, dtype=torch.long)), masked.log_softmax(1)[:, 0]
     )
+
+
+LOSSES: dict[str, Any] = {
+    "cross_entropy": losses.cross_entropy,
+    "smoothed": lambda x, t: losses.cross_entropy(x, t, label_smoothing=0.1),
+    "nll_loss": losses.nll_loss,
+    "log_prob": lambda x, t: losses.log_prob(x, t.clamp(min=-1)),
+    "loss_parallel": lambda x, t: _in_loss_parallel(functional.cross_entropy, x, t),
+    "nll_loss in loss_parallel": lambda x, t: _in_loss_parallel(functional.nll_loss, x, t),
+}
+
+
+def _in_loss_parallel(loss: Any, x: Any, target: Any) -> Any:
+    with loss_parallel():
+        return loss(x, target)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("wrong", [11, -1, 1 << 20])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_target_that_is_no_class(name: str, wrong: int) -> None:
+    # No rank found its logit, so its loss was the log-sum-exp.
+    full, target = torch.randn(4, 11, dtype=torch.double), torch.tensor([0, 10, wrong, 3])
+    with pytest.raises(IndexError, match=f"target {wrong} is out of bounds: targets are 0 to 10"):
+        LOSSES[name](sharded(full, 1)[0], target)
+    x, _ = sharded(torch.cat([full, full[:, :1]], 1), 1)
+    padded = Vocab.of(x, 1, real=11)
+    if wrong == 11:
+        with pytest.raises(IndexError, match="target 11 is out of bounds: targets are 0 to 10"):
+            losses.cross_entropy(x, target, vocab=padded)
+    if name != "log_prob":
+        ignored = torch.tensor([0, 10, -100, 3])
+        assert LOSSES[name](sharded(full, 1)[0], ignored).isfinite()
+
+
+@on_ranks(2)
+def test_a_target_that_is_no_class_in_compiled_code() -> None:
+    full, target = torch.randn(4, 6), torch.tensor([0, 5, 6, 3])
+    x, vocab = sharded(full, 1, plain=True)
+    compiled: Any = torch.compile(
+        lambda x, t: losses.cross_entropy(x, t, vocab=vocab), backend="aot_eager"
+    )
+    loss: Any = compiled(x.detach(), target.clamp(max=5))
+    torch.testing.assert_close(loss, functional.cross_entropy(full, target.clamp(max=5)))
+    with pytest.raises(RuntimeError, match="a target is out of bounds: targets are 0 to 5"):
+        compiled(x.detach(), target)
+
+
+@on_ranks(2)
+def test_the_mean_of_half_types_stays_in_their_range() -> None:
+    # Its sum, 16 * 20,000, was infinite in float16.
+    log_probs, target = torch.full((16, 6), -20_000.0).half(), torch.arange(16) % 6
+    loss: Any = losses.nll_loss(sharded(log_probs, 1)[0], target)
+    assert loss.dtype == torch.float16 and loss.item() == 20_000.0

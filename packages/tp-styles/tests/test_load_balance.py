@@ -34,3 +34,12 @@ def test_an_even_router_costs_one_and_tokens_must_be_the_same() -> None:
     assert load_balance(torch.full((2, 2, 4), 0.25), torch.tensor([[[0], [1]], [[2], [3]]])) == 1
     with pytest.raises(LayoutError, match=r"got \(2, 4\) and \(3, 1\)"):
         load_balance(torch.ones(2, 4), torch.zeros(3, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_types_count_all_choices(dtype: torch.dtype) -> None:
+    # In bfloat16 the count of an expert stopped at 256, in float16 at 2,048.
+    chosen = torch.cat([torch.zeros(3000, 1), torch.ones(1000, 1)]).long()
+    probabilities = torch.tensor([[0.75, 0.25]], dtype=dtype).expand(4000, 2)
+    loss = load_balance(probabilities, chosen)
+    assert loss.dtype == dtype and loss.item() == 2 * (0.75 * 0.75 + 0.25 * 0.25)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -44,3 +45,18 @@ def test_choices_are_those_of_the_full_logits() -> None:
     loss: Any = losses.cross_entropy(x, target, vocab=eleven, label_smoothing=0.1)
     torch.testing.assert_close(loss, functional.cross_entropy(full, target, label_smoothing=0.1))
     assert mesh.ndim == 1
+
+
+@on_ranks(4)
+def test_logits_that_are_no_numbers() -> None:
+    # A row with a NaN gave token 0, and its maximum an index behind the last one.
+    full = torch.randn(3, 11)
+    full[1, 4] = torch.nan
+    x, _ = sharded(full, 1)
+    assert choose.argmax(x).tolist() == full.argmax(1).tolist()
+    full[1, 4] = torch.inf
+    infinite, _ = sharded(full, 1)
+    empty, _ = sharded(torch.full((3, 11), -torch.inf), 1)
+    for logits in (x, infinite, empty):
+        with pytest.raises(RuntimeError, match="a NaN or an infinity, or are all -inf"):
+            choose.sample(logits)

@@ -25,7 +25,7 @@ from shoal_mesh import all_reduce, differentiable
 from shoal_mesh.internal import Along, all_reduce_
 
 from .._torch import traced_apply
-from .logits import LogitRows, Vocab, local_logits, plain
+from .logits import LogitRows, Vocab, check_targets, local_logits, plain
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -146,6 +146,8 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
 
     Raises:
         LayoutError: if probabilities need a gradient.
+        OperatorIndexError: a target is neither a class nor `ignore_index`; on all ranks that share
+            its row.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -188,6 +190,7 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
             loss, max(prod(loss.shape if rows.shape is None else rows.shape), 1), reduction, rows
         )
     labels = rows.shard(target)
+    check_targets(labels, classes, ignore_index)
     if label_smoothing > 0:
         q = x.new_ones(classes.own) if weights is None else classes.shard(weights)
     statistics = traced_apply(_RowStatistics, x, labels, q, classes)
@@ -265,6 +268,9 @@ def log_prob(
         dim: the class dim.
         vocab: the classes of each rank, for plain local logits.
 
+    Raises:
+        OperatorIndexError: a token is not a class; on all ranks that share its row.
+
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
         >>> from shoal_mesh import init_device_mesh
@@ -275,7 +281,9 @@ def log_prob(
         tensor([-1.3863, -1.3863])
     """
     x, classes, rows = local_logits(logits, vocab, dim)
-    lse, picked, _ = traced_apply(_RowStatistics, x, rows.shard(tokens), None, classes)
+    own_tokens = rows.shard(tokens)
+    check_targets(own_tokens, classes)
+    lse, picked, _ = traced_apply(_RowStatistics, x, own_tokens, None, classes)
     return picked - lse  # type: ignore[no-any-return]  # of a traced function
 
 
@@ -331,28 +339,32 @@ def nll_loss(
         ignore_index: rows with this target count nothing.
         reduction: "none", "mean" or "sum".
         vocab: the classes of each rank, for plain local log-probabilities.
+
+    Raises:
+        OperatorIndexError: a target is neither a class nor `ignore_index`; on all ranks that share
+            its row.
     """
     class_dim = 0 if log_probs.ndim == 1 else 1
     x, classes, rows = local_logits(log_probs, vocab, class_dim)
     labels = rows.shard(target)
+    check_targets(labels, classes, ignore_index)
     picked = differentiable.all_reduce_replicated(
         pick(x, *own_classes(labels, classes)), classes.comm
     )
+    # The sum of half types over many rows may leave the range where the mean does not.
+    wide = picked.float() if picked.dtype in (torch.float16, torch.bfloat16) else picked
     # Log-probabilities are logits whose log-sum-exp is zero.
-    statistics = torch.zeros_like(picked), picked, picked
-    return reduced(
-        *of_labels(
-            statistics,
-            labels,
-            plain(weight),
-            ignore_index,
-            smoothing=0.0,
-            z_loss=0.0,
-            classes=classes,
-        ),
-        reduction,
-        rows,
+    statistics = torch.zeros_like(wide), wide, wide
+    losses, weights = of_labels(
+        statistics,
+        labels,
+        plain(weight),
+        ignore_index,
+        smoothing=0.0,
+        z_loss=0.0,
+        classes=classes,
     )
+    return reduced(losses, weights, reduction, rows).to(picked.dtype)
 
 
 def kl_div(
@@ -420,6 +432,8 @@ def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = No
         )
     experts = probabilities.shape[-1]
     rows = probabilities.reshape(-1, experts)
+    # In bfloat16 a count stops at 256.
+    rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     # choices of each; the last is tokens
     shares = torch.zeros(experts + 1, dtype=rows.dtype, device=rows.device)
     shares[:experts].index_add_(
@@ -430,6 +444,5 @@ def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = No
     if along is not None:
         shares, total = all_reduce(shares, along), differentiable.all_reduce(total, along)
     tokens = shares[experts].clamp(min=1)
-    return (
-        experts * (shares[:experts] / (tokens * max(chosen.shape[-1], 1)) * (total / tokens)).sum()
-    )
+    shares_of_choices = shares[:experts] / (tokens * max(chosen.shape[-1], 1))
+    return (experts * (shares_of_choices * (total / tokens)).sum()).to(probabilities.dtype)

@@ -22,7 +22,7 @@ from shoal_mesh.internal import all_reduce_
 
 from .._torch import autocast_dtype, traced_apply
 from .functional import Reduction, logit_gradient, of_labels, own_classes, pick, reduced
-from .logits import LogitRows, Vocab, plain
+from .logits import LogitRows, Vocab, check_targets, plain
 
 # logits of a block of rows: 16 MiB in float32
 BLOCK = 1 << 22
@@ -167,6 +167,8 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
 
     Raises:
         LayoutError: if the classes are not sharded on exactly one mesh axis, or shapes do not fit.
+        OperatorIndexError: a target is neither a class nor `ignore_index`; on all ranks that share
+            its row.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -181,8 +183,10 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
     if vocab is None or isinstance(linear_weight, DTensor):
         vocab = Vocab.of(linear_weight, 0, None if vocab is None else vocab.real)
     (x, w, b), rows = _operands(input, linear_weight, linear_bias, vocab)
+    ignored = -100 if ignore_index is None else ignore_index
     labels = rows.shard(target)
     weights = plain(weight)
+    check_targets(labels, vocab, ignored)
     q = (
         None
         if not label_smoothing
@@ -195,7 +199,6 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
         _LinearStatistics, x.reshape(-1, x.shape[-1]), w, b, labels.reshape(-1), q, task
     )
     statistics = tuple(each.view(labels.shape) for each in found)
-    ignored = -100 if ignore_index is None else ignore_index
     return reduced(
         *of_labels(
             statistics,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
-from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import current_arithmetic, shard_sizes
+from shoal_dtensor.errors import LayoutError, OperatorIndexError
+from shoal_dtensor.internal import FakeTensor, current_arithmetic, is_compiling, shard_sizes
 from shoal_mesh import Comm, DeviceMesh, differentiable
 from shoal_mesh.internal import tree_sum
 
@@ -106,6 +107,25 @@ def local_logits(logits: Tensor, vocab: Vocab | None, dim: int) -> tuple[Tensor,
     if isinstance(logits, DTensor):
         logits = logits.to_local(grad_placements=logits.placements)
     return logits.movedim(dim, -1).narrow(-1, 0, vocab.own), vocab, rows
+
+
+def check_targets(targets: Tensor, vocab: Vocab, ignored: int | None = None) -> None:
+    """Refuse targets that are not classes, before anything is sent: no rank would find their logits.
+
+    The ranks that share the classes have the same targets, so all of them raise. Compiled code and
+    accelerators report a wrong target when the assertion runs on the device.
+    """
+    is_valid = (targets >= 0) & (targets < vocab.total)
+    allowed = f"0 to {vocab.total - 1}"
+    if ignored is not None:
+        is_valid |= targets == ignored
+        allowed += f", or ignore_index ({ignored})"
+    if is_compiling() or not targets.is_cpu or isinstance(targets, FakeTensor):
+        message = f"a target is out of bounds: targets are {allowed}"
+        torch.ops.aten._assert_async.msg(is_valid.all(), message)
+    elif not is_valid.all():
+        wrong = targets[~is_valid].reshape(-1)[0].item()
+        raise OperatorIndexError(f"target {wrong} is out of bounds: targets are {allowed}")
 
 
 def plain(tensor: Tensor | None) -> Tensor | None:

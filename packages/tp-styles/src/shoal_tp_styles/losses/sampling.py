@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoal_dtensor.errors import OperatorArgumentError
+from shoal_dtensor.internal import FakeTensor, is_compiling
 from shoal_mesh import all_gather, all_reduce
 from shoal_mesh.internal import all_reduce_
 
@@ -41,8 +43,9 @@ def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tens
     indices = all_gather(
         (index + min(classes.first, classes.total - 1)).unsqueeze(0), classes.comm, 0
     )
-    top = values.amax(0)
-    return indices.masked_fill(values != top, classes.total).amin(0)
+    # As for torch, a NaN is larger than any number; it equals nothing.
+    is_top = (values == values.amax(0)) | values.isnan()
+    return indices.masked_fill(~is_top, classes.total).amin(0)
 
 
 def sample(
@@ -66,6 +69,10 @@ def sample(
     Returns:
         Class indices of the shape of `logits` without `dim`.
 
+    Raises:
+        OperatorArgumentError: a row has no probabilities: it has a NaN or an infinity, or is all
+            -inf; on all ranks that share it.
+
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
         >>> from shoal_mesh import init_device_mesh
@@ -83,6 +90,7 @@ def sample(
     rows = x.shape[:-1]
     total = mass[..., -1] if classes.own else x.new_zeros(rows)
     ends = all_gather(total.unsqueeze(0), classes.comm, 0).cumsum(0)
+    _check_mass(ends[-1])
     before = ends[classes.comm.rank - 1] if classes.comm.rank else torch.zeros_like(total)
     # `rand` takes no symbolic sizes beside a generator
     point = x.new_empty(rows).uniform_(generator=generator)
@@ -93,3 +101,13 @@ def sample(
     # The number of cumulative masses at or below the point, over all ranks, is the index.
     below = ((mass + before.unsqueeze(-1)) <= point).sum(-1)
     return all_reduce(below, classes.comm).clamp_(max=classes.total - 1)
+
+
+def _check_mass(mass: Tensor) -> None:
+    """Refuse rows whose probabilities do not add up to a number, as `torch.multinomial` does."""
+    is_valid = mass.isfinite()
+    message = "the logits of a row to sample from have a NaN or an infinity, or are all -inf"
+    if is_compiling() or not mass.is_cpu or isinstance(mass, FakeTensor):
+        torch.ops.aten._assert_async.msg(is_valid.all(), message)
+    elif not is_valid.all():
+        raise OperatorArgumentError(message)
