@@ -89,6 +89,9 @@ class Relocation:
         self.receives: list[list[Block]] = [
             _blocks(*each, self.wanted) for each in zip(places, sizes, strict=True)
         ]
+        # Whether something is put everywhere. Not every dtype has a zero to fill gaps with.
+        arriving = sum(length for blocks in self.receives for *_, length in blocks)
+        self._has_no_gap = arriving == self.wanted[1] - self.wanted[0]
         # How much more is wanted at the start and at the end, where nothing moves: 3:9 of 4:8: (1,
         # 1); 5:7: (-1, -1).
         self._widths: dict[int, Interval] = {
@@ -99,7 +102,8 @@ class Relocation:
         """What this rank wants, out of the shards; `fill` where nothing was put."""
         if not self.moves:
             return _padded(x, self._widths, fill)
-        result = x.new_full(self._shape(x, self.wanted[1] - self.wanted[0]), fill)
+        shape = self._shape(x, self.wanted[1] - self.wanted[0])
+        result = x.new_empty(shape) if self._has_no_gap else x.new_full(shape, fill)
         blocks = [
             [x.narrow(self.dim, at, length) for at, _, length in to_rank] for to_rank in self.sends
         ]

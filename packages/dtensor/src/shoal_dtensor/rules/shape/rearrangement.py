@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...layout.boxes import spans
@@ -153,16 +154,28 @@ def roll(call: OpCall) -> Iterator[Row]:
 
 
 def _moved(
-    local_call: LocalCall, moves: list[Relocation], rest: Callable[[Tensor], Tensor]
+    local_call: LocalCall,
+    moves: list[Relocation],
+    rest: Callable[[Tensor], Tensor],
+    *,
+    always: bool = False,
 ) -> LocalFunction | None:
-    """Rearrange the sharded dims between ranks, then the others locally: dims are independent of each other."""
+    """Rearrange the sharded dims between ranks, then the others locally: dims are independent of each other.
+
+    Where no dim moves, `rest` takes the place of the operator only if it `always` does.
+    """
 
     def run(x: Tensor, *args: object) -> Tensor:
         for move in moves:
             x = move.forwards(x)
         return rest(x)
 
-    return in_every_form(local_call.call, run) if moves else None
+    return in_every_form(local_call.call, run) if moves or always else None
+
+
+def _flipped_bytes(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """A flip of numbers of one byte, which torch has in float8 for some shapes only: shards may have others."""
+    return x.view(torch.uint8).flip(dims).view(x.dtype)
 
 
 def _roll(local_call: LocalCall) -> LocalFunction | None:
@@ -180,6 +193,13 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
         places = [(start,) if flips else (start + turn, start + turn - n) for start, _ in shards]
         wanted = [(n - stop, n - start) for start, stop in shards] if flips else shards
         moves.append(Relocation(source, d, places, wanted))
+    if flips and source.dtype.is_floating_point and source.dtype.itemsize == 1:
+        return _moved(
+            local_call,
+            moves,
+            lambda x: _flipped_bytes(x, call["dims"]),
+            always=not source.replicated,
+        )
     if flips:
         return _moved(local_call, moves, lambda x: x.flip(call["dims"]))
     return _moved(local_call, moves, lambda x: x.roll([*turns.values()], [*turns]) if turns else x)
