@@ -269,6 +269,7 @@ CASES += [
     (aten.unique_dim.default, (N, 0)),
     (aten.unique_consecutive.default, (N,)),
     (aten.repeat_interleave.Tensor, (T(2, 0, 3),)),
+    (aten.one_hot.default, (N, 9)),
 ]
 
 

@@ -8,7 +8,12 @@ from shoal_mesh.internal import facade
 from . import errors
 from .__about__ import __version__
 from ._torch.compiled_gradients import convert_compiled_gradients
-from ._torch.interception import explain_weights_only, refuse_in_c, register_dispatch
+from ._torch.interception import (
+    explain_weights_only,
+    keep_whole,
+    refuse_in_c,
+    register_dispatch,
+)
 from .api.constructors import (
     distribute_module,
     distribute_tensor,
@@ -92,6 +97,7 @@ Spec.at_first += [
     ),
     partial(register_dispatch, DTensor, run_operator),
     partial(register_dispatch, DTensor.pending, run_on_pending, ACCUMULATION),
+    partial(keep_whole, ["one_hot"]),
 ]
 
 __all__ = [

@@ -26,6 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 _COMPILED = ("cond", "while_loop", "scan", "map")
+# Autograd's keys of the devices that meshes are on, and of tensors without memory.
+_AUTOGRAD = tuple(
+    f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1", "Meta")
+)
 # the rules of a library last as long as it does
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -65,6 +69,22 @@ def register_dispatch(
 
         if compiled is not None:
             utils._hop_compile_and_call = before_compiling
+
+
+def keep_whole(names: Sequence[str]) -> None:
+    """Have composite operators without derivatives, by their names, reach classes of tensors whole.
+
+    Autograd would replace such an operator by its parts first. The parts do not show a class which
+    operator was called: those of `one_hot` do not compare indices with the number of classes. With
+    autograd left out, plain tensors take the same kernel as before.
+    """
+    library: Any = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
+    for name in names:
+        for key in _AUTOGRAD:
+            # A copy of this package in another one has registered it already.
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+                library.impl(name, torch.library.fallthrough_kernel, key)
+    _LIBRARIES.append(library)
 
 
 # --- state dicts: the functions of torch.distributed.checkpoint.state_dict from inside ------------

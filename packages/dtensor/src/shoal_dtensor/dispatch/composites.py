@@ -18,7 +18,13 @@ from torch import Tensor
 
 from .._torch.operators import OpOverload, group_ranks, reduction_name
 from .._torch.tensors import around, count_write
-from ..errors import InPlaceError, MixedTensorError, NoRuleError, PlacementError
+from ..errors import (
+    InPlaceError,
+    MixedTensorError,
+    NoRuleError,
+    OperatorArgumentError,
+    PlacementError,
+)
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
@@ -144,6 +150,32 @@ def check_strided(op: OpOverload, tensor: Any) -> None:
 BY_STRIDES = frozenset(
     {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
 )
+
+
+# --- results as large as the values say -----------------------------------------------------------
+
+
+def sized_by_values(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    """A function that first looks up the size of the result; None where the arguments say it.
+
+    `one_hot` without a number of classes has one class more than the largest index. Once the number
+    is looked up, the result is sharded as for any other number.
+    """
+    if op is not torch.ops.aten.one_hot.default:
+        return None
+    number = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+    return _one_hot_of_all_classes if number == -1 else None
+
+
+def _one_hot_of_all_classes(index: Any, num_classes: int = -1) -> Any:
+    if not index.numel():
+        raise OperatorArgumentError(
+            "one_hot of an empty tensor: its values do not say how many classes there are; pass "
+            "num_classes"
+        )
+    return torch.ops.aten.one_hot.default(index, int(index.max().item()) + 1)
 
 
 # --- lists ----------------------------------------------------------------------------------------

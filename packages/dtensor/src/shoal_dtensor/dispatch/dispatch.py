@@ -251,6 +251,9 @@ def _run(
         warn(decision.notice, stacklevel=2)
     if decision.moves:
         local, named = [*local], {**named}
+        for place, check in decision.checks.items():
+            tensors, at = within(place, local, named)
+            check(tensors[at])
         with purpose(decision.reason) if decision.reason else nullcontext():
             for place, plan in decision.moves.items():
                 (tensors, at) = within(place, local, named)

@@ -25,6 +25,7 @@ from ..rng.state import draws_at_once
 from ..rules.language.notation import pointwise
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import (
+    Check,
     LocalCall,
     LocalFunction,
     OpCall,
@@ -36,7 +37,7 @@ from ..rules.language.rule import (
 )
 from ..scopes import Scope, notice_of
 from .assign import Sharding, ShardingProblem, assign, unmoved
-from .composites import collective_on_shards
+from .composites import collective_on_shards, sized_by_values
 from .global_call import (
     NeedsConstantsError,
     by_few_elements,
@@ -104,6 +105,9 @@ def _decide(
     scope: Scope,
     copies: frozenset[int],
 ) -> Decision:
+    looks_up_size = sized_by_values(op, args, kwargs)
+    if looks_up_size is not None:
+        return Decision.composite(looks_up_size)
     rule = rule_of(op, scope)
     if rule is None:
         composite = (
@@ -309,6 +313,10 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     stores = [
         name for name in (*call.schema.written, *call.schema.outs) if any(flatten(call.get(name)))
     ]
+    checks = rule.checks(call) if rule.checks is not None and plans else {}
+    check_of: dict[int, Check] = {}
+    for name, checks_of_tensors in checks.items():
+        check_of |= zip(call.places[name], checks_of_tensors, strict=True)
     copied = call.schema.is_view and bool(
         plans or sharding.communicating or copies or rule.kind == "copy"
     )
@@ -323,6 +331,11 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
         else (),
         slow_path=bool(plans or copied or notice or watched),
         moves={where[i]: p for i, p in plans.items()},
+        checks={
+            where[i]: check
+            for i, check in check_of.items()
+            if i in plans and plans[i].slices and not plans[i].collectives
+        },
         write_backs={where[i]: p for i, p in write_backs.items()},
         view_copied=copied,
         foreach=rule.kind == "each",

@@ -69,6 +69,8 @@ class Decision:
     slow_path: bool = False
     # how inputs must be redistributed first
     moves: Mapping[Place, Plan] = field(default_factory=dict)
+    # What refuses wrong values of an input, before it is sliced: all ranks still have all of them.
+    checks: Mapping[Place, Callable[[Tensor], None]] = field(default_factory=dict)
     # the written ones among them, from where they were written to their own layout
     write_backs: Mapping[Place, Plan] = field(default_factory=dict)
     # whether a view operator's output does not alias its input, because that was redistributed

@@ -233,8 +233,11 @@ def reduce_all(tensors: Sequence[Tensor], op: str) -> Tensor:
         return root(
             reduce(torch.add, [powers(tensor, order) for tensor in tensors]), order, first.dtype
         )
-    total = reduce(COMBINE[op], others, first.clone())
-    return (total / len(tensors)).to(first.dtype) if op == "avg" else total
+    if op == "avg":
+        # In a half type the sum may leave the range where the mean does not.
+        wide = torch.float64 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
+        return (reduce(torch.add, [t.to(wide) for t in tensors]) / len(tensors)).to(first.dtype)
+    return reduce(COMBINE[op], others, first.clone())
 
 
 def first_term(op: str, value: Tensor, n: int) -> list[Tensor]:

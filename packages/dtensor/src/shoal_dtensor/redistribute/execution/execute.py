@@ -250,7 +250,8 @@ def _key(leg: Leg, device: torch.device) -> object:
     """What steps that travel together have in common; meshes of other shapes may have the same communicator."""
     step = leg.step
     name = "Exchange" if step.name in ("AllToAll", "Transfer") else step.name
-    return comm_of(leg.call, step.src.mesh).ranks, name, step.op, step.src.dtype, device
+    ops = step.op, leg.call.op
+    return comm_of(leg.call, step.src.mesh).ranks, name, ops, step.src.dtype, device
 
 
 class Message:

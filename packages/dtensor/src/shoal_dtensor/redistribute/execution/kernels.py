@@ -192,11 +192,11 @@ def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
     shape = shape_of(step.dst.box(coordinate))
     if not volume(whole):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
-    divide = _division(step.divisor, step.src.dtype)
+    op, divide = _reduction(step)
     even = all(shape_of(b) == shape_of(boxes[0]) for b in boxes)
     if step.dims == (0,):
         lengths = () if even else tuple(stop - start for (start, stop), *_ in boxes)  # (3, 2)
-        call = CollectiveCall(kind, step.axes, step.op, lengths, shape=(-1, *shape[1:]))
+        call = CollectiveCall(kind, step.axes, op, lengths, shape=(-1, *shape[1:]))
         return Kernel(collective=call, finish=divide)
     sizes, order = _grid_of_blocks(fine, coarse, step.dims, shape_of(fine.box(coordinate)))
     interleaved = [sizes[i] for i in order]
@@ -217,7 +217,7 @@ def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
         unpack_blocks(flat, [out[place] for place in places])
         return out
 
-    call = CollectiveCall(kind, step.axes, step.op, () if even else tuple(map(volume, boxes)))
+    call = CollectiveCall(kind, step.axes, op, () if even else tuple(map(volume, boxes)))
     if gathers:
         return Kernel(torch.flatten, call, lambda got, _: join(got))
     return Kernel(split, call, lambda got, local: divide(got.view(shape), local))
@@ -226,10 +226,11 @@ def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
 def _all_reduce(step: Step, coordinate: Coordinate) -> Kernel:
     if not volume(step.src.box(coordinate)):
         return Kernel(finish=lambda local, _: local.clone())
+    op, divide = _reduction(step)
     collective = CollectiveCall(
-        "all_reduce", step.axes, step.op, shape=tuple(step.src.local_shape_at(coordinate))
+        "all_reduce", step.axes, op, shape=tuple(step.src.local_shape_at(coordinate))
     )
-    return Kernel(collective=collective, finish=_division(step.divisor, step.src.dtype))
+    return Kernel(collective=collective, finish=divide)
 
 
 def _reducing(step: Step, coordinate: Coordinate) -> Kernel:
@@ -348,6 +349,20 @@ def _grid_of_blocks(
             order.append(list(dims).index(dim))
         order.append(len(grid) + dim)
     return [*grid, *block], order
+
+
+def _reduction(step: Step) -> tuple[str, Callable[[Tensor, Tensor], Tensor]]:
+    """The reduction of a step's collective, and the division after it.
+
+    A sum over some axes and an average over others is a sum, divided afterwards. In a half type
+    that sum may leave the range, so all is averaged, and multiplied by the ranks of the sum.
+    """
+    divisor = step.divisor
+    dtype = step.src.dtype
+    if divisor == 1 or dtype not in (torch.float16, torch.bfloat16):
+        return step.op, _division(divisor, dtype)
+    ranks_of_sum = prod(step.src.mesh.shape[axis] for axis in step.axes) // divisor
+    return "avg", lambda got, _: got.mul_(ranks_of_sum)
 
 
 def _division(divisor: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

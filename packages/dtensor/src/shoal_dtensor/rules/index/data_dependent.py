@@ -19,7 +19,7 @@ from ...host_memory import device_of_numbers, upload
 from ...layout.boxes import box_at, slices_of
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta, contiguous_stride
-from ..language.local_ops import all_reduced, sharding_axes, where_sharded
+from ..language.local_ops import all_reduced, check_values, sharding_axes, where_sharded
 from ..language.rule import (
     LocalCall,
     LocalFunction,
@@ -127,6 +127,7 @@ def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
 
     def run(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         mask = mask.expand(spec.shape)
+        _check_count(mask, source)
         taken = (mask.reshape(-1).cumsum(0) - 1).view(spec.shape)
         mask, taken = mask[here], taken[here]
         result = x if is_written else x.expand(spec.local_shape).clone()
@@ -134,6 +135,15 @@ def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
         return result
 
     return run
+
+
+def _check_count(mask: Tensor, source: Tensor) -> None:
+    """Refuse a source with fewer elements than the mask selects."""
+    present = source.numel()
+    check_values(
+        mask.sum() <= present,
+        f"masked_scatter: the mask selects more than the {present} elements of source",
+    )
 
 
 def searchsorted(call: OpCall) -> Iterator[Row]:

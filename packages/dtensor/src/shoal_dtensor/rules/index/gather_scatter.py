@@ -17,11 +17,15 @@ from torch import Tensor
 
 from shoal_mesh.internal import bound
 
+from ..._torch.tensors import TRACED
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import (
     along_dim,
+    check_indices,
+    compares_indices,
     functional,
+    index_check,
     local_positions,
     sharding_axes,
     where_sharded,
@@ -108,7 +112,9 @@ def gather(call: OpCall) -> Iterator[Row]:
 @along_dim
 def _gather(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     behind = 0 if _per_element(local_call.call) else spec.ndim - dim - 1
-    return lookup(local_call, 1, partial(local_positions, spec=spec, dim=dim), behind)
+    # torch counts no index of `gather` and `index_select` from the end: -1 is out of range.
+    local = partial(local_positions, spec=spec, dim=dim, from_end=False)
+    return lookup(local_call, 1, local, behind)
 
 
 def scatter(call: OpCall) -> Iterator[Row]:
@@ -149,7 +155,7 @@ def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     size = spec.local_shape[dim]
 
     def run(x: Tensor, dim_: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        positions, is_local = local_positions(index, spec, dim)
+        positions, is_local = local_positions(index, spec, dim, from_end=False)
         spare = x.new_ones((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
         wide = torch.cat([x, spare], dim)
         write(wide, dim, positions.masked_fill(~is_local, size), *args, **kwargs)
@@ -166,15 +172,27 @@ def _write_slices(local_call: LocalCall) -> LocalFunction | None:
         return None
     op = call.op
     has_source = "source" in call.places
+    # `index_fill`, which has no source, is the only one of these whose indices count from the end.
+    from_end = not has_source
 
     def run(x: Tensor, dim_: int, index: Tensor, value: Any, **kwargs: Any) -> Any:
-        positions, is_local = local_positions(index.reshape(-1), spec, dim)
+        positions, is_local = local_positions(index.reshape(-1), spec, dim, from_end=from_end)
         if has_source:
             source = value if value.ndim else value.reshape([1] * x.ndim)
             value = source.index_select(dim, is_local.nonzero().squeeze(1))
         return op(x, dim, positions[is_local], value, **kwargs)
 
     return run
+
+
+def _length(call: OpCall) -> int:
+    """The number of elements along the dim that indices are along."""
+    source: TensorMeta = call["self"]
+    return source.shape[call.dim()] if source.ndim else 1
+
+
+_along_dim = partial(compares_indices, argument="index", length=_length)
+_indices = partial(index_check, argument="index", length=_length)
 
 
 # --- embeddings: by index, by embedding dim, or by vocabulary (then a partial sum) ----------------
@@ -189,6 +207,15 @@ def _embedding(local_call: LocalCall, weight: Spec, axes: tuple[int, ...]) -> Lo
     return lookup(
         local_call, 0, partial(local_positions, spec=weight, dim=0, from_end=False), behind=1
     )
+
+
+def _rows(call: OpCall) -> int:
+    """The number of rows of a table."""
+    return call["weight"].shape[0]
+
+
+_in_table = partial(compares_indices, argument="indices", length=_rows)
+_row_indices = partial(index_check, argument="indices", length=_rows)
 
 
 def embedding_dense_backward(call: OpCall) -> Iterable[Row]:
@@ -230,17 +257,46 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
     return run
 
 
+def one_hot(call: OpCall) -> Iterator[Row]:
+    for d in range(call["self"].ndim):
+        yield call.row(self=S(d), out=S(d))
+
+
+def _one_hot(local_call: LocalCall) -> LocalFunction:
+    """The operator itself, which compares the indices with the number of classes on the CPU only."""
+    call = local_call.call
+    op = call.op
+    classes = call["num_classes"]
+
+    def run(index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not index.is_cpu or isinstance(index, TRACED):
+            check_indices(index, classes)
+        result: Tensor = op(index, *args, **kwargs)
+        return result
+
+    return run
+
+
 GATHER_SCATTER: Table = family(
     {
-        "gather index_select": Rule(gather, _gather, moves="self"),
-        "scatter scatter_reduce": Rule(scatter, _scatter),
-        "scatter_add": Rule(scatter_add, _scatter),
-        "index_add": Rule(scatter_add, _write_slices),
-        "index_copy index_fill": Rule(scatter, _write_slices),
-        "embedding": replace(
-            product("v e, ... -> ... e", linear=(0,), local=_embedding), sizes=None
+        "gather index_select": Rule(gather, _along_dim(_gather), moves="self", checks=_indices),
+        "scatter scatter_reduce": Rule(scatter, _along_dim(_scatter), checks=_indices),
+        "scatter_add": Rule(scatter_add, _along_dim(_scatter), checks=_indices),
+        "index_add": Rule(scatter_add, _along_dim(_write_slices), checks=_indices),
+        "index_copy": Rule(scatter, _along_dim(_write_slices), checks=_indices),
+        "index_fill": Rule(
+            scatter,
+            _along_dim(_write_slices, from_end=True),
+            checks=partial(_indices, from_end=True),
         ),
-        "_embedding_bag _embedding_bag_forward_only": Rule(embedding_bag, _embedding_bag),
+        "embedding": replace(
+            product("v e, ... -> ... e", linear=(0,), local=_in_table(_embedding)),
+            sizes=None,
+            checks=_row_indices,
+        ),
+        "_embedding_bag _embedding_bag_forward_only": Rule(
+            embedding_bag, _in_table(_embedding_bag), checks=_row_indices
+        ),
         "_embedding_bag_dense_backward _embedding_bag_backward": Rule(
             # Dense: no DTensor is sparse.
             embedding_bag,
@@ -259,5 +315,6 @@ GATHER_SCATTER: Table = family(
             sizes=None,
         ),
         "embedding_dense_backward": Rule(embedding_dense_backward),
+        "one_hot": Rule(one_hot, _one_hot),
     }
 )

@@ -21,6 +21,7 @@ from ..language.local_ops import (
     all_reduce_traffic,
     all_reduced,
     bytes_of,
+    check_indices,
     from_the_front,
     local_positions,
     moved_between_boxes,
@@ -29,6 +30,7 @@ from ..language.local_ops import (
 )
 from ..language.notation import aligned
 from ..language.rule import (
+    Check,
     LocalCall,
     LocalFunction,
     OpCall,
@@ -114,7 +116,7 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
         return (lambda x, indices: selected_by(indices[0], mask, axes, x)) if axes else None
     sharded = [d for (d,) in where.indexed if spec.dim_shardings[d].axes]
     if not sharded:
-        return None
+        return _checked(local_call, None)
 
     def local(indices: Sequence[Any]) -> tuple[list[Any], Tensor]:
         positions = list(indices)
@@ -128,7 +130,40 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
     # Left partial, it would read as another result by `to_local`.
     axes = sharding_axes(spec, sharded)
     reduction = lookup_partial(call["self"]).reduce_op
-    return lambda x, *args: all_reduced(read(x, *args), spec, axes, reduction)
+    return _checked(local_call, lambda x, *args: all_reduced(read(x, *args), spec, axes, reduction))
+
+
+def _index_checks(call: OpCall) -> dict[str, list[Check]]:
+    """Of each index tensor that its elements are in the dim; of a mask nothing, as its shape says all."""
+    tensors = [index for index in call["indices"] if index is not None]
+    indexed = indexed_dims(call["self"], call["indices"]).indexed
+    checks: list[Check] = []
+    for index, dims in zip(tensors, indexed, strict=True):
+        length = 0 if _is_mask(index) else call["self"].shape[dims[0]]
+        in_dim: Check = partial(check_indices, length=length, from_end=True)
+        checks.append(_pass if _is_mask(index) else in_dim)
+    return {"indices": checks}
+
+
+def _pass(index: Tensor) -> None:
+    """Check nothing."""
+
+
+def _checked(local_call: LocalCall, function: LocalFunction | None) -> LocalFunction | None:
+    """The local function; on a rank with an empty shard it first compares the indices, as no kernel does there."""
+    if not any(0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs):
+        return function
+    call = local_call.call
+    read_or_write = call.op if function is None else function
+    checks = _index_checks(call)["indices"]
+
+    def run(x: Tensor, indices: Sequence[Any], *args: Any) -> Any:
+        tensors = [index for index in indices if index is not None]
+        for index, check in zip(tensors, checks, strict=True):
+            check(index)
+        return read_or_write(x, indices, *args)
+
+    return run
 
 
 def index_put(call: OpCall) -> Iterator[Row]:
@@ -194,7 +229,7 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
     dims = [d for group in where.indexed for d in group]
     sharded = [n for n, d in enumerate(dims) if spec.dim_shardings[d].axes]
     if not sharded:
-        return None
+        return _checked(local_call, None)
     if _same_everywhere(call, where):
         return _put_one_value(local_call, dims)
     op = call.op
@@ -227,7 +262,7 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
         )
         return op(x, _target(x, dims, positions), rows.movedim(0, first) if first else rows, *args)
 
-    return run
+    return _checked(local_call, run)
 
 
 def _target(x: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> list[Tensor | None]:
@@ -306,9 +341,13 @@ def _put(local_call: LocalCall) -> LocalFunction | None:
 
 INDEXING: Table = family(
     {
-        "index.Tensor _unsafe_index.Tensor": Rule(index, _index, moves="self"),
-        "index_put.default index_put_.default": Rule(index_put, _index_put),
-        "_index_put_impl_.default _unsafe_index_put.default": Rule(index_put, _index_put),
+        "index.Tensor _unsafe_index.Tensor": Rule(
+            index, _index, moves="self", checks=_index_checks
+        ),
+        "index_put.default index_put_.default": Rule(index_put, _index_put, checks=_index_checks),
+        "_index_put_impl_.default _unsafe_index_put.default": Rule(
+            index_put, _index_put, checks=_index_checks
+        ),
         "take.default": Rule(take, _take, moves="self"),
         "put.default put_.default": Rule(put, _put),
     }

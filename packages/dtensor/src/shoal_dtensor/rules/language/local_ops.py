@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch import Tensor
 from shoal_mesh import all_reduce
 
 from ..._torch.tensors import TRACED
+from ...errors import OperatorArgumentError, OperatorIndexError
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from .rule import (
+    Check,
     LocalCall,
     LocalFunction,
     OpCall,
@@ -73,6 +75,16 @@ def bytes_of(*tensors: TensorMeta) -> int:
     return sum(prod(t.shape) * t.dtype.itemsize for t in tensors)  # (4, 6) of float32: 96
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over shards are taken: of half types, whose sums may leave the range, float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def wide_bytes_of(*tensors: TensorMeta) -> int:
+    """How many bytes global tensors have together in their `wide_dtype`."""
+    return sum(prod(t.shape) * wide_dtype(t.dtype).itemsize for t in tensors)
+
+
 def all_reduce_traffic(nbytes: float) -> Traffic:
     """The traffic of a row that all-reduces `nbytes` bytes: a reduce-scatter and an all-gather.
 
@@ -88,10 +100,10 @@ def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
 
     Even shards leave the average of their means, as torch does. The means of uneven shards do not
     average: there the mean is all-reduced, for a rank's summand would read as another mean by
-    `to_local`.
+    `to_local`. Means of half types are all-reduced in float32.
     """
     mine = row.traffic or (lambda ranks: 0.0)
-    reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
+    reduced = all_reduce_traffic(wide_bytes_of(call.outputs[0]))
     yield replace(row, outputs=(P("avg"), *row.outputs[1:]), even=True)
     yield replace(
         row, outputs=(R, *row.outputs[1:]), traffic=lambda ranks: mine(ranks) + reduced(ranks)
@@ -99,7 +111,10 @@ def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
 
 
 def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """From this rank's part of a sum over shards by `axes`, divided by the global count, to the mean of `mean_rows`."""
+    """From this rank's part of a sum over shards by `axes`, divided by the global count, to the mean of `mean_rows`.
+
+    The part is in the `wide_dtype` of the mean.
+    """
     result = local_call.outputs[0]
     averaged = {axis for axis, op in result.partials if op == "avg" and axis in axes}
     # 2: a part of 3 counts as 6, so that avg is a sum
@@ -109,7 +124,10 @@ def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tens
     def run(part: Tensor) -> Tensor:
         return all_reduced(part * ranks if ranks > 1 else part, result, others)
 
-    return run
+    def narrowed(part: Tensor) -> Tensor:
+        return run(part).to(result.dtype)
+
+    return run if wide_dtype(result.dtype) is result.dtype else narrowed
 
 
 def functional(call: OpCall) -> Any:
@@ -167,6 +185,17 @@ def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Local:
 # --- global indices, on a rank that holds an interval of the indexed dim --------------------------
 
 
+def check_values(is_valid: Tensor, message: str) -> None:
+    """Refuse values, on the ranks that have them, that are not all valid; on an accelerator the device does it later.
+
+    Compiled code raises a RuntimeError when it runs.
+    """
+    if is_valid.device.type != "cpu" or isinstance(is_valid, TRACED):
+        torch.ops.aten._assert_async.msg(is_valid.all(), message)
+    elif not is_valid.all():
+        raise OperatorArgumentError(message)
+
+
 def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
     """Refuse indices into `length` elements that are out of range.
 
@@ -179,12 +208,68 @@ def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
     if index.device.type != "cpu" or isinstance(index, TRACED):
         torch.ops.aten._assert_async.msg(is_valid.all(), f"index {message}")
     elif not is_valid.all():
-        raise IndexError(f"index {index[~is_valid].reshape(-1)[0].item()} is {message}")
+        raise OperatorIndexError(f"index {index[~is_valid].reshape(-1)[0].item()} is {message}")
+
+
+def check_indices(index: Tensor, length: int, *, from_end: bool = False) -> None:
+    """Refuse indices that are not 0 to `length - 1`, nor `-length` to -1 if they may count from the end."""
+    lowest = -length if from_end else 0
+    check_bounds(index, (index >= lowest) & (index < length), length)
+
+
+def index_check(
+    call: OpCall, argument: str, length: Callable[[OpCall], int], *, from_end: bool = False
+) -> dict[str, list[Check]]:
+    """The `checks` of a rule whose argument has indices into `length` elements."""
+    return {argument: [partial(check_indices, length=length(call), from_end=from_end)]}
+
+
+def compares_indices(
+    local: Local, argument: str, length: Callable[[OpCall], int], *, from_end: bool = False
+) -> Local:
+    """Decorator: where `local` leaves a call to the kernel, errors are the same on all ranks.
+
+    A kernel that has no element to read or write compares no index, so a rank with an empty shard
+    would go on where the others raise. For a shard of a few columns some kernels raise a
+    RuntimeError where others raise an IndexError: `OperatorIndexError` is both.
+
+    Args:
+        local: of a rule; the function that it returns compares the indices itself.
+        argument: the name of the indices.
+        length: the number of elements that they count.
+        from_end: whether negative indices count from the end.
+    """
+
+    @wraps(local)
+    def decide(local_call: LocalCall) -> LocalFunction | None:
+        function = local(local_call)
+        call = local_call.call
+        if function is not None or all(spec.replicated for spec in local_call.inputs):
+            return function
+        op = call.op
+        count = length(call)
+        place = call.schema.positional.index(argument)
+        has_nothing = any(
+            0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs
+        )
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if has_nothing:
+                check_indices(args[place], count, from_end=from_end)
+            try:
+                return op(*args, **kwargs)
+            except RuntimeError:
+                check_indices(args[place], count, from_end=from_end)
+                raise
+
+        return run
+
+    return decide
 
 
 def from_the_front(index: Tensor, length: int) -> Tensor:
     """Valid indices into `length` elements, those that count from the end (-1 is the last) counted from the front."""
-    check_bounds(index, (index >= -length) & (index < length), length)
+    check_indices(index, length, from_end=True)
     return torch.where(index < 0, index + length, index)  # [-1, 2] into 5: [4, 2]
 
 
@@ -196,7 +281,7 @@ def local_positions(
     # first is not local.
     if from_end:  # else no index may count from the end
         return in_shard(from_the_front(index, spec.shape[dim]), spec, dim)
-    check_bounds(index, (index >= 0) & (index < spec.shape[dim]), spec.shape[dim])
+    check_indices(index, spec.shape[dim])
     return in_shard(index, spec, dim)
 
 

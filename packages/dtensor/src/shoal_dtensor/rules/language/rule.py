@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from ...layout.spec import Spec
 
 LocalFunction = Callable[..., Any]
+Check = Callable[[Tensor], None]
+"""What raises an error for wrong values of a tensor."""
 Kind = Literal["plain", "each", "dynamic", "copy"]
 
 
@@ -99,6 +101,10 @@ class Rule:
             where sizes matter otherwise.
         linear: names of arguments, with spaces between them, in each of which alone the operator is
             linear: a partial sum or average of one makes all results such.
+        checks: for operators that refuse some values of an argument, such as indices: by the
+            argument's name, for each tensor in it, the function that refuses them. It is called
+            where a tensor that all ranks have is sliced, because each rank's kernel would compare
+            its own slice only.
         moves: names of arguments of which the operator only moves elements to the results: if all
             of them are partial alike, the results are too, whatever the reduction.
     """
@@ -112,6 +118,7 @@ class Rule:
     sizes: tuple[str, ...] | None = None
     linear: str = ""
     moves: str = ""
+    checks: Callable[[OpCall], Mapping[str, Sequence[Check]]] | None = None
 
     def rows_of(self, call: OpCall) -> list[Row]:
         """The rows for a call, but for those in which a conversion of dtypes would come before a reduction and may not.

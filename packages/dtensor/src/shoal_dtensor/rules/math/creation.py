@@ -21,7 +21,13 @@ from ...redistribute.plan import plan
 from ...rng.draw import draw, draw_dropout_mask, empty_local
 from ...rng.state import check_in_step, generator_of
 from ...rng.streams import Fill
-from ..language.local_ops import bytes_of, in_every_form, where_sharded, with_arguments
+from ..language.local_ops import (
+    bytes_of,
+    check_values,
+    in_every_form,
+    where_sharded,
+    with_arguments,
+)
 from ..language.notation import alike, pointwise
 from ..language.rule import (
     ANY_NORM,
@@ -106,6 +112,8 @@ def _normal(local_call: LocalCall) -> LocalFunction:
     def run_fill(
         mean: Tensor | float, std: Tensor | float = 1.0, *, generator: Generator | None = None
     ) -> Tensor:
+        if isinstance(std, Tensor) and std.device.type != "meta":
+            check_values(std >= 0, "normal: all elements of std have to be 0 or larger")
         device = next((each.device for each in (std, mean) if isinstance(each, Tensor)), None)
         fill = Fill("normal_", (0.0, 1.0 if isinstance(std, Tensor) else std))
         drawn = draw(spec, fill, generator, out=empty_local(spec, device))

@@ -23,11 +23,12 @@ from ..language.local_ops import (
     all_reduce_traffic,
     all_reduced,
     along_dim,
-    bytes_of,
     mean_of_sums,
     mean_rows,
     sharding_axes,
     where_sharded,
+    wide_bytes_of,
+    wide_dtype,
 )
 from ..language.notation import alike
 from ..language.rule import (
@@ -109,7 +110,7 @@ def _mean(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunc
     if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
         return None
     keepdim = bool(local_call.call.get("keepdim", False))
-    dtype = local_call.outputs[0].dtype
+    dtype = wide_dtype(local_call.outputs[0].dtype)
     finish = mean_of_sums(local_call, axes)
     return lambda x, *_, **__: finish(torch.sum(x, dims, keepdim, dtype=dtype) / count)
 
@@ -118,7 +119,7 @@ def var(call: OpCall) -> Iterator[Row]:
     """And `logsumexp`: two all-reduces, as a partial variance would read as another one by `to_local`."""
     has_no_maximum = "logsumexp" in call.op.__name__ and call.outputs[0].dtype.is_complex
     yield from rows_along(
-        call, None if has_no_maximum else R, lambda ranks: 2 * bytes_of(*call.outputs)
+        call, None if has_no_maximum else R, lambda ranks: 2 * wide_bytes_of(*call.outputs)
     )
 
 
@@ -135,7 +136,11 @@ def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunct
     is_deviation = "std" in call.op.__name__
     with_mean = len(local_call.outputs) == 2
 
+    dtype = local_call.outputs[0].dtype
+    wide = wide_dtype(dtype)
+
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
+        x = x.to(wide)
         mean = all_reduced(x.sum(dims, keepdim=True), spec, axes) / count
         distance = x - mean
         # Not by `conj()`: a conjugate is a mark, and marks are not looked at below a tensor
@@ -145,8 +150,8 @@ def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunct
         )
         total = all_reduced(square.sum(dims, keepdim=True), spec, axes)
         variance = total / (divisor or torch.zeros((), dtype=total.dtype, device=total.device))
-        result = (variance.sqrt() if is_deviation else variance).squeeze(gone)
-        return (result, mean.squeeze(gone)) if with_mean else result
+        result = (variance.sqrt() if is_deviation else variance).squeeze(gone).to(dtype)
+        return (result, mean.squeeze(gone).to(dtype)) if with_mean else result
 
     return run
 
@@ -193,14 +198,15 @@ def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Loca
     """log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
     dims = reduced_dims(local_call.call)
     dtype = local_call.outputs[0].dtype
+    wide = wide_dtype(dtype)
     gone = () if local_call.call.get("keepdim") else dims
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        x = x.to(dtype)
+        x = x.to(wide)
         top = _largest(x, spec, dims)
         top = torch.where(top.isfinite(), top, 0)
         total = all_reduced((x - top).exp().sum(dims, keepdim=True), spec, axes)
-        return (total.log() + top).squeeze(gone)
+        return (total.log() + top).squeeze(gone).to(dtype)
 
     return run
 
@@ -226,7 +232,8 @@ def softmax(call: OpCall) -> Iterator[Row]:
     dim = call.dim()
     is_gradient = "grad_output" in call.places
     rows = prod(n for d, n in enumerate(result.shape) if d != dim)
-    traffic = all_reduce_traffic((1 if is_gradient else 2) * rows * result.dtype.itemsize)
+    numbers = wide_dtype(result.dtype).itemsize + (0 if is_gradient else result.dtype.itemsize)
+    traffic = all_reduce_traffic(rows * numbers)
     # Of integers there is no kernel: all ranks get the error of the global tensor.
     for d in range(result.ndim if result.dtype.is_floating_point else 0):
         yield call.row(
@@ -239,6 +246,7 @@ def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """The softmax or its logarithm, or the gradient of either, with the maxima and sums of all shards."""
     axes = spec.dim_shardings[dim].axes
     dtype = local_call.outputs[0].dtype
+    wide = wide_dtype(dtype)
     is_log = "log_softmax" in local_call.call.op.__name__
 
     def forwards(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -246,15 +254,14 @@ def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         x = x.to(dtype)
         shifted = x - _largest(x, spec, (dim,))
         weights = shifted.exp()
-        total = all_reduced(weights.sum(dim, keepdim=True), spec, axes)
-        return shifted - total.log() if is_log else weights / total
+        total = all_reduced(weights.sum(dim, keepdim=True, dtype=wide), spec, axes)
+        return (shifted - total.log() if is_log else weights / total).to(dtype)
 
     def backwards(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
         """G * y - y * (sum over shards of g * y); of the logarithm g - exp(y) * (sum over shards of g)."""
         weighted, weights = (gradient, output.exp()) if is_log else (gradient * output, output)
-        return (weighted - weights * all_reduced(weighted.sum(dim, keepdim=True), spec, axes)).to(
-            dtype
-        )
+        total = all_reduced(weighted.sum(dim, keepdim=True, dtype=wide), spec, axes)
+        return (weighted - weights * total).to(dtype)
 
     return backwards if "grad_output" in local_call.call.places else forwards
 

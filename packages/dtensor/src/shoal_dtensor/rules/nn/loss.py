@@ -11,6 +11,7 @@ from itertools import zip_longest
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...layout.spec import Spec
@@ -25,10 +26,12 @@ from ..language.local_ops import (
     mean_rows,
     sharding_axes,
     where_sharded,
+    wide_dtype,
     with_arguments,
 )
 from ..language.notation import ELLIPSIS, factor_rows, parse, pointwise
 from ..language.rule import (
+    Check,
     Entry,
     LocalCall,
     LocalFunction,
@@ -76,6 +79,8 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
     count = prod(next((n for n in sizes if n != 1), 1) for sizes in by_dim)
     count = call["self"].shape[0] if has_samples else count
     finish = (lambda part: part) if is_gradient else mean_of_sums(local_call, tuple(axes))
+    if wide_dtype(call.outputs[0].dtype) is not call.outputs[0].dtype:
+        return _loss_of_half_type(local_call, count, finish)
     has_nothing = 0 in local_call["self"].local_shape
     sum_of = with_arguments(call, reduction=SUM)
 
@@ -87,6 +92,29 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
             total.zero_()
         # of a gradient the one of the sum / global count
         total = finish(total.div_(count))
+        return (total, *rest) if rest else total
+
+    return run
+
+
+def _loss_of_half_type(
+    local_call: LocalCall, count: int, finish: Callable[[Tensor], Tensor]
+) -> LocalFunction:
+    """As `_loss`, where a sum of half types would leave the range: sums are taken in float32."""
+    call = local_call.call
+    spec = local_call["self"]
+    if "grad_output" in call.places:
+        mean_of = with_arguments(call, reduction=MEAN)
+        has_samples = "multi" in call.op.__name__
+        local_count = spec.local_shape[0] if has_samples else spec.local_shape.numel()
+        # of the global mean, the one of this shard's mean * local count / global count
+        return lambda *args, **kwargs: mean_of(*args, **kwargs).mul_(local_count / count)
+    losses_of = with_arguments(call, reduction=NONE)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = losses_of(*args, **kwargs)
+        losses, *rest = [result] if isinstance(result, Tensor) else result
+        total = finish(losses.sum(dtype=torch.float32).div_(count))
         return (total, *rest) if rest else total
 
     return run
@@ -129,21 +157,36 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
             row = call.row(
                 self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic
             )
-            yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
+            rows = [*mean_rows(call, row)] if call["reduction"] == MEAN else [row]
+            # A rank with most of the weight would hold several times the mean: half types are
+            # all-reduced.
+            is_half = wide_dtype(source.dtype) is not source.dtype
+            yield from rows[-1:] if is_half else rows
 
 
 _IGNORED = -100  # no position in a shard
 
 
+def _target_check(call: OpCall) -> dict[str, list[Check]]:
+    """Targets are classes, or the index that is ignored."""
+    ignored = call["ignore_index"]
+    count = call["self"].shape[_class_dim(call)]
+
+    def check(target: Tensor) -> None:
+        check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
+
+    return {"target": [check]}
+
+
 def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tensor]:
     """From targets to their positions among this rank's classes, `_IGNORED` where another rank has the class."""
     call = local_call.call
-    classes = _class_dim(local_call.call)
+    classes = _class_dim(call)
     ignored = call["ignore_index"]
-    count = spec.shape[classes]
+    (check,) = _target_check(call)["target"]
 
     def run(target: Tensor) -> Tensor:
-        check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
+        check(target)
         here, is_here = in_shard(target.long(), spec, classes)  # targets may be bytes
         return here.masked_fill(~is_here | (target == ignored), _IGNORED)
 
@@ -160,6 +203,9 @@ def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
     finish = mean_of_sums(local_call, tuple(axis for axis in axes if axis not in over_classes))
     reduces = call["reduction"] != NONE
     is_mean = call["reduction"] == MEAN
+    dtype = call.outputs[0].dtype
+    if is_mean and wide_dtype(dtype) is not dtype:
+        return _mean_nll_of_half_type(local_call, axes, targets_here)
 
     def run(
         x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any
@@ -169,6 +215,30 @@ def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
             total = all_reduced(total, spec, axes)
         loss = all_reduced(loss, spec, over_classes)
         return (finish(loss / total) if is_mean else loss), total
+
+    return run
+
+
+def _mean_nll_of_half_type(
+    local_call: LocalCall, axes: tuple[int, ...], targets_here: Callable[[Tensor], Tensor]
+) -> LocalFunction:
+    """As `_nll_loss`, where the sums would leave the range: losses and weights in one all-reduce in float32."""
+    call = local_call.call
+    spec = local_call.inputs[0]
+    kernel = functional(call)
+    dtype = call.outputs[0].dtype
+
+    def run(
+        x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        here = targets_here(target)
+        losses, _unused = kernel(x, here, None, NONE, _IGNORED)
+        weights = (here != _IGNORED).float()
+        if weight is not None and weight.numel():
+            weights *= weight[here.clamp(min=0)]
+        sums = torch.stack([(losses * weights).sum(), weights.sum()])
+        loss, total = all_reduced(sums, spec, axes).unbind()
+        return (loss / total).to(dtype), total.to(dtype)
 
     return run
 
@@ -194,7 +264,9 @@ LOSS: Table = family(
     {
         f"{_LOSSES} binary_cross_entropy_with_logits": Rule(loss, _loss, sizes=()),
         backward(_LOSSES): Rule(pointwise(linear=(0,)).rows, _loss, sizes=()),
-        "nll_loss_forward nll_loss2d_forward": Rule(nll_loss, _nll_loss, sizes=()),
+        "nll_loss_forward nll_loss2d_forward": Rule(
+            nll_loss, _nll_loss, sizes=(), checks=_target_check
+        ),
         "nll_loss_backward nll_loss2d_backward": Rule(
             nll_loss, _nll_loss_backward, sizes=(), linear="grad_output"
         ),
