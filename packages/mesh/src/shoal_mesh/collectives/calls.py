@@ -34,6 +34,7 @@ from .graph_dependences import in_graph
 Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
 Sync = Literal[False]  # of `async_op`: the result is returned
 Async = Literal[True]  # a `Pending` is
+_STRIDED = torch.strided
 # Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a
 # third of the time.
 ONE_SHOT_RANKS = 8
@@ -87,7 +88,7 @@ def require_tensors(tensors: Sequence[Tensor], taken: str) -> None:
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements are numbers in memory at strides; a compiler, which traces no others, is not asked."""
     return is_compiling() or (
-        tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+        tensor.layout is _STRIDED and not tensor.is_quantized and not tensor.is_nested
     )
 
 
