@@ -28,7 +28,6 @@ from .saved_names import (
     insert,
     leaves_of,
     name_of,
-    shorten,
     value_at,
 )
 
@@ -129,13 +128,12 @@ class OptimizerLoad(ComponentLoad):
         saved_keys = [list(options.get("params", [])) for options in self.options]
         if not self.options:
             return {}, [None] * len(groups)
-        if all(isinstance(key, int) for key in chain.from_iterable(saved_keys)):
+        is_by_number = all(isinstance(key, int) for key in chain.from_iterable(saved_keys))
+        if is_by_number:
             self._check_numbers(saved_keys)
-            keys = {
-                param: str(key)
-                for group, of_group in zip(groups, saved_keys, strict=True)
-                for param, key in zip(group["params"], of_group, strict=True)
-            }
+            keys: dict[Tensor, str] = {}
+            for group, numbers in zip(groups, saved_keys, strict=True):
+                keys.update(zip(group["params"], map(str, numbers), strict=True))
             return keys, list(range(len(groups)))
         return self._match_names(self._require_names(find_names), saved_keys)
 
@@ -143,21 +141,22 @@ class OptimizerLoad(ComponentLoad):
         """Refuse groups of other sizes or with other names: numbers would lead to other parameters."""
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         saved_sizes = [len(of_group) for of_group in saved_keys]
-        names = [group.get("param_names") for group in self.optimizer.param_groups]
-        saved_names = [options.get("param_names") for options in self.options]
-        differ = sizes != saved_sizes or any(
-            known and stored and list(known) != list(stored)
-            for known, stored in zip(names, saved_names, strict=False)
+        has_other_names = False
+        for group, options in zip(self.optimizer.param_groups, self.options, strict=False):
+            names = group.get("param_names")
+            saved_names = options.get("param_names")
+            if names and saved_names and list(names) != list(saved_names):
+                has_other_names = True
+        if sizes == saved_sizes and not has_other_names:
+            return
+        reason = "whose names differ" if sizes == saved_sizes else f"and the optimizer {sizes}"
+        raise CheckpointError(
+            f"{name_of(self.prefix)}: the checkpoint has groups of {saved_sizes} parameters, "
+            f"{reason}. State by number cannot be matched where parameters were added, removed or "
+            "reordered: save it by name, with "
+            "shoal_dtensor.get_optimizer_state_dict(model, optimizer), or leave the optimizer out "
+            "of this load"
         )
-        if differ:
-            raise CheckpointError(
-                f"{name_of(self.prefix)}: the checkpoint has groups of {saved_sizes} parameters "
-                f"{shorten([*filter(None, saved_names)])}, the optimizer has groups of {sizes} "
-                f"{shorten([*filter(None, names)])}. State by number cannot be matched where "
-                "parameters were added, removed or reordered: save it by name, with "
-                "shoal_dtensor.get_optimizer_state_dict(model, optimizer), or leave the optimizer "
-                "out of this load"
-            )
 
     def _match_names(
         self, names: GroupNames, saved_keys: Sequence[Sequence[str]]
