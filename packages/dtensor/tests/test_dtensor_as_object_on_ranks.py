@@ -133,8 +133,11 @@ def test_numbers_are_formatted_and_not_iterated_over() -> None:
     mesh = mesh_1d()
     partial: Any = DTensor.from_local(torch.tensor(1.0), mesh, [Partial()])
     assert f"{partial:.2f} {zeros(device_mesh=mesh):>4}" == "4.00  0.0"
-    # what is printed without a format asks no other rank
+    assert f"{zeros(device_mesh=mesh)}" == "0.0"
+    # what is printed without a format asks no other rank, and says that it shows the local part
     assert f"{partial}" == repr(partial)
+    text = "DTensor(shape=(), dtype=torch.float32, placements=(Partial(sum),), device_mesh="
+    assert repr(partial).startswith(text) and "local_tensor=tensor(1.)" in repr(partial)
     with pytest.raises(TypeError, match="0-d"):
         iter(partial)
 

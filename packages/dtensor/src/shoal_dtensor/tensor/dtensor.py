@@ -352,15 +352,19 @@ class DTensor(torch.Tensor):
         super(DTensor, target).__setitem__(index, value)
 
     def __format__(self, wanted: str) -> str:
-        return (
-            format(self.item(), wanted)
-            if wanted and not self.ndim
-            else object.__format__(self, wanted)
-        )
+        # a number is formatted like one; text that asks for no format does not communicate
+        is_number = not self.ndim and type(self._local_tensor) is torch.Tensor and not self.is_meta
+        if is_number and (wanted or self._spec.replicated):
+            return format(self.item(), wanted)
+        return object.__format__(self, wanted)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's private argument is not taken
         spec = self._spec
-        return f"DTensor(local_tensor={self._local_tensor!r}, device_mesh={spec.mesh}, placements={spec.placements})"
+        layout = f"placements={spec.placements}, device_mesh={spec.mesh}"
+        return (
+            f"DTensor(shape={tuple(spec.shape)}, dtype={spec.dtype}, {layout}, "
+            f"local_tensor={self._local_tensor!r})"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         return serialization.deep_copy(DTensor, self, memo)  # type: ignore[no-any-return]  # gives the class it gets
