@@ -37,7 +37,7 @@ from data_parallel_model import (
     units,
 )
 from shoal_data_parallel import fully_shard, replicate
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, Shard, StridedShard, distribute_tensor
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import counts, on_ranks
 from shoal_tp_styles import (
@@ -226,3 +226,28 @@ def test_adapters_of_a_style_are_merged_after_they_were_sharded() -> None:
         torch.testing.assert_close(
             full(ours.weight), other.base.weight + 2 * other.b.weight @ other.a.weight
         )
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+@on_ranks(4)
+def test_placements_of_parameters_say_the_order_of_data_and_styles(rows: int) -> None:
+    # once they were (Shard(0), Shard(0)), and whoever read them got other rows
+    mesh = mesh_of(2, 2)
+    model: Any = nn.Sequential(nn.Linear(3, rows))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    for param in model.parameters():
+        weight, whole = param.detach(), param.detach().full_tensor()
+        place = weight.device_mesh, weight.placements
+        assert weight.placements == (StridedShard(0, split_factor=2), Shard(0))
+        copies = [
+            DTensor.from_local(weight.to_local(), *place, shape=weight.shape),
+            DTensor.from_local(weight.to_local(), *place, run_check=True),
+            distribute_tensor(whole, *place),
+            distribute_tensor(whole, mesh).redistribute(*place),
+            torch.zeros_like(weight).copy_(distribute_tensor(whole, *place)),
+        ]
+        for copied in copies:
+            assert copied.spec is weight.spec
+            assert torch.equal(copied.to_local(), weight.to_local())
+            assert torch.equal(copied.full_tensor(), whole)

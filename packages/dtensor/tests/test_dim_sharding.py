@@ -58,13 +58,15 @@ def test_a_sharding_survives_as_placements(
     sizes = tuple(b - a for a, b in zip([0, *bounds], [*bounds, length], strict=True))
     cut = DimSharding(axes, tuple(mesh_shape[a] for a in axes), sizes)
     placements: list[Placement] = [cut.placements(0)[axis] for axis in range(len(mesh_shape))]
-    assert shard_dim(length, axes, placements, mesh_shape) == cut
-    order = ((0, axes),)
-    assert resolved_layout(placements, mesh_shape, (length,), order) == (
-        tuple(placements),
-        order,
-        (cut,),
-    )
+    normal, order, (sharding,) = resolved_layout(placements, mesh_shape, (length,), None)
+    assert normal == tuple(placements)
+    # axes of one rank may stand elsewhere
+    assert [axis for axis in order[0][1] if mesh_shape[axis] > 1] == [
+        axis for axis in axes if mesh_shape[axis] > 1
+    ]
+    assert isinstance(sharding, DimSharding) and sharding.sizes == sizes
+    again = resolved_layout(placements, mesh_shape, (length,), ((0, axes),))
+    assert again == (normal, order, (sharding,))
 
 
 @given(st.integers(0, 30), MESH_SHAPES, st.data())
@@ -132,10 +134,12 @@ def test_a_sharding_is_counted_in_units_only_where_every_shard_is() -> None:
     assert cut.divided(2) == DimSharding((0,), (2,), (3, 1)) and cut.divided(4) is None
 
 
-def test_a_given_order_comes_before_the_strided_spelling() -> None:
+def test_a_given_order_agrees_with_the_strided_spelling() -> None:
     placements = [StridedShard(0, split_factor=2), Shard(0)]
     assert normalize_placements(placements, (2, 2), 1)[1] == ((0, (1, 0)),)
-    assert normalize_placements(placements, (2, 2), 1, ((0, (0, 1)),))[1] == ((0, (0, 1)),)
+    assert normalize_placements(placements, (2, 2), 1, ((0, (1, 0)),))[1] == ((0, (1, 0)),)
+    with pytest.raises(PlacementError, match=r"mesh axis 0 shards the dim after .* make 2 shards"):
+        normalize_placements(placements, (2, 2), 1, ((0, (0, 1)),))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from shoal_dtensor import (
     PartitionSpec,
     Replicate,
     Shard,
+    StridedShard,
     distribute_tensor,
     zeros,
 )
@@ -30,7 +31,11 @@ MESH = abstract_mesh((2, 2, 2), ("dp", "cp", "tp"))
     [
         (PartitionSpec("dp", None), (Shard(0), Replicate(), Replicate()), ((0, (0,)),)),
         (PartitionSpec(None, "tp"), (Replicate(), Replicate(), Shard(1)), ((1, (2,)),)),
-        (PartitionSpec(("tp", "dp"), 1), (Shard(0), Shard(1), Shard(0)), ((0, (2, 0)), (1, (1,)))),
+        (
+            PartitionSpec(("tp", "dp"), 1),
+            (StridedShard(0, split_factor=2), Shard(1), Shard(0)),
+            ((0, (2, 0)), (1, (1,))),
+        ),
         (
             PartitionSpec("dp", partial={"cp": "max"}),
             (Shard(0), Partial("max"), Replicate()),

@@ -53,11 +53,11 @@ def test_equal_specs_are_one_object() -> None:
     )
 
 
-def test_with_keeps_the_order_of_dims_that_the_same_axes_cut() -> None:
+def test_with_keeps_the_order_unless_placements_say_another_one() -> None:
     spec = Spec(MESH, (Shard(0), Shard(0)), (8, 8), shard_order=((0, (1, 0)),))
     assert spec.with_(dtype=torch.int64).shard_order == ((0, (1, 0)),)
-    assert spec.with_(placements=(Shard(0), Shard(0))).shard_order == ((0, (1, 0)),)
-    assert spec.with_(placements=(Shard(-2), Shard(-2))).shard_order == ((0, (1, 0)),)
+    assert spec.with_(placements=spec.placements).shard_order == ((0, (1, 0)),)
+    assert spec.with_(placements=(Shard(-2), Shard(-2))).shard_order == ((0, (0, 1)),)
     assert spec.with_(placements=(Shard(0), Shard(1))).shard_order == ((0, (0,)), (1, (1,)))
     assert spec.with_(shape=(4, 2)).stride == (2, 1)
 

@@ -420,7 +420,9 @@ class RoutedAttention(ReplacedAttention):
         options = self.options
         for axis, placement in enumerate(first.placements):
             own = tuple(first.mesh.comm(axis).line) == tuple(self.comm.line)
-            along = isinstance(placement, Shard) and placement.dim >= sequence
+            # one that says an order of axes is a `StridedShard`
+            is_interval = placement.is_shard() and not first.is_strided
+            along = is_interval and placement.dim >= sequence  # type: ignore[attr-defined]  # it shards
             if own and placement == Shard(sequence):
                 layout = SequenceLayout.contiguous(first.shape[sequence], self.comm.size)
                 if options.layout not in ("contiguous", layout):
@@ -430,7 +432,7 @@ class RoutedAttention(ReplacedAttention):
                         f"{options.layout}; pass plain local tensors"
                     )
                 options = replace(options, layout=layout)
-            elif own or along or not isinstance(placement, Shard | Replicate):
+            elif own or along or not (is_interval or isinstance(placement, Replicate)):
                 raise LayoutError(
                     f"attention of a sharded sequence takes DTensors that are Shard({sequence}) on "
                     "the axis of the "

@@ -511,7 +511,9 @@ def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Pl
     rank has 3 runs.
     """
     shape = axes.mesh.shape[axes.mesh.ndim - axes.sharded :]
-    runs = next((p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim), None)
+    strided = [p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim]
+    # one without sizes, or of one run, says an order of axes
+    runs = next((p for p in strided if p.sizes is not None and p.split_factor > 1), None)
     if runs is None or runs.sizes is None:
         return [shard] * axes.sharded
     if shard.sizes is not None:

@@ -247,6 +247,17 @@ class DimSharding:
             axes, axis_sizes, tuple(chain.from_iterable([inner[size] for size in self.sizes]))
         )
 
+    def in_written_order(self) -> DimSharding:
+        """The same shards with the axes as placements say their order, which do not say where axes of one rank are."""
+        if 1 not in self.axis_sizes:
+            return self
+        sizes = dict(zip(self.axes, self.axis_sizes, strict=True))
+        axes = order_of_axes(0, shards_before(self.axes, self.axis_sizes), sizes)
+        sharding: DimSharding = object.__new__(DimSharding)
+        axis_sizes = tuple([sizes[axis] for axis in axes])
+        sharding._set(axes, axis_sizes, self.length, self.step, self.ragged)
+        return sharding
+
     def rechunked(self, length: int) -> DimSharding:
         """`length` elements, sharded over the same axes in the sizes of `torch.chunk`."""
         sharding = DimSharding.whole(length)
@@ -259,19 +270,79 @@ class DimSharding:
         bounds = [0, *map(before, self.offsets[1:]), length]
         return DimSharding(self.axes, self.axis_sizes, tuple([b - a for a, b in pairwise(bounds)]))
 
-    def placements(self, dim: int, *, explicit: bool = False) -> dict[int, Shard]:
-        """The placement on tensor dim `dim` that each of the axes has: sizes where needed, or `explicit`."""
-        if self.even and not explicit:
-            return dict.fromkeys(self.axes, Shard(dim))
-        placements: dict[int, Shard] = {}
+    def placements(self, dim: int) -> dict[int, Shard | StridedShard]:
+        """The placement on tensor dim `dim` that each of the axes has, with sizes where needed."""
+        outer_shards = shards_before(self.axes, self.axis_sizes)
+        placements: dict[int, Shard | StridedShard] = {}
+        if self.even:
+            for axis in self.axes:
+                placements[axis] = in_order(Shard(dim), outer_shards[axis])
+            return placements
         here = self.outer(0)
         for count, (axis, ways) in enumerate(zip(self.axes, self.axis_sizes, strict=True), 1):
             default = here.chunked(axis, ways)
             here = self.outer(count)
-            placements[axis] = (
-                Shard(dim, sizes=here.sizes) if explicit or here != default else Shard(dim)
-            )
+            placement = Shard(dim, sizes=None if here == default else here.sizes)
+            placements[axis] = in_order(placement, outer_shards[axis])
         return placements
+
+
+def order_of_axes(
+    dim: int, outer_shards: Mapping[int, int], mesh_shape: Sequence[int] | Mapping[int, int]
+) -> tuple[int, ...]:
+    """Axes of a dim, outermost first: ascending, but each after axes to its right that make so many shards.
+
+    `{0: 2, 1: 1}` on a mesh (4, 2) is (1, 0). Axes of one rank come as late as may be.
+
+    Raises:
+        PlacementError: if no leading part of the axes to the right makes so many.
+    """
+    order: tuple[int, ...] = ()
+    for axis in sorted(outer_shards, reverse=True):
+        wanted = outer_shards[axis]
+        count = 1
+        position = 0
+        while count != wanted and position < len(order):
+            count *= mesh_shape[order[position]]
+            position += 1
+        if count != wanted:
+            raise PlacementError(
+                f"mesh axis {axis}: its placement says that axes to its right make {wanted} shards "
+                f"of dim {dim} before it, as StridedShard(dim={dim}, split_factor={wanted}) does; "
+                "the axes to its right that shard the dim have sizes "
+                f"{[mesh_shape[other] for other in order]}, and no leading part of them multiplies "
+                f"to {wanted}. Use a factor to which one does, or pad the dim to a multiple of "
+                f"{wanted}: alone on a dim that it divides, a factor counts equal runs"
+            )
+        order = (*order[:position], axis, *order[position:])
+    return order
+
+
+def shards_before(axes: Sequence[int], axis_sizes: Sequence[int]) -> dict[int, int]:
+    """For each axis of a dim, the number of shards that axes to its right make before it.
+
+    Axes (2, 0, 1) of sizes (3, 2, 2): axis 2 makes 3 shards before axes 0 and 1, so {2: 1, 0: 3,
+    1: 3}.
+    """
+    counts: dict[int, int] = {}
+    for position, axis in enumerate(axes):
+        outer = zip(axes[:position], axis_sizes[:position], strict=True)
+        counts[axis] = prod([size for other, size in outer if other > axis])
+    return counts
+
+
+def in_order(placement: Shard | StridedShard, outer_shards: int) -> Shard | StridedShard:
+    """The placement of an axis that shards a dim after axes to its right, which make so many shards of it."""
+    if outer_shards == 1:
+        return placement
+    if placement.sizes is None:
+        return StridedShard(
+            placement.dim, split_factor=outer_shards, multiple_of=placement.multiple_of
+        )
+    runs = placement.split_factor if isinstance(placement, StridedShard) else 1
+    return StridedShard(
+        placement.dim, split_factor=runs, sizes=placement.sizes, outer_shards=outer_shards
+    )
 
 
 _whole = lru_cache(maxsize=4096)(partial(DimSharding.chunks, (), ()))
@@ -388,16 +459,25 @@ class StridedDimSharding:
         """In how many runs a mesh axis shards the dim."""
         return next(runs for runs, sharding in self.levels if axis in sharding.axes)
 
+    def in_written_order(self) -> StridedDimSharding:
+        """The same shards with the axes as placements say their order."""
+        levels = tuple([(runs, sharding.in_written_order()) for runs, sharding in self.levels])
+        return StridedDimSharding(levels, self.length)
+
     def placements(self, dim: int) -> dict[int, Shard | StridedShard]:
         """The placement on tensor dim `dim` that each of the axes has."""
         by_axis: dict[int, Shard | StridedShard] = {}
         for runs, sharding in self.levels:
-            for axis, placement in sharding.placements(dim, explicit=runs > 1).items():
-                strided = runs > 1 and placement.sizes is not None
-                by_axis[axis] = (
-                    StridedShard(dim, split_factor=runs, sizes=placement.sizes)
-                    if strided
-                    else placement
+            if runs == 1:
+                by_axis |= sharding.placements(dim)
+                continue
+            outer_shards = shards_before(sharding.axes, sharding.axis_sizes)
+            for count, axis in enumerate(sharding.axes, 1):
+                by_axis[axis] = StridedShard(
+                    dim,
+                    split_factor=runs,
+                    sizes=sharding.outer(count).sizes,
+                    outer_shards=outer_shards[axis],
                 )
         return by_axis
 

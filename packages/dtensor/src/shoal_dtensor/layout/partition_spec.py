@@ -2,8 +2,9 @@
 
 `PartitionSpec("dp", None)` says them per tensor dim, in the spelling of JAX's partition specs:
 placements and shard order together, translated where it enters. Users also write `Shard(-1)`,
-torch's `StridedShard` for an order of axes, or sizes that are `torch.chunk`'s. In a spec one layout
-has one spelling, so equal layouts are equal specs.
+plain shards with a shard order beside them, or sizes that are `torch.chunk`'s. In a spec one layout
+has one spelling, so equal layouts are equal specs. The placements of a spec say the whole layout,
+the order of axes included: an axis that shards a dim after axes to its right is a `StridedShard`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import constant_when_compiled
 
 from ..errors import ArgumentTypeError, PlacementError, PlacementIndexError
-from .dim_sharding import AnyDimSharding, DimSharding, ShardOrder, chunk_sizes, shard_any_dim
+from .dim_sharding import (
+    AnyDimSharding,
+    DimSharding,
+    ShardOrder,
+    chunk_sizes,
+    in_order,
+    order_of_axes,
+    shard_any_dim,
+    shards_before,
+)
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 
 Axis = str | int
@@ -36,7 +46,7 @@ class PartitionSpec:
         >>> from shoal_mesh import abstract_mesh
         >>> mesh = abstract_mesh((2, 4), ("dp", "tp"))
         >>> PartitionSpec(None, ("tp", "dp")).resolve(mesh)
-        ((Shard(dim=1), Shard(dim=1)), ((1, (1, 0)),))
+        ((StridedShard(dim=1, sf=4), Shard(dim=1)), ((1, (1, 0)),))
         >>> PartitionSpec("dp", partial={"tp": "sum"}).resolve(mesh)[0]
         (Shard(dim=0), Partial(sum))
     """
@@ -72,6 +82,9 @@ class PartitionSpec:
                 placements[axis] = placement
             if indices and isinstance(placement, Shard):
                 order.append((placement.dim, indices))
+                sizes = [mesh.shape[axis] for axis in indices]
+                for axis, outer_shards in shards_before(indices, sizes).items():
+                    placements[axis] = in_order(placement, outer_shards)
         return tuple(placements), tuple(order)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
@@ -122,14 +135,18 @@ def normalize_placements(
     shard_order: ShardOrder | None = None,
     shape: Sequence[int] | None = None,
 ) -> tuple[tuple[Placement, ...], ShardOrder]:
-    """Placements with non-negative dims and without torch's strided spelling, and the order of axes on each dim."""
+    """Placements with non-negative dims that say no order of axes, and the order of axes on each dim.
+
+    Placements that say an order must agree with `shard_order`, which `Shard`s follow where it is
+    given.
+    """
     if len(placements) != len(mesh_shape):
         raise PlacementIndexError(
             f"expected one placement for each of the {len(mesh_shape)} axes of the mesh of shape "
             f"{tuple(mesh_shape)}, got {len(placements)}: {list(placements)}"
         )
     resolved: list[Placement] = []
-    strided: dict[int, int] = {}
+    outer_shards: dict[int, int] = {}
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Placement):
             raise PlacementError(  # torch's placements have the same names
@@ -144,21 +161,66 @@ def normalize_placements(
                     f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims"
                 )
             placement = placement.on_dim(dim)
-            if isinstance(placement, StridedShard) and placement.sizes is None:
-                placement = _in_runs(placement, axis, placements, mesh_shape, shape=shape)
-            if isinstance(placement, StridedShard) and placement.sizes is None:
-                strided[axis], placement = placement.split_factor, Shard(dim)
+            if isinstance(placement, StridedShard):
+                if placement.sizes is None:
+                    placement = _in_runs(placement, axis, placements, mesh_shape, shape=shape)
+                placement, outer_shards[axis] = _without_order(placement)
         resolved.append(placement)
-    order = _order_of(resolved, strided, mesh_shape)
-    asked = {d % ndim if ndim else d: tuple(axes) for d, axes in shard_order or ()}
-    for dim, axes in asked.items():
-        ascending = tuple(sorted(order.get(dim, ())))
+    order = _order_of(resolved, outer_shards, mesh_shape)
+    for dim, axes in shard_order or ():
+        asked_dim = dim % ndim if ndim else dim
+        ascending = tuple(sorted(order.get(asked_dim, ())))
         if sorted(axes) != [*ascending]:
             raise PlacementError(
-                f"shard_order: axes {axes} given for tensor dim {dim}, but the placements "
+                f"shard_order: axes {axes} given for tensor dim {asked_dim}, but the placements "
                 f"{tuple(map(str, resolved))} shard it by axes {ascending}"
             )
-    return tuple(resolved), tuple((dim, asked.get(dim, order[dim])) for dim in sorted(order))
+        if axes:
+            _check_agreed(asked_dim, axes, resolved, outer_shards, mesh_shape=mesh_shape)
+            order[asked_dim] = tuple(axes)
+    return tuple(resolved), tuple(sorted(order.items()))
+
+
+def _without_order(placement: StridedShard) -> tuple[Shard | StridedShard, int]:
+    """A placement without the order that it says, and the shards that axes to its right make before it."""
+    dim, sizes = placement.dim, placement.sizes
+    if sizes is None:
+        return Shard(dim, multiple_of=placement.multiple_of), placement.split_factor
+    if placement.split_factor == 1:
+        return Shard(dim, sizes=sizes), placement.outer_shards
+    runs = StridedShard(dim, split_factor=placement.split_factor, sizes=sizes)
+    return runs, placement.outer_shards
+
+
+def _check_agreed(
+    dim: int,
+    axes: Sequence[int],
+    placements: Sequence[Placement],
+    outer_shards: Mapping[int, int],
+    mesh_shape: Sequence[int],
+) -> None:
+    """Raise PlacementError if placements say another order of a dim's axes than a shard order does."""
+    given: dict[int, int] = {}
+    for of_level in _by_runs(axes, placements).values():
+        given |= shards_before(of_level, [mesh_shape[axis] for axis in of_level])
+    for axis, count in outer_shards.items():
+        if axis in given and count not in (1, given[axis]):
+            raise PlacementError(
+                f"shard_order: axes {tuple(axes)} given for tensor dim {dim}, but by its placement "
+                f"mesh axis {axis} shards the dim after axes to its right that make {count} "
+                f"shards, and in this order they make {given[axis]}; give the placements alone, "
+                "which say the order, or Shard placements with a shard_order"
+            )
+
+
+def _by_runs(axes: Sequence[int], placements: Sequence[Placement]) -> dict[int, list[int]]:
+    """The axes of a dim by the number of runs that they shard, ascending, each in the order given."""
+    by_runs: dict[int, list[int]] = {}
+    for axis in axes:
+        placement = placements[axis]
+        runs = placement.split_factor if isinstance(placement, StridedShard) else 1
+        by_runs.setdefault(runs, []).append(axis)
+    return dict(sorted(by_runs.items()))
 
 
 def _in_runs(
@@ -185,37 +247,26 @@ def _in_runs(
         return placement
     sizes: tuple[int, ...] = (shape[dim] // runs,)
     for ways in (mesh_shape[a] for a in sharding if a <= axis):
-        sizes = tuple(part for size in sizes for part in chunk_sizes(size, ways))
+        sizes = tuple(
+            [part for size in sizes for part in chunk_sizes(size, ways, placement.multiple_of)]
+        )
     return StridedShard(dim, split_factor=runs, sizes=sizes)
 
 
 def _order_of(
-    placements: Sequence[Placement], strided: dict[int, int], mesh_shape: Sequence[int]
+    placements: Sequence[Placement], outer_shards: Mapping[int, int], mesh_shape: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """The axes that shard each dim: ascending, but behind those to its right whose sizes multiply to a split factor."""
+    """The axes that shard each dim, outermost first: ascending but for those with `outer_shards`."""
+    axes_of: dict[int, list[int]] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | StridedShard):
+            axes_of.setdefault(placement.dim, []).append(axis)
     order: dict[int, tuple[int, ...]] = {}
-    for axis in reversed(range(len(placements))):
-        placement = placements[axis]
-        if not isinstance(placement, Shard | StridedShard):
-            continue
-        before = order.get(placement.dim, ())
-        factor = 1
-        position = 0
-        while factor != strided.get(axis, 1) and position < len(before):
-            factor *= mesh_shape[before[position]]
-            position += 1
-        if factor != strided.get(axis, 1):
-            raise PlacementError(
-                f"StridedShard(dim={placement.dim}, split_factor={strided[axis]}) on mesh axis "
-                f"{axis}: the axes to its "
-                f"right that shard dim {placement.dim} have sizes "
-                f"{[mesh_shape[a] for a in before]}; "
-                f"no leading part of them multiplies to {strided[axis]}. Use a factor to which one "
-                "does, or pad the "
-                f"dim to a multiple of {strided[axis]}: alone on a dim that it divides, a factor "
-                "counts equal runs"
-            )
-        order[placement.dim] = (*before[:position], axis, *before[position:])
+    for dim, axes in axes_of.items():
+        order[dim] = ()
+        for of_level in _by_runs(axes, placements).values():
+            counts = {axis: outer_shards.get(axis, 1) for axis in of_level}
+            order[dim] += order_of_axes(dim, counts, mesh_shape)
     return order
 
 
@@ -231,13 +282,31 @@ def resolved_layout(
     )
     axes_of = dict(order)
     canonical = dict(enumerate(normal))
-    shardings = tuple(
-        [shard_any_dim(n, axes_of.get(dim, ()), normal, mesh_shape) for dim, n in enumerate(shape)]
-    )
-    for dim, sharding in enumerate(shardings):
-        if isinstance(sharding, DimSharding) and any(
-            getattr(normal[axis], "sizes", None) for axis in sharding.axes
-        ):
+    shardings: list[AnyDimSharding] = []
+    for dim, n in enumerate(shape):
+        sharding = shard_any_dim(n, axes_of.get(dim, ()), normal, mesh_shape)
+        has_sizes = any(getattr(normal[axis], "sizes", None) for axis in sharding.axes)
+        if len(sharding.axes) > 1:
+            sharding = sharding.in_written_order()
+        if has_sizes:
             # sizes are dropped that say what `torch.chunk` does anyway
             canonical |= sharding.placements(dim)
-    return tuple(canonical.values()), order, shardings
+        else:
+            canonical |= _placements_in_order(sharding, normal)
+        shardings.append(sharding)
+    final_order = tuple([(dim, s.axes) for dim, s in enumerate(shardings) if s.axes])
+    return tuple(canonical.values()), final_order, tuple(shardings)
+
+
+def _placements_in_order(
+    sharding: AnyDimSharding, placements: Sequence[Placement]
+) -> dict[int, Placement]:
+    """The placements of the axes that shard a dim, none of which has sizes; each says its place in the order."""
+    if not isinstance(sharding, DimSharding):
+        return {}
+    in_their_order: dict[int, Placement] = {}
+    for axis, count in shards_before(sharding.axes, sharding.axis_sizes).items():
+        placement = placements[axis]
+        assert isinstance(placement, Shard), "placements with runs have sizes"
+        in_their_order[axis] = in_order(placement, count)
+    return in_their_order

@@ -221,65 +221,119 @@ class Shard(Placement):
 
 @constant_when_compiled
 class StridedShard(Placement):
-    """The axis shards tensor dim `dim` in several runs alike: what a reshape makes of a sharded dim behind another.
+    """The axis shards tensor dim `dim` after axes to its right, or in several equal runs.
 
+    Without `sizes` it says an order of axes, as torch's `_StridedShard` does: mesh axes to its right
+    whose sizes multiply to `split_factor` shard the dim before it does. A parameter of
+    `fully_shard` on top of tensor parallelism has the placements `(StridedShard(0,
+    split_factor=2), Shard(0))`: the second axis shards dim 0 into 2, the first axis each of these.
+
+    With `sizes` the dim is `split_factor` equal runs, and coordinate `i` holds the `i`-th shard of
+    each run. A reshape makes this of a sharded dim behind another one:
     `(batch, sequence) -> (batch * sequence)` with the sequence sharded gives `StridedShard(0,
-    split_factor=batch, sizes=...)`: the dim is `split_factor` equal runs, of each of which
-    coordinate `i` holds the `i`-th shard.
+    split_factor=batch, sizes=...)`.
 
-    Without `sizes` it is torch's spelling of "axes to the right shard this dim first", for
-    interchange: mesh axes to its right whose sizes multiply to `split_factor` shard the dim before
-    it does. Specs translate that to an explicit shard order.
+    A factor without `sizes` also counts runs if the tensor dim is a multiple of it and each axis
+    that shards the dim has the same factor.
 
     Args:
         dim: the tensor dim.
-        split_factor: number of runs.
-        sizes: elements of one run that each coordinate holds.
+        split_factor: number of shards that axes to the right have made before; with `sizes` the
+            number of runs, 1 for a dim that is not divided into runs.
+        sf: short for `split_factor`, as torch spells it.
+        sizes: elements of one run that each coordinate holds. When outer axes shard the runs,
+            `sizes` lists every shard so far, outermost axis slowest.
+        multiple_of: divide only at multiples of so many elements, as in `Shard`.
+        outer_shards: with `sizes`, number of shards that axes to the right have made of each run
+            before. Ragged shards in an order of axes that is not ascending have it.
 
     Raises:
-        PlacementError: if `split_factor` is below 1 or a size negative.
+        PlacementError: if `split_factor`, `multiple_of` or `outer_shards` is below 1 or a size is
+            negative, if `sizes` and `multiple_of` are both given, or `outer_shards` without `sizes`.
+        ArgumentTypeError: if `split_factor` and `sf` are both given.
 
     Example:
-        >>> StridedShard(0, split_factor=2, sizes=(3, 2))  # of 10 elements, rank 0 has 0..2 and 5..7
-        StridedShard(dim=0, split_factor=2, sizes=(3, 2))
+        >>> StridedShard(0, split_factor=2, sizes=(3, 2)) # of 10 elements, rank 0 has 0..2 and 5..7
+        StridedShard(dim=0, sf=2, sizes=(3, 2))
+        >>> isinstance(StridedShard(0, split_factor=2), Shard)
+        False
     """
 
-    __slots__ = ("dim", "sizes", "split_factor")
+    __slots__ = ("dim", "multiple_of", "outer_shards", "sizes", "split_factor")
     __match_args__ = ("dim",)
     dim: int
     split_factor: int
     sizes: tuple[int, ...] | None
+    multiple_of: int
+    outer_shards: int
 
     def __new__(
-        cls, dim: int, *, split_factor: int, sizes: Sequence[int] | None = None
+        cls,
+        dim: int,
+        *,
+        split_factor: int = 1,
+        sf: int | None = None,
+        sizes: Sequence[int] | None = None,
+        multiple_of: int = 1,
+        outer_shards: int = 1,
     ) -> StridedShard:
-        if split_factor < 1:
+        if sf is not None and split_factor != 1:
+            raise ArgumentTypeError(
+                f"StridedShard: give split_factor or sf, not both (got {split_factor} and {sf})"
+            )
+        split_factor = split_factor if sf is None else sf
+        counts = {
+            "split_factor": split_factor,
+            "multiple_of": multiple_of,
+            "outer_shards": outer_shards,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise PlacementError(f"StridedShard: {name} must be at least 1, got {count}")
+        if sizes is None and outer_shards != 1:
             raise PlacementError(
-                f"StridedShard: split_factor must be at least 1, got {split_factor}"
+                f"StridedShard: outer_shards={outer_shards} goes with sizes; without sizes "
+                "split_factor says the same"
             )
         if sizes is not None:
             sizes = tuple(int(size) for size in sizes)
+            if multiple_of != 1:
+                raise PlacementError(
+                    f"StridedShard: give sizes or multiple_of, not both (got {sizes} and "
+                    f"{multiple_of})"
+                )
             if any(size < 0 for size in sizes):
                 raise PlacementError(f"StridedShard: sizes must not be negative, got {sizes}")
-        return cls._intern({"dim": int(dim), "split_factor": int(split_factor), "sizes": sizes})
+        return cls._intern({"dim": int(dim), "sizes": sizes, **counts})
 
     def on_dim(self, dim: int) -> StridedShard:
         """The same sharding of another tensor dim."""
-        return (
-            self
-            if dim == self.dim
-            else StridedShard(dim, split_factor=self.split_factor, sizes=self.sizes)
+        if dim == self.dim:
+            return self
+        return StridedShard(
+            dim,
+            split_factor=self.split_factor,
+            sizes=self.sizes,
+            multiple_of=self.multiple_of,
+            outer_shards=self.outer_shards,
         )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _strided_shard, (self.dim, self.split_factor, self.sizes)
+        fields: tuple[Any, ...] = (self.dim, self.split_factor, self.sizes)
+        if self.multiple_of != 1 or self.outer_shards != 1:
+            fields = (*fields, self.multiple_of, self.outer_shards)
+        return _strided_shard, fields
 
     def __repr__(self) -> str:
         more = f", sizes={self.sizes}" if self.sizes is not None else ""
-        return f"StridedShard(dim={self.dim}, split_factor={self.split_factor}{more})"
+        more += f", multiple_of={self.multiple_of}" if self.multiple_of != 1 else ""
+        more += f", outer_shards={self.outer_shards}" if self.outer_shards != 1 else ""
+        return f"StridedShard(dim={self.dim}, sf={self.split_factor}{more})"
 
     def __str__(self) -> str:
         more = f",{list(self.sizes)}" if self.sizes is not None else ""
+        more += f",x{self.multiple_of}" if self.multiple_of != 1 else ""
+        more += f",in{self.outer_shards}" if self.outer_shards != 1 else ""
         return f"SS({self.dim},{self.split_factor}{more})"
 
 
@@ -382,9 +436,19 @@ def _shard(dim: int, sizes: tuple[int, ...] | None, multiple_of: int) -> Shard:
 
 
 def _strided_shard(
-    dim: int, split_factor: int, sizes: tuple[int, ...] | None = None
+    dim: int,
+    split_factor: int,
+    sizes: tuple[int, ...] | None = None,
+    multiple_of: int = 1,
+    outer_shards: int = 1,
 ) -> StridedShard:
-    return StridedShard(dim, split_factor=split_factor, sizes=sizes)
+    return StridedShard(
+        dim,
+        split_factor=split_factor,
+        sizes=sizes,
+        multiple_of=multiple_of,
+        outer_shards=outer_shards,
+    )
 
 
 class Absent:

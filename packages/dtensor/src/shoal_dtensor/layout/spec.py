@@ -7,7 +7,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any, ClassVar
@@ -44,13 +44,17 @@ class Spec(Interned):
 
     Args:
         mesh: the mesh.
-        placements: one per mesh axis; negative dims and torch's strided spelling are resolved.
+        placements: one per mesh axis; negative dims are resolved.
         shape: global shape.
         stride: global stride in elements; contiguous when left out.
         dtype: element type.
-        shard_order: pairs (tensor dim, mesh axes outermost first); ascending axes where left out.
+        shard_order: pairs (tensor dim, mesh axes outermost first). Where left out, the placements
+            say the order: ascending, but for `StridedShard`s.
 
     Attributes:
+        placements: one per mesh axis, in one spelling for each layout. They say the whole layout: an
+            axis that shards a dim after axes to its right is a `StridedShard`.
+        shard_order: for every sharded dim, the mesh axes that shard it, outermost first.
         dim_shardings: for each tensor dim, how the mesh shards it.
         is_strided: whether a reshape folded a sharded dim behind another one: ranks hold no box
             (`StridedDimSharding`).
@@ -344,24 +348,47 @@ class Spec(Interned):
         dtype: torch.dtype | None = None,
         shard_order: ShardOrder | None = None,
     ) -> Spec:
-        """A spec that differs in what is given; the shard order is kept where it fits, a new shape is contiguous."""
-        order = shard_order or self.shard_order
+        """A spec that differs in what is given; placements say their own order of axes, a new shape is contiguous."""
         if placements is None:
             placements = self.placements
-        elif not shard_order:
-            of = shape or self.shape
-            axes_of = dict(
-                normalize_placements(placements, self.mesh.shape, len(of), None, shape=of)[1]
-            )
-            order = tuple(
-                (dim, axes) for dim, axes in order if sorted(axes) == sorted(axes_of.get(dim, ()))
-            )
+            shard_order = shard_order or self.shard_order
         if shape is None:
             shape = self.shape
             stride = self.stride if stride is None else stride
         return Spec(
-            self.mesh, placements, shape, stride, dtype=dtype or self.dtype, shard_order=order
+            self.mesh, placements, shape, stride, dtype=dtype or self.dtype, shard_order=shard_order
         )
+
+    def without_axes(self, axes: Collection[int]) -> Spec:
+        """The spec in which these mesh axes replicate, and the others shard and reduce as before.
+
+        Args:
+            axes: indices of mesh axes. Axes that shard a dim after one of them, in sizes of their
+                own, shard it as `Shard(dim)` does.
+
+        Example:
+            >>> from shoal_mesh import abstract_mesh
+            >>> from shoal_dtensor import StridedShard
+            >>> spec = Spec(abstract_mesh((2, 2)), (StridedShard(0, sf=2), Shard(0)), (8,))
+            >>> spec.without_axes({1}).placements
+            (Shard(dim=0), Replicate())
+        """
+        placements, whole_order = normalize_placements(
+            self.placements, self.mesh.shape, self.ndim, self.shard_order, shape=self.shape
+        )
+        kept: list[Placement] = [*placements]
+        for axis in axes:
+            kept[axis] = Replicate()
+        kept_order: list[tuple[int, tuple[int, ...]]] = []
+        for dim, of_dim in whole_order:
+            kept_order.append((dim, tuple([axis for axis in of_dim if axis not in axes])))
+            first_gone = min([of_dim.index(axis) for axis in axes if axis in of_dim], default=None)
+            after = () if first_gone is None else of_dim[first_gone:]
+            for axis in after:
+                if axis not in axes and isinstance(kept[axis], Shard):
+                    kept[axis] = Shard(dim)
+        order = tuple(kept_order)
+        return Spec(self.mesh, kept, self.shape, self.stride, dtype=self.dtype, shard_order=order)
 
     def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
         plain = (*self.shape,), self.stride, self.dtype, (*map(tuple, self.shard_order),)

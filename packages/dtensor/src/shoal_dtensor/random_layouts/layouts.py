@@ -29,6 +29,7 @@ from .._torch.tensors import TensorNote, pytree
 from ..dispatch.global_call import replicated_spec, specs_in
 from ..errors import LayoutError
 from ..layout.boxes import spans
+from ..layout.dim_sharding import StridedDimSharding
 from ..layout.placements import Replicate, Shard, StridedShard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import dense_stride, flatten
@@ -281,9 +282,13 @@ def extents(spec: Spec, axis: int) -> tuple[int, ...]:
 def shard_of(spec: Spec, axis: int) -> AnyShard | None:
     """How an axis shards a tensor, with the sizes of all its shards; None where it does not."""
     placement = spec.placements[axis]
-    if isinstance(placement, Shard):
-        return Shard(placement.dim, sizes=extents(spec, axis))
-    return placement if isinstance(placement, StridedShard) else None
+    if not isinstance(placement, Shard | StridedShard):
+        return None
+    sharding = spec.dim_shardings[placement.dim]
+    says_order = isinstance(placement, StridedShard) and sharding.even
+    if says_order or isinstance(sharding, StridedDimSharding):
+        return placement
+    return Shard(placement.dim, sizes=extents(spec, axis))
 
 
 # --- sizes that are given as arguments ------------------------------------------------------------
@@ -304,7 +309,7 @@ def _resized(
     # the dim of the result whose size was given as -1
     inferred = start + asked.index(-1) if -1 in asked else None
     sizes = list(out.shape)
-    for dim in {p.dim for p in spec.placements if isinstance(p, Shard)}:
+    for dim in {p.dim for p in spec.placements if isinstance(p, Shard | StridedShard)}:
         target, size = _scaled(spec, dim, tuple(out.shape), inferred)
         sizes[target] = size if sizes[target] == out.shape[target] else -1
     if -1 in sizes or prod(sizes) != spec.shape.numel():
@@ -357,10 +362,12 @@ def _adopted(specs: Sequence[Spec], value: Any) -> Any:
     for spec in specs if isinstance(value, Tensor) else ():
         skip = spec.ndim - value.ndim  # (6,) beside (4, 6): its dim 0 is dim 1
         placements = [
-            p.on_dim(p.dim - skip) if isinstance(p, Shard) and p.dim >= skip else Replicate()
+            p.on_dim(p.dim - skip)
+            if isinstance(p, Shard | StridedShard) and p.dim >= skip
+            else Replicate()
             for p in spec.placements
         ]
-        sharded = {p.dim for p in placements if isinstance(p, Shard)}
+        sharded = {p.dim for p in placements if isinstance(p, Shard | StridedShard)}
         fits = skip >= 0 and all(
             n == size or (n == 1 and d not in sharded)
             for d, (n, size) in enumerate(zip(value.shape, spec.local_shape[skip:], strict=True))

@@ -279,6 +279,11 @@ class Watch(FunctionMode):
                     return LocalLayout(
                         unknown=f"where the sharded dim {kept.dim} of the module's input went"
                     )
+                sharding = around.spec.dim_shardings[kept.dim]
+                if len(sharding.axes) > 1 and not sharding.even:
+                    return LocalLayout(
+                        unknown=f"several axes shard dim {kept.dim}, in shards of different sizes"
+                    )
                 placements[other] = kept
         placements[axis] = shard or Replicate()
         dims = [placement.dim for placement in placements if isinstance(placement, AnyShard)]

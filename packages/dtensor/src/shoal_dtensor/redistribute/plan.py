@@ -267,7 +267,7 @@ def _plan_across(
     copies = [
         axis
         for axis, p in enumerate(dst.placements)
-        if not isinstance(p, Shard) and dst.mesh.shape[axis] > 1
+        if not p.is_shard() and dst.mesh.shape[axis] > 1
     ]
     # Replicas of the destination are made there, or sent ready.
     targets = dict.fromkeys([*_reduced(dst, of_dst), *_reduced(dst, copies)])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_dtensor import DTensor, Partial, Replicate
+from shoal_dtensor import DTensor, Partial
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import first_order_only
 from shoal_mesh import all_reduce
@@ -236,11 +236,14 @@ def _operands(
     # the ranks that shard the classes all need the same rows, with all features
     if isinstance(input, DTensor):
         mesh = input.device_mesh
-        placements = [
-            Replicate() if mesh.comm(axis).ranks == vocab.comm.ranks else p
-            for axis, p in enumerate(rows.placements or [Replicate()] * mesh.ndim)
+        others = [
+            axis
+            for axis, p in enumerate(input.placements)
+            if not p.is_shard()
+            or p.is_shard(input.ndim - 1)
+            or mesh.comm(axis).ranks == vocab.comm.ranks
         ]
-        input = input.redistribute(placements=placements)
+        input = input.redistribute(placements=input.spec.without_axes(others).placements)
         rows = LogitRows.of(input, -1)
         input = input.to_local()
     sharded = {axis for _, axes in rows.order for axis in axes}

@@ -91,7 +91,7 @@ class HeadShard:
             >>> HeadShard(0, Heads(6, 8)).on(4)
             Shard(dim=0, sizes=(16, 16, 8, 8))
             >>> HeadShard(1, Heads(6, 1), blocks=2).on(3)
-            StridedShard(dim=1, split_factor=2, sizes=(2, 2, 2))
+            StridedShard(dim=1, sf=2, sizes=(2, 2, 2))
         """
         count = self.heads.count
         size = self.heads.size

@@ -107,7 +107,7 @@ class ExpertTensorParallel(DeclaredStyle):
         ...         self.gate_up_proj = nn.Parameter(torch.ones(4, 16, 2))
         ...         self.down_proj = nn.Parameter(torch.ones(4, 2, 8))
         >>> ExpertTensorParallel().sharding(Experts()).placements("gate_up_proj", (2,))
-        (StridedShard(dim=1, split_factor=2, sizes=(4, 4)),)
+        (StridedShard(dim=1, sf=2, sizes=(4, 4)),)
     """
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
