@@ -119,7 +119,9 @@ class Spec(Interned):
         try:
             shape = torch.Size(shape)
             stride = contiguous_stride(shape) if stride is None else tuple(stride)
-            key = (mesh, tuple(placements), shape, stride, dtype, shard_order)
+            # what is no mesh is refused below
+            identity = getattr(mesh, "identity", None)
+            key = (identity, tuple(placements), shape, stride, dtype, shard_order)
             spec = cls._interned.get(key)
         except TypeError as error:
             if has_symbols((*shape, *(stride or ()))):
@@ -166,7 +168,7 @@ class Spec(Interned):
         dtype = meta.dtype
         # ((0, (0, 1)),)
         order = tuple([(dim, by_dim[dim].axes) for dim in sorted(by_dim) if by_dim[dim].axes])
-        key = (mesh, placements, shape, stride, dtype, order)
+        key = (mesh.identity, placements, shape, stride, dtype, order)
         try:
             spec = cls._interned.get(key)
         except TypeError:
@@ -195,7 +197,7 @@ class Spec(Interned):
             return cls(mesh, normal, shape, stride, dtype, order)
         # Each recorder has its own: what a spec has computed of its symbols is known to the one
         # that saw it.
-        key = hashable((mesh, normal, shape, stride, dtype, order, recorder_of_sizes()))
+        key = hashable((mesh.identity, normal, shape, stride, dtype, order, recorder_of_sizes()))
         spec = cls._interned.get(key)
         if spec is None:
             meta = TensorMeta(torch.Size(shape), stride, dtype)

@@ -69,7 +69,7 @@ class Scatter:
         # What travels together: of one mesh, the same axes that shard and that copy, one dtype and
         # device.
         self._waiting: dict[
-            tuple[DeviceMesh, tuple[int, ...], torch.dtype, torch.device], list[_Entry]
+            tuple[object, tuple[int, ...], torch.dtype, torch.device], list[_Entry]
         ] = {}
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -108,9 +108,8 @@ class Scatter:
                 )
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=device)
         sharding = tuple(sorted(axis for sharded in spec.dim_shardings for axis in sharded.axes))
-        self._waiting.setdefault((spec.mesh, sharding, tensor.dtype, device), []).append(
-            (tensor, spec, local)
-        )
+        batch = (spec.mesh.identity, sharding, tensor.dtype, device)
+        self._waiting.setdefault(batch, []).append((tensor, spec, local))
         self._bytes += tensor.dtype.itemsize * (spec.example or spec).shape.numel()
         if self._bytes > BUCKET_BYTES:
             self.send()
@@ -121,17 +120,16 @@ class Scatter:
         waiting = self._waiting
         self._waiting = {}
         self._bytes = 0
-        for (mesh, sharding, _, _), entries in waiting.items():
+        for (_, sharding, _, _), entries in waiting.items():
             assert self._source is not None, "without a source nothing waits"
-            _send(entries, mesh, sharding, self._source)
+            _send(entries, sharding, self._source)
 
 
-def _send(
-    entries: Sequence[_Entry], mesh: DeviceMesh, sharding: tuple[int, ...], source: int
-) -> None:
+def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> None:
     """Scatter exact boxes over the axes that shard, in the source's plane; then broadcast to the other planes."""
     spec = entries[0][1]
-    here = entries[0][1].coordinate
+    mesh = spec.mesh
+    here = spec.coordinate
     assert here is not None, "only ranks of the mesh have entries"
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
     shards = [local for _, _, local in entries]

@@ -383,7 +383,7 @@ class DTensor(torch.Tensor):
     @classmethod
     def __metadata_guard__(cls, compiled: Any, given: Any) -> bool:
         """Whether a graph compiled for one flattened DTensor serves another; torch guards the sizes itself."""
-        placed = attrgetter("mesh", "placements", "shard_order", "dtype")
+        placed = attrgetter("mesh.identity", "placements", "shard_order", "dtype")
         return compiled[1:] == given[1:] and bool(placed(compiled[0]) == placed(given[0]))
 
     @staticmethod

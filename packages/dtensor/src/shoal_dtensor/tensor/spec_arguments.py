@@ -65,24 +65,26 @@ def target_spec(
     target_mesh = source.mesh
     if mesh is not None and mesh is not target_mesh:
         check_mesh("redistribute", mesh)
-        target_mesh = mesh if mesh != target_mesh else target_mesh
+        target_mesh = mesh if mesh.identity is not target_mesh.identity else target_mesh
     placements, shard_order = read_placements(target_mesh, placements, shard_order)
-    return _target(
-        source, None if target_mesh is source.mesh else target_mesh, placements, shard_order
-    )
+    if target_mesh is source.mesh:
+        return _target(source, None, None, placements, shard_order)
+    return _target(source, target_mesh, target_mesh.identity, placements, shard_order)
 
 
 @remembered(4096)
 def _target(
     source: Spec,
     mesh: DeviceMesh | None,
+    _identity: object,
     placements: tuple[Placement, ...],
     shard_order: ShardOrder | None,
 ) -> Spec:
     target_mesh = mesh or source.mesh
+    same_mesh = mesh is None or mesh == source.mesh
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial) and not (
-            mesh is None and source.placements[axis] is placement
+            same_mesh and source.placements[axis] is placement
         ):
             raise PlacementError(
                 f"redistribute: cannot make mesh axis {target_mesh.axis_names[axis]!r} "
@@ -135,7 +137,8 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         shape = agreed.shape
         shard_order = agreed.shard_order
     assert even or shape is not None, "a rank outside the mesh needs the shape"
-    facts = (mesh, placements, local.shape, local.stride(), local.dtype, shape, stride, shard_order)
+    layout = (local.shape, local.stride(), local.dtype, shape, stride, shard_order)
+    facts = (mesh, mesh.identity, placements, *layout)
     try:
         spec = _spec_of_shard(*facts)
     except TypeError as error:
@@ -188,6 +191,7 @@ class _WithValues(torch.autograd.Function):
 @lru_cache(maxsize=4096)
 def _spec_of_shard(  # noqa: PLR0913  # what it depends on
     mesh: DeviceMesh,
+    _identity: object,
     placements: tuple[Placement, ...],
     local_shape: torch.Size,
     local_stride: tuple[int, ...],

@@ -14,6 +14,7 @@ import datetime as dt
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from threading import Lock
 from types import SimpleNamespace
 from typing import ClassVar
@@ -250,11 +251,14 @@ class _GroupRecord:
 
 
 # The mutable state of this file: groups by ranks and options, which go with their default group,
-# and communicators.
+# communicators, and numbers of given groups.
 _GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], _GroupRecord]] = (
     WeakKeyDictionary()
 )
 _COMMS: WeakSet[Comm] = WeakSet()
+# of groups that programs gave to meshes; ids are used again, these are not
+_NUMBERS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+_NEXT_NUMBER = count()
 # of both; never held while ranks wait for each other
 _LOCK = Lock()
 
@@ -369,6 +373,23 @@ def _forget_group(comm: Comm, world: ProcessGroup) -> None:
     comm.transport = None
     comm._world = None
     vars(GROUPS_IN_GRAPHS).clear()
+
+
+def number_of_given(group: ProcessGroup) -> int | None:
+    """A number that tells a group that a program gave apart from all others.
+
+    None for one that any mesh over its ranks gets: the default group, and what `find_or_create` has
+    found or created with default options.
+    """
+    world = require_world()
+    if group is world:
+        return None
+    members = tuple(sorted(_torch.group_ranks(group)))
+    with _LOCK:
+        known = _GROUPS.get(world, {}).get((members, BackendChoice().key))
+        if known is not None and known.group is group:
+            return None
+        return _NUMBERS.setdefault(group, next(_NEXT_NUMBER))
 
 
 def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str) -> ProcessGroup:

@@ -49,7 +49,10 @@ class DeviceMesh(RankGrid):
 
     Create one with `init_device_mesh`, `DeviceMesh(device_type, ranks)`, `DeviceMesh.from_group` or
     `abstract_mesh`. Two meshes are equal when they have the same ranks at the same coordinates, the
-    same names and backend choices, in the same lifetime of the default process group.
+    same names and backend choices, in the same lifetime of the default process group. Equal meshes
+    over different groups that a program gave (`from_group`) stay apart in caches, and each sends on
+    its own groups. Guards of compiled code compare for equality, as torch's do: DTensors bring their
+    groups with them, a mesh that is itself an argument stands for all that are equal to it.
 
     Args:
         device_type: `cpu`, `cuda`, ...: without an index.
@@ -158,6 +161,7 @@ class DeviceMesh(RankGrid):
             )
         names = read_names(mesh_dim_names, layout.ndim)
         self = cls._of(MeshFields(device_type, layout, names, (BackendChoice(),) * layout.ndim))
+        comms: list[Comm] = []
         for axis, (name, own) in enumerate(zip(self.axis_names, groups, strict=True)):
             members = tuple(_torch.group_ranks(own))
             if self._coordinate is None and all(
@@ -174,7 +178,8 @@ class DeviceMesh(RankGrid):
                     f"axis {name} of {self!r} has the ranks {(*ranks,)}, but its group has "
                     f"{members}"
                 )
-            self._shared[(name,), ranks, BackendChoice()] = Comm.over(own, (name,), ranks)
+            comms.append(Comm.over(own, (name,), ranks))
+        self._give(comms)
         return self
 
     # --- derived meshes ---------------------------------------------------------------------------
@@ -322,7 +327,10 @@ class DeviceMesh(RankGrid):
         choices = (*self._choices[:axis], *new, *self._choices[axis + 1 :])
         # so its slices are to be looked for in this mesh itself
         if not root._layout.is_crossed_by_axes(layout):
-            return self._of(replace(self._fields, layout=layout, names=every, choices=choices))
+            mesh = self._of(replace(self._fields, layout=layout, names=every, choices=choices))
+            mesh._shared, mesh._given = self._shared, self._given
+            mesh._identify()
+            return mesh
         return self._derive(layout, every, choices)
 
     @staticmethod

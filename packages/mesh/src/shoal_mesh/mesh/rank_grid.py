@@ -10,7 +10,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import product
 from math import prod
-from typing import Any, Self
+from threading import Lock
+from typing import Any, ClassVar, Self
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -24,6 +26,7 @@ from ..groups.process_groups import (
     Comm,
     find_or_create,
     note_group,
+    number_of_given,
 )
 from ..groups.world import world_place
 from .rank_layout import MeshFields, read_sizes
@@ -31,17 +34,38 @@ from .rank_layout import MeshFields, read_sizes
 AxisLike = int | str
 
 
+class MeshIdentity:
+    """The key of a mesh in caches of what sends on its groups: one object for equal meshes over the same groups.
+
+    Equal meshes may run over different groups that a program gave them. It is compared and hashed
+    by identity.
+    """
+
+    __slots__ = ("__weakref__",)
+    _by_key: ClassVar[WeakValueDictionary[object, MeshIdentity]] = WeakValueDictionary()
+    _lock: ClassVar[Lock] = Lock()
+
+    @classmethod
+    def of(cls, key: object) -> MeshIdentity:
+        """The identity with a key; threads that ask at the same time get one object."""
+        with cls._lock:
+            return cls._by_key.setdefault(key, cls())
+
+
 class RankGrid:
     """Ranks at coordinates, the coordinate of this process, and its communicators."""
 
     __slots__ = (
-        "__weakref__", "_choices", "_comms", "_coordinate", "_derived", "_fields", "_flattened", "_hash", "_key",
-        "_layout", "_root", "_shared", "_tensor", "_world", "axis_names", "device_type", "is_abstract",
-        "mesh_dim_names", "ndim", "shape",
+        "__weakref__", "_choices", "_comms", "_coordinate", "_derived", "_fields", "_flattened", "_given", "_hash",
+        "_key", "_layout", "_root", "_shared", "_tensor", "_world", "axis_names", "device_type", "identity",
+        "is_abstract", "mesh_dim_names", "ndim", "shape",
     )  # fmt: skip
     _comms: dict[Any, Comm]  # by axes
     # by names, ranks and choice, of all meshes that were derived from one
     _shared: dict[Any, Comm]
+    # by their ranks the communicators of groups that a program gave, with the groups' numbers; of
+    # all meshes that were derived from one
+    _given: dict[frozenset[int], tuple[Comm, int]]
     _derived: dict[Any, Any]
     _flattened: dict[str, Any]
     _tensor: torch.Tensor | None
@@ -55,6 +79,8 @@ class RankGrid:
     axis_names: tuple[str, ...]
     # whether the mesh is for planning only and has no process groups
     is_abstract: bool
+    # what caches are keyed by: equal for equal meshes over the same groups
+    identity: MeshIdentity
     _TRACED = ("get_group",)
 
     @classmethod
@@ -75,6 +101,7 @@ class RankGrid:
         self._flattened = {}
         self._tensor = None
         self._shared = {} if root is None else root._shared
+        self._given = {} if root is None else root._given
         self._world = None if fields.abstract_rank is not None else world_place()
         put = object.__setattr__
         put(self, "device_type", fields.device_type)
@@ -91,8 +118,23 @@ class RankGrid:
         )
         self._key = (*facts, fields.abstract_rank, fields.connect, self._world)
         self._hash = hash(self._key)
+        self._identify()
         rank = self._own_rank()
         self._coordinate = None if rank is None else self.coordinate_of(rank)
+
+    def _identify(self) -> None:
+        """Set the identity, which tells the mesh apart from equal ones over other groups."""
+        numbers = tuple([number for _, number in self._given.values()])
+        object.__setattr__(self, "identity", MeshIdentity.of((self._key, numbers)))
+
+    def _give(self, comms: Sequence[Comm]) -> None:
+        """Use groups that a program gave in place of those that this mesh would find or create."""
+        for comm in comms:
+            self._shared[comm.axes, comm.line, BackendChoice()] = comm
+            number = number_of_given(comm.group)
+            if number is not None:
+                self._given[frozenset(comm.line)] = comm, number
+        self._identify()
 
     def _own_rank(self) -> int | None:
         if self._fields.abstract_rank is not None:
@@ -334,7 +376,11 @@ class RankGrid:
                 raise NoGroupError(
                     f"the default process group that {self!r} was created under has been destroyed"
                 )
-            group = find_or_create(ranks, choice, f"mesh_{'_'.join(names)}")
+            given, _ = self._given.get(frozenset(ranks), (None, 0))
+            if given is not None and choice == BackendChoice():
+                group = given.group
+            else:
+                group = find_or_create(ranks, choice, f"mesh_{'_'.join(names)}")
             # one for all threads
             self._shared.setdefault(key, Comm.over(group, names, ranks, choice))
         return self._shared[key]
