@@ -152,7 +152,11 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     if decision is None:
         return _on_cache_miss((cls, op, args, kwargs, local, named), cache, key)
     if decision.slow_path:
-        return _run((cls, op, args, kwargs, local, named), decision)
+        call = cls, op, args, kwargs, local, named
+        if decision.default_dtype not in (None, torch.get_default_dtype()):
+            return _on_cache_miss(call, cache, key)
+        if not decision.only_compares_dtype:
+            return _run(call, decision)
     result = decision.call(*local, **named) if kwargs else decision.call(*local)
     kind = decision.result_kind
     if kind is _ONE:
@@ -214,7 +218,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     specs, named_specs = specs_of(cls, args, kwargs)
     decision = decide(op, specs, named_specs, scope, copies)
     if verified:
-        decision = replace(decision, slow_path=True, verifies_plain=True)
+        decision = replace(decision, slow_path=True, only_compares_dtype=False, verifies_plain=True)
     # the operator on its specs, what is redistributed first, what comes out
     if _LOG.isEnabledFor(logging.DEBUG):
         moves = "".join(

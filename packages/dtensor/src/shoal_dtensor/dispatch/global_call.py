@@ -135,7 +135,9 @@ def by_few_elements(
 
     by_place = [smaller(name, value) for name, value in zip(schema.positional, args, strict=False)]
     by_name = {name: smaller(name, value) for name, value in kwargs.items()}
-    shown = run_on_few(op, specs[0].mesh.device_type, *by_place, **by_name)
+    shown = run_on_few(
+        op, specs[0].mesh.device_type, torch.get_default_dtype(), *by_place, **by_name
+    )
     size_of = {number: size for size, number in few.items()}
     if shown is None or not all(size_of.keys() >= {*meta.shape} for meta in shown.metas):
         return None
@@ -153,7 +155,7 @@ def by_few_elements(
 # typed: 1, 1.0 and True make different dtypes
 @lru_cache(maxsize=4096, typed=True)
 def run_on_few(
-    op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any
+    op: OpOverload, device_type: str, _default_dtype: torch.dtype, /, *args: Any, **kwargs: Any
 ) -> GlobalOutputs | None:
     """A run on few elements, of the meta kernel where the CPU's would not do; None if it does not show the outputs."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]

@@ -52,6 +52,7 @@ from .results import (
     ResultKind,
     check_outs,
     check_writes,
+    dtype_that_decides,
     in_place_view,
     result_kind,
     with_overlap_fallback,
@@ -321,6 +322,10 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
         plans or sharding.communicating or copies or rule.kind == "copy"
     )
     watched = what if not allowed and not sharding.communicating else ""
+    elements = [one for one, *_ in elements_of(call)] if rule.kind == "each" else [call]
+    default_dtypes = filter(None, map(dtype_that_decides, elements))
+    default_dtype = next(default_dtypes, None)
+    has_more_to_do = bool(plans or copied or notice or watched)
     return Decision(
         run,
         ResultKind.DYNAMIC if dynamic else kind,
@@ -329,7 +334,7 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
         unreported_writes=tuple([positions.get(name, name) for name in stores])
         if kind is ResultKind.NONE
         else (),
-        slow_path=bool(plans or copied or notice or watched),
+        slow_path=has_more_to_do or default_dtype is not None,
         moves={where[i]: p for i, p in plans.items()},
         checks={
             where[i]: check
@@ -342,6 +347,8 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
         reason=what if moving else "",
         notice=notice,
         watched=watched,
+        default_dtype=default_dtype,
+        only_compares_dtype=not has_more_to_do,
     )
 
 

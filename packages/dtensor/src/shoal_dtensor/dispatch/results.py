@@ -85,6 +85,10 @@ class Decision:
     # the operator with its inputs, if the communication policy holds for its local function; else
     # empty
     watched: str = ""
+    # torch's default dtype, if the dtypes of the outputs follow from it; else None
+    default_dtype: torch.dtype | None = None
+    # whether the slow path has only this dtype to compare
+    only_compares_dtype: bool = False
 
     @classmethod
     def composite(cls, function: Callable[..., Any]) -> Decision:
@@ -114,6 +118,23 @@ def result_kind(call: OpCall) -> ResultKind:
     is_new = all(index is None for index in aliased)
     is_flat = schema.returns_only_tensors and len(schema.returns) in (1, len(call.outputs))
     return ResultKind.LIST if is_new and is_flat else ResultKind.NESTED
+
+
+def dtype_that_decides(call: OpCall) -> torch.dtype | None:
+    """The default dtype that the call's output dtypes follow from; None if its inputs decide about them.
+
+    `x * 2.5`, `x / 2` and `x.sqrt()` of integers have it: outputs have fractions, inputs do not.
+    """
+    if any(has_fractions(meta.dtype) for meta in call.tensors):
+        return None
+    if any(has_fractions(meta.dtype) for meta in call.outputs):
+        return torch.get_default_dtype()
+    return None
+
+
+def has_fractions(dtype: torch.dtype) -> bool:
+    """Whether a dtype is of floating-point or complex numbers."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, Any]:

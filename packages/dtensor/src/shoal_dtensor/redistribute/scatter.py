@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from shoal_mesh import DeviceMesh, all_to_all_blocks, broadcast
+from shoal_mesh import all_to_all_blocks, broadcast
 from shoal_mesh.internal import pack_blocks, unpack_blocks
 
 from ..errors import PlacementError
