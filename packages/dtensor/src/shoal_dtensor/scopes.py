@@ -3,7 +3,7 @@
 Decisions depend on the scope, so each has a cache of its own. Under the same rules, the same
 settings are the same scope whenever they are entered: a decision of one block is known in the next.
 
-May import: _torch, errors.
+May import: errors.
 """
 
 from __future__ import annotations
@@ -11,68 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 from warnings import warn
 from weakref import WeakSet
 
-from shoal_mesh.internal import Event, observing
+from shoal_mesh.internal import Event, ScopedValue, observing
 
-from ._torch.tensors import set_thread_object, thread_object
 from .errors import ArgumentValueError, CommunicationForbiddenError
 
 Unknown = Literal["replicate", "error", "local"]
 Communication = Literal["allow", "warn", "forbid"]
-T = TypeVar("T")
-
-
-class ScopedValue(Generic[T]):
-    """A value that blocks set; blocks nest, and threads and tasks do not see each other's, but a backward pass has it.
-
-    Autograd may run it on threads of its own, which have no context variables of the caller, but
-    the objects that its thread holds: a value is kept in both.
-    """
-
-    __slots__ = ("_key", "_variable", "blocks", "default", "own")
-
-    def __init__(self, name: str, default: T) -> None:
-        self._key = name
-        self.default: T = default  # the value outside of all blocks
-        self._variable = ContextVar(name, default=default)
-        # the value of this context alone, without a call in Python; `default` also on autograd's
-        # threads
-        self.own: Callable[[], T] = self._variable.get
-        # not empty while some thread is in a block
-        self.blocks: list[None] = []
-
-    def get(self) -> T:
-        """The value that holds here."""
-        value = self.own()
-        if value is not self.default or not self.blocks:
-            return value
-        of_thread: T | None = thread_object(self._key)
-        return value if of_thread is None else of_thread
-
-    def set(self, value: T) -> None:
-        """Let a value hold from here on, in this thread and the backward passes that it starts."""
-        self.blocks.append(None)
-        self._variable.set(value)
-        set_thread_object(self._key, value)
-
-    @contextmanager
-    def entered(self, value: T) -> Iterator[None]:
-        """Inside the block, `value` holds."""
-        token = self._variable.set(value)
-        before = thread_object(self._key)
-        self.blocks.append(None)
-        set_thread_object(self._key, value)
-        try:
-            yield
-        finally:
-            set_thread_object(self._key, before)
-            self.blocks.pop()
-            self._variable.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +68,15 @@ DEFAULT = Scope()
 _current = ScopedValue("shoal_dtensor_scope", DEFAULT)
 current: Callable[[], Scope] = _current.get
 entered: Callable[[Scope], AbstractContextManager[None]] = _current.entered
+# a block whose change of the scope around it may outlast that one
+changed_by: Callable[[Callable[[Scope], Scope]], AbstractContextManager[None]] = _current.changed
 own_scope: Callable[[], Scope] = _current.own  # for dispatch: without a call in Python
 blocks: list[None] = _current.blocks
+
+
+def changed(**settings: Any) -> AbstractContextManager[None]:
+    """A block with these settings and the others of the scope around it."""
+    return changed_by(lambda scope: scope.changed(**settings))
 
 
 @contextmanager
@@ -140,7 +96,7 @@ def unknown_ops(policy: Unknown) -> Iterator[None]:
         ...     pass
     """
     _check("unknown_ops", policy, get_args(Unknown))
-    with entered(current().changed(unknown=policy)):
+    with changed(unknown=policy):
         yield
 
 
@@ -166,7 +122,7 @@ def communication(policy: Communication) -> Iterator[None]:
         ...     pass
     """
     _check("communication", policy, get_args(Communication))
-    with entered(current().changed(communication=policy)):
+    with changed(communication=policy):
         yield
 
 
@@ -178,7 +134,7 @@ def implicit_replication() -> Iterator[None]:
         >>> with implicit_replication():
         ...     pass
     """
-    with entered(current().changed(plain_is_replicated=True)):
+    with changed(plain_is_replicated=True):
         yield
 
 
@@ -198,7 +154,7 @@ def checked_replicas() -> Iterator[None]:
         >>> with checked_replicas():
         ...     pass
     """
-    with entered(current().changed(replicas_checked=True)):
+    with changed(replicas_checked=True):
         yield
 
 

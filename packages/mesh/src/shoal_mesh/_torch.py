@@ -5,6 +5,7 @@ May import: errors.
 
 from __future__ import annotations
 
+import ctypes
 import datetime as dt
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from torch._C._distributed_c10d import (
     TCPStore as TCPStore,
     Work as Work,
 )
+from torch._compile import _disable_dynamo
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd import forward_ad
@@ -403,3 +405,39 @@ def fake_store() -> Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+# --- what a thread holds, which the threads of its backward passes hold too ------------------------
+
+
+def thread_object(key: str) -> Any:
+    """The object that this thread holds under a name, or None; the threads of a backward pass have their caller's."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def set_thread_object(key: str, value: Any) -> None:
+    """Have this thread hold an object under a name."""
+    # the compiler would look into the object, all that it refers to, and this
+    if torch.compiler.is_dynamo_compiling():
+        _uncompiled(key, value)
+        return
+    if _stash_takes_over():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+_uncompiled: Callable[[str, Any], None] = _disable_dynamo(set_thread_object)
+
+
+@cache
+def _stash_takes_over() -> bool:
+    """Whether torch releases what it was given to hold without having counted a reference, as 2.11 does."""
+    key = "shoal_mesh.probe"
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(key, probe)
+    uncounted = sys.getrefcount(probe) == before
+    for item in (probe, None) if uncounted else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
+    torch._C._stash_obj_in_tls(key, None)
+    return uncounted

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import Token
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Protocol, TypeVar
@@ -50,7 +49,7 @@ class purpose:
         'redistribute S(0) -> R; step 3'
     """
 
-    __slots__ = ("_text", "_token")
+    __slots__ = ("_text",)
 
     def __init__(self, text: Text) -> None:
         if type(text) is not str:
@@ -61,14 +60,20 @@ class purpose:
                 CollectiveTypeError,
             )
         self._text = text
-        self._token: Token[tuple[Text, ...]] | None = None
 
     def __enter__(self) -> None:
-        self._token = PURPOSES.set((*PURPOSES.get(), self._text))
+        PURPOSES.set((*PURPOSES.get(), self._text))
 
     def __exit__(self, *_: object) -> None:
-        assert self._token is not None, "entered"
-        PURPOSES.reset(self._token)
+        texts = PURPOSES.get()
+        if texts and texts[-1] is self._text:
+            PURPOSES.set(texts[:-1])
+            return
+        # a block around this one has ended first
+        for position, text in enumerate(texts):
+            if text is self._text:
+                PURPOSES.set((*texts[:position], *texts[position + 1 :]))
+                return
 
 
 def _current_purpose() -> str:

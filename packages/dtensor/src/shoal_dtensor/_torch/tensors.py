@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from inspect import signature
 from typing import Any
 from weakref import ref
 
 import torch
-from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import Optimizer
@@ -136,39 +132,6 @@ def saving_state() -> tuple[bool, object]:
 def in_backward() -> bool:
     """Whether autograd's engine is running a backward pass on this thread."""
     return backward_number() != -1
-
-
-def thread_object(key: str) -> Any:
-    """The object that this thread holds under a name, or None; the threads of a backward pass have their caller's."""
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
-
-
-def set_thread_object(key: str, value: Any) -> None:
-    """Have this thread hold an object under a name."""
-    # the compiler would look into the object, all that it refers to, and this
-    if torch.compiler.is_dynamo_compiling():
-        _uncompiled(key, value)
-        return
-    if _stash_takes_over():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(key, value)
-
-
-_uncompiled: Callable[[str, Any], None] = _disable_dynamo(set_thread_object)
-
-
-@cache
-def _stash_takes_over() -> bool:
-    """Whether torch releases what it was given to hold without having counted a reference, as 2.11 does."""
-    key = "shoal_dtensor.probe"
-    probe = object()
-    before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls(key, probe)
-    uncounted = sys.getrefcount(probe) == before
-    for item in (probe, None) if uncounted else ():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
-    torch._C._stash_obj_in_tls(key, None)
-    return uncounted
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

@@ -25,7 +25,9 @@ import torch
 from torch import nn
 
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import ScopedValue, value_when_traced
 
+from .._torch.compiling import is_compiling
 from ..layout.placements import Placement
 
 
@@ -159,24 +161,32 @@ class Arithmetic(Protocol):
         """Give the modules of a tree that no style shards the forwards that they need."""
 
 
-_current: Arithmetic | None = None
+_current: ScopedValue[Arithmetic | None] = ScopedValue("shoal_dtensor_arithmetic", None)
+# those of the blocks that a compiler traces: it follows no context variable
+_traced: list[Arithmetic] = []
 
 
 def current_arithmetic() -> Arithmetic | None:
     """The mode that is entered, or None."""
-    return _current
+    if _traced:
+        return _traced[-1]
+    if not _current.blocks:
+        return None
+    return value_when_traced(_current) if is_compiling() else _current.get()
 
 
 @contextmanager
 def arithmetic(mode: Arithmetic) -> Iterator[None]:
     """Inside the block, a mode is entered."""
-    global _current  # noqa: PLW0603  # backward passes run in threads of their own
-    before = _current
-    _current = mode
-    try:
+    if is_compiling():
+        _traced.append(mode)
+        try:
+            yield
+        finally:
+            _traced.pop()
+        return
+    with _current.changed(lambda _: mode):
         yield
-    finally:
-        _current = before
 
 
 def complete_forms(
@@ -187,6 +197,7 @@ def complete_forms(
     Where gradients are to be summed over the mesh, `over_data` are their dtypes. What a mode has no
     forward for, or cannot sum, it refuses.
     """
-    if _current is not None:
+    mode = current_arithmetic()
+    if mode is not None:
         for module in modules:
-            _current.complete(mesh, module, over_data)
+            mode.complete(mesh, module, over_data)

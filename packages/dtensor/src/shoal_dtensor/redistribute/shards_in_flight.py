@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 from weakref import ReferenceType, ref
@@ -12,7 +11,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from shoal_mesh import purpose
-from shoal_mesh.internal import Flat, Pending
+from shoal_mesh.internal import Flat, Pending, ScopedValue
 
 from ..errors import RedistributeError
 from ..layout.spec import Spec
@@ -230,9 +229,14 @@ class CoalescedBatch:
                 tensor.arrive(local)
 
 
-_CURRENT: ContextVar[CoalescedBatch | None] = ContextVar("shoal_dtensor_batch", default=None)
-# the batch of the innermost `coalesce()`, None outside
-current_batch = _CURRENT.get
+_CURRENT: ScopedValue[CoalescedBatch | None] = ScopedValue(
+    "shoal_dtensor_batch", None, in_backward=False
+)
+
+
+def current_batch() -> CoalescedBatch | None:
+    """The batch of the innermost `coalesce()`, None outside."""
+    return _CURRENT.get() if _CURRENT.blocks else None
 
 
 @contextmanager
@@ -259,9 +263,6 @@ def coalesce() -> Iterator[CoalescedBatch]:
         [(2,), (4,), (6,)]
     """
     batch = CoalescedBatch()
-    token = _CURRENT.set(batch)
-    try:
+    with _CURRENT.changed(lambda _: batch):
         yield batch
-    finally:
-        _CURRENT.reset(token)
     batch.flush()

@@ -6,5 +6,5 @@ makes values from the element's index alone (with Philox), and `state` holds the
 around generators: save and restore, the check that ranks agree. Nothing here knows operators or
 DTensors.
 
-May import: _torch, errors, host_memory, layout, rows_of_ranks, scopes.
+May import: _torch, errors, host_memory, layout, rows_of_ranks.
 """

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh, purpose
 from shoal_mesh.errors import NoGroupError
-from shoal_mesh.internal import in_lockstep, module_of
+from shoal_mesh.internal import ScopedValue, in_lockstep, module_of
 
 from .._torch.interception import checkpoints, recomputed_in
 from .._torch.operators import out_of_sight
 from ..errors import RandomStateError
 from ..host_memory import device_of_numbers, upload
 from ..rows_of_ranks import in_other_threads, one_thread_at_a_time, rows_of_ranks
-from ..scopes import ScopedValue
 
 Mode = Literal["single_device", "counter", "per_axis", "local"]
 
@@ -107,7 +106,8 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
         ...     current_mode().axes
         ('dp',)
     """
-    with _current.entered(replace(_checked(mode, axes), outside=tuple(checkpoints()))):
+    entered = replace(_checked(mode, axes), outside=tuple(checkpoints()))
+    with _current.changed(lambda _: entered):
         yield
 
 
@@ -146,11 +146,8 @@ def key_of(generator: torch.Generator | None) -> tuple[int, int]:
     # The default is the CPU's, whatever the tensor's device: a program draws the same keys on CPU
     # and CUDA.
     if generator is None or generator.device.type == "cpu":
-        words = (
-            torch.empty(2, dtype=torch.int64, device="cpu")
-            .random_(0, 1 << 32, generator=generator)
-            .tolist()
-        )
+        drawn = torch.empty(2, dtype=torch.int64, device="cpu")
+        words = drawn.random_(0, 1 << 32, generator=generator).tolist()
         return words[0], words[1]
     if generator.device.type == "cuda":
         offset = generator.get_offset()

@@ -24,8 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch import is_compiling
 from ..argument_types import require
 from ..errors import CollectiveError, CollectiveTypeError
+from ..scoped_value import ScopedValue, value_when_traced
 from .c10d_transport import PLAIN, REDUCE
 
 _SENT_AS = {
@@ -94,12 +96,14 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
     return WireReduction("sum", sent_as, divide=True)
 
 
-_entered = 0
+_in_tree = ScopedValue("shoal_mesh_sums_in_tree", False)
+# not empty while a compiler traces a block: it follows no context variable
+_traced_blocks: list[None] = []
 
 
 @contextmanager
 def sums_in_tree() -> Iterator[None]:
-    """A block in which floating-point sums over ranks are taken in one binary tree, in every thread of the process.
+    """A block in which floating-point sums over ranks are taken in one binary tree, in backward passes too.
 
     All ranks must be inside. With it, 8 terms on one rank, 4 each on two ranks and 1 each on eight
     have the same sum, bit for bit, if each rank adds up its own by `tree_sum`.
@@ -111,23 +115,31 @@ def sums_in_tree() -> Iterator[None]:
         >>> launch(example, 2)[0]
         [0.20000000298023224, 0.4000000059604645]
     """
-    global _entered  # noqa: PLW0603  # backward passes run in threads of their own
-    _entered += 1
-    try:
+    if is_compiling():
+        _traced_blocks.append(None)
+        try:
+            yield
+        finally:
+            _traced_blocks.pop()
+        return
+    with _in_tree.changed(lambda _: True):
         yield
-    finally:
-        _entered -= 1
 
 
 def sums_are_in_tree() -> bool:
     """Whether `sums_in_tree` is entered."""
-    return _entered > 0
+    if _traced_blocks:
+        return True
+    if not _in_tree.blocks:
+        return False
+    return value_when_traced(_in_tree) if is_compiling() else _in_tree.get()
 
 
 def in_tree(tensor: Tensor, op: str) -> bool:
     """Whether a reduction is one that `sums_in_tree` orders."""
-    has_fractions = tensor.is_floating_point() or tensor.is_complex()
-    return _entered > 0 and op in ("sum", "avg") and has_fractions
+    if op not in ("sum", "avg") or not sums_are_in_tree():
+        return False
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def tree_sum(terms: Tensor) -> Tensor:

@@ -448,7 +448,13 @@ class DeviceMesh(RankGrid):
         return self
 
     def __exit__(self, *_: object) -> None:
-        _ENTERED.set(_ENTERED.get()[:-1])
+        entered = [*_ENTERED.get()]
+        # blocks may end in any order: the innermost of this mesh
+        for position in reversed(range(len(entered))):
+            if entered[position] is self:
+                del entered[position]
+                break
+        _ENTERED.set(tuple(entered))
 
 
 def rebuild_mesh(fields: MeshFields, root: DeviceMesh | None, follows: bool) -> DeviceMesh:

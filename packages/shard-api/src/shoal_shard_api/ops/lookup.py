@@ -50,7 +50,7 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
         torch.Size([2, 3])
     """
     expect("replicated_indices", "equal", equal, bool)
-    with _REPLICATED.entered(equal):
+    with _REPLICATED.changed(lambda _: equal):
         yield
 
 

@@ -277,7 +277,7 @@ def implicit_reshard(allow: bool = True) -> Iterator[None]:
         tensor([1., 2., 3., 4.])
     """
     expect("implicit_reshard", "allow", allow, bool)
-    with _MAY_RESHARD.entered(allow):
+    with _MAY_RESHARD.changed(lambda _: allow):
         yield
 
 

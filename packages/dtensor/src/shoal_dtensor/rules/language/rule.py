@@ -26,7 +26,7 @@ from ..._torch.operators import OpOverload
 from ...errors import PlacementError, ShoalTensorError
 from ...layout.placements import Partial
 from ...redistribute.execution.kernels import identity_of
-from ...scopes import current, entered
+from ...scopes import changed_by
 from .op_call import (
     ANY_NORM as ANY_NORM,
     Entry as Entry,
@@ -427,5 +427,5 @@ def overlay(table: Table) -> Iterator[None]:
         >>> with overlay({torch.ops.aten.softshrink.default: pointwise()}):
         ...     pass  # softshrink runs by this rule
     """
-    with entered(current().under(table)):
+    with changed_by(lambda scope: scope.under(table)):
         yield
