@@ -35,7 +35,19 @@ class CustomCollective(ABC):
 
 
 class AllGather(CustomCollective):
-    """An all-gather of the user's, for `FSDPModule.set_custom_all_gather`."""
+    """An all-gather of the user's, for `FSDPModule.set_custom_all_gather`.
+
+    Example:
+        >>> class Gather(AllGather):
+        ...     def allocate(self, size, *, dtype, device):
+        ...         return torch.empty(size, dtype=dtype, device=device)
+        ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        ...         return dist.all_gather_into_tensor(
+        ...             output_tensor, input_tensor, group=group, async_op=async_op
+        ...         )
+        >>> Gather().allocate((2, 3), dtype=torch.bfloat16, device=torch.device("cpu")).shape
+        torch.Size([2, 3])
+    """
 
     @abstractmethod
     def __call__(
@@ -49,7 +61,19 @@ class AllGather(CustomCollective):
 
 
 class ReduceScatter(CustomCollective):
-    """A reduce-scatter of the user's, for `FSDPModule.set_custom_reduce_scatter`."""
+    """A reduce-scatter of the user's, for `FSDPModule.set_custom_reduce_scatter`.
+
+    Example:
+        >>> class Scatter(ReduceScatter):
+        ...     def allocate(self, size, *, dtype, device):
+        ...         return torch.empty(size, dtype=dtype, device=device)
+        ...     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        ...         return dist.reduce_scatter_tensor(
+        ...             output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        ...         )
+        >>> Scatter().allocate((4,), dtype=torch.float32, device=torch.device("cpu")).shape
+        torch.Size([4])
+    """
 
     @abstractmethod
     def __call__(

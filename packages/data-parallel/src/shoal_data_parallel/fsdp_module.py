@@ -55,6 +55,18 @@ class GradientReductionHandle:
     Args:
         contexts: where the reductions are; `finalize_backward(async_op=True)` of a module makes the
             handle.
+
+    Example:
+        >>> from shoal_data_parallel import fully_shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     layer = fully_shard(nn.Linear(8, 8), init_device_mesh("cpu", (4,)))
+        ...     with layer.no_sync():
+        ...         layer(torch.ones(2, 8)).sum().backward()
+        ...     handle = layer.finalize_backward(async_op=True)
+        ...     layer.weight.grad is None, handle.wait(), layer.weight.grad is None
+        (True, None, False)
     """
 
     contexts: Sequence[CommContext]

@@ -69,6 +69,11 @@ class DataParallelMeshDims:
 
     Raises:
         LayoutError: if there are none. (A ValueError too.)
+
+    Example:
+        >>> dims = DataParallelMeshDims(shard=("data", "context"), replicate="hosts")
+        >>> dims.replicate_names, dims.shard_names
+        (('hosts',), ('data', 'context'))
     """
 
     shard: str | tuple[str, ...] | None = None

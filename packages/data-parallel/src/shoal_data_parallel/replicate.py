@@ -480,7 +480,8 @@ class Replicas(Reducer):
             of_dtype.setdefault(local.dtype, []).append(local)
         for locals_ in of_dtype.values():
             packed = torch.cat([local.flatten() for local in locals_])
-            received = broadcast(packed, self.axes.comm).split([t.numel() for t in locals_])
+            sizes = [local.numel() for local in locals_]
+            received = torch.split(broadcast(packed, self.axes.comm), sizes)
             for local, values in zip(locals_, received, strict=True):
                 local.copy_(values.view_as(local))
 
