@@ -110,6 +110,8 @@ def _choose() -> None:
         (large.int(), "bor", False, False),
     )
     assert all(type(carrier(*message)) is C10dTransport for message in plain)
+    # the class does not choose: other ranks may hold a plain tensor
+    assert carrier(torch.nn.Parameter(large), "sum", False, False) is transport
     with CommDebugMode() as mode:
         total = all_reduce(large, comm)
     assert mode.get_total_counts() == 1

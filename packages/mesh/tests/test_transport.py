@@ -46,7 +46,8 @@ LARGEST = torch.empty(BACKGROUND["reductions"][1] + 1, dtype=torch.uint8)
         (torch.ones(2, dtype=torch.bool), "max", False, False),
         (torch.ones(2, dtype=torch.int64), "band", False, False),
         (torch.ones(2, device="meta"), "sum", False, False),
-        (torch.nn.Parameter(torch.ones(2), requires_grad=False), "", False, False),
+        # the class does not choose: other ranks may hold a plain tensor
+        (torch.nn.Parameter(torch.ones(2), requires_grad=False), "", False, True),
         (LARGE, "", False, True),
         (LARGE, "", True, True),
         (LARGE, "sum", True, True),

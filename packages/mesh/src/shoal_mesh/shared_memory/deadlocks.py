@@ -60,7 +60,8 @@ class Wait:
 
     def __init__(self, text: str, awaited: Callable[[], Sequence[Address]]) -> None:
         self.serial = next(_SERIALS)
-        self.text, self.awaited = text, awaited
+        self.text = text
+        self.awaited = awaited
         # how often the thread has seen that it has to wait on
         self.looks = 0
 
@@ -119,6 +120,8 @@ class Watcher(threading.Thread):
         self._beat = 0
         self._transferred = 0
         self._looks: dict[int, int] = {}
+        # numbers of the waits that the last look has seen
+        self._places: tuple[int, ...] = ()
         self._was_blocked = False
         # serials of the waits of all processes, and their beats when these were first seen
         self._seen: dict[int, tuple[list[Any], int]] = {}
@@ -138,7 +141,9 @@ class Watcher(threading.Thread):
         if not state["waits"]:
             if self._was_blocked:
                 _write(state)
-            self._was_blocked, self._seen, self._unchanged = False, {}, 0
+            self._was_blocked = False
+            self._seen = {}
+            self._unchanged = 0
             return
         self._was_blocked = True
         _write(state)
@@ -162,7 +167,8 @@ class Watcher(threading.Thread):
             pid: serials for pid, (serials, _) in self._seen.items()
         }
         if not states or not same:
-            self._seen, self._unchanged = seen, 0
+            self._seen = seen
+            self._unchanged = 0
             return
         self._unchanged = min(beat - self._seen[pid][1] for pid, (_, beat) in seen.items())
 
@@ -174,7 +180,11 @@ class Watcher(threading.Thread):
         return {"rank": rank, "beat": self._beat, "waits": waits}
 
     def _waits(self) -> list[dict[str, Any]]:
-        if not (WAITS or _wait_of_torch(sys._current_frames().get(_MAIN))):
+        places = _places_of_waits()
+        before_last = self._places
+        self._places = places
+        if not places or places != before_last:
+            # Frames hold what their functions hold, so those of short waits are left alone.
             return []
         waits: list[dict[str, Any]] = []
         looks: dict[int, int] = {}
@@ -192,7 +202,8 @@ class Watcher(threading.Thread):
             if wait is not None:
                 looks[wait.serial] = wait.looks
             waits.append(described)
-        before, self._looks = self._looks, looks
+        before = self._looks
+        self._looks = looks
         if self._transfers() or any(before.get(serial) == n for serial, n in looks.items()):
             # a thread that has not looked may have what it waits for
             return []
@@ -202,11 +213,21 @@ class Watcher(threading.Thread):
         """Whether this process has sent or received since the last look."""
         lines = Path("/proc/self/io").read_text().split()
         transferred = int(lines[1]) + int(lines[3])
-        before, self._transferred = self._transferred, transferred
+        before = self._transferred
+        self._transferred = transferred
         return transferred - before > _BYTES_OF_TRANSFER
 
 
 _MAIN = threading.main_thread().ident or 0
+
+
+def _places_of_waits() -> tuple[int, ...]:
+    """Numbers that stay the same while threads of this process wait in the same collectives; () without any."""
+    numbers = [wait.serial for wait in list(WAITS.values())]
+    frame = sys._current_frames().get(_MAIN)
+    if frame is not None and frame.f_code.co_filename.endswith(_OF_C10D):
+        numbers += [id(frame), frame.f_lasti]
+    return tuple(numbers)
 
 
 def _described(wait: Wait) -> dict[str, Any]:

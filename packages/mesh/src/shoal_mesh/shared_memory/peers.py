@@ -198,12 +198,12 @@ class Peers:
             raise self._differ(said)
 
     def _ranks_behind(self, word: int, value: int, rank: int) -> list[int]:
-        """The global ranks whose word, that of `rank` being given, is not at least a value."""
+        """The global ranks whose word has not come to a value or is given up; `word` is that of `rank`."""
         page_words = _page_words(self.size, len(self.lines))
         return [
             global_rank
             for i, global_rank in enumerate(self.ranks)
-            if i != self.rank and self.words[word + (i - rank) * page_words] < value
+            if i != self.rank and not value <= self.words[word + (i - rank) * page_words] < BROKEN
         ]
 
     def _ranks_without_call(self, call: int) -> list[int]:
