@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
-from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from shoal_dtensor.errors import ArgumentTypeError, OperatorArgumentError
+from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_replication
+from shoal_dtensor.errors import ArgumentTypeError, MixedTensorError, OperatorArgumentError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -62,6 +63,63 @@ def test_operators_that_take_functions(name: str) -> None:
             FUNCTIONS[name](x)
     assert "\n" not in str(caught.value)
     assert type(pickle.loads(pickle.dumps(caught.value))) is OperatorArgumentError
+
+
+@compiled_first
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_such_an_operator_in_compiled_code(backend: str) -> None:
+    """The error was a page of the compiler about fake tensors."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
+        compiled = torch.compile(FUNCTIONS["cond"], backend=backend)
+        with pytest.raises(RuntimeError, match=r"cond takes no DTensors: .* local_map"):
+            compiled(x)
+        torch.testing.assert_close(compiled(torch.ones(3)), torch.ones(3).sin())
+
+
+class DTensorOfTorch(Tensor):
+    """A tensor whose class says that it is torch's own DTensor."""
+
+
+DTensorOfTorch.__name__ = "DTensor"
+DTensorOfTorch.__module__ = "torch.distributed.tensor"
+
+
+def test_dtensors_of_torch_are_converted() -> None:
+    """Operators were a RuntimeError about as_strided; from_local made a DTensor of a DTensor."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
+        other = torch.ones(4).as_subclass(DTensorOfTorch)
+        for use in (lambda: x + other, lambda: torch.cat([x, other]), lambda: x.copy_(other)):
+            with pytest.raises(MixedTensorError, match=r"torch\.distributed\.tensor.*from_torch"):
+                use()
+        for make in (DTensor.from_local, distribute_tensor):
+            with pytest.raises(ArgumentTypeError, match=r"torch\.distributed\.tensor.*from_torch"):
+                make(other, mesh, [Shard(0)])
+
+
+NESTED: dict[str, Callable[[Any], Any]] = {
+    "from_jagged": lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4])),
+    "as_nested_tensor": lambda x: torch.nested.as_nested_tensor([x, x], layout=torch.jagged),
+    "narrow": lambda x: torch.nested.narrow(
+        x, 1, torch.tensor([0, 1, 0, 0]), torch.tensor([1, 1, 1, 1]), layout=torch.jagged
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("implicit", [False, True])
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_tensors_of_dtensors(name: str, implicit: bool) -> None:
+    """In implicit_replication they were made, and failed later with an AttributeError of an internal."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)
+        block = implicit_replication() if implicit else nullcontext()
+        with block, pytest.raises(OperatorArgumentError, match="nested tensor is local to a rank"):
+            NESTED[name](x)
 
 
 def test_such_operators_on_plain_tensors_are_those_of_torch() -> None:

@@ -40,6 +40,15 @@ def check_mesh(
 check_device_mesh = partial(check_mesh, error=LayoutError)
 
 
+CONVERT = "shoal_dtensor.interop.from_torch(tensor)"
+
+
+def is_torch_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor of torch's own class, which need not be imported."""
+    kind = type(value)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.tensor")
+
+
 def check_type(
     where: str,
     name: str,
@@ -51,6 +60,11 @@ def check_type(
     """Refuse an argument of a function that is not of these `kinds`, which `expected` says in words."""
     if not isinstance(value, kinds):
         raise error(f"{where}: expected {name} to be {expected}, got {_described(value)}")
+    if kinds is Tensor and is_torch_dtensor(value):
+        raise error(
+            f"{where}: expected {name} to be {expected}, got a DTensor of "
+            f"torch.distributed.tensor; convert it with {CONVERT}"
+        )
     if (
         kinds is Tensor
         and isinstance(value, Tensor)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -30,6 +31,8 @@ _COMPILED = ("cond", "while_loop", "scan", "map")
 _AUTOGRAD = tuple(
     f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1", "Meta")
 )
+# Those of them that torch's compiler traces with fake tensors, by the names of their operators.
+_TRACED = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 # the rules of a library last as long as it does
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -69,6 +72,24 @@ def register_dispatch(
 
         if compiled is not None:
             utils._hop_compile_and_call = before_compiling
+        for name in _TRACED:
+            if name in torch._ops._higher_order_ops:
+                _trace_by(cls, run, name)
+
+
+def _trace_by(cls: type[torch.Tensor], run: Callable[..., Any], name: str) -> None:
+    """Have the compiler call `run` where it traces an operator that takes functions with tensors of this class."""
+    table: Any = torch._ops._higher_order_ops[name].python_key_table
+    trace = table.get(FakeTensorMode)
+
+    def trace_others(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, cls) for leaf in leaves):
+            return run(cls, name.removesuffix("_impl"), (cls,), args, kwargs)
+        return trace(mode, *args, **kwargs)
+
+    if trace is not None:
+        table[FakeTensorMode] = trace_others
 
 
 def keep_whole(names: Sequence[str]) -> None:

@@ -25,7 +25,8 @@ from shoal_mesh import purpose
 from .._torch.compiling import never_compiled, raised_as_it_is, recorder
 from .._torch.operators import OpOverload, is_collective
 from .._torch.tensors import around
-from ..errors import OperatorArgumentError
+from ..argument_types import CONVERT, is_torch_dtensor
+from ..errors import MixedTensorError, OperatorArgumentError
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, has_symbols, mapped
 from ..redistribute.execution.execute import run_cached, write_back
@@ -184,6 +185,11 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
                 "nothing of each other"
             )
         ) from None
+    if op._schema.name.startswith("aten::_nested_"):
+        raise OperatorArgumentError(
+            f"{op} takes no DTensors: a nested tensor is local to a rank. Make one of to_local() in "
+            "local_map, or pad the sequences and use a mask"
+        )
     scope = current()
     rule = rule_of(op, scope)
     readers = _readers_of(op, cls, by_value=rule is None or rule.by_value)
@@ -361,7 +367,7 @@ def _readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
     # one decision for all arguments, among which process groups are new objects in every call
     if is_collective(op):
         return {argument.name: lambda arg, key, types: arg for argument in op._schema.arguments}
-    anything = _reader_of_anything(cls, by_value=by_value)
+    anything = _reader_of_anything(op, cls, by_value=by_value)
     tensors = _reader_of_tensors(cls, anything)
 
     def reader(kind: Any) -> Reader | None:
@@ -415,7 +421,7 @@ def _values(arg: Any, key: list[Any], types: Any) -> Any:
     return arg
 
 
-def _reader_of_anything(cls: Any, *, by_value: bool) -> Reader:
+def _reader_of_anything(op: OpOverload, cls: Any, *, by_value: bool) -> Reader:
     # The count of references that `is_candidate` takes depends on this being called with an item of
     # a loop.
     def anything(arg: Any, key: list[Any], types: Any) -> Any:
@@ -433,6 +439,11 @@ def _reader_of_anything(cls: Any, *, by_value: bool) -> Reader:
                 key.append(type(arg))
             return local
         elif isinstance(arg, torch.Tensor):
+            if is_torch_dtensor(arg):
+                raise MixedTensorError(
+                    f"{op} got DTensors together with one of torch.distributed.tensor, of shape "
+                    f"{tuple(arg.shape)}; convert it with {CONVERT}"
+                )
             key.append(
                 Plain(
                     arg.shape, arg.stride(), arg.dtype, arg.numel() == 1 or is_candidate(cls, arg)
