@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from operator_calls import recording
 from shoal_dtensor import (
     CommunicationForbiddenError,
+    DebugMode,
     DTensor,
     Partial,
     Replicate,
@@ -28,7 +31,7 @@ from shoal_dtensor import (
 )
 from shoal_dtensor.errors import MixedTensorError, PlacementError
 from shoal_dtensor.rng.state import forget_checks
-from shoal_mesh import init_device_mesh
+from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
 USERS: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -204,6 +207,86 @@ def test_a_sparse_result_is_plain() -> None:
         torch.testing.assert_close(sparse.to_dense(), values)
         sparse.to_dense().square().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), 2 * values)  # type: ignore[union-attr]  # a DTensor
+
+
+WATCHED: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: COMPOSED[name] for name in COMPOSED if name != "embedding_bag"},
+    "one_hot": lambda t: F.one_hot(t.argsort(0), 13),
+    "a list as index": lambda t: t[[4, 0]],
+    "combinations": lambda t: torch.combinations(t[:, 0], 2),
+    "quantile": lambda t: torch.quantile(t, 0.3),
+    "mvlgamma": lambda t: torch.mvlgamma(t + 9, 2),
+    "binary_cross_entropy_with_logits": lambda t: F.binary_cross_entropy_with_logits(
+        t, t.sigmoid(), pos_weight=t[0].exp()
+    ),
+}
+
+
+class Passing(TorchDispatchMode):
+    """A mode of a user's that keeps all that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.kept += [args, result]
+        return result
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "DebugMode": DebugMode,
+    "CommDebugMode": CommDebugMode,
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "a user's": Passing,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_mode_that_watches_changes_no_answer(mode: str) -> None:
+    """A mode refers to the tensors that torch makes, which then were taken for the user's."""
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.linspace(-1, 1, 60, dtype=torch.float64).sin().view(12, 5)
+    x = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)
+    for name, function in WATCHED.items():
+        torch.manual_seed(3)
+        expected = function(values)
+        torch.manual_seed(3)
+        with MODES[mode]():
+            result: Any = function(x)
+        torch.testing.assert_close(
+            result.full_tensor(), expected, msg=lambda m, n=name: f"{n}: {m}"
+        )  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("use", USERS.values(), ids=USERS.keys())
+def test_a_users_plain_tensor_is_an_error_in_a_mode(
+    use: Callable[[Tensor, Tensor], object], mode: str
+) -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)
+        with MODES[mode](), pytest.raises(MixedTensorError, match="together with a plain tensor"):
+            use(x, torch.ones(4))
+
+
+# `one_hot` checks its classes in the graph, by an operator without a rule
+@pytest.mark.filterwarnings("ignore:aten._assert_async.msg has no sharding rule")
+@pytest.mark.parametrize("name", WATCHED)
+def test_tensors_that_torch_makes_while_the_compiler_traces(name: str) -> None:
+    with fake_world(1):
+        mesh = init_device_mesh("cpu", (1,))
+        values = torch.linspace(-1, 1, 60, dtype=torch.float64).sin().view(12, 5)
+        x = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        expected = WATCHED[name](values)
+        torch.manual_seed(3)
+        result: Any = torch.compile(WATCHED[name], backend="aot_eager")(x)
+        torch.testing.assert_close(result.full_tensor(), expected)
 
 
 class Scaled(torch.autograd.Function):

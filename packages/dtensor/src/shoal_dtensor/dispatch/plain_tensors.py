@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import getargvalues
 from itertools import dropwhile, takewhile
 from traceback import walk_stack
@@ -32,6 +33,7 @@ from .._torch.tensors import (
     FakeTensor,
     current_node,
     disabled_torch_function,
+    dispatch_modes,
     in_backward,
     make_wrapper,
     pytree,
@@ -261,6 +263,52 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
             )
 
 
+class _Outermost(threading.local):
+    """The function of torch that this thread is in, while a dispatch mode watches its operators."""
+
+    # its positional and keyword arguments; None outside of such functions
+    arguments: tuple[Any, Any] | None = None
+
+
+_outermost = _Outermost()
+
+
+def _mark_outermost(
+    function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    """Run a function of torch, as `__torch_function__`; plain tensors made inside of it are candidates.
+
+    Torch calls it for the outermost function alone.
+    """
+    outside = _outermost.arguments
+    _outermost.arguments = args, kwargs
+    try:
+        return disabled_torch_function(function, types, args, kwargs or {})
+    finally:
+        _outermost.arguments = outside
+
+
+def is_made_inside(tensor: torch.Tensor) -> bool:
+    """Whether the function of torch that is marked as the outermost made a tensor, rather than got it."""
+    arguments = _outermost.arguments
+    # hooks of the user run inside of `backward`
+    if arguments is None or in_backward():
+        return False
+    return all(leaf is not tensor for leaf in pytree.tree_leaves(arguments))
+
+
+class MarkWhileWatched:
+    """`__torch_function__` of a DTensor: it marks the outermost function of torch while a mode is active.
+
+    A mode holds references to the tensors that torch makes, and stands between them and the
+    functions that made them. Without modes no function is marked: that would take 1.8 us a call,
+    also for attributes.
+    """
+
+    def __get__(self, tensor: object, cls: type | None = None) -> Any:
+        return _mark_outermost if dispatch_modes() else disabled_torch_function
+
+
 def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
     """Whether a plain tensor may be torch's own: made inside an operator or one of its functions, or a gradient.
 
@@ -270,6 +318,8 @@ def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
     """
     if tensor.requires_grad and torch.is_grad_enabled() and not in_backward():
         return False
+    if _outermost.arguments is not None and not in_backward():
+        return not _has_plain(cls, _outermost.arguments)
     if sys.getrefcount(tensor) == _references_of_temporary():
         base = tensor._base
         if base is None or sys.getrefcount(base) == _BASE_REFERENCES:
@@ -352,10 +402,14 @@ def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
         for name in (*names, varargs, keywords)
         if name in values and (function, name) not in _SET_INSIDE
     ]
-    leaves = pytree.tree_leaves(given)
-    return not any(
+    return not _has_plain(cls, given)
+
+
+def _has_plain(cls: type, arguments: Any) -> bool:
+    """Whether there are plain tensors with dims among the arguments of a function."""
+    return any(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim
-        for leaf in leaves
+        for leaf in pytree.tree_leaves(arguments)
     )
 
 

@@ -27,6 +27,7 @@ from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, mapped, memor
 from ..redistribute.execution.execute import in_memory_order
 from ..redistribute.steps import Plan
 from ..rules.language.op_call import OpCall, schema_of
+from .plain_tensors import is_made_inside
 
 
 class ResultKind(IntEnum):
@@ -299,6 +300,7 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
         if (
             (torch.is_grad_enabled() or tensor.requires_grad)
             and not is_tracing()
+            and not is_made_inside(tensor)
             and has_views(tensor)
         ):
             raise InPlaceError(

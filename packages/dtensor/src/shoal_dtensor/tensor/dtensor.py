@@ -12,10 +12,10 @@ import torch
 from shoal_mesh import DeviceMesh, safe_globals as mesh_globals
 
 from .._torch.compiling import is_tracing, whole_when_compiled
-from .._torch.tensors import BASE, apply, around, disabled_torch_function, shares_memory, split
+from .._torch.tensors import BASE, apply, around, shares_memory, split
 from ..argument_types import check_type
 from ..dispatch.dispatch import dispatch
-from ..dispatch.plain_tensors import check_recorded
+from ..dispatch.plain_tensors import MarkWhileWatched, check_recorded
 from ..dispatch.results import following_base
 from ..errors import ArgumentTypeError, PlacementError
 from ..layout.dim_sharding import ShardOrder
@@ -67,7 +67,7 @@ class DTensor(torch.Tensor):
     copied_view: ClassVar[type[DTensor]]
     pending: ClassVar[type[DTensor]]
     local_slot: ClassVar[Any]
-    __torch_function__: Any = disabled_torch_function
+    __torch_function__: Any = MarkWhileWatched()
     split = split
     _repr_html_: property = property(attrgetter("_spec._repr_html_"))  # what notebooks show
     data_ptr = serialization.refuse_memory
