@@ -288,6 +288,7 @@ STAND_IN: dict[str, Callable[[Any], Any]] = {
 LISTED += [
     *_attention_calls(),
     *_converting(),
+    ("one_hot.default", (numbers(5, 6, 4), 5), {}),
     ("_masked_scale.default", (real(5, 3), real(5, 3), 2.0), {}),
     ("_masked_scale.out", (real(5, 3), real(5, 3), 2.0), {"out": real(5, 3)}),
     (
