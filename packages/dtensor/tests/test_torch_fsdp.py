@@ -36,6 +36,7 @@ MEMORY: dict[str, Callable[[Any], object]] = {
     "to_dlpack": lambda x: dlpack.to_dlpack(x),
     "torch.to_dlpack": lambda x: torch.to_dlpack(x),  # type: ignore[attr-defined]  # not public
     "_to_dlpack_versioned": lambda x: torch._C._to_dlpack_versioned(x),
+    "_pickle_save": lambda x: torch._C._pickle_save([x]),
     "share_memory_": lambda x: x.share_memory_(),
     "share_memory": lambda x: torch.nn.ParameterList([torch.nn.Parameter(x)]).share_memory(),
     "apply_": lambda x: x.apply_(abs),

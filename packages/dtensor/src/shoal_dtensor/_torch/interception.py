@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 _COMPILED = ("cond", "while_loop", "scan", "map")
@@ -166,7 +167,7 @@ class _AfterImport(NamedTuple):
 
 
 def refuse_in_c(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) -> None:
-    """Have the functions of torch that export a tensor's memory call `refuse` for tensors of a class.
+    """Have the functions of torch that export tensors' memory call `refuse` for tensors of a class.
 
     They are builtins that dispatch nothing: they would export the null pointer of a wrapper, and
     the first read of it ends the process.
@@ -175,6 +176,7 @@ def refuse_in_c(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) -> None:
         (torch._C, "_to_dlpack"),
         (torch._C, "_to_dlpack_versioned"),
         (torch, "to_dlpack"),
+        (torch._C, "_pickle_save"),
     ]
     for owner, name in places:
         setattr(owner, name, _refusing(getattr(owner, name), cls, refuse))
@@ -189,10 +191,12 @@ def _refusing(
     function: Callable[..., Any], cls: type[torch.Tensor], refuse: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     @wraps(function)
-    def export(tensor: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(tensor, cls):
-            refuse(tensor)
-        return function(tensor, *args, **options)
+    def export(value: Any, *args: Any, **options: Any) -> Any:
+        # of `_pickle_save`, containers with tensors
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, cls):
+                refuse(leaf)
+        return function(value, *args, **options)
 
     return export
 
