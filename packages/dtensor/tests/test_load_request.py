@@ -153,7 +153,8 @@ def test_a_fresh_optimizer_goes_on_as_one_that_never_stopped(kind: str, folder: 
 def test_an_empty_dict_where_there_is_state_is_an_error_on_all_ranks(folder: str) -> None:
     run, fresh = made("AdamW", 0), made("AdamW", 1)
     train(run, 2)
-    before = [parameter.full_tensor() for parameter in fresh[0].parameters()]
+    parameters: list[Any] = [*fresh[0].parameters()]
+    before = [parameter.full_tensor() for parameter in parameters]
     checkpoints = Checkpointer(folder)
     checkpoints.save(1, {"model": run[0].state_dict(), "optimizer": run[1].state_dict()})
     empty = {"model": fresh[0].state_dict(), "optimizer": fresh[1].state_dict()}
@@ -164,8 +165,8 @@ def test_an_empty_dict_where_there_is_state_is_an_error_on_all_ranks(folder: str
         on_one_rank["optimizer"] = fresh[1].state_dict()
     with pytest.raises(CheckpointError, match=r"rank 0: .*is an empty dict"):
         checkpoints.load(on_one_rank)
-    for parameter, whole in zip(fresh[0].parameters(), before, strict=True):
-        assert parameter.full_tensor().equal(whole)  # type: ignore[operator]  # a DTensor
+    for parameter, whole in zip(parameters, before, strict=True):
+        assert parameter.full_tensor().equal(whole)
     assert checkpoints.load(empty, strict=False) == 1
     assert not fresh[1].state
     held = HeldState()

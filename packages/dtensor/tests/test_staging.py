@@ -157,14 +157,14 @@ def test_helpers_gather_offload_and_compare() -> None:
 def test_asynchronous_saves_of_torch(kind: str, tmp_path: Path) -> None:
     state = values()
     wanted = {name: whole(value) for name, value in values().items()}
-    options: dict[str, Any] = {
+    options_of: dict[str, dict[str, Any]] = {
         "default": {},
         "blocking": {"async_stager": BlockingAsyncStager()},
         "shared": {"async_stager": stager(use_shared_memory=True)},
         "by a thread": {"async_stager": stager(use_async_staging=True)},
         "writer": {"storage_writer": dcp.FileSystemWriter(tmp_path)},
-    }[kind]
-    response: Any = dcp.async_save(state, checkpoint_id=tmp_path, **options)
+    }
+    response: Any = dcp.async_save(state, checkpoint_id=tmp_path, **options_of[kind])
     if kind == "by a thread":
         response.staging_completion.result()
     overwrite(state)

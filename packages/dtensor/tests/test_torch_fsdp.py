@@ -33,7 +33,7 @@ MEMORY: dict[str, Callable[[Any], object]] = {
     "dlpack": lambda x: x.__dlpack__(),
     "from_dlpack": from_dlpack,
     # these ended the process, at the first read of what they export
-    "to_dlpack": lambda x: dlpack.to_dlpack(x),
+    "to_dlpack": lambda x: dlpack.to_dlpack(x),  # type: ignore[attr-defined]  # no __all__
     "torch.to_dlpack": lambda x: torch.to_dlpack(x),  # type: ignore[attr-defined]  # not public
     "_to_dlpack_versioned": lambda x: torch._C._to_dlpack_versioned(x),
     "_pickle_save": lambda x: torch._C._pickle_save([x]),
@@ -60,4 +60,4 @@ def test_a_plain_tensor_does_not_become_a_dtensor() -> None:
     with fake_world(2):
         x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
         with pytest.raises(InPlaceError, match=r"set_.* a plain tensor of shape \(1,\) a DTensor"):
-            torch.zeros(1).set_(x)
+            torch.zeros(1).set_(x)  # type: ignore[call-overload]  # its types lack tensors

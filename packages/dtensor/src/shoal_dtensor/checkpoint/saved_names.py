@@ -79,7 +79,7 @@ class SavedNames:
         written_paths: dict[str, Any] = metadata.planner_data if is_mapping else {}
         self.paths: dict[str, Path] = {}
         for name in self.kinds:
-            path = written_paths.get(name)
+            path: Any = written_paths.get(name)
             self.paths[name] = path if _is_path(path, name) else (name,)
 
     def is_tensor(self, name: str) -> bool:

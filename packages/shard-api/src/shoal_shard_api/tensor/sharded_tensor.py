@@ -444,7 +444,7 @@ class ShardedTensor(ShardedTensorConstructors):
     def _install() -> None:
         """Have torch's copies of state dicts copy the shards, and its exports of memory refuse the tensor."""
 
-        def rebuild(tensor: ShardedTensor, shards: list[torch.Tensor]) -> ShardedTensor:
+        def rebuild(tensor: ShardedTensor, shards: list[torch.Tensor]) -> Any:
             # outside of the group there are no shards
             return tensor._with(shards) if shards else tensor.detach()
 
