@@ -40,14 +40,17 @@ DO_NOT_FIT: dict[str, tuple[dict[str, Any], str]] = {
 def test_an_own_plan_that_does_not_fit_is_replaced(family: str, tmp_path: Path) -> None:
     # The model's own plan was applied unverified: gradients of norms were wrong, or a shape was.
     changes, problem = DO_NOT_FIT[family]
-    options = {"experts_implementation": "eager"} if "Moe" in family else {}
+    options: dict[str, Any] = {}
+    if "Moe" in family:
+        options["experts_implementation"] = "eager"
     single = build_model(family, **changes)
     home = save_plain(single, tmp_path)
     with pytest.warns(PlanWarning, match=f"does not fit this configuration: .*{problem}"):
         model = hf.from_pretrained(home, all_ranks(), **options)
     if options:
         single.set_experts_implementation("eager")
-    logits, expected = model(token_batch()).logits, single(token_batch()).logits
+    logits = model(token_batch()).logits
+    expected = single(token_batch()).logits
     torch.testing.assert_close(logits, expected)
     logits.square().sum().backward()
     expected.square().sum().backward()
@@ -158,7 +161,8 @@ def test_a_copy_runs_on_inputs_of_its_kind(case: str) -> None:
 
 
 def test_a_copy_that_cannot_be_made_leaves_the_plan_unproven() -> None:
-    model = on_meta("Llama", **SIZES)
+    sizes: dict[str, Any] = {**SIZES}
+    model = on_meta("Llama", **sizes)
 
     class Strange(type(model)):  # type: ignore[misc]  # transformers is not typed
         def forward(self, pages: Any) -> Any:

@@ -260,7 +260,8 @@ def _find_holes(model: nn.Module) -> dict[str, _Hole]:
                 if tensor is None:
                     continue
                 if local_of(tensor).is_meta:
-                    holes[f"{path}.{name}" if path else name] = _Hole(module, table, name)
+                    full_name = f"{path}.{name}" if path else name
+                    holes[full_name] = _Hole(module, table, name)
                 else:
                     tensor._is_hf_initialized = True
     return holes

@@ -26,7 +26,8 @@ _SMALL_WIDTH = 64
 # Experts that a smaller copy has at least, so that a router still chooses among them.
 _LEAST_EXPERTS = 16
 # A vocabulary keeps its remainder by this, so that ranks' shards stay uneven where they were.
-_VOCABULARY, _REMAINDER = 256, 16
+_VOCABULARY = 256
+_REMAINDER = 16
 
 _LAYER_COUNT = re.compile(r"layers?$|^depth$")
 _NO_LAYER_COUNT = re.compile(r"shared|dense|predict|mtp|extract")
@@ -74,7 +75,8 @@ def small_copy(model: Any) -> SmallCopy | NoSmallCopy:
     for reduction in _reductions(model, counts):
         try:
             candidate = _build(model, _reduced_config(model, counts, reduction))
-        except Exception as error:  # whatever a configuration that was changed raises
+        # whatever a configuration that was changed raises
+        except Exception as error:
             reason = f"a smaller configuration builds no model: {_line(error)}"
             continue
         if not wanted <= _kinds_of_modules(candidate):
@@ -282,7 +284,8 @@ def _running_inputs(model: Any) -> tuple[dict[str, Tensor] | None, str]:
         try:
             with torch.no_grad():
                 model(**inputs)
-        except Exception as error:  # whatever a model raises on inputs that are not its own
+        # whatever a model raises on inputs that are not its own
+        except Exception as error:
             problem = problem or _line(error)
         else:
             return inputs, ""
@@ -324,7 +327,8 @@ def _main_shapes(model: Any) -> list[tuple[int, ...]]:
         height, width = image if isinstance(image, list | tuple) else (image, image)
         return [(2, channels, height, width)]
     if name == "input_values":
-        bins, frames = sizes.get("num_mel_bins", 128), sizes.get("max_length") or 1024
+        bins = sizes.get("num_mel_bins", 128)
+        frames = sizes.get("max_length") or 1024
         return [(2, 4000), (2, 1, 4000), (2, frames, bins)]
     if name == "input_features":
         bins = _first(sizes, "num_mel_bins", "feature_projection_input_dim", "input_channels") or 80

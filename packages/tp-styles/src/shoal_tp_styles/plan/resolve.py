@@ -36,7 +36,8 @@ Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 
 
 # Reasons that a message has at most, and characters of each.
-_REASONS, _REASON = 6, 200
+_REASONS = 6
+_REASON = 200
 
 
 class AutoPlan(dict[str, ParallelStyle]):

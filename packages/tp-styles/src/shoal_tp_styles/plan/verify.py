@@ -265,7 +265,8 @@ def _tried(single: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Inputs) -> 
             return Verification(
                 unproven=(f"one seed does not fix what the plain model computes{where}",)
             )
-    except Exception as error:  # whatever the user's model raises is a finding
+    # whatever the user's model raises is a finding
+    except Exception as error:
         return Verification(
             unproven=(f"the plain model does not run on these inputs{where}: {_shown(error)}",)
         )
