@@ -64,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi, own attention": ("Bloom", {}),
     "alibi, eager": ("Falcon", {"alibi": True, "attn_implementation": "eager"}),
     "alibi of another form": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+    "cache and interface": ("StableLm", {"attn_implementation": "eager"}),
+    "cache and interface, learned positions": ("BioGpt", {"attn_implementation": "eager"}),
     "own attention": ("GPTJ", {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}),
     "another own attention": (
         "CodeGen",
@@ -86,7 +88,9 @@ def build_with_large_weights(family: str, **changes: Any) -> Any:
 
 def compare_with_one_process(single: Any, layout: str, method: Any, **options: Any) -> None:
     """Logits and gradients of all parameters in a block against one process."""
-    tokens, positions, axis = token_batch(2, LENGTH), torch.arange(LENGTH)[None], all_ranks()
+    tokens = token_batch(2, LENGTH)
+    positions = torch.arange(LENGTH)[None]
+    axis = all_ranks()
     takes_positions = "position_ids" in inspect.signature(single.forward).parameters
 
     def run(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -136,7 +140,8 @@ def test_a_window_by_exchanging_heads() -> None:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_documents_beside_windows(implementation: str) -> None:
     single = build_with_large_weights("Mistral", attn_implementation=implementation, **_WINDOW)
-    tokens, ids = token_batch(2, LENGTH), [0] * 8 + [1] * 12
+    tokens = token_batch(2, LENGTH)
+    ids = [0] * 8 + [1] * 12
     positions = torch.arange(LENGTH)[None]
     starts = torch.cat([torch.arange(8), torch.arange(12)])[None]
     expected = single(tokens, position_ids=starts, use_cache=False).logits
@@ -155,7 +160,8 @@ def test_documents_beside_windows(implementation: str) -> None:
 @on_ranks(2, timeout=300)
 def test_labels_are_shifted_over_the_whole_sequence() -> None:
     # The last position of each range was compared with the next one that the rank happened to hold.
-    single, tokens = build_with_large_weights("Llama"), token_batch(2, LENGTH)
+    single = build_with_large_weights("Llama")
+    tokens = token_batch(2, LENGTH)
     positions = torch.arange(LENGTH)[None]
     expected = single(tokens, position_ids=positions, labels=tokens, use_cache=False).loss
     buffers = [tokens.clone(), positions]
@@ -209,7 +215,8 @@ MIXING: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", MIXING)
 def test_a_model_that_mixes_positions_by_other_means_is_refused(case: str) -> None:
     family, changes, reason = MIXING[case]
-    model, tokens = build_model(family, **changes), token_batch(2, LENGTH)
+    model = build_model(family, **changes)
+    tokens = token_batch(2, LENGTH)
     with (
         context_parallel(all_ranks(), buffers=[tokens], buffer_seq_dims=[1]),
         pytest.raises(UnsupportedAttentionError, match=rf"{reason}.*Use tensor parallelism"),
@@ -219,7 +226,8 @@ def test_a_model_that_mixes_positions_by_other_means_is_refused(case: str) -> No
 
 @on_ranks(2, timeout=300)
 def test_a_model_without_positions_is_refused_and_says_how_to_pass_them() -> None:
-    model, tokens = build_model("Llama", attn_implementation="eager"), token_batch(2, LENGTH)
+    model = build_model("Llama", attn_implementation="eager")
+    tokens = token_batch(2, LENGTH)
     with (
         context_parallel(all_ranks(), buffers=[tokens], buffer_seq_dims=[1]),
         pytest.raises(LayoutError, match=r"Pass position_ids=layout.positions\(rank\)\[None\]"),
@@ -230,7 +238,8 @@ def test_a_model_without_positions_is_refused_and_says_how_to_pass_them() -> Non
 @on_ranks(2, timeout=300)
 def test_padding_of_eager_attention_is_refused_on_all_ranks() -> None:
     model = build_model("Llama", attn_implementation="eager")
-    tokens, padding = token_batch(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    tokens = token_batch(2, LENGTH)
+    padding = torch.ones(2, LENGTH, dtype=torch.long)
     padding[0, -2:] = 0
     buffers = [tokens, padding, torch.arange(LENGTH)[None]]
     with (
@@ -255,3 +264,16 @@ def test_nothing_is_replaced_after_a_block() -> None:
     assert after == before
     assert "get_interface" not in vars(modeling_utils.ALL_ATTENTION_FUNCTIONS)
     assert "__call__" not in vars(modeling_utils.PreTrainedModel)
+
+
+def test_one_rank_takes_documents_from_positions_as_without_a_block() -> None:
+    from shoal_mesh import init_device_mesh
+    from shoal_mesh.testing import fake_world
+
+    single = build_with_large_weights("Llama", attn_implementation="eager")
+    tokens = token_batch(2, LENGTH)
+    starts = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    expected = single(tokens, position_ids=starts, use_cache=False).logits
+    with fake_world(1), context_parallel(init_device_mesh("cpu", (1,))):
+        logits = single(tokens, position_ids=starts, use_cache=False).logits
+    torch.testing.assert_close(logits, expected)

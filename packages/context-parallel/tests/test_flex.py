@@ -80,7 +80,8 @@ def test_masks_and_scores_by_global_positions(mask_mod: Mod, score_mod: Mod, lay
 @torch.no_grad()
 @on_ranks(2, timeout=300)
 def test_documents_and_windows_of_the_block() -> None:
-    whole, ids = attention_inputs(), torch.tensor([0] * 8 + [1] * 12)
+    whole = attention_inputs()
+    ids = torch.tensor([0] * 8 + [1] * 12)
 
     def masked(row: Any, head: Any, query: Any, key: Any) -> Any:
         return (query >= key) & (query - key < 5) & (ids[query] == ids[key])

@@ -165,5 +165,6 @@ def test_one_head_of_keys_for_all_heads_of_queries() -> None:
     expected = scaled_dot_product_attention(query, key, value, is_causal=True)
     buffers = [query.clone(), key.clone(), value.clone(), expected]
     with context_parallel(all_ranks(), buffers=buffers, buffer_seq_dims=[2] * 4):
-        out = scaled_dot_product_attention(*buffers[:3], is_causal=True)
-        torch.testing.assert_close(out, buffers[3])
+        query, key, value, rows = buffers
+        out = scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.testing.assert_close(out, rows)

@@ -131,11 +131,9 @@ def redirect_flex_attention(
     from torch.nn.attention.flex_attention import flex_attention  # it takes 0.1 s to import
 
     function: Any = flex_attention
-    code, defaults, keyword_defaults = (
-        function.__code__,
-        function.__defaults__,
-        function.__kwdefaults__,
-    )
+    code = function.__code__
+    defaults = function.__defaults__
+    keyword_defaults = function.__kwdefaults__
     original: Any = FunctionType(code, function.__globals__, function.__name__, defaults)
     original.__kwdefaults__ = keyword_defaults
 
@@ -147,12 +145,14 @@ def redirect_flex_attention(
         return _shoal_attention(args, kwargs)  # type: ignore[name-defined]  # noqa: F821  # a global of torch's module
 
     function.__globals__[_HANDLER] = call
-    function.__defaults__ = function.__kwdefaults__ = None
+    function.__defaults__ = None
+    function.__kwdefaults__ = None
     function.__code__ = redirected.__code__
 
     def undo() -> None:
         function.__code__ = code
-        function.__defaults__, function.__kwdefaults__ = defaults, keyword_defaults
+        function.__defaults__ = defaults
+        function.__kwdefaults__ = keyword_defaults
         del function.__globals__[_HANDLER]
 
     return undo

@@ -245,7 +245,8 @@ class RoutedAttention(ReplacedAttention):
 
     def __init__(self, mesh: DeviceMesh, options: ContextOptions) -> None:
         super().__init__(self.attend)
-        self.mesh, self.comm = mesh, mesh.comm(0)
+        self.mesh = mesh
+        self.comm = mesh.comm(0)
         self.options = options
         self._agreed = self.comm.size == 1
         # What is wrong with this rank's calls before the first attention.
@@ -281,7 +282,8 @@ class RoutedAttention(ReplacedAttention):
 
     def _check_positions_apart(self, func: Any, *args: Any, **kwargs: Any) -> None:
         """Raise if a recurrent layer or a convolution runs along this rank's positions."""
-        values, layout = args[0], self.options.layout
+        values = args[0]
+        layout = self.options.layout
         if self.comm.size == 1 or isinstance(layout, str) or not isinstance(values, Tensor):
             return
         positions = layout.sizes[self.comm.rank]
@@ -315,7 +317,8 @@ class RoutedAttention(ReplacedAttention):
     @contextmanager
     def ruled(self, rule: AttentionMask) -> Iterator[None]:
         """A block in which attention has a mask beside that of the options."""
-        self._rule, before = rule, self._rule
+        before = self._rule
+        self._rule = rule
         try:
             yield
         finally:
@@ -365,7 +368,8 @@ class RoutedAttention(ReplacedAttention):
         options = self.options
         rule = self._rule
         if isinstance(attn_mask, PositionMask):
-            rule, attn_mask = attn_mask.rule, None
+            rule = attn_mask.rule
+            attn_mask = None
         spec = query.spec if isinstance(query, DTensor) else None
         if spec is not None or any(isinstance(x, DTensor) for x in (*qkv, attn_mask)):
             options = self._options_of(qkv, attn_mask)

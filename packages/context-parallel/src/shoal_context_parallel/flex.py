@@ -56,7 +56,9 @@ def attend_by_flex(
     """
     bound = inspect.signature(original).bind(*args, **kwargs)
     call = bound.arguments
-    query, key, value = call["query"], call["key"], call["value"]
+    query: Tensor = call["query"]
+    key: Tensor = call["key"]
+    value: Tensor = call["value"]
     if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
         raise UnsupportedAttentionError(
             "flex_attention of DTensors in a context_parallel block; pass plain local tensors, or "
@@ -65,7 +67,9 @@ def attend_by_flex(
     layout = options.layout_of(query.shape[-2], comm)
     positions = layout.positions(comm.rank, query.device)
     call["key"], call["value"] = gather_keys(key, value, comm, layout)
-    call["block_mask"] = _mask_of_rows(call.get("block_mask"), query, positions, layout, options)
+    call["block_mask"] = _mask_of_rows(
+        call.get("block_mask"), query, positions, layout, options=options
+    )
     score = call.get("score_mod")
     if score is not None:
         call["score_mod"] = _by_position(score, positions)
@@ -97,7 +101,8 @@ def _mask_of_rows(
     if has_own_rows and not is_bounded:
         return mask
     by_rule = function_of(rule, query.device)
-    last_row, last_column = len(positions) - 1, layout.length - 1
+    last_row = len(positions) - 1
+    last_column = layout.length - 1
 
     def mask_by_position(row: Any, head: Any, query: Any, key: Any) -> Any:
         # Blocks have indices behind the last query and key, too.

@@ -48,4 +48,4 @@ class Interceptions:
             return original(*args, **kwargs)
         block.agree(args[:3], None)
         # Functions of the mask index by tensors, which torch rewrites in a mode of its own.
-        return attend_by_flex(original, block.comm, block.options, args, kwargs)
+        return attend_by_flex(original, block.comm, block.options, args, kwargs=kwargs)

@@ -44,7 +44,7 @@ _MIXES = re.compile(
 )
 # Models whose attention is code of their own, which reads keys and values from a cache and takes the
 # mask as it is: they get a cache that has those of all ranks.
-_READ_A_CACHE = frozenset({"bloom", "codegen", "falcon", "gptj", "mpt"})
+_READ_A_CACHE = frozenset({"biogpt", "bloom", "codegen", "falcon", "gptj", "mpt", "stablelm"})
 # Modules that read one position for the whole sequence.
 _POOLS = re.compile(r"Pooler$")
 _POOLING_HEADS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$")
@@ -120,12 +120,22 @@ def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
 # --- masks ----------------------------------------------------------------------------------------
 
 
+def _sharding_block(active: ActiveBlock) -> Block | None:
+    """The active block, unless a rank alone holds the whole sequence and nothing else is asked for."""
+    block = active()
+    if block is None or block.comm.size > 1:
+        return block
+    options = block.options
+    is_plain = options.documents is None and options.window == (None, None)
+    return None if is_plain else block
+
+
 @disable_dynamo
 def _make_mask(
     active: ActiveBlock, name: str, original: Callable[..., Any], **arguments: Any
 ) -> Any:
     """The mask of this rank's queries and all keys, by a function of transformers' registry."""
-    block = active()
+    block = _sharding_block(active)
     if block is None:
         return original(**arguments)
     count = arguments["q_length"]
@@ -172,7 +182,8 @@ def _rule_of(
     skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
     if not any(arguments.get(name, False) for name in skips):
         return None
-    size, length = arguments.get("local_size"), layout.length
+    size = arguments.get("local_size")
+    length = layout.length
     for rule in _known_rules(size, length):
         if not _is_same_mask(arguments["mask_function"], rule, size or length, length):
             continue
@@ -203,7 +214,8 @@ def _is_same_mask(
     borders = torch.tensor([0, size // 2, size, size + size // 2, 2 * size, length])
     near = (borders[:, None] + torch.arange(-2, 3)).flatten()
     positions = near.clamp(0, max(length - 1, 0))
-    queries, keys = positions[:, None], positions[None, :]
+    queries = positions[:, None]
+    keys = positions[None, :]
     zero = torch.zeros((), dtype=torch.long)
     try:
         wanted = torch.as_tensor(function(zero, zero, queries, keys))
@@ -261,7 +273,7 @@ def _find_documents(
     active: ActiveBlock, original: Callable[[Tensor], Any], position_ids: Tensor
 ) -> Any:
     """Documents by jumps of position ids; none where the ids are those that this rank holds."""
-    block = active()
+    block = _sharding_block(active)
     layout = None if block is None else _layout_of(block, position_ids.shape[-1])
     if block is None or layout is None:
         return original(position_ids)
@@ -285,7 +297,7 @@ def _look_up_attention(
 ) -> Callable[..., Any]:
     """The attention of an implementation, of the whole sequence where a block is active."""
     function: Callable[..., Any] = type(registry).get_interface(registry, implementation, default)
-    block = active()
+    block = _sharding_block(active)
     if block is None:
         return function
     name = implementation or ""
@@ -299,7 +311,7 @@ def _look_up_attention(
 
 def _attend_by_block(  # noqa: PLR0913  # the arguments of transformers' functions
     block: Block,
-    function: Callable[..., Any],
+    implementation: Callable[..., Any],
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -309,16 +321,16 @@ def _attend_by_block(  # noqa: PLR0913  # the arguments of transformers' functio
 ) -> Any:
     """The function for "sdpa" of transformers, whose call of attention the block replaces."""
     if not isinstance(attention_mask, PositionMask):
-        return function(module, query, key, value, attention_mask, **options)
+        return implementation(module, query, key, value, attention_mask, **options)
     # Without a mask it has heads of keys shared by heads of queries, which are fewer to send.
     with block.ruled(attention_mask.rule):
-        return function(module, query, key, value, None, **options)
+        return implementation(module, query, key, value, None, **options)
 
 
 @disable_dynamo
 def _attend_all_keys(  # noqa: PLR0913  # likewise
     block: Block,
-    function: Callable[..., Any],
+    implementation: Callable[..., Any],
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -338,7 +350,11 @@ def _attend_all_keys(  # noqa: PLR0913  # likewise
             f"dropout of attention weights ({dropout}) over a sharded sequence: no rank has the "
             "weights that one device would draw for. Set attention_dropout=0 in the configuration"
         )
-    block.agree((query, key, value), None)
+    layout = _layout_of(block, query.shape[-2])
+    # The cache of the model may have gathered them.
+    is_whole = layout is not None and key.shape[-2] == layout.length
+    if not is_whole:
+        block.agree((query, key, value), None)
     with unwatched_functions():
         layout = block.options.layout_of(query.shape[-2], block.comm)
         columns = None if attention_mask is None else attention_mask.shape[-1]
@@ -347,8 +363,9 @@ def _attend_all_keys(  # noqa: PLR0913  # likewise
                 f"a mask of {columns} columns for a sequence of {layout.length} positions. "
                 + _HOW_TO_PASS_POSITIONS
             )
-        key, value = gather_keys(key, value, block.comm, layout)
-        return function(module, query, key, value, attention_mask, **options)
+        if not is_whole:
+            key, value = gather_keys(key, value, block.comm, layout)
+        return implementation(module, query, key, value, attention_mask, **options)
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -479,5 +496,6 @@ def mixed_by(model: Any) -> str:
     if by_cache and model.training and getattr(model, "is_gradient_checkpointing", False):
         return "its checkpoints of activations leave out the cache by which it gets keys"
     if not by_interface and not by_torch and not by_cache:
-        return "its attention is code of its own, which cannot be replaced"
+        way_out = " (that of attn_implementation='sdpa' can)" if model._supports_sdpa else ""
+        return f"its attention is code of its own, which cannot be replaced{way_out}"
     return ""
