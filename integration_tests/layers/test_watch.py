@@ -40,6 +40,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "rrelu": lambda h: F.rrelu(h, training=True),
     "noise": lambda h: h + torch.rand_like(h) * torch.randn_like(h),
     "fill": lambda h: h * torch.empty_like(h).bernoulli_(0.3),
+    "made like": lambda h: h * h.new_empty(h.shape).bernoulli_(0.3),
     "detached": lambda h: h * torch.bernoulli(h.detach().sigmoid()),
     "gumbel": lambda h: F.gumbel_softmax(h.reshape(*h.shape[:2], -1, 2), dim=-1).flatten(-2),
     "transposed": lambda h: F.dropout(h.transpose(1, 2), 0.4).transpose(1, 2),
@@ -356,7 +357,7 @@ UNKNOWN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "part": (lambda h: F.dropout(h[..., :2], 0.4), "takes a part of a sharded dim"),
     "sizes": (lambda h: F.dropout(h.view(*h.shape[:2], 1, 4), 0.4), "write -1"),
     "noise": (lambda h: h + torch.rand(h.shape), "drew alike"),
-    "own sizes": (lambda h: h * h.new_empty(h.shape).bernoulli_(0.4), "sizes of its own"),
+    "own sizes": (lambda h: h.new_empty(3, 5, 7).bernoulli_(0.4), "sizes of its own"),
     "summands": (lambda h: F.dropout(h @ h.transpose(1, 2), 0.4), "summands"),
     "passed by": (lambda h: F.dropout(torch.jit.script(_scripted)(h), 0.4), "not a torch function"),
 }

@@ -10,7 +10,7 @@ A rank may update a shard of its replica only, and have the optimizer's state of
 6), a view of these rows. Gradients are reduced to that layout; the next forward gathers the rows
 that other ranks have updated.
 
-May import: _torch, forward_writes, gradient_group, reducer, reduction, sharded_parameters.
+May import: _torch, forward_writes, gradient_group, leaf_hooks, reducer, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from shoal_mesh import all_gather
 from ._torch import run_when_ready
 from .forward_writes import COLUMNS, ForwardWrites
 from .gradient_group import Group
+from .leaf_hooks import GradientSwitch, install_switch
 from .reducer import Reducer
 from .reduction import GroupReduction, deliver
 from .sharded_parameters import DataAxes, ShardedParameter
@@ -87,6 +88,7 @@ class Replica:
         leaf: Any = self.leaf
         if self.held is not self.leaf:
             self.seen = seen = _Seen.apply(self, take, leaf, self.held)  # type: ignore[no-untyped-call]  # torch
+            install_switch(seen, GradientSwitch(self.target, seen))
             # it is older than all forwards: its gradient would wait for the pass's end
             run_when_ready(seen.grad_fn)
             return []

@@ -188,6 +188,9 @@ class ShardedParameter:
 
     def put(self, tensor: Tensor) -> None:
         for module, name in self.sites:
+            # where a parametrization that was removed has left a gathered parameter
+            if name in module._buffers:
+                del module._buffers[name]
             module._parameters[name] = tensor  # type: ignore[assignment]  # a gathered parameter is no nn.Parameter
 
     def adopt(self) -> None:

@@ -461,9 +461,9 @@ class Unit(Group):
         if not self.current.has_values:
             self.current.shards = []
             return
-        were_written = self.current.were_written
+        were_changed = self.current.were_written and not self._holds_values_of_leaves()
         self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
-        if were_written:
+        if were_changed:
             raise StyleError(
                 f"fully_shard: gathered parameters of {self.name!r} were written to, which changes "
                 "no shard: the "
@@ -486,6 +486,31 @@ class Unit(Group):
             self.shard_inside()
         else:
             self.free()
+
+    def _holds_values_of_leaves(self) -> bool:
+        """Whether gathered parameters that something has written to still have the values of the shards.
+
+        Registering a parametrization writes a tensor to itself. The shards are gathered again, on all
+        ranks: what a forward writes, it writes on all.
+        """
+        if self.current.versions != self.versions:
+            return False
+        what = f"fully_shard compares {self.name} with its shards"
+        with torch.no_grad():
+            again = start_to_gather(self.parameters, what).wait()
+            return all(map(_have_same_bits, self.current.tensors, again))
+
+    def check_frozen(self) -> None:
+        """Raise StyleError if the modules' view of a frozen parameter was made to require gradients."""
+        for view, parameter in zip(self.exposed or (), self.parameters, strict=False):
+            if view.requires_grad and view.is_leaf:
+                names = [name for _, name in parameter.sites]
+                self.hide()
+                raise StyleError(
+                    f"fully_shard: the frozen parameter {names[0]!r} of {self.name!r} was made to "
+                    "require gradients inside of the forward, which records none for it; call "
+                    "requires_grad_() before the forward"
+                )
 
     def expose(self, views: Views) -> None:
         """Have the modules see views of the gathered tensors."""
@@ -521,6 +546,11 @@ class Unit(Group):
         self.drop_kept()
         self.hide()
         self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
+
+
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits, NaNs included."""
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def units_of(module: nn.Module, recurse: bool = True) -> list[Unit]:

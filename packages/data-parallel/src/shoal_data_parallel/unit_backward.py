@@ -1,11 +1,11 @@
 """One backward pass over units: which are gathered, where their gradients go, and when these are delivered.
 
-May import: gathered, reduction, unit.
+May import: gathered, leaf_hooks, reduction, unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from shoal_dtensor.internal import (
 )
 
 from .gathered import Views
+from .leaf_hooks import SilentHooks
 from .reduction import GroupReduction, arrived, deliver
 from .unit import Forward, Unit
 
@@ -50,6 +51,7 @@ class UnitBackward:
         self._opened: set[Forward] = set()
         self._reductions: list[GroupReduction] = []
         self._routes: dict[Forward, GradientRoutes] = {}
+        self._hooks = SilentHooks()
 
     def open(self, forward: Forward, views: Views | None) -> None:
         """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way."""
@@ -141,13 +143,14 @@ class UnitBackward:
                 continue
             wanted[i] = grad
         if routes.are_kept:
-            return [unit.parameters[i].zeros() if i in captured else None for i in forward.trained]
+            zeros = {i: unit.parameters[i].zeros() for i in captured}
+            return self._deliver_at_once(forward, zeros)
         if unit.communication.zeros_for_unused and not returned:
             # Ranks may reach units in different orders: all are reduced at the end, in one order.
             for i, grad in wanted.items():
                 if grad is not None:
                     unit.add_to_kept(i, grad)
-            return [None] * len(forward.trained)
+            return self._deliver_at_once(forward, {})
         # By default one unit's gradients are in flight beside the next unit's; behind them travels
         # a shard of another's, to the replicas.
         begun = [*unit.schedule.context.pending, *self._reductions]
@@ -158,12 +161,22 @@ class UnitBackward:
         self._reductions.append(
             GroupReduction.start(unit, wanted, returned, with_kept=not captured)
         )
-        given: dict[int, Any] = dict.fromkeys(forward.trained)
+        given: dict[int, Tensor] = {}
         for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
             if i in returned:
                 leaf: Any = unit.parameters[i].leaf
                 given[i] = DTensor(grad.to(leaf.device, leaf.dtype), leaf.spec)
-        return [*given.values()]
+        return self._deliver_at_once(forward, given)
+
+    def _deliver_at_once(self, forward: Forward, grads: Mapping[int, Tensor]) -> list[Any]:
+        """Return the gradients for autograd to deliver; hooks of leaves that get nothing are not called."""
+        for i in forward.trained:
+            leaf = forward.unit.parameters[i].leaf
+            if i in grads:
+                self._hooks.call(leaf)
+            else:
+                self._hooks.silence(leaf)
+        return [grads.get(i) for i in forward.trained]
 
     def finish(self) -> None:
         """Deliver the gradients and leave all units sharded."""
@@ -182,6 +195,7 @@ class UnitBackward:
             late = unit in opened or takes_part
             if unit.syncs and unit.trained and late and unit not in reduced:
                 self._reductions.append(GroupReduction.start(unit, {}))
+        self._hooks.restore()
         self._deliver(captures=captures)
         for unit, lead in self._units.items():
             unit.spoiled = unit.spoiled and lead.backward is not self
@@ -211,6 +225,7 @@ class UnitBackward:
         self._close()
 
     def _close(self) -> None:
+        self._hooks.restore()
         for unit in self.gathered:
             unit.open.clear()
             unit.end_backward()

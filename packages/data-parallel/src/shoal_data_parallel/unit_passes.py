@@ -5,7 +5,7 @@ arrive when the last of them has been computed. Hooks of autograd's nodes gather
 Gradients are reduced beside it, and those of all units are delivered when the pass is over: a pass
 that raises leaves every `.grad` as it was.
 
-May import: _torch, gathered, unit, unit_backward.
+May import: _torch, gathered, leaf_hooks, unit, unit_backward.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from shoal_dtensor.internal import (
 
 from ._torch import outer_saved_tensors_hooks, run_when_ready
 from .gathered import Views
+from .leaf_hooks import GradientSwitch, install_switch
 from .unit import Forward, Unit, unit_of
 from .unit_backward import running_backward
 
@@ -161,6 +162,7 @@ def _leave(unit: Unit) -> None:
         # a backward of what was recomputed follows
         running_backward().gathered.append(unit)
         return
+    unit.check_frozen()
     unit.hide()
     if unit.frees_after_forward or _frees_in_evaluation(unit):
         unit.end_forward()
@@ -216,6 +218,7 @@ def enter(unit: Unit) -> Forward:
         forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
         for i, view in zip(unit.trained, recorded, strict=True):
             views[i] = view
+            install_switch(view, GradientSwitch(unit.parameters[i], view))
     unit.used = forward
     unit.expose(views)
     return forward

@@ -30,7 +30,7 @@ from ..dispatch.global_call import replicated_spec, specs_in
 from ..errors import LayoutError
 from ..layout.boxes import spans
 from ..layout.dim_sharding import StridedDimSharding
-from ..layout.placements import Replicate, Shard, StridedShard
+from ..layout.placements import Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import dense_stride, flatten
 from ..scopes import communication
@@ -195,7 +195,7 @@ def _results_of(
         args = (spec, *shape[:new], *kept)
         kwargs = {}
     elif name in ("new_empty", "new_zeros", "new_ones", "new_full"):
-        raise UnknownLayoutError("it was made with sizes of its own, which may be those of a shard")
+        return [_made_like(args[0], outs[0])]
     try:
         return _run(function, args, kwargs, outs)
     except UnknownLayoutError:
@@ -317,6 +317,38 @@ def _resized(
             "its sizes do not say which dims are sharded; write -1 for a sharded dim"
         )
     return spec, sizes
+
+
+def _made_like(source: Any, out: Tensor) -> Spec:
+    """The spec of a tensor that was made with sizes of its own, from a shard: a dim of a shard's size is sharded.
+
+    Of rows (4, 6) on each of 2 ranks, `x.new_empty(4, 1)` is a shard of (8, 1), and
+    `x.new_empty(1, 6)` is replicated.
+    """
+    if not isinstance(source, Spec) or source.is_strided:
+        raise UnknownLayoutError("it was made with sizes of its own, from a tensor in runs")
+    placements: list[Placement] = [Replicate()] * source.mesh.ndim
+    shape = list(out.shape)
+    for axis, placement in enumerate(source.placements):
+        if not isinstance(placement, Shard):
+            continue
+        dim = placement.dim
+        size = out.shape[dim] if dim < out.ndim else 1
+        if 1 in source.sizes(dim):
+            raise UnknownLayoutError(
+                "it was made with sizes of its own; where a rank has one row, a size of 1 may be "
+                "that of a shard"
+            )
+        if size == source.local_shape[dim]:
+            placements[axis] = placement
+            shape[dim] = source.shape[dim]
+        elif size != 1:
+            raise UnknownLayoutError(
+                "it was made with sizes of its own, which may be those of a shard"
+            )
+    if not any(placement.is_shard() for placement in placements):
+        raise UnknownLayoutError("it was made with sizes of its own, of which none is a shard's")
+    return Spec(source.mesh, placements, shape, None, dtype=out.dtype)
 
 
 def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) -> tuple[int, int]:

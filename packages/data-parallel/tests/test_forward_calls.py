@@ -1,0 +1,206 @@
+"""Calls of users on parameters inside of a forward, hooks, and draws of a batch: against one device, on gloo ranks.
+
+Covers: leaf_hooks.py, unit.py, unit_passes.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from data_parallel_model import mesh_of, own, same_gradients
+from shoal_data_parallel import StyleError, fully_shard, replicate
+from shoal_dtensor import DTensor
+from shoal_mesh.testing import on_ranks
+
+
+class Shifted(nn.Module):
+    """A parametrization that adds to a weight."""
+
+    def __init__(self, change: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.change()
+
+
+class Parametrized(nn.Module):
+    """LoRA on a parameter: a parametrization that lives for one forward, as peft's `target_parameters`."""
+
+    def __init__(self, *, frozen: bool = True) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6)
+        self.base.requires_grad_(not frozen)
+        self.a = nn.Parameter(torch.randn(2, 6))
+        self.b = nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, x: Tensor) -> Any:
+        change = Shifted(lambda: self.b @ self.a)
+        parametrize.register_parametrization(self.base, "weight", change)
+        try:
+            return self.base(x)
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+class Switched(nn.Module):
+    """A layer whose parameters require no gradient for a part of the forward."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.inner, self.outer, self.again = nn.Linear(6, 6), nn.Linear(6, 6), again
+
+    def forward(self, x: Tensor) -> Any:
+        self.inner.requires_grad_(False)
+        hidden = self.inner(x)
+        self.inner.requires_grad_(True)
+        out = self.outer(hidden.tanh())
+        return out + self.inner(x) if self.again else out
+
+
+class FreezesForGood(nn.Module):
+    """A layer that freezes a part of itself in its second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.forwards = nn.Linear(6, 6), nn.Linear(6, 6), 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.forwards += 1
+        if self.forwards == 2:
+            self.inner.requires_grad_(False)
+        return self.outer(self.inner(x).tanh())
+
+
+class DropsRows(nn.Module):
+    """Stochastic depth, as timm has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.layer(x)
+        kept = hidden.new_empty((hidden.shape[0],) + (1,) * (hidden.ndim - 1)).bernoulli_(0.6)
+        return x + hidden * kept.div_(0.6)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "parametrized": Parametrized,
+    "parametrized and trained": lambda: Parametrized(frozen=False),
+    "switched off": lambda: Switched(again=False),
+    "switched off and on": lambda: Switched(again=True),
+    "frozen for good": FreezesForGood,
+    "drops rows": DropsRows,
+}
+
+
+def over_data(model: Any, how: str, data: Any) -> Any:
+    if how == "replicas":
+        return replicate(model, data)
+    if how == "optimizer":
+        return replicate(model, data, shard_optimizer=True)
+    if how == "units":
+        fully_shard(model[0], data)
+    return fully_shard(model, data)
+
+
+@pytest.mark.parametrize("how", ["replicas", "optimizer", "one unit", "units"])
+@pytest.mark.parametrize("kind", MODULES)
+@on_ranks(2)
+def test_forwards_that_change_their_module_are_those_of_one_device(kind: str, how: str) -> None:
+    """Units said that gathered parameters were written to, or that these are no leaves; draws were refused."""
+    data = mesh_of(2, 1)["data"]
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(MODULES[kind](), nn.Linear(6, 3)).double()
+    model: Any = over_data(copy.deepcopy(plain), how, data)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    names = plain.state_dict().keys()
+    for step in range(3):
+        for module, rows in (plain, x), (model, *own(mesh_of(2, 1), x)):
+            torch.manual_seed(step)
+            module(rows).square().mean().backward()
+        same_gradients(plain, model)
+        assert model.state_dict().keys() == names
+        assert not [*model.buffers()]
+    trained = [p.requires_grad for p in plain.parameters()]
+    assert [p.requires_grad for p in model.parameters()] == trained
+
+
+@on_ranks(2)
+def test_a_forward_that_unfreezes_is_an_error() -> None:
+    class Unfreezes(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            self.weight.requires_grad_(True)
+            return super().forward(input)
+
+    model: Any = Unfreezes(4, 4)
+    model.weight.requires_grad_(False)
+    fully_shard(model, mesh_of(2, 1)["data"])
+    with pytest.raises(StyleError, match="'weight' of 'Unfreezes' was made to require gradients"):
+        model(torch.ones(2, 4))
+    assert isinstance(model.weight, DTensor)
+
+
+@on_ranks(2)
+def test_gathered_parameters_that_change_are_still_an_error() -> None:
+    class Writes(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(2)
+            return super().forward(input)
+
+    model: Any = nn.Sequential(fully_shard(Writes(4, 4), mesh_of(2, 1)["data"]))
+    fully_shard(model, mesh_of(2, 1)["data"])
+    with pytest.raises(StyleError, match="were written to, which changes no shard"):
+        model(torch.ones(2, 4))
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_post_accumulate_hooks_run_where_a_gradient_is_accumulated() -> None:
+    """In passes that reduce nothing they were called too, without a gradient or with that of an earlier pass."""
+    data = mesh_of(2, 1)["data"]
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for unit in (model[0], model):
+        fully_shard(unit, data)
+    calls: list[str] = []
+    for name, param in model.named_parameters():
+
+        def note(param: Any, name: str = name) -> None:
+            assert isinstance(param.grad, DTensor), name
+            calls.append(name)
+
+        param.register_post_accumulate_grad_hook(note)
+    names = sorted(name for name, _ in model.named_parameters())
+    used = [name for name in names if not name.startswith("2")]
+    x = torch.randn(2, 4)
+
+    def called() -> list[str]:
+        found = sorted(calls)
+        calls.clear()
+        return found
+
+    with model.no_sync():
+        model(x).sum().backward()
+    assert called() == []
+    model(x).sum().backward()
+    assert called() == names
+    with model.no_sync():
+        model(x).sum().backward()
+    assert called() == []
+    model.reduce_gradients()
+    assert called() == names
+    # parameters that no rank uses
+    model[2].forward = lambda rows: rows
+    model(x).sum().backward()
+    assert called() == used
