@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Inside the block, writes to these tensors do not count: autograd takes what it saved of them for
 # unchanged.
@@ -15,6 +18,24 @@ preserving_versions: Callable[..., Any] = torch.autograd.grad_mode._unsafe_prese
 outer_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = (
     partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 )
+
+# The innermost transform of torch.func that runs, and what records operators as a graph; or None.
+_innermost_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+_recorder: Callable[[], object] = partial(
+    torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+)
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs, or a recorder such as that of torch.func.linearize."""
+    return _innermost_transform() is not None or _recorder() is not None
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """A block in which no transform and no recorder sees operators."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
 
 
 def run_when_ready(node: Any) -> None:

@@ -93,6 +93,8 @@ class Forward:
     views: ref[Views]
     # all units of the same outermost module
     units: Sequence[Unit]
+    # whether the gathered values are the forward's own, kept by whoever uses them
+    private: bool = False
     # the autograd nodes that the gradients of the trained parameters go to
     nodes: Sequence[Any] = ()
     # the unit whose forward ended before, so that its backward begins next
@@ -123,8 +125,8 @@ class ForwardScope:
 
     def enter_guard(self, guard: AbstractContextManager[Any]) -> None:
         """Have a module run inside a block, until `exit_guard`."""
-        self.guards.append(guard)
         guard.__enter__()
+        self.guards.append(guard)
 
     def exit_guard(self) -> None:
         """Leave the block of the innermost module."""

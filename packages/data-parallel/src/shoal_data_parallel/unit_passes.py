@@ -11,7 +11,8 @@ May import: _torch, gathered, leaf_hooks, unit, unit_backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -32,7 +33,12 @@ from shoal_dtensor.internal import (
     unwatched,
 )
 
-from ._torch import outer_saved_tensors_hooks, run_when_ready
+from ._torch import (
+    in_transform,
+    outer_saved_tensors_hooks,
+    outside_transforms,
+    run_when_ready,
+)
 from .gathered import Views
 from .leaf_hooks import GradientSwitch, install_switch
 from .unit import Forward, Unit, unit_of
@@ -62,7 +68,7 @@ def _before_call(unit: Unit, module: nn.Module, args: Any) -> None:
     forward = _enter_again(unit)
     forward.units = unit.schedule.units
     unit.scope.lone_call = module
-    unit.scope.enter_guard(_guard(forward) if torch.is_grad_enabled() else nullcontext())
+    unit.scope.enter_guard(_guard_of(forward))
 
 
 def _after_call(unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -100,9 +106,10 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
         # what was gathered ahead the first time is gathered here when the forward runs again
         with unwatched():
             scope.forward = _begin(unit)
-    if torch.is_grad_enabled() and scope.forward is not None:
+    if scope.forward is not None:
+        guard = _guard_of(scope.forward)
         scope.exit_guard()
-        scope.enter_guard(_guard(scope.forward))
+        scope.enter_guard(guard)
     precision = unit.policies[0]
     cast: tuple[Any, Any] = _cast(
         (args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None
@@ -121,7 +128,7 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     if scope.guards:
         scope.exit_guard()
     output = _cast(output, unit.policies[0].output_dtype)
-    if forward is not None:
+    if forward is not None and not forward.private:
         _open_before_backward(output, forward, views)
     scope.awaited.discard(module)
     if scope.is_complete:
@@ -203,15 +210,26 @@ def _begin(unit: Unit) -> Forward:
 
 def enter(unit: Unit) -> Forward:
     """Gather, and expose the gathered parameters to the modules."""
+    if not in_transform():
+        return _enter(unit, private=False)
+    # The backward of a transform (torch.func.grad) has no hooks that would gather again, and the
+    # tensors that are made inside of it belong to it.
+    with outside_transforms():
+        return _enter(unit, private=True)
+
+
+def _enter(unit: Unit, *, private: bool) -> Forward:
     if unit.exposed is None:
         for parameter in unit.parameters:
             parameter.adopt()
     gathered = unit.gather()
+    if private:
+        gathered = replace(gathered, tensors=[tensor.clone() for tensor in gathered.tensors])
     views = Views(
         p.view(tensor) for p, tensor in zip(unit.parameters, gathered.tensors, strict=True)
     )
     unit.trained = unit.find_trained()
-    forward = Forward(unit, gathered, unit.trained, ref(views), units=[unit])
+    forward = Forward(unit, gathered, unit.trained, ref(views), units=[unit], private=private)
     if torch.is_grad_enabled() and unit.trained:
         leaves = [unit.parameters[i].leaf for i in unit.trained]
         recorded = _GatheredUnit.apply(forward, [views[i] for i in unit.trained], *leaves)  # type: ignore[no-untyped-call]  # torch
@@ -219,7 +237,8 @@ def enter(unit: Unit) -> Forward:
         for i, view in zip(unit.trained, recorded, strict=True):
             views[i] = view
             install_switch(view, GradientSwitch(unit.parameters[i], view))
-    unit.used = forward
+    if not private:
+        unit.used = forward
     unit.expose(views)
     return forward
 
@@ -229,6 +248,8 @@ def _enter_again(unit: Unit) -> Forward:
     used = unit.used
     views = used.views() if used is not None and used.gathered.has_values else None
     if used is None or views is None or used.gathered.versions != unit.versions:
+        return enter(unit)
+    if in_transform():
         return enter(unit)
     recorded = used.trained == unit.find_trained() and all(
         views[i].requires_grad for i in used.trained
@@ -276,6 +297,12 @@ def _take_arriving(
     return (None,) if was_added else None
 
 
+def _guard_of(forward: Forward) -> AbstractContextManager[object]:
+    """A block for the forward of modules that see gathered parameters."""
+    needs_guard = torch.is_grad_enabled() and not forward.private
+    return _guard(forward) if needs_guard else nullcontext()
+
+
 def _guard(forward: Forward) -> saved_tensors_hooks:
     """A block in which what autograd saves of gathered parameters is gathered again before it is read.
 
@@ -293,7 +320,9 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
 
     def pack(tensor: Tensor) -> Any:
         local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-        if type(local) is Tensor and local.untyped_storage().data_ptr() in own:
+        # the zeros of a tangent have no memory
+        has_memory = type(local) is Tensor and not local._is_zerotensor()
+        if has_memory and local.untyped_storage().data_ptr() in own:
             # a tensor that may have no memory when it is read
             return forward, tensor
         if outside is not None:
