@@ -17,7 +17,7 @@ class Model(nn.Module):
         return x.sum()
 
 
-def sharded(mesh: DeviceMesh, x: torch.Tensor) -> Model:
+def sharded(mesh: DeviceMesh, x: torch.Tensor) -> nn.Module:
     """What `fully_shard` returns is the module and an `FSDPModule`."""
     model = fully_shard(Model(), mesh)
     with model.no_sync():
@@ -25,14 +25,14 @@ def sharded(mesh: DeviceMesh, x: torch.Tensor) -> Model:
     model.set_requires_gradient_sync(False)
     both = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], mesh)
     both[0].unshard()
-    result: Model = model
+    result: nn.Module = model
     return result
 
 
-def replicated(mesh: DeviceMesh, x: torch.Tensor) -> Model:
+def replicated(mesh: DeviceMesh, x: torch.Tensor) -> nn.Module:
     """What `replicate` returns is the module and a `ReplicateModule`."""
     model = replicate(Model(), mesh)
     with model.no_sync():
         model.loss(x).backward()
-    result: Model = model
+    result: nn.Module = model
     return result

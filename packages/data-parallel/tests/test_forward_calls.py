@@ -250,8 +250,10 @@ def test_forward_mode_differentiation_of_a_unit() -> None:
     model: Any = over_data(copy.deepcopy(plain), "units", data)
     x = torch.randn(4, 6, dtype=torch.float64)
     tangents = []
+    # torch gives it no types
+    forward_ad: Any = torch.autograd.forward_ad
     for module in (plain, model):
-        with torch.autograd.forward_ad.dual_level():
-            out = module(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
-            tangents.append(torch.autograd.forward_ad.unpack_dual(out).tangent)
+        with forward_ad.dual_level():
+            out = module(forward_ad.make_dual(x, torch.ones_like(x)))
+            tangents.append(forward_ad.unpack_dual(out).tangent)
     torch.testing.assert_close(tangents[1], tangents[0])

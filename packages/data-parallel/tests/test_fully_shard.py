@@ -408,7 +408,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(LayoutError, match="one or two data axes"):
         fully_shard(Block(4), init_device_mesh("cpu", (1, 2, 2)))
     with pytest.raises(LayoutError, match="interop"):
-        fully_shard(Block(4), "data")  # type: ignore[arg-type]  # on purpose
+        fully_shard(Block(4), "data")  # type: ignore[call-overload]  # on purpose
     lookup = fully_shard(nn.Embedding(8, 4, sparse=True), mesh["data"])
     with pytest.raises(LayoutError, match="is sparse"):
         lookup(torch.arange(4)).sum().backward()

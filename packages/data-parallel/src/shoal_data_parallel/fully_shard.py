@@ -2,13 +2,13 @@
 
 A module and its descendants that are no unit of their own are one unit.
 
-May import: fsdp_module, policies, sharded_parameters, unit, unit_passes.
+May import: agreement, fsdp_module, policies, sharded_parameters, unit, unit_passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.internal import accelerator
 
+from .agreement import check_same_parameters
 from .fsdp_module import FSDPModule
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .sharded_parameters import DataAxes
@@ -34,6 +35,30 @@ from .unit import STATE, Unit, UnitSettings, units_of
 from .unit_passes import make_outermost
 
 
+@overload
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> FSDPModule: ...
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> list[FSDPModule]: ...
 @takes(
     module=(nn.Module, list),
     mp_policy=MixedPrecisionPolicy,
@@ -51,8 +76,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # likewise
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    # of the module's class and an `FSDPModule`, which no type says
-) -> Any:
+) -> FSDPModule | list[FSDPModule]:
     """The module, its parameters sharded over data axes: gathered before its forward and backward, freed after them.
 
     Parameters become DTensors whose gradients are averaged over the data axes; those that styles
@@ -108,7 +132,8 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         settings=UnitSettings(_checked_resharding(reshard_after_forward, axes)),
     )
     install_unit(unit, FSDPModule)
-    return module
+    # their classes are subclasses of FSDPModule now
+    return cast(FSDPModule | list[FSDPModule], module)
 
 
 def install_unit(unit: Unit, kind: Any) -> None:
@@ -117,7 +142,11 @@ def install_unit(unit: Unit, kind: Any) -> None:
     precision = unit.policies[0]
     dtypes = (precision.param_dtype, precision.reduce_dtype)
     complete_forms(unit.axes.mesh, *modules, over_data=dtypes)
-    _check_own(modules, [param for param, _ in unit.owned_parameters()])
+    owned = unit.owned_parameters()
+    _check_own(modules, [param for param, _ in owned])
+    names = {id(p): name for module in modules for name, p in module.named_parameters()}
+    named = [(names[id(p)], p) for p, _ in owned]
+    check_same_parameters("fully_shard", named, unit.axes)
     unit.take()
     make_outermost(unit, [inner for module in modules for inner in units_of(module)])
     for module in modules:

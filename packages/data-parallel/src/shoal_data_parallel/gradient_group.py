@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -127,6 +128,10 @@ class ReducingModule(nn.Module):
     _divides_inside = True
     # those of the module and, unless with `recurse=False`, of those in it
     _reducers: Callable[..., Sequence[Reducer]]
+
+    if TYPE_CHECKING:
+        # the methods of the module's own class, which is a base of its class too
+        def __getattr__(self, name: str) -> Any: ...
 
     def extra_repr(self) -> str:
         """What the module shows of itself when it is printed."""

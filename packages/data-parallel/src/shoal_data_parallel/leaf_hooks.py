@@ -5,7 +5,6 @@ May import: sharded_parameters.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -61,7 +60,7 @@ class SilentHooks:
 
     def silence(self, leaf: nn.Parameter) -> None:
         """Take the hooks of a leaf away until the pass is over, unless it has got a gradient."""
-        hooks: OrderedDict[int, Any] = leaf._post_accumulate_grad_hooks or OrderedDict()
+        hooks = leaf._post_accumulate_grad_hooks or {}
         if hooks and id(leaf) not in self._called:
             self._hooks[id(leaf)] = leaf, dict(hooks)
             # autograd holds this very dict

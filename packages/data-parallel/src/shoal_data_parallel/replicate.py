@@ -3,7 +3,7 @@
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style. What a
 backward pass leaves in `.grad` is the mean over the data axes.
 
-May import: forward_writes, fsdp_module, fully_shard, global_losses, gradient_buckets, gradient_group,
+May import: agreement, forward_writes, fsdp_module, fully_shard, global_losses, gradient_buckets, gradient_group,
 policies, reducer, sharded_parameters, unit.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,9 @@ from shoal_dtensor.internal import (
     takes,
     watch_draws,
 )
-from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
+from shoal_mesh import DeviceMesh, broadcast, current_mesh
 
+from .agreement import check_materialized, check_same_parameters
 from .forward_writes import ForwardWrites
 from .fsdp_module import FSDPModule
 from .fully_shard import check_modules, data_axes_of, install_unit, mesh_of_all_ranks
@@ -62,6 +63,36 @@ from .unit import Unit, UnitSettings
 _STATE = "_shoal_replicated"
 
 
+@overload
+def replicate(
+    module: nn.Module,
+    mesh: DeviceMesh | str | None = None,
+    *,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    bucket_bytes: int = ...,
+    reduce_dtype: torch.dtype | None = None,
+    src_data_rank: int | None = 0,
+    shard_optimizer: bool = False,
+    broadcast_buffers: bool = False,
+) -> ReplicateModule: ...
+@overload
+def replicate(
+    module: list[nn.Module],
+    mesh: DeviceMesh | str | None = None,
+    *,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    bucket_bytes: int = ...,
+    reduce_dtype: torch.dtype | None = None,
+    src_data_rank: int | None = 0,
+    shard_optimizer: bool = False,
+    broadcast_buffers: bool = False,
+) -> list[ReplicateModule]: ...
 @takes(
     module=(nn.Module, list),
     mp_policy=MixedPrecisionPolicy,
@@ -85,8 +116,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     src_data_rank: int | None = 0,
     shard_optimizer: bool = False,
     broadcast_buffers: bool = False,
-    # of the module's class and a `ReplicateModule`, which no type says
-) -> Any:
+) -> ReplicateModule | list[ReplicateModule]:
     """The module, the gradients of its parameters averaged over data axes: in buckets, while backward goes on.
 
     It is called before or after styles, and before or after the optimizer is made. All of a pass's
@@ -167,14 +197,15 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
             settings=UnitSettings(reshard_after_forward=None),
         )
         _install_unit(unit, src_data_rank)
-        return module
+        # their classes are subclasses of ReplicateModule now
+        return cast(ReplicateModule | list[ReplicateModule], module)
     axes = DataAxes(mesh, sharded=0)
     axes = replace(axes, sharded=mesh.ndim) if shard_optimizer else axes
     for one in modules:
         state = Replicas(one, axes, bucket_bytes, precision.reduce_dtype, ignored=ignored)
         state.broadcast_buffers = broadcast_buffers
         _install(state, one, src_data_rank)
-    return module
+    return cast(ReplicateModule | list[ReplicateModule], module)
 
 
 def _mesh_of(mesh: DeviceMesh | str | None) -> DeviceMesh:
@@ -205,23 +236,10 @@ def _install_unit(unit: Unit, src_data_rank: int | None) -> None:
     check_modules("replicate", unit.modules)
     tensors: list[Tensor] = [param for param, _ in unit.owned_parameters()]
     for module in unit.modules:
-        _check_same_parameters(module, unit.axes)
+        check_same_parameters("replicate", module.named_parameters(), unit.axes)
         tensors += module.buffers()
     _send_values(tensors, unit.axes, src_data_rank)
     install_unit(unit, ReplicatedUnitModule)
-
-
-def _check_same_parameters(module: nn.Module, axes: DataAxes) -> None:
-    """Raise LockstepError on all ranks if their modules have other parameters."""
-    if "fake" in axes.comm.backend:
-        return
-    rows = [
-        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()
-    ]
-    own = torch.frombuffer(bytearray(repr(rows).encode()), dtype=torch.uint8)
-    check_replicas(
-        own.to(axes.mesh.device_type), axes.comm, "names, shapes and dtypes of parameters"
-    )
 
 
 def _send_values(tensors: Iterable[Tensor], axes: DataAxes, src_data_rank: int | None) -> None:
@@ -235,7 +253,7 @@ def _send_values(tensors: Iterable[Tensor], axes: DataAxes, src_data_rank: int |
 def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     axes = state.axes
     state.check()
-    _check_same_parameters(module, axes)
+    check_same_parameters("replicate", module.named_parameters(), axes)
     _send_values((*state.held(), *module.buffers()), axes, src_data_rank)
     state.take()
     complete_forms(axes.mesh, module, over_data=(None, state.dtype))
@@ -430,6 +448,7 @@ class Replicas(Reducer):
         if self._depth > 1 or self.gradients.running:
             return
         for state in reversed(self.module._reducers()):
+            state.check_materialized()
             state.gather()
             state.attach()
         self.around(False)
@@ -470,6 +489,16 @@ class Replicas(Reducer):
         if inside and not any(leaf_route(node) == "return" for node in self.gradients.held):
             for state in reversed(inside):
                 state.gradients.begin()
+
+    def check_materialized(self) -> None:
+        """Raise StyleError if parameters are still on the meta device."""
+        # the last attached ones, of which the device is a part
+        if not any(device.type == "meta" for *_, device in self._attached):
+            return
+        named = self.module.named_parameters()
+        names = [name for name, p in named if p.device.type == "meta"]
+        if self.axes.mesh.device_type != "meta":
+            check_materialized("replicate", names)
 
     @torch.no_grad()
     def _send_buffers(self) -> None:

@@ -29,13 +29,13 @@ autograd's graph keeps the gathered tensors without their memory, and the backwa
 `UnitSettings` say where a pass leaves the unit in GATHERED instead; the pass after it then finds the
 values of the leaves there, and sends nothing.
 
-May import: _torch, communication, gathered, global_losses, gradient_group, policies, reduction,
+May import: _torch, agreement, communication, gathered, global_losses, gradient_group, policies, reduction,
 sharded_parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -52,6 +52,7 @@ from shoal_dtensor.internal import ShardsInFlight, redistribute_shards, register
 from shoal_mesh import purpose
 
 from ._torch import preserving_versions
+from .agreement import check_materialized
 from .communication import CustomGather
 from .gathered import Gathered, Versions, Views
 from .global_losses import watch
@@ -396,7 +397,24 @@ class Unit(Group):
         if self.current.versions != versions:
             # those of older values
             self.current.shards = []
+        # of no version before the first gather
+        if not self.current.versions:
+            self._check_materialized()
         self._in_flight = (self._send_shards(), versions)
+
+    def _check_materialized(self) -> None:
+        if self.axes.mesh.device_type == "meta":
+            return
+        on_meta = [p for p in self.parameters if p.leaf.device.type == "meta"]
+        if on_meta:
+            sites = [site for parameter in on_meta for site in parameter.sites]
+            check_materialized("fully_shard", [*self._names_of(sites)])
+
+    def _names_of(self, sites: Sequence[Site]) -> Iterator[str]:
+        """The names that parameters have in the unit's modules."""
+        for root in self.modules:
+            for path, module in root.named_modules():
+                yield from (f"{path}.{key}".lstrip(".") for owner, key in sites if owner is module)
 
     def _send_shards(self) -> ShardsInFlight | CustomGather:
         text = f"fully_shard gathers {self.name}"

@@ -152,7 +152,7 @@ def _mixed(what: str, shapes: str) -> str:
         "with distribute_tensor "
         f"or DTensor.from_local{'' if what.startswith('aten.copy_') else replicated}; a parameter "
         "of fully_shard is "
-        f"gathered by a call of its module, or by unshard(){instead(what)}"
+        f"gathered by a call of its module, or by unshard(), and has its values in full_tensor(){instead(what)}"
     )
 
 
