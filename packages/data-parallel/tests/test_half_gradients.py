@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_data_parallel import MixedPrecisionPolicy, fully_shard, replicate
+from shoal_dtensor import DTensor
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -30,8 +31,10 @@ def _data_parallel(way: str, dtype: torch.dtype) -> Any:
 
 def _gradient(layer: Any) -> Tensor:
     (parameter,) = layer.parameters()
-    grad = parameter.grad
-    return grad.full_tensor().double() if hasattr(grad, "full_tensor") else grad.double()
+    grad: Tensor = parameter.grad
+    if isinstance(grad, DTensor):
+        grad = grad.full_tensor()
+    return grad.double()
 
 
 @on_ranks(4)

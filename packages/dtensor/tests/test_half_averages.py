@@ -19,7 +19,7 @@ VALUES = [60_000.0, 1e-6]
 HALF_TYPES = [torch.float16, torch.bfloat16]
 
 
-def _spread(mesh: Any, x: Tensor, placement: Any = None) -> DTensor:
+def _spread(mesh: Any, x: Tensor, placement: Any = None) -> Any:
     return distribute_tensor(x, mesh, [placement or Shard(0)], src_data_rank=None)
 
 
@@ -65,11 +65,11 @@ def test_averages_over_two_axes(dtype: torch.dtype, value: float) -> None:
     for first, share in (("avg", 1.0), ("sum", 0.5)):
         local = torch.full((4, 3), value * share, dtype=dtype)
         placements = [Partial(first), Partial("avg")]
-        result = _on_ranks(lambda mesh, x=local, p=placements: DTensor.from_local(x, mesh, p), 2, 4)
+        result = _on_ranks(partial(DTensor.from_local, local, placements=placements), 2, 4)
         _assert_near(result, value)
 
 
-MEANS: dict[str, Callable[[DTensor], DTensor]] = {
+MEANS: dict[str, Callable[[Any], Any]] = {
     "mean": lambda x: x.mean(),
     "mean of rows": lambda x: x.mean(0),
     "l1_loss": lambda x: F.l1_loss(x, torch.zeros_like(x)),
@@ -77,6 +77,10 @@ MEANS: dict[str, Callable[[DTensor], DTensor]] = {
     "batch norm": lambda x: F.batch_norm(x, None, None, training=True).mean() + x.mean(),
     "avg_pool": lambda x: F.adaptive_avg_pool1d(x.t(), 1),
 }
+
+
+def _mean_of(name: str, x: Tensor, layout: Any, mesh: Any) -> Any:
+    return MEANS[name](_spread(mesh, x, layout))
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -87,7 +91,7 @@ def test_means_of_sharded_elements(name: str, dtype: torch.dtype, value: float) 
     layouts = [(16, Shard(0)), (17, Shard(0)), (17, Shard(0, sizes=(16, 0, 1, 0)))]
     for rows, layout in layouts:
         x = torch.full((rows, 3), value, dtype=dtype)
-        result = _on_ranks(lambda mesh, x=x, p=layout: MEANS[name](_spread(mesh, x, p)), 4)
+        result = _on_ranks(partial(_mean_of, name, x, layout), 4)
         _assert_near(result, value)
 
 
@@ -113,7 +117,7 @@ def test_mean_log_likelihoods(
     weight = torch.full((5,), 7.0, dtype=dtype) if weighted else None
     of_classes = layout == "classes"
 
-    def program(mesh: Any) -> DTensor:
+    def program(mesh: Any) -> Any:
         x = _spread(mesh, log_probs, Shard(1) if of_classes else Shard(0))
         t = _spread(mesh, target, Replicate() if of_classes else Shard(0))
         w = None if weight is None else _spread(mesh, weight, Replicate())
@@ -126,23 +130,29 @@ def test_mean_log_likelihoods(
 def test_the_gradient_of_a_mean_loss(dtype: torch.dtype) -> None:
     x = torch.full((17, 3), 100.0, dtype=dtype)
 
-    def program(mesh: Any) -> DTensor:
+    def program(mesh: Any) -> Any:
         leaf = _spread(mesh, x).requires_grad_()
         with torch.enable_grad():
             # times 1,000, as of a loss that is scaled, the gradient of the sum is infinite
-            (F.mse_loss(leaf, torch.zeros_like(leaf)) * 1000).backward()
+            loss: Any = F.mse_loss(leaf, torch.zeros_like(leaf)) * 1000
+            loss.backward()
         assert isinstance(leaf.grad, DTensor)
         return leaf.grad
 
     _assert_near(_on_ranks(program, 4), 1000 * 2 * 100.0 / 51)
 
 
+def _over_classes(function: Any, x: Tensor, mesh: Any) -> Any:
+    return function(_spread(mesh, x, Shard(1)), 1)
+
+
 @pytest.mark.parametrize("dtype", [*HALF_TYPES, torch.float32], ids=str)
 def test_softmax_over_more_classes_than_float16_counts(dtype: torch.dtype) -> None:
     # The sum of the exponentials, 70,000, was infinite in float16: all probabilities were zero.
     x = torch.zeros(1, 70_000, dtype=dtype)
-    for function in (torch.softmax, torch.log_softmax):
-        result = _on_ranks(lambda mesh, f=function: f(_spread(mesh, x, Shard(1)), 1), 2)
+    functions: list[Any] = [torch.softmax, torch.log_softmax]
+    for function in functions:
+        result = _on_ranks(partial(_over_classes, function, x), 2)
         _assert_near(result, function(x.double(), 1))
     result = _on_ranks(lambda mesh: _spread(mesh, x, Shard(1)).logsumexp(1), 2)
     _assert_near(result, x.double().logsumexp(1))

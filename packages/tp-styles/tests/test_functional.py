@@ -163,9 +163,11 @@ def test_a_target_that_is_no_class(name: str, wrong: int) -> None:
 def test_a_target_that_is_no_class_in_compiled_code() -> None:
     full, target = torch.randn(4, 6), torch.tensor([0, 5, 6, 3])
     x, vocab = sharded(full, 1, plain=True)
-    compiled: Any = torch.compile(
-        lambda x, t: losses.cross_entropy(x, t, vocab=vocab), backend="aot_eager"
-    )
+
+    def loss_of(logits: Any, labels: Any) -> Any:
+        return losses.cross_entropy(logits, labels, vocab=vocab)
+
+    compiled: Any = torch.compile(loss_of, backend="aot_eager")
     loss: Any = compiled(x.detach(), target.clamp(max=5))
     torch.testing.assert_close(loss, functional.cross_entropy(full, target.clamp(max=5)))
     with pytest.raises(RuntimeError, match="a target is out of bounds: targets are 0 to 5"):

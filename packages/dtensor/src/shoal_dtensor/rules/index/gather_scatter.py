@@ -211,7 +211,8 @@ def _embedding(local_call: LocalCall, weight: Spec, axes: tuple[int, ...]) -> Lo
 
 def _rows(call: OpCall) -> int:
     """The number of rows of a table."""
-    return call["weight"].shape[0]
+    table: TensorMeta = call["weight"]
+    return table.shape[0]
 
 
 _in_table = partial(compares_indices, argument="indices", length=_rows)

@@ -175,7 +175,8 @@ def _moved(
 
 def _flipped_bytes(x: Tensor, dims: Sequence[int]) -> Tensor:
     """A flip of numbers of one byte, which torch has in float8 for some shapes only: shards may have others."""
-    return x.view(torch.uint8).flip(dims).view(x.dtype)
+    flipped: Tensor = x.view(torch.uint8).flip([*dims])
+    return flipped.view(x.dtype)
 
 
 def _roll(local_call: LocalCall) -> LocalFunction | None:
