@@ -108,7 +108,8 @@ def test_ranks_that_wait_for_each_other_are_named_within_seconds(
     start = time.monotonic()
     with pytest.raises((RankError, PeerError), match="wait for each other in different") as caught:
         launch(program, size)
-    assert time.monotonic() - start < 30  # under load, starting ranks included
+    # starting ranks included, on a machine that others use; the timeout is half an hour
+    assert time.monotonic() - start < 120
     text = str(caught.value)
     assert all(f"rank {rank} waits in" in text for rank in range(size))
 
