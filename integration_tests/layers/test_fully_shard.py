@@ -240,7 +240,7 @@ def test_placements_of_parameters_say_the_order_of_data_and_styles(rows: int) ->
         weight, whole = param.detach(), param.detach().full_tensor()
         place = weight.device_mesh, weight.placements
         assert weight.placements == (StridedShard(0, split_factor=2), Shard(0))
-        copies = [
+        copies: list[Any] = [
             DTensor.from_local(weight.to_local(), *place, shape=weight.shape),
             DTensor.from_local(weight.to_local(), *place, run_check=True),
             distribute_tensor(whole, *place),

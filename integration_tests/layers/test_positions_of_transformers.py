@@ -86,17 +86,16 @@ def build_with_large_weights(family: str, **changes: Any) -> Any:
     return model
 
 
-def compare_with_one_process(single: Any, layout: str, method: Any, **options: Any) -> None:
+def compare_with_one_process(single: Any, layout: Any, method: Any, **options: Any) -> None:
     """Logits and gradients of all parameters in a block against one process."""
     tokens = token_batch(2, LENGTH)
     positions = torch.arange(LENGTH)[None]
     axis = all_ranks()
     takes_positions = "position_ids" in inspect.signature(single.forward).parameters
 
-    def run(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    def run(model: Any, tokens: Tensor, positions: Tensor) -> Any:
         named = {"position_ids": positions} if takes_positions else {}
-        logits: Tensor = model(tokens, use_cache=False, **named).logits
-        return logits
+        return model(tokens, use_cache=False, **named).logits
 
     expected = run(single, tokens, positions)
     seed = torch.randn_like(expected)

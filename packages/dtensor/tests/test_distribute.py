@@ -321,7 +321,8 @@ def test_checked_replicas_take_the_first_values_and_keep_their_own_gradient() ->
     local = torch.full((3,), float(mesh.get_rank()), requires_grad=True)
     whole = DTensor.from_local(local, mesh, [Replicate()], run_check=True)
     assert whole.to_local().tolist() == [0.0] * 3
-    (whole * 5).to_local().sum().backward()
+    scaled: Any = whole * 5
+    scaled.to_local().sum().backward()
     assert local.grad is not None
     assert local.grad.tolist() == [5.0] * 3
 
@@ -336,7 +337,8 @@ def test_checked_shards_have_one_memory_order() -> None:
     for tensor in (checked, mapped):
         # the strides differed between ranks, so one of them refused the view
         assert tensor.stride() == (3, 1)
-        assert tensor.view(12).full_tensor().tolist() == [*range(6), *range(6)]
+        flat: Any = tensor.view(12)
+        assert flat.full_tensor().tolist() == [*range(6), *range(6)]
 
 
 @on_ranks(2)

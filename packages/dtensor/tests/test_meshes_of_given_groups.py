@@ -25,7 +25,7 @@ def two_meshes() -> list[DeviceMesh]:
     return [DeviceMesh.from_group(dist.new_group([0, 1]), "cpu") for _ in "ab"]
 
 
-MAKERS: dict[str, Callable[[DeviceMesh], DTensor]] = {
+MAKERS: dict[str, Callable[[DeviceMesh], Any]] = {
     "from_local": lambda mesh: DTensor.from_local(torch.ones(2), mesh, [S0]),
     "from_local, checked": lambda mesh: DTensor.from_local(
         torch.ones(2), mesh, [S0], run_check=True
@@ -55,6 +55,8 @@ def test_tensors_are_on_the_groups_that_their_mesh_was_given(maker: str) -> None
 def test_tensors_on_equal_meshes_mix_and_move_between_them() -> None:
     a, b = two_meshes()
     whole = torch.arange(4.0)
+    x: Any
+    y: Any
     x, y = (distribute_tensor(whole, mesh, [S0]) for mesh in (a, b))
     assert x.spec is not y.spec and x.spec.same_layout(y.spec)
     assert torch.equal((x + y).full_tensor(), whole * 2)
@@ -78,7 +80,7 @@ def test_two_threads_have_a_mesh_and_a_group_each() -> None:
         for step in range(20):
             value = first + 2 * step
             local = torch.full((3,), value + rank)
-            x = DTensor.from_local(local, mesh, [S0])
+            x: Any = DTensor.from_local(local, mesh, [S0])
             whole = torch.tensor([value] * 3 + [value + 1] * 3)
             if not torch.equal(x.full_tensor(), whole):
                 wrong.append((first, step, "full_tensor"))

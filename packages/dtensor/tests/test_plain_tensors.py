@@ -257,8 +257,10 @@ def test_a_mode_that_watches_changes_no_answer(mode: str) -> None:
         with MODES[mode]():
             result: Any = function(x)
         torch.testing.assert_close(
-            result.full_tensor(), expected, msg=lambda m, n=name: f"{n}: {m}"
-        )  # type: ignore[misc]
+            result.full_tensor(),
+            expected,
+            msg=lambda m, n=name: f"{n}: {m}",  # type: ignore[misc]  # mypy infers no lambda with a default
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,7 +10,7 @@ from textwrap import dedent
 
 from shoal_dtensor import random_mode
 from shoal_dtensor.rng.state import current_mode, set_random_mode
-from shoal_dtensor.scopes import ScopedValue
+from shoal_mesh.internal import ScopedValue
 
 
 def test_blocks_nest_and_threads_do_not_see_them() -> None:

@@ -62,7 +62,8 @@ def test_tasks_do_not_see_the_scopes_of_others(name: str) -> None:
         return [*seen, holds()]
 
     async def all_tasks() -> list[list[bool]]:
-        return await asyncio.gather(task(False), task(True), task(False), task(True))
+        tasks = (task(False), task(True), task(False), task(True))
+        return list(await asyncio.gather(*tasks))
 
     assert asyncio.run(all_tasks()) == [[False] * 3, [True, True, False]] * 2
     assert not holds() and current() is DEFAULT
@@ -89,12 +90,13 @@ def test_an_operator_of_a_task_outside_of_any_block_is_refused() -> None:
         with implicit_replication() if inside else nullcontext():
             await asyncio.sleep(0)
             try:
-                return (DTensor.from_local(local, mesh, [Replicate()]) + torch.ones(2)).placements
+                total: Any = DTensor.from_local(local, mesh, [Replicate()]) + torch.ones(2)
+                return total.placements
             except MixedTensorError as error:
                 return type(error)
 
     async def both(mesh: Any) -> list[Any]:
-        return await asyncio.gather(task(False, mesh), task(True, mesh))
+        return list(await asyncio.gather(task(False, mesh), task(True, mesh)))
 
     with fake_world(2):
         outcomes = asyncio.run(both(init_device_mesh("cpu", (2,))))

@@ -51,7 +51,8 @@ def test_tasks_do_not_see_the_blocks_of_others(name: str) -> None:
         return [*seen, holds()]
 
     async def all_tasks() -> list[list[bool]]:
-        return await asyncio.gather(task(False), task(True), task(False), task(True))
+        tasks = (task(False), task(True), task(False), task(True))
+        return list(await asyncio.gather(*tasks))
 
     seen = asyncio.run(all_tasks())
     assert seen == [[False] * 3, [True, True, False]] * 2 and not holds()

@@ -157,7 +157,8 @@ def stage_in_every_way(where: str) -> None:
         )
         with torch.no_grad():
             module.weight.zero_()
-        getattr(saved, "upload_completion", saved).result()
+        future: Any = getattr(saved, "upload_completion", saved)
+        future.result()
         dcp.load(module.state_dict(), checkpoint_id=f"{where}/{number}")
         assert torch.equal(module.weight.detach().full_tensor(), FULL)
     gathered = helpers._gather_state_dict({"weight": module.weight})["weight"]

@@ -77,7 +77,7 @@ def _prepare_backward(cls: type[torch.Tensor], outputs: Sequence[Any]) -> None:
     """Have autograd pass None to the node that computed the outputs, where it would make zeros."""
     for output in outputs:
         node: Any = output.grad_fn if isinstance(output, cls) else None
-        function = getattr(node, "_forward_cls", None)
+        function: Any = getattr(node, "_forward_cls", None)
         # an output that is a view has a node of its own
         if not hasattr(function, "_aot_id"):
             continue

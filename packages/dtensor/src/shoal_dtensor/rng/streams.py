@@ -55,7 +55,8 @@ class Fill(NamedTuple):
             _dropout_mask(target, chance, dtype, generator)
             return
         if self._has_bounds and (isinstance(target, TRACED) or recorder()):
-            target.copy_(_integers_between(target, *self.args, generator))
+            start, stop = self.args
+            target.copy_(_integers_between(target, start, stop, generator))
             return
         args = self.args if operand is None else (operand, *self.args)
         getattr(target, self.name)(*args, generator=generator)

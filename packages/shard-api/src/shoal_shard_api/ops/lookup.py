@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from shoal_dtensor import DTensor, Shard
-from shoal_dtensor.internal import ScopedValue
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import kind_of
+from shoal_mesh.internal import ScopedValue, kind_of
 
 from ..arguments import expect
 from ..errors import ArgumentTypeError, IndexRangeError

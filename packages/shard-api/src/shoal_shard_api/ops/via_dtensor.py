@@ -25,7 +25,6 @@ import torch
 from shoal_dtensor import DTensor, Replicate, Shard, Spec, implicit_replication
 from shoal_dtensor.internal import (
     Box,
-    ScopedValue,
     TorchDispatchMode,
     format_box,
     grid,
@@ -34,6 +33,7 @@ from shoal_dtensor.internal import (
     volume,
 )
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import ScopedValue
 
 from .._torch import RemoteDevice
 from ..arguments import expect

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal_dtensor.internal import ScopedValue
 from shoal_mesh import Comm, DeviceMesh
-from shoal_mesh.internal import agree, kind_of
+from shoal_mesh.internal import ScopedValue, agree, kind_of
 
 from ..arguments import expect
 from ..errors import ArgumentTypeError, NotInGroupError, ProcessGroupError, RankMismatchError
