@@ -32,18 +32,13 @@ PLANS = {
 WAYS = (2, 4)
 HOW = (
     "Each architecture has a tiny configuration in float64. `verify` runs the plan on simulated "
-    "ranks of one process; "
-    "then the plan is applied on so many gloo ranks, with other weights and other tokens, and "
-    "logits, loss, the "
-    "gradients of all parameters and the tokens of greedy decoding are compared with one process. "
-    "A cell has the share "
-    "of all bytes of parameters that a rank holds, on 2 and on 4 ranks, where all is right; "
-    "**wrong**, where the ranks "
-    "compute something else; *refused*, where `verify` (transformers: an error) says so before; "
-    "nothing, where the "
-    "model has no plan. Models are made in memory, not loaded from files: that transformers "
-    "refuses tied heads here "
-    "(`KeyError`) may not happen when it loads them itself."
+    "ranks of one process; then the plan is applied on so many gloo ranks, with other weights and "
+    "other tokens, and logits, loss, the gradients of all parameters and the tokens of greedy "
+    "decoding are compared with one process. A cell has the share of all bytes of parameters that "
+    "a rank holds, on 2 and on 4 ranks, where all is right; **wrong**, where the ranks compute "
+    "something else; *refused*, where `verify` (transformers: an error) says so before; nothing, "
+    "where the model has no plan. Models are made in memory, not loaded from files: that "
+    "transformers refuses tied heads here (`KeyError`) may not happen when it loads them itself."
 )
 
 

@@ -35,16 +35,12 @@ ROOT = Path(__file__).resolve().parent.parent
 FORMS = ("for-loop", "foreach", "fused")
 HOW = (
     "The entries are those of torch's own databases of modules (`module_db`) and optimizers "
-    "(`optim_db`), on four gloo "
-    "ranks as a mesh of 4 and of 2 x 2. A module goes through `distribute_module` with random "
-    "placements (uneven, "
-    "ragged, with empty shards) of parameters, buffers and inputs, and through "
-    "`parallelize_module` with each style; "
-    "an optimizer steps DTensor parameters three times. A case is right if outputs, gradients, "
-    "buffers, parameters and "
-    "states are those of one device. A cell says how many of its cases are right; `-` is a style "
-    "that does not know "
-    "the module (`UnsupportedModuleError`)."
+    "(`optim_db`), on four gloo ranks as a mesh of 4 and of 2 x 2. A module goes through "
+    "`distribute_module` with random placements (uneven, ragged, with empty shards) of parameters, "
+    "buffers and inputs, and through `parallelize_module` with each style; an optimizer steps "
+    "DTensor parameters three times. A case is right if outputs, gradients, buffers, parameters "
+    "and states are those of one device. A cell says how many of its cases are right; `-` is a "
+    "style that does not know the module (`UnsupportedModuleError`)."
 )
 Case = ModuleCase | OptimizerCase
 Outcomes = dict[Case, str]
@@ -106,8 +102,7 @@ def page(outcomes: Outcomes) -> str:
         f"Written by `nox -s module_sweep` with torch {torch.__version__}; do not edit. {HOW}",
         "",
         f"**{counts['right']} of {counts.total()} cases right, {counts['refused']} refused by a "
-        "typed error on all "
-        f"ranks alike, {neither} neither.** Refusals: {reasons}.",
+        f"typed error on all ranks alike, {neither} neither.** Refusals: {reasons}.",
         "",
         "## Modules",
         "",

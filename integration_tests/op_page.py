@@ -10,18 +10,14 @@ import torch
 
 HOW = (
     "The entries are those of torch's own operator database (`op_db`). For each: all samples in "
-    "the widest dtype, with "
-    "at least 24 cases together; one sample with every combination of its tensors' placements on "
-    "one axis, up to 128; "
-    "at most two samples with sizes that divide evenly, two of the in-place form, one in each "
-    "other dtype; on four "
-    "gloo ranks as a mesh of 4 and of 2 x 2. A case places each tensor as one of: replicated, "
-    "sharded along any dim "
-    "(evenly or not, with empty shards), sharded raggedly, partial. It is right if outputs and "
-    "gradients of all inputs "
-    "are, on every rank, those of a single device. Lists of positions that torch reads on the host "
-    "before any dispatch "
-    "(the second argument of `tensor_split`) stay plain tensors."
+    "the widest dtype, with at least 24 cases together; one sample with every combination of its "
+    "tensors' placements on one axis, up to 128; at most two samples with sizes that divide "
+    "evenly, two of the in-place form, one in each other dtype; on four gloo ranks as a mesh of 4 "
+    "and of 2 x 2. A case places each tensor as one of: replicated, sharded along any dim (evenly "
+    "or not, with empty shards), sharded raggedly, partial. It is right if outputs and gradients "
+    "of all inputs are, on every rank, those of a single device. Lists of positions that torch "
+    "reads on the host before any dispatch (the second argument of `tensor_split`) stay plain "
+    "tensors."
 )
 # Entries whose operator cannot work on DTensors, and why.  The sweep counts their cases like all
 # others.
@@ -81,10 +77,8 @@ def described(results: Sequence[Result]) -> str:
     cases = counts.total() - counts["i"]
     return (
         f"{good} of {len(tried)} entries right in every case ({_percent(good, len(tried))}); "
-        f"{_right(counts)} of "
-        f"{cases} cases right ({_percent(_right(counts), cases)}), {counts['w']} wrong, "
-        f"{counts['f']} raised an "
-        "error, hung or crashed"
+        f"{_right(counts)} of {cases} cases right ({_percent(_right(counts), cases)}), "
+        f"{counts['w']} wrong, {counts['f']} raised an error, hung or crashed"
     )
 
 
@@ -94,9 +88,8 @@ def moved(results: Sequence[Result]) -> str:
     right = _right(counts)
     return (
         f"Of the right cases, {_percent(counts['l'], right)} ran no collective in forward and "
-        "backward, "
-        f"{_percent(counts['r'], right)} only reductions, {_percent(counts['g'], right)} gathered "
-        "or exchanged values"
+        f"backward, {_percent(counts['r'], right)} only reductions, {_percent(counts['g'], right)} "
+        "gathered or exchanged values"
     )
 
 
@@ -124,14 +117,12 @@ def page(
         f"Written by `nox -s op_sweep` with torch {torch.__version__}; do not edit. {HOW}",
         "",
         f"The sweep takes {minutes:.0f} minutes of four ranks on two cores; `-- --share 1/2` and "
-        "`-- --share 2/2` side "
-        "by side take less, and `nox -s op_sweep` then writes the page from both. Of "
-        f"{len(results)} entries, {state}.",
+        "`-- --share 2/2` side by side take less, and `nox -s op_sweep` then writes the page from "
+        f"both. Of {len(results)} entries, {state}.",
         "",
         f"**shoal:** {described(results)}. {total(results)['i']} more in-place writes were refused "
-        "with an "
-        "`InPlaceError`, "
-        "because they would have had to change the layout of the written tensor.",
+        "with an `InPlaceError`, because they would have had to change the layout of the written "
+        "tensor.",
         "",
         f"{moved(results)}.",
         "",
@@ -158,12 +149,10 @@ def _beside(sample: Sequence[Result], peer: Sequence[Result]) -> list[str]:
         "## Beside torch's own DTensor",
         "",
         "A sample of the cases, on both (`nox -s op_sweep -- --sample`, and with `--peer`): at "
-        "most three samples with "
-        "at least nine cases, one of even sizes, one in place. torch has no ragged shards, so its "
-        "cases have none; its "
-        "refusals to write in place count as shoal's do; an error on some ranks while the others "
-        "wait counts as one "
-        "failed case, and after four of these the rest of a part is left out.",
+        "most three samples with at least nine cases, one of even sizes, one in place. torch has "
+        "no ragged shards, so its cases have none; its refusals to write in place count as shoal's "
+        "do; an error on some ranks while the others wait counts as one failed case, and after "
+        "four of these the rest of a part is left out.",
         "",
         f"**shoal:** {described(sample)}. {moved(sample)}.",
         "",

@@ -28,8 +28,7 @@ if __name__ == "__main__":
     )
     sys.stdout.write(
         f"{count} of {len(cases)} snippets differ, {without} otherwise than docs/differences.md "
-        "says; "
-        f"{len(signatures)} differences of signatures, {sum(not row for row, _ in signatures)} "
-        "without a row there\n"
+        f"says; {len(signatures)} differences of signatures, "
+        f"{sum(not row for row, _ in signatures)} without a row there\n"
     )
     sys.exit(bool(without or not all(row for row, _ in signatures)))

@@ -48,8 +48,8 @@ _HOMES: dict[str, tuple[str, str]] = {
     "DebugMode": ("torch.utils._debug_mode", "shoal_dtensor"),
     "manual_seed is_rng_supported_mesh": (f"{_TENSOR}._random", "shoal_dtensor"),
     "ColwiseParallel RowwiseParallel SequenceParallel PrepareModuleInput PrepareModuleOutput "
-    "PrepareModuleInputOutput "
-    "ParallelStyle parallelize_module loss_parallel": (f"{_TENSOR}.parallel", "shoal_tp_styles"),
+    "PrepareModuleInputOutput ParallelStyle parallelize_module "
+    "loss_parallel": (f"{_TENSOR}.parallel", "shoal_tp_styles"),
     "input_reshard": (f"{_TENSOR}.parallel.input_reshard", "shoal_tp_styles"),
     "_pre_dp_module_transform": (f"{_TENSOR}.parallel.ddp", "shoal_tp_styles"),
 }

@@ -367,8 +367,8 @@ WHOLE = {
     "every element's place in the result depends on those before it": "masked_scatter_backward.default",
     "how much of the generator is used up depends on the values drawn": (
         "poisson.default poisson.out binomial.default binomial.out _standard_gamma.default "
-        "_standard_gamma.out "
-        "_sample_dirichlet.default _sample_dirichlet.out rrelu_with_noise.default"
+        "_standard_gamma.out _sample_dirichlet.default _sample_dirichlet.out "
+        "rrelu_with_noise.default"
     ),
     "the bound is a tensor, and the law of the draw needs its value": (
         "randint_like.Tensor randint_like.Tensor_generator randint_like.Tensor_out "
@@ -378,10 +378,8 @@ WHOLE = {
     "results that the driver leaves out have no batch": "linalg_lstsq.default linalg_lstsq.out",
     "no DTensor has a sparse layout": (
         "_to_sparse.sparse_dim _to_sparse.default _to_sparse.sparse_dim_out _to_sparse.out "
-        "_to_sparse_csr.default "
-        "_to_sparse_csr.out _to_sparse_csc.default _to_sparse_csc.out _to_sparse_bsr.default "
-        "_to_sparse_bsr.out "
-        "_to_sparse_bsc.default _to_sparse_bsc.out "
+        "_to_sparse_csr.default _to_sparse_csr.out _to_sparse_csc.default _to_sparse_csc.out "
+        "_to_sparse_bsr.default _to_sparse_bsr.out _to_sparse_bsc.default _to_sparse_bsc.out "
         "_sparse_coo_tensor_with_dims_and_tensors.default "
         "_sparse_coo_tensor_with_dims_and_tensors.out"
     ),

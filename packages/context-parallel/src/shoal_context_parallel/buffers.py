@@ -145,10 +145,9 @@ def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> 
         if type(buffer) is not Tensor or buffer.requires_grad:
             raise LayoutError(
                 "context_parallel: buffers are plain tensors without gradients (inputs, labels, "
-                "tables of positions); "
-                f"got a {type(buffer).__name__} of shape {tuple(buffer.shape)}. Shard a tensor "
-                "that needs a gradient "
-                "with SequenceLayout.shard"
+                f"tables of positions); got a {type(buffer).__name__} of shape "
+                f"{tuple(buffer.shape)}. Shard a tensor that needs a gradient with "
+                "SequenceLayout.shard"
             )
         if not -buffer.ndim <= dim < buffer.ndim:
             raise LayoutError(
@@ -161,8 +160,8 @@ def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> 
         if buffer.shape[dim] != first.shape[of_first]:
             raise LayoutError(
                 f"context_parallel: dim {dim} of a buffer of shape {tuple(buffer.shape)} is no "
-                "sequence of as many "
-                f"positions as dim {of_first} of the first buffer, of shape {tuple(first.shape)}"
+                f"sequence of as many positions as dim {of_first} of the first buffer, of shape "
+                f"{tuple(first.shape)}"
             )
 
 
@@ -206,9 +205,8 @@ def context_parallel_unshard(
     if sizes != [[size] * len(sequences) for size in layout.sizes]:
         raise LayoutError(
             "context_parallel_unshard: the ranks hold "
-            f"{[row[0] if len({*row}) == 1 else row for row in sizes]} "
-            f"positions, shards of this layout have {list(layout.sizes)}; pass the layout they "
-            "were sharded by as "
+            f"{[row[0] if len({*row}) == 1 else row for row in sizes]} positions, shards of this "
+            f"layout have {list(layout.sizes)}; pass the layout they were sharded by as "
             "load_balancer"
         )
     whole = []
@@ -273,8 +271,7 @@ class RoutedAttention(ReplacedAttention):
             raise UnsupportedAttentionError(
                 "nn.MultiheadAttention inside of context parallelism: its attention is no call of "
                 "F.scaled_dot_product_attention from outside of torch. Project queries, keys and "
-                "values with Linear "
-                "modules and call F.scaled_dot_product_attention"
+                "values with Linear modules and call F.scaled_dot_product_attention"
             )
         if func in _RECURRENT or func is functional.conv1d:
             self._check_positions_apart(func, *args, **(kwargs or {}))
@@ -340,8 +337,8 @@ class RoutedAttention(ReplacedAttention):
         if wrong:
             raise failure or LayoutError(
                 f"attention of a sharded sequence: the arguments of ranks {wrong} along "
-                f"{'x'.join(self.comm.axes)} do "
-                "not fit; their errors say what is wrong, and nothing of it was sent"
+                f"{'x'.join(self.comm.axes)} do not fit; their errors say what is wrong, and "
+                "nothing of it was sent"
             )
         self._agreed = True
 
@@ -360,9 +357,8 @@ class RoutedAttention(ReplacedAttention):
         if dropout_p:
             raise UnsupportedAttentionError(
                 f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no "
-                "rank has the "
-                "weights that one device would draw for. Use dropout_p=0, and dropout after the "
-                "output projection"
+                "rank has the weights that one device would draw for. Use dropout_p=0, and dropout "
+                "after the output projection"
             )
         qkv: Any = query, key, value
         options = self.options
@@ -416,8 +412,7 @@ class RoutedAttention(ReplacedAttention):
         ):
             raise LayoutError(
                 "attention of a sharded sequence takes query, key and value all plain or all "
-                "DTensors of one layout, "
-                "and a plain attn_mask; got "
+                "DTensors of one layout, and a plain attn_mask; got "
                 f"{', '.join(str(spec or 'a plain tensor') for spec in specs)}"
             )
         sequence = len(first.shape) - 2
@@ -432,15 +427,14 @@ class RoutedAttention(ReplacedAttention):
                 if options.layout not in ("contiguous", layout):
                     raise LayoutError(
                         f"DTensors that are {placement} hold contiguous positions, this block has "
-                        "the layout "
-                        f"{options.layout}; pass plain local tensors"
+                        f"the layout {options.layout}; pass plain local tensors"
                     )
                 options = replace(options, layout=layout)
             elif own or along or not (is_interval or isinstance(placement, Replicate)):
                 raise LayoutError(
                     f"attention of a sharded sequence takes DTensors that are Shard({sequence}) on "
-                    "the axis of the "
-                    f"sequence and sharded by batch or heads, or replicated, on others; got {first}"
+                    "the axis of the sequence and sharded by batch or heads, or replicated, on "
+                    f"others; got {first}"
                 )
         return options
 

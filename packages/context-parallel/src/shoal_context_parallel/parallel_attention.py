@@ -82,10 +82,9 @@ class ContextOptions:
         if layout.sizes[comm.rank] != local_length:
             raise LayoutError(
                 f"attention of a sequence of {layout.length} positions over {axis}: this rank "
-                "holds "
-                f"{layout.sizes[comm.rank]} of them, but its queries are {local_length}. Attention "
-                "of other tensors "
-                "(cross-attention, another sequence) belongs outside of context parallelism"
+                f"holds {layout.sizes[comm.rank]} of them, but its queries are {local_length}. "
+                "Attention of other tensors (cross-attention, another sequence) belongs outside of "
+                "context parallelism"
             )
         if self.documents is not None and self.documents.length != layout.length:
             raise LayoutError(
@@ -159,7 +158,7 @@ def axis_of(mesh: DeviceMesh) -> Comm:
     check_device_mesh("context parallelism", mesh)
     if mesh.ndim != 1:
         raise LayoutError(
-            f"context parallelism acts on one mesh axis, the mesh has "
+            "context parallelism acts on one mesh axis, the mesh has "
             f"{dict(zip(mesh.axis_names or (), mesh.shape, strict=False)) or mesh.shape}; pass the "
             "sub-mesh of one axis"
         )
@@ -285,9 +284,8 @@ def check_attention(
     if not fits:
         raise LayoutError(
             "attention of a sharded sequence takes query, key and value of (..., heads, local "
-            "length, width) with one "
-            "length and batch, as many heads of keys as of queries, or with enable_gqa a divisor "
-            "of them; got "
+            "length, width) with one length and batch, as many heads of keys as of queries, or "
+            "with enable_gqa a divisor of them; got "
             f"{', '.join(str(tuple(x.shape)) for x in qkv)}{'' if enable_gqa else ' without enable_gqa'}"
         )
     layout = options.layout_of(query.shape[-2], comm)
@@ -304,19 +302,16 @@ def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method)
     if mask.ndim < 2 or mask.shape[-2] not in (1, rows) or mask.shape[-1] != layout.length:
         raise LayoutError(
             f"attn_mask has this rank's {rows} rows and all {layout.length} columns in global "
-            "order, got "
-            f"{tuple(mask.shape)}; shard its rows as the queries are. A model of transformers "
-            "makes masks of a rank's "
-            "own columns for padding and for packed documents: leave out attention_mask, give "
-            "documents=, and as "
-            "position_ids the rank's own, layout.positions(rank)"
+            f"order, got {tuple(mask.shape)}; shard its rows as the queries are. A model of "
+            "transformers makes masks of a rank's own columns for padding and for packed "
+            "documents: leave out attention_mask, give documents=, and as position_ids the rank's "
+            "own, layout.positions(rank)"
         )
     if method == "ulysses" or mask.requires_grad:
         raise UnsupportedAttentionError(
             "attn_mask with a gradient, or with method='ulysses', where no rank has all rows of "
-            "its heads; use "
-            "method='ring' and a constant mask, or say what the mask means: is_causal, window=, "
-            "documents="
+            "its heads; use method='ring' and a constant mask, or say what the mask means: "
+            "is_causal, window=, documents="
         )
 
 

@@ -128,8 +128,7 @@ class SequenceLayout:
         if tensor.shape[dim] != self.length:
             raise LayoutError(
                 f"dim {dim} of shape {tuple(tensor.shape)} is no sequence of {self.length} "
-                "positions, the length of "
-                "this layout"
+                "positions, the length of this layout"
             )
         ranges = self.ranges[rank] or ((0, 0),)
         return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)

@@ -71,9 +71,9 @@ class ForwardWrites:
         raise StyleError(
             "replicate: forwards wrote different values to parameters on different ranks, so their "
             f"replicas are no longer equal; on this rank they wrote to {of_rank}. An Embedding "
-            "with max_norm does so for the rows of its own batch: write after the optimizer's "
-            "step instead, from values that all ranks have "
-            "(embedding.weight.data.renorm_(2, 0, max_norm)), or keep the values in a buffer"
+            "with max_norm does so for the rows of its own batch: write after the optimizer's step "
+            "instead, from values that all ranks have (embedding.weight.data.renorm_(2, 0, "
+            "max_norm)), or keep the values in a buffer"
         )
 
 

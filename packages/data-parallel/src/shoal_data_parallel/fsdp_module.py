@@ -456,8 +456,8 @@ def _checked_comm(name: str, unit: Unit, comm: Any) -> Any:
     if callable(comm) and callable(getattr(comm, "allocate", None)):
         return comm
     raise StyleTypeError(
-        f"{name}: expected an object that is called with the buffers and has "
-        f"allocate(size, *, dtype, device), got {type(comm).__name__}"
+        f"{name}: expected an object that is called with the buffers and has allocate(size, *, "
+        f"dtype, device), got {type(comm).__name__}"
     )
 
 

@@ -200,8 +200,8 @@ def check_modules(name: str, modules: Sequence[nn.Module]) -> None:
             raise LayoutError(f"{name}: this {kind} is sharded already; it can be one unit only")
         if type(module).forward is nn.Module.forward and "forward" not in vars(module):
             raise LayoutError(
-                f"{name}: {kind} has no forward, so nothing would gather its parameters; pass "
-                "the modules in it"
+                f"{name}: {kind} has no forward, so nothing would gather its parameters; pass the "
+                "modules in it"
             )
 
 

@@ -107,10 +107,9 @@ class Replica:
         if [*leaf._backward_hooks][-1] != handle.id:
             raise StyleError(
                 "replicate: a parameter has a gradient hook that was registered after "
-                "replicate(...), so it would "
-                "change the gradient of this rank's rows that torch.autograd.grad is to return the "
-                "mean of; "
-                "register it before, or call backward()"
+                "replicate(...), so it would change the gradient of this rank's rows that "
+                "torch.autograd.grad is to return the mean of; register it before, or call "
+                "backward()"
             )
         return take(grad)
 
@@ -119,15 +118,15 @@ class Replica:
         if self.held is not self.leaf and grad_hooked(self.held):
             raise StyleError(
                 "replicate: a parameter has a gradient hook, and autograd does not know the shards "
-                "that the optimizer "
-                "updates; call what it does after backward(), when gradients are reduced"
+                "that the optimizer updates; call what it does after backward(), when gradients "
+                "are reduced"
             )
         # one is of the buckets
         if self.held is self.leaf and len(self.leaf._post_accumulate_grad_hooks or ()) > 1:
             raise StyleError(
                 "replicate: a parameter has a post-accumulate-grad hook, which would see the "
-                "gradient of this rank's "
-                "rows; call what it does after backward(), when gradients are reduced"
+                "gradient of this rank's rows; call what it does after backward(), when gradients "
+                "are reduced"
             )
 
     def adopt(self) -> bool:
@@ -328,9 +327,8 @@ class GradientBuckets:
             return None
         first_order_only(
             "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: the "
-            "mean over ranks has "
-            "no derivative. Ask for gradients of inputs, or differentiate the module before it is "
-            "replicated"
+            "mean over ranks has no derivative. Ask for gradients of inputs, or differentiate the "
+            "module before it is replicated"
         )
         self._given[at] = grad, torch.empty_like(parameter.held.detach())
         return self._given[at][1]
@@ -348,10 +346,9 @@ class GradientBuckets:
             if 0 < count < comm.size:
                 raise LayoutError(
                     "replicate: torch.autograd.grad of a parameter of shape "
-                    f"{tuple(parameter.leaf.shape)} that only "
-                    f"{count} of {comm.size} data-parallel ranks have used: the others would get "
-                    "None for it. Use "
-                    "backward(), which gives all ranks the mean with zeros"
+                    f"{tuple(parameter.leaf.shape)} that only {count} of {comm.size} data-parallel "
+                    "ranks have used: the others would get None for it. Use backward(), which "
+                    "gives all ranks the mean with zeros"
                 )
         bucket = Bucket(
             "gradients that were asked for", [self.parameters[at] for at in asked], axes

@@ -93,11 +93,10 @@ class Group(Reducer):
             self.kept_ranks_of_loss = ranks
         if self.divisor is None and ranks != self.kept_ranks_of_loss:
             raise StyleError(
-                f"{self.owner}: the kept gradients of {self.name!r} and those of this backward "
-                f"are of losses of {self.kept_ranks_of_loss} and {ranks} data-parallel ranks "
-                "together, so no one number divides their sum. Call "
-                "set_gradient_divide_factor(), which then holds for all of them, or reduce "
-                "after each backward"
+                f"{self.owner}: the kept gradients of {self.name!r} and those of this backward are "
+                f"of losses of {self.kept_ranks_of_loss} and {ranks} data-parallel ranks together, "
+                "so no one number divides their sum. Call set_gradient_divide_factor(), which then "
+                "holds for all of them, or reduce after each backward"
             )
 
     def extra_columns(self) -> Tensor | None:
@@ -109,9 +108,8 @@ class Group(Reducer):
         if self.spoiled:
             raise StyleError(
                 f"{self.owner}: a backward that added to kept gradients of {self.name!r} raised, "
-                "so some kept ones are "
-                "of that backward. Drop them with the outermost module's zero_grad(), and begin "
-                "the step again"
+                "so some kept ones are of that backward. Drop them with the outermost module's "
+                "zero_grad(), and begin the step again"
             )
 
     def drop_kept(self) -> None:

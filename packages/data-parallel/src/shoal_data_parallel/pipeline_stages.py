@@ -74,13 +74,13 @@ def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
     sharded = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]
     if not stages:
         raise LayoutError(
-            "prepare_pipeline: expected a schedule of torch.distributed.pipelining with stages, got "
-            f"{type(schedule).__name__}"
+            "prepare_pipeline: expected a schedule of torch.distributed.pipelining with stages, "
+            f"got {type(schedule).__name__}"
         )
     if any(is_torch_fsdp(stage.submod) for stage in stages):
         raise LayoutError(
-            "prepare_pipeline: a stage is sharded by torch's fully_shard, whose gathers the schedule "
-            "would not start any more; shard all stages of a rank by shoal's"
+            "prepare_pipeline: a stage is sharded by torch's fully_shard, whose gathers the "
+            "schedule would not start any more; shard all stages of a rank by shoal's"
         )
     if getattr(schedule, _PREPARED, False):
         return
@@ -126,8 +126,7 @@ def reduce_after_last_microbatch(stage: Any) -> None:
     if not isinstance(module, FSDPModule):
         raise LayoutError(
             "reduce_after_last_microbatch: expected a stage whose submod fully_shard was called "
-            "on, got a stage of "
-            f"{type(module).__name__}"
+            f"on, got a stage of {type(module).__name__}"
         )
     _reduce_at_end(stage)
 

@@ -377,10 +377,9 @@ class Replicas(Reducer):
             ):
                 raise LayoutError(
                     f"replicate: a parameter is placed on {param.spec!r} already; its gradients "
-                    "are to be averaged "
-                    f"over {self.axes.mesh.axis_names}. fully_shard averages those of its "
-                    "parameters itself (over two "
-                    "axes to replicate too); others can be passed in ignored_params"
+                    f"are to be averaged over {self.axes.mesh.axis_names}. fully_shard averages "
+                    "those of its parameters itself (over two axes to replicate too); others can "
+                    "be passed in ignored_params"
                 )
 
     def attach(self) -> None:
@@ -394,8 +393,8 @@ class Replicas(Reducer):
             if {id(param) for param in held} - {id(replica.held) for replica in self.replicas}:
                 raise StyleError(
                     "replicate: the module has got another parameter since replicate(..., "
-                    "shard_optimizer=True), of "
-                    "which the optimizer's state cannot be sharded; add parameters before"
+                    "shard_optimizer=True), of which the optimizer's state cannot be sharded; add "
+                    "parameters before"
                 )
         else:
             pairs = [(param, param) for param in held if param.requires_grad]
@@ -408,8 +407,7 @@ class Replicas(Reducer):
         if self.keeps_gradients:
             raise StyleError(
                 "replicate: the trained parameters are not those of the last backward, whose "
-                "gradients this rank keeps "
-                "for the next one that reduces; run that one first"
+                "gradients this rank keeps for the next one that reduces; run that one first"
             )
         if not self.axes.sharded:
             self.check()

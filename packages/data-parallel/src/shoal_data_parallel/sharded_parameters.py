@@ -58,8 +58,7 @@ class DataAxes:
         if not isinstance(self.mesh, DeviceMesh):
             raise LayoutError(
                 "expected a shoal_mesh.DeviceMesh of the data axes, got "
-                f"{type(self.mesh).__name__}; "
-                "shoal_dtensor.interop converts torch's"
+                f"{type(self.mesh).__name__}; shoal_dtensor.interop converts torch's"
             )
 
     @property
@@ -209,8 +208,7 @@ class ShardedParameter:
                 )
                 raise LayoutError(
                     f"fully_shard: {name!r} of {type(module).__name__} was replaced by {got}; it "
-                    "must stay sharded as "
-                    f"{asked!r}"
+                    f"must stay sharded as {asked!r}"
                 )
             check_leaf(held, f"{name!r} of {type(module).__name__}")
             self.leaf = held  # type: ignore[assignment]  # a Parameter that holds a DTensor
@@ -246,8 +244,8 @@ class ShardedParameter:
         if grad.is_sparse:
             raise LayoutError(
                 f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients "
-                "are averaged dense: "
-                "make the embedding with sparse=False, or pass its weight in ignored_params"
+                "are averaged dense: make the embedding with sparse=False, or pass its weight in "
+                "ignored_params"
             )
         if isinstance(grad, DTensor):
             # it may be placed differently on the styles' axes
@@ -301,8 +299,7 @@ def check_leaf(held: Tensor, what: str) -> None:
     if not held.is_leaf:
         raise LayoutError(
             f"{what} was replaced by the result of an operation, whose gradient would not be "
-            "averaged: pass "
-            "parameters, or tensors that are detached"
+            "averaged: pass parameters, or tensors that are detached"
         )
 
 
@@ -338,8 +335,8 @@ def shard_parameter(
     if inner is not None and grad_hooked(param):
         raise LayoutError(
             "fully_shard: a parameter that a style has placed has gradient hooks, which would not "
-            "see the reduced "
-            "gradient; register them after fully_shard, on the parameter that it leaves"
+            "see the reduced gradient; register them after fully_shard, on the parameter that it "
+            "leaves"
         )
     leaf = _replacement(param, rows, styled=inner is not None)
     parameter = ShardedParameter(
@@ -491,8 +488,7 @@ def _layouts(
     if shared:
         raise LayoutError(
             f"the parameter is placed on axes {inner.mesh.axis_names} already and is to be sharded "
-            "over the data axes "
-            f"{axes.mesh.axis_names}; an axis can do one of both"
+            f"over the data axes {axes.mesh.axis_names}; an axis can do one of both"
         )
     mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
     first = axes.mesh.ndim - axes.sharded

@@ -121,8 +121,8 @@ class StageBorder:
             if isinstance(param, DTensor) and {*axes} <= {*param.device_mesh.axis_names}:
                 return param.device_mesh[axes]
         raise LayoutError(
-            f"a pipeline stage receives a DTensor on the axes {axes}, and none of its parameters is "
-            "on them: pass prepare_pipeline(schedule, get_mesh=lambda axes: mesh[axes])"
+            f"a pipeline stage receives a DTensor on the axes {axes}, and none of its parameters "
+            "is on them: pass prepare_pipeline(schedule, get_mesh=lambda axes: mesh[axes])"
         )
 
 

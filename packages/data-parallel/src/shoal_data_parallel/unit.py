@@ -325,9 +325,8 @@ class Unit(Group):
                 if hasattr(param, STATE):
                     raise TiedWeightError(
                         f"fully_shard: the parameter {key!r} of {name!r} is shared with a module "
-                        "that is part of "
-                        "another unit; make one unit of the modules that share it, or of a module "
-                        "that contains them"
+                        "that is part of another unit; make one unit of the modules that share it, "
+                        "or of a module that contains them"
                     )
                 owned.setdefault(id(param), (param, []))[1].append((owner, key))
         return list(owned.values())
@@ -486,9 +485,8 @@ class Unit(Group):
         if were_changed:
             raise StyleError(
                 f"fully_shard: gathered parameters of {self.name!r} were written to, which changes "
-                "no shard: the "
-                "values are lost. Write to the parameters outside of the module's forward and of "
-                "unshard()"
+                "no shard: the values are lost. Write to the parameters outside of the module's "
+                "forward and of unshard()"
             )
 
     def shard_inside(self) -> None:

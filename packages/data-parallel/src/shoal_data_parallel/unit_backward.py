@@ -62,9 +62,8 @@ class UnitBackward:
         if unit.current is not forward.gathered or forward.gathered.versions != unit.versions:
             raise StyleError(
                 f"fully_shard: parameters of {unit.name!r} were written to between a forward and "
-                "its backward, so the "
-                "values that the forward used are gone; call the optimizer's step after the "
-                "backward"
+                "its backward, so the values that the forward used are gone; call the optimizer's "
+                "step after the backward"
             )
         if unit.settings.unshard_in_backward:
             unit.gather()
@@ -87,9 +86,8 @@ class UnitBackward:
         """Take the units of a schedule into the pass: the first that does has those of reentrant checkpoints inside."""
         first_order_only(
             "fully_shard: a backward with create_graph=True; second derivatives need parameters "
-            "that are not freed: "
-            "differentiate the module before it is sharded, or use replicate() and ask for "
-            "gradients of inputs"
+            "that are not freed: differentiate the module before it is sharded, or use replicate() "
+            "and ask for gradients of inputs"
         )
         lead = forward.units[0]
         if lead.backward is None:

@@ -30,10 +30,8 @@ def check_mesh(
     if not isinstance(mesh, DeviceMesh):
         raise error(
             f"{where}: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one "
-            "with "
-            "shoal_mesh.init_device_mesh, or convert torch's with "
-            "shoal_dtensor.interop.mesh_from_torch(mesh); "
-            f"got {mesh!r:.80}"
+            "with shoal_mesh.init_device_mesh, or convert torch's with "
+            f"shoal_dtensor.interop.mesh_from_torch(mesh); got {mesh!r:.80}"
         )
 
 

@@ -127,8 +127,7 @@ def _to_torch_placement(spec: Spec, axis: int) -> Any:
     if sharding != sharding.rechunked(sharding.length):
         raise PlacementError(
             f"torch's DTensor cannot shard dim {placement.dim} into {sharding.sizes}; redistribute "
-            "to "
-            f"{Shard(placement.dim)!r}"
+            f"to {Shard(placement.dim)!r}"
         )
     outer = sharding.axes[: sharding.axes.index(axis)]
     factor = prod(spec.mesh.shape[other] for other in outer if other > axis)
@@ -162,6 +161,6 @@ def _refuse_uneven(spec: Spec) -> None:
         if len(sharding.axes) > 1 and not sharding.even:
             raise PlacementError(
                 f"dim {dim} of {spec!r} is sharded unevenly by several axes out of order: torch "
-                "interleaves such "
-                f"shards, shoal keeps them contiguous, so they do not hold the same elements"
+                "interleaves such shards, shoal keeps them contiguous, so they do not hold the "
+                "same elements"
             )

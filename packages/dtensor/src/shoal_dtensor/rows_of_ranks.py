@@ -122,8 +122,7 @@ class _Meeting:
                 missing = [self._comm.ranks[rank] for rank, said in enumerate(mine) if not said]
                 raise LockstepError(
                     f"no thread of ranks {missing} has come for {about} in {TIMEOUT:.0f} s: the "
-                    "threads of all ranks "
-                    "make the same calls, in any order",
+                    "threads of all ranks make the same calls, in any order",
                     tuple(missing),
                 )
             rows = {rank: said.popleft() for rank, said in zip(self._comm.line, mine, strict=True)}

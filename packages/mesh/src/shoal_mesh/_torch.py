@@ -141,8 +141,7 @@ def refuse_its_own_mesh(mesh: object) -> None:
         if what in _MADE_FOR_ITS_OWN_MESH:
             raise MeshTypeError(
                 f"{what} takes torch's DeviceMesh, got shoal's {mesh!r}; use "
-                f"{_MADE_FOR_ITS_OWN_MESH[what]}, or pass "
-                "shoal_dtensor.interop.mesh_to_torch(mesh)"
+                f"{_MADE_FOR_ITS_OWN_MESH[what]}, or pass shoal_dtensor.interop.mesh_to_torch(mesh)"
             )
 
 
@@ -359,8 +358,7 @@ def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
         if not group._device_types:
             raise BackendError(
                 f"the process group {kind.__name__} has no {name}: a group written in Python needs "
-                "one of the methods "
-                f"{', '.join(single + many)}"
+                f"one of the methods {', '.join(single + many)}"
             )
         return own(group, *arguments)
 

@@ -98,9 +98,8 @@ class ElasticWorld:
         if backend not in {"gloo", "cpu:gloo"}:
             raise BackendError(
                 f"an elastic world runs over gloo, got the backend {backend!r}: those of "
-                "accelerators do not end what "
-                "waits for a lost rank. Restart the program from a checkpoint there (torchrun "
-                "--max-restarts)"
+                "accelerators do not end what waits for a lost rank. Restart the program from a "
+                "checkpoint there (torchrun --max-restarts)"
             )
         self.round: int = -1
         self._store = _torch.PrefixStore("shoal_elastic", store)

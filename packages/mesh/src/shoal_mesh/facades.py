@@ -17,8 +17,8 @@ _NAMES_BY_PACKAGE = {
         "set_model_state_dict"
     ),
     "shoal_data_parallel": (
-        "CPUOffloadPolicy FSDPModule MixedPrecisionPolicy OffloadPolicy UnshardHandle "
-        "fully_shard register_fsdp_forward_method replicate"
+        "CPUOffloadPolicy FSDPModule MixedPrecisionPolicy OffloadPolicy UnshardHandle fully_shard "
+        "register_fsdp_forward_method replicate"
     ),
     "shoal_context_parallel": (
         "context_parallel context_parallel_attention context_parallel_unshard set_rotate_method"

@@ -78,8 +78,8 @@ class _GradientTree:
         self.nodes = []
         if any(param.grad is not None for param in self.params):
             raise StyleError(
-                "parameters have gradients of an earlier pass, which would be added to those of the "
-                "microbatches; drop them first"
+                "parameters have gradients of an earlier pass, which would be added to those of "
+                "the microbatches; drop them first"
             )
 
     @torch.no_grad()

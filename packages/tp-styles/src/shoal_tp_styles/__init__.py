@@ -94,8 +94,8 @@ __all__ = [
 
 # Names of torch's stack that are not here, and what does their work.
 _CONTEXT = (
-    "shoal_context_parallel.context_parallel, or the style ContextParallel; "
-    "SequenceLayout says who holds which tokens"
+    "shoal_context_parallel.context_parallel, or the style ContextParallel; SequenceLayout says "
+    "who holds which tokens"
 )
 _INSTEAD = {
     "DTensorExtensions": "shoal_data_parallel.fully_shard takes tensor-parallel parameters as they are",

@@ -140,8 +140,7 @@ def _of_aten(names: str) -> frozenset[str]:
 # They write `running_mean` and `running_var` when they train, although their schemas do not say so.
 WITH_UNMARKED_WRITES = _of_aten(
     "native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats "
-    "batch_norm_gather_stats_with_counts "
-    "batch_norm_update_stats"
+    "batch_norm_gather_stats_with_counts batch_norm_update_stats"
 )
 
 
@@ -206,8 +205,7 @@ def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any
 # dtypes have float32 ones.
 _WITH_STATISTICS = _of_aten(
     "_batch_norm_no_update _batch_norm_with_update _native_batch_norm_legit "
-    "_native_batch_norm_legit_no_training "
-    "native_batch_norm native_group_norm native_layer_norm"
+    "_native_batch_norm_legit_no_training native_batch_norm native_group_norm native_layer_norm"
 )
 
 

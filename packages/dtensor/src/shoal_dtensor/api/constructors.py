@@ -156,8 +156,7 @@ def _read(
     if not hasattr(stored, "get_shape"):
         raise PlacementError(
             "distribute_tensor: expected a tensor, or a stored one with get_shape() and slices, as "
-            "safetensors' "
-            f"get_slice(name) gives, got {type(stored).__name__}"
+            f"safetensors' get_slice(name) gives, got {type(stored).__name__}"
         )
     shape = tuple(stored.get_shape())
     if any(isinstance(p, Partial) for p in placements):
@@ -243,8 +242,8 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[...
     if len(positional) == 2:
         return lambda module, values, mesh: function(values, mesh)
     raise ArgumentValueError(
-        f"distribute_module: {name} takes (module, values, mesh) or (values, mesh), "
-        f"got one with {len(positional)} arguments"
+        f"distribute_module: {name} takes (module, values, mesh) or (values, mesh), got one with "
+        f"{len(positional)} arguments"
     )
 
 

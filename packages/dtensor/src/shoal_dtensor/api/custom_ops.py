@@ -149,7 +149,7 @@ def _placed(index: int, item: Any, wanted: Placements, redistribute: bool) -> An
     if not redistribute:
         raise PlacementError(
             f"local_map: input {index} is {item._spec!r}, but {list(wanted)} is asked of it; "
-            f"redistribute it, or set redistribute_inputs=True"
+            "redistribute it, or set redistribute_inputs=True"
         )
     return item.redistribute(placements=wanted)
 
@@ -159,10 +159,8 @@ def _refuse_uneven(specs: Sequence[Spec]) -> None:
     if not all(spec.even for spec in specs):
         raise PlacementError(
             f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot "
-            "compare the outputs; "
-            "say their sizes, out_placements=[Shard(dim, sizes=...)], and run_check=False, or call "
-            "it outside of "
-            "compiled code"
+            "compare the outputs; say their sizes, out_placements=[Shard(dim, sizes=...)], and "
+            "run_check=False, or call it outside of compiled code"
         )
 
 
@@ -286,8 +284,8 @@ def _row(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> Row:
     if (len(given), len(results)) != (len(call.tensors), len(call.outputs)):
         raise PlacementError(
             f"{call.op}: it has {len(call.tensors)} tensor inputs and {len(call.outputs)} tensor "
-            "outputs, but the "
-            f"registered sharding has placements for {len(given)} and {len(results)}"
+            f"outputs, but the registered sharding has placements for {len(given)} and "
+            f"{len(results)}"
         )
     return Row(tuple(map(_entry, given, call.tensors)), tuple(map(_entry, results, call.outputs)))
 

@@ -39,8 +39,7 @@ class ExplicitRedistributionContext:
         if strict:
             raise ArgumentValueError(
                 "ExplicitRedistributionContext: strict=True is not here: what sends nothing is "
-                "never refused; "
-                "DebugMode and explain show it"
+                "never refused; DebugMode and explain show it"
             )
         self._policy: Any = ("forbid" if mode == "raise" else "warn") if enable else "allow"
         self._entered: list[AbstractContextManager[None]] = []
@@ -117,9 +116,8 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
         if asked:
             raise ArgumentValueError(
                 f"DebugMode: {asked}: this mode records operators on DTensors and collectives "
-                "alone; CommDebugMode "
-                "says which module starts them, torch.utils._debug_mode.DebugMode records what "
-                "torch does"
+                "alone; CommDebugMode says which module starts them, "
+                "torch.utils._debug_mode.DebugMode records what torch does"
             )
         self.operators: list[str] = []
         self._depth = 0

@@ -63,8 +63,7 @@ class Explanation:
             slower = plan.seconds / self.chosen.seconds if self.chosen.seconds else float("inf")
             lines.append(
                 f"  {format_seconds(plan.seconds)} ({slower:.2f} x), "
-                f"{format_bytes(plan.bytes_sent)}, "
-                f"peak {format_bytes(plan.peak_bytes)}: "
+                f"{format_bytes(plan.bytes_sent)}, peak {format_bytes(plan.peak_bytes)}: "
                 + ", then ".join(step.line() for step in plan.steps)
             )
         return "\n".join(lines)

@@ -37,8 +37,8 @@ def optimizers_of(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
         if id(parameter) not in of_model:
             raise StateDictError(
                 f"{type(optimizer).__name__} steps a tensor of shape {tuple(parameter.shape)} that "
-                "is not a parameter "
-                "of the model: construct the optimizer after the model is parallelized"
+                "is not a parameter of the model: construct the optimizer after the model is "
+                "parallelized"
             )
     return checked
 

@@ -254,8 +254,7 @@ def _read(options: Any) -> tuple[Any, Any]:
     if not isinstance(options, api.StateDictOptions):
         raise StateDictError(
             "options must be a torch.distributed.checkpoint.state_dict.StateDictOptions or None, "
-            "got "
-            f"{type(options).__name__}"
+            f"got {type(options).__name__}"
         )
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise StateDictError(

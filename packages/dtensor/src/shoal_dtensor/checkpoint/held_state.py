@@ -201,9 +201,9 @@ def _check_taken(facts: list[_Facts], holders: list[_Facts]) -> None:
     left_over = [".".join(map(str, name)) for name in held if name not in requested]
     if left_over:
         raise CheckpointError(
-            f"the ranks hold {shorten(left_over)}, which the state dict to fill does not take: "
-            "add what was kept under these names; an optimizer that has not made a step has an "
-            "empty state dict, so pass the optimizer itself. strict=False leaves these out"
+            f"the ranks hold {shorten(left_over)}, which the state dict to fill does not take: add "
+            "what was kept under these names; an optimizer that has not made a step has an empty "
+            "state dict, so pass the optimizer itself. strict=False leaves these out"
         )
 
 
@@ -252,8 +252,8 @@ def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int,
                 if (part.shape, part.kind) != (target.shape, target.kind):
                     raise CheckpointError(
                         f"{'.'.join(map(str, name))} is held as {part.shape} of {part.kind} and "
-                        "wanted as "
-                        f"{target.shape} of {target.kind}: recover into a state of the same shapes"
+                        f"wanted as {target.shape} of {target.kind}: recover into a state of the "
+                        "same shapes"
                     )
                 boxes[name] |= {*part.boxes}
         if all(sum(map(volume, boxes[name])) == prod(part.shape) for name, part in wanted.items()):

@@ -117,8 +117,8 @@ class LoadRequest:
         if self._missing:
             raise CheckpointError(
                 f"the checkpoint lacks {shorten(self._missing)}, which the state dict to fill has; "
-                f"it has {shorten(self._entries())}. strict=False leaves as they are those that "
-                f"it lacks{self._about_stages()}"
+                f"it has {shorten(self._entries())}. strict=False leaves as they are those that it "
+                f"lacks{self._about_stages()}"
             )
 
     def _about_stages(self) -> str:
@@ -183,8 +183,8 @@ def _about_empty(path: Path, below: list[str]) -> str:
         f"{name_of(path)} is an empty dict where the checkpoint has state ({shorten(below)}): the "
         "state dict of an optimizer that has not made a step is empty, and nothing would be loaded "
         f"into it. Pass the optimizer itself, as in load({{{top!r}: optimizer}}), or "
-        "shoal_dtensor.get_optimizer_state_dict(model, optimizer) if it was saved so; "
-        "strict=False leaves the state out"
+        "shoal_dtensor.get_optimizer_state_dict(model, optimizer) if it was saved so; strict=False "
+        "leaves the state out"
     )
 
 

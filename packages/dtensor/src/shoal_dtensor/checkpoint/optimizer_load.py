@@ -153,9 +153,8 @@ class OptimizerLoad(ComponentLoad):
         raise CheckpointError(
             f"{name_of(self.prefix)}: the checkpoint has groups of {saved_sizes} parameters, "
             f"{reason}. State by number cannot be matched where parameters were added, removed or "
-            "reordered: save it by name, with "
-            "shoal_dtensor.get_optimizer_state_dict(model, optimizer), or leave the optimizer out "
-            "of this load"
+            "reordered: save it by name, with shoal_dtensor.get_optimizer_state_dict(model, "
+            "optimizer), or leave the optimizer out of this load"
         )
 
     def _match_names(

@@ -136,8 +136,7 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
         if not 0 <= place.offset <= end <= whole or getattr(place, "transform_descriptors", None):
             raise CheckpointError(
                 f"{index.fqn} is said to be at bytes {place.offset} to {end} of "
-                f"{place.relative_path!r}, which is no "
-                "such part of a file of this checkpoint"
+                f"{place.relative_path!r}, which is no such part of a file of this checkpoint"
             )
 
 

@@ -43,8 +43,7 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NoRuleError(
             f"{op} got a DTensor, and its result has no placements: call it on tensor.to_local(), "
-            "or say what it is "
-            f"for with redistribute or full_tensor"
+            "or say what it is for with redistribute or full_tensor"
         )
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,12 +92,10 @@ def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> No
     if axes is None or any(not isinstance(spec.placements[axis], Replicate) for axis in axes):
         raise PlacementError(
             f"{op} over ranks {list(ranks)} got {spec!r}: these ranks do not hold the same shard "
-            "of it; a group must "
-            "be all ranks along mesh axes on which the tensor is replicated, or of tensors on "
-            "other meshes. "
-            "Redistribute it, or call the collective on tensor.to_local(). Gradients of "
-            "parameters that fully_shard "
-            f"has placed are averaged already: no DistributedDataParallel belongs around it"
+            "of it; a group must be all ranks along mesh axes on which the tensor is replicated, "
+            "or of tensors on other meshes. Redistribute it, or call the collective on "
+            "tensor.to_local(). Gradients of parameters that fully_shard has placed are averaged "
+            "already: no DistributedDataParallel belongs around it"
         )
     for axis, partial in spec.partials:
         if (
@@ -108,9 +105,8 @@ def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> No
         ):
             raise PlacementError(
                 f"{op} with {reduction!r} got {spec!r}, which is partial ({partial!r}) on mesh "
-                "axis "
-                f"{spec.mesh.axis_names[axis]!r}: the two reductions do not commute; redistribute "
-                "it first"
+                f"axis {spec.mesh.axis_names[axis]!r}: the two reductions do not commute; "
+                "redistribute it first"
             )
 
 
@@ -140,9 +136,8 @@ def check_strided(op: OpOverload, tensor: Any) -> None:
     if is_part and not (tensor._spec.replicated and base._spec.replicated):
         raise NoRuleError(
             f"{op} of a view of a part, {tensor._spec!r}: strides and offset count elements in the "
-            "memory of its base, "
-            "of which a rank has only some. Call it on view.clone(), with an offset in that, or on "
-            "the base"
+            "memory of its base, of which a rank has only some. Call it on view.clone(), with an "
+            "offset in that, or on the base"
         )
 
 

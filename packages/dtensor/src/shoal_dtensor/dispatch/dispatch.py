@@ -181,14 +181,13 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
         raise raised_as_it_is(
             OperatorArgumentError(
                 f"{op} takes no DTensors: call it on local tensors in local_map, in layouts in "
-                "which shards need "
-                "nothing of each other"
+                "which shards need nothing of each other"
             )
         ) from None
     if op._schema.name.startswith("aten::_nested_"):
         raise OperatorArgumentError(
-            f"{op} takes no DTensors: a nested tensor is local to a rank. Make one of to_local() in "
-            "local_map, or pad the sequences and use a mask"
+            f"{op} takes no DTensors: a nested tensor is local to a rank. Make one of to_local() "
+            "in local_map, or pad the sequences and use a mask"
         )
     scope = current()
     rule = rule_of(op, scope)

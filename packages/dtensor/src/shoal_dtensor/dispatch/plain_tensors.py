@@ -110,16 +110,14 @@ def verify_replicated(
     if lowest != highest:
         way_out = (
             "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what "
-            "they return with "
-            "DTensor.from_local and its placements"
+            "they return with DTensor.from_local and its placements"
             if in_backward()
             else "It was made inside a function of torch: from a plain argument, which must be a DTensor, or from "
             "random numbers, for which the ranks' generators must be in step (check_random_state)"
         )
         raise MixedTensorError(
             f"{what} got DTensors together with a plain tensor of shape {shapes} whose values "
-            "differ between the ranks "
-            f"of {mesh}, so it is not replicated. {way_out}"
+            f"differ between the ranks of {mesh}, so it is not replicated. {way_out}"
         )
 
 
@@ -149,10 +147,10 @@ def _mixed(what: str, shapes: str) -> str:
     replicated = ", or count plain tensors as replicated in implicit_replication()"
     return (
         f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor "
-        "with distribute_tensor "
-        f"or DTensor.from_local{'' if what.startswith('aten.copy_') else replicated}; a parameter "
-        "of fully_shard is "
-        f"gathered by a call of its module, or by unshard(), and has its values in full_tensor(){instead(what)}"
+        "with distribute_tensor or "
+        f"DTensor.from_local{'' if what.startswith('aten.copy_') else replicated}; a parameter of "
+        "fully_shard is gathered by a call of its module, or by unshard(), and has its values in "
+        f"full_tensor(){instead(what)}"
     )
 
 
@@ -254,12 +252,10 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
         elif shares is not None and len({*shares}.intersection(spec.mesh.ranks)) > 1:
             raise MixedTensorError(
                 f"a plain tensor of shape {tuple(spec.shape)} met DTensors on {spec.mesh} as a "
-                "replicated one, but it "
-                f"is local to a rank: {node.name()} takes a share of its gradient from each of the "
-                f"ranks {shares}, "
-                "and all of them would give the whole. Use DTensors up to there "
-                "(use_local_output=False in a style, no "
-                "to_local()), or leave implicit_replication()"
+                f"replicated one, but it is local to a rank: {node.name()} takes a share of its "
+                f"gradient from each of the ranks {shares}, and all of them would give the whole. "
+                "Use DTensors up to there (use_local_output=False in a style, no to_local()), or "
+                "leave implicit_replication()"
             )
 
 
@@ -422,8 +418,7 @@ def check_recorded(what: str, *shards: torch.Tensor) -> None:
     if any(map(is_unrecorded, shards)):
         raise NoRuleError(
             f"{what} of a DTensor while torch.fx records operators (torch.func.linearize, "
-            "make_fx): the record would "
-            "hold the values of now. Pass make_fx local tensors and make DTensors of them inside, "
-            "with "
-            "DTensor.from_local; or use torch.compile, or torch.func.jvp"
+            "make_fx): the record would hold the values of now. Pass make_fx local tensors and "
+            "make DTensors of them inside, with DTensor.from_local; or use torch.compile, or "
+            "torch.func.jvp"
         )

@@ -127,8 +127,7 @@ def _decide(
     if len(outs) > len(metas) and not all(spec.replicated for spec in outs):
         raise NoRuleError(
             f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding "
-            "cannot be kept; "
-            f"pass replicated tensors, or use the form that returns its result"
+            "cannot be kept; pass replicated tensors, or use the form that returns its result"
         )
     check_outs(op, outs, metas)
     given, named = mapped((tuple(args), {**kwargs}), Spec, attrgetter("tensor_meta"))
@@ -388,14 +387,13 @@ def _without_rule(op: OpOverload, scope: Scope) -> Rule:
     if scope.unknown == "error":
         raise NoRuleError(
             f"{op} has no sharding rule and no decomposition; give it one with "
-            "shoal_dtensor.register_rule, "
-            f"or allow replicated inputs with unknown_ops('replicate')"
+            "shoal_dtensor.register_rule, or allow replicated inputs with unknown_ops('replicate')"
         )
     if scope.unknown == "local":
         return _LOCAL
     warnings.warn(
         f"{op} has no sharding rule and no decomposition: its inputs are replicated "
-        f"(unknown_ops('error') forbids this; shoal_dtensor.register_rule gives it a rule)",
+        "(unknown_ops('error') forbids this; shoal_dtensor.register_rule gives it a rule)",
         stacklevel=2,
     )
     return _REPLICATE
@@ -408,8 +406,7 @@ def _as_first_input(call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
         if meta.shape != first.shape:
             raise NoRuleError(
                 f"{call.op} has no sharding rule, and unknown_ops('local') cannot tell the layout "
-                "of an "
-                f"output of shape {tuple(meta.shape)} when its first input is {first!r}"
+                f"of an output of shape {tuple(meta.shape)} when its first input is {first!r}"
             )
     outputs = tuple(first.with_(stride=meta.stride, dtype=meta.dtype) for meta in call.outputs)
     return Sharding(inputs, outputs)

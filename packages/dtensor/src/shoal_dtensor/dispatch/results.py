@@ -162,8 +162,8 @@ def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, 
         elif local.shape != spec.local_shape or local.dtype != spec.dtype:
             assert spec.replicated, (
                 f"the rule of {op} is wrong: its local result is {local.dtype} of shape "
-                f"{tuple(local.shape)} where "
-                f"{spec!r} has {tuple(spec.local_shape)}; please report it"
+                f"{tuple(local.shape)} where {spec!r} has {tuple(spec.local_shape)}; please report "
+                "it"
             )
             spec = spec.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype)
         specs[i] = spec
@@ -200,9 +200,8 @@ def check_writes(
     if copies.intersection(writes):
         raise InPlaceError(
             f"{op} writes to a view whose base had to be redistributed to take it, so the write "
-            "would not "
-            "reach the base; write to the base itself, or redistribute the base before taking the "
-            "view"
+            "would not reach the base; write to the base itself, or redistribute the base before "
+            "taking the view"
         )
     for spec in (specs[i] for i in writes):
         # Kernels refuse this too, but not on ranks whose shard is empty, and the others would go on
@@ -210,9 +209,8 @@ def check_writes(
         if 0 not in spec.shape and _overlaps_itself(spec):
             raise InPlaceError(
                 f"{op} writes to an expanded tensor of shape {tuple(spec.shape)} and stride "
-                f"{spec.stride}: several of "
-                "its elements are one place in memory; write to the tensor before expand or "
-                "unfold, or to a clone"
+                f"{spec.stride}: several of its elements are one place in memory; write to the "
+                "tensor before expand or unfold, or to a clone"
             )
 
 
@@ -236,8 +234,7 @@ def check_outs(op: OpOverload, outs: Sequence[Spec], results: Sequence[TensorMet
         if tuple(out.shape) != tuple(meta.shape):
             raise InPlaceError(
                 f"{op} got out= of shape {tuple(out.shape)} for a result of shape "
-                f"{tuple(meta.shape)}: a DTensor is "
-                f"not resized; pass one of the result's shape"
+                f"{tuple(meta.shape)}: a DTensor is not resized; pass one of the result's shape"
             )
 
 
@@ -278,9 +275,8 @@ def count_writes(
         if twice and any(tensor.requires_grad for tensor in written):
             raise InPlaceError(
                 "an in-place operator on a list wrote to a tensor twice, as itself and as a view "
-                "of it, and autograd "
-                "records it: the gradients would be wrong. Write to them one after the other, or "
-                "under torch.no_grad()"
+                "of it, and autograd records it: the gradients would be wrong. Write to them one "
+                "after the other, or under torch.no_grad()"
             )
 
 
@@ -305,8 +301,7 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
         ):
             raise InPlaceError(
                 f"{op} changes the shape of {tensor._spec!r}, which has views or is saved for "
-                "backward: gradients "
-                "through these would be wrong; take a view of it, as in x = "
+                "backward: gradients through these would be wrong; take a view of it, as in x = "
                 f"x.{view.overloadpacket.__name__}(...)"
             )
         viewed = view(tensor, *args, **kwargs)

@@ -367,9 +367,8 @@ def shard_dim(
         if len(sizes) != len(shards) * ways or sums != shards:
             raise PlacementError(
                 f"{placement!r} on mesh axis {axis}: expected {len(shards) * ways} sizes, {ways} "
-                "for each shard "
-                f"that the outer axes make, which add up to {shards}, got {len(sizes)} that add up "
-                f"to {sums}"
+                f"for each shard that the outer axes make, which add up to {shards}, got "
+                f"{len(sizes)} that add up to {sums}"
             )
         sharding = DimSharding((*sharding.axes, axis), (*sharding.axis_sizes, ways), sizes)
     return sharding
@@ -524,7 +523,7 @@ def shard_any_dim(
         asked = ", ".join(repr(placements[axis]) for axis in axes)
         raise PlacementError(
             f"a dim of {length} elements cannot be sharded by {asked}: runs and shards do not fit "
-            "together. Pad the "
-            "dim to a multiple of split_factor, or shard it by Shard(dim, sizes=...)"
+            "together. Pad the dim to a multiple of split_factor, or shard it by Shard(dim, "
+            "sizes=...)"
         )
     return sharding

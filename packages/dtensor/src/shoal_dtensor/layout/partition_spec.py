@@ -114,8 +114,8 @@ def read_placements(
         given: object = placements
         if isinstance(given, str) or not isinstance(given, Iterable):
             raise ArgumentTypeError(
-                "expected placements to be a list with one for each mesh axis, or a "
-                f"PartitionSpec, got {placements!r}"
+                "expected placements to be a list with one for each mesh axis, or a PartitionSpec, "
+                f"got {placements!r}"
             )
         return tuple(placements), shard_order
     if shard_order is not None:
@@ -151,8 +151,7 @@ def normalize_placements(
         if not isinstance(placement, Placement):
             raise PlacementError(  # torch's placements have the same names
                 f"mesh axis {axis}: expected Shard, Replicate or Partial of shoal_dtensor, got "
-                f"{placement!r} "
-                f"({type(placement).__module__}.{type(placement).__qualname__})"
+                f"{placement!r} ({type(placement).__module__}.{type(placement).__qualname__})"
             )
         if isinstance(placement, Shard | StridedShard):
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim

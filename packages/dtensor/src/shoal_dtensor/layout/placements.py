@@ -62,9 +62,8 @@ _TORCH_METHODS = {
 }
 _WHO_MOVES = (
     "placements are data and move nothing; use distribute_tensor, DTensor.redistribute or the "
-    "collectives of "
-    "shoal_mesh, Shard(dim, sizes=...) for other sizes of shards, and register_rule for operators "
-    "of your own"
+    "collectives of shoal_mesh, Shard(dim, sizes=...) for other sizes of shards, and register_rule "
+    "for operators of your own"
 )
 
 

@@ -288,8 +288,7 @@ class Spec(Interned):
             return sharding
         raise PlacementError(
             f"the dim of {sharding.length} elements was folded of dims {sharding.shape}, inner "
-            "ones sharded, so ranks "
-            f"do not hold one interval of it; redistribute it first"
+            "ones sharded, so ranks do not hold one interval of it; redistribute it first"
         )
 
     def sizes(self, dim: int) -> tuple[int, ...]:

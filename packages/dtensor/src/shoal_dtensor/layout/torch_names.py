@@ -16,8 +16,8 @@ from .tensor_meta import TensorMeta
 
 # Names of torch's stack that are not here, and what does their work.
 _RULES = (
-    "register_rule and register_sharding say how an operator is sharded, "
-    "`explain` and `cache_info` what was decided"
+    "register_rule and register_sharding say how an operator is sharded, `explain` and "
+    "`cache_info` what was decided"
 )
 INSTEAD = {
     "LocalShardsWrapper": "torch's own may be the local tensor of a DTensor; a ShardedTensor holds several shards too",
@@ -59,8 +59,7 @@ class DTensorSpec:
         if tensor_meta is None:
             raise ArgumentValueError(
                 "DTensorSpec: expected a tensor_meta: a spec knows the shape, stride and dtype of "
-                "its tensor; "
-                "keep mesh and placements by themselves until there is one"
+                "its tensor; keep mesh and placements by themselves until there is one"
             )
         shape, stride, dtype = tensor_meta
         return Spec(mesh, placements, shape, stride, dtype=dtype, shard_order=shard_order)
@@ -139,8 +138,8 @@ def compute_global_tensor_shape(
     if mesh.ndim != 1 or len(placements) != 1 or placements[0].is_partial():
         raise PlacementError(
             "compute_global_tensor_shape: expected Shard or Replicate on one mesh axis, got "
-            f"{list(placements)} on "
-            f"{mesh!r}; DTensor.from_local(run_check=True) finds the shape on any mesh"
+            f"{list(placements)} on {mesh!r}; DTensor.from_local(run_check=True) finds the shape "
+            "on any mesh"
         )
     dim = getattr(placements[0], "dim", None)
     mine = torch.tensor([list(shape)], device=mesh.device_type)

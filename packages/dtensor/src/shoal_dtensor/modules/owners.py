@@ -144,27 +144,24 @@ def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owne
             if {*owner.data_mesh.axis_names} & {*mesh.axis_names}:
                 raise LayoutError(
                     f"a style on axes {mesh.axis_names}: parameters are on the data axes "
-                    f"{owner.data_mesh.axis_names} "
-                    f"by {owner.owner} already; an axis can do one of both"
+                    f"{owner.data_mesh.axis_names} by {owner.owner} already; an axis can do one of "
+                    "both"
                 )
             DeviceMesh.concatenate([owner.data_mesh, mesh])  # which parameters will be on
         if params.intersection(map(id, owner.ignored)):
             raise LayoutError(
                 f"a style on a module of which {owner.owner} got parameters as ignored_params: the "
-                "style would replace "
-                f"them; apply it before {owner.owner}"
+                f"style would replace them; apply it before {owner.owner}"
             )
         if any(map(has_own_hooks, owner.held())):
             raise LayoutError(
                 f"a style on a module whose parameters got gradient hooks after {owner.owner}: the "
-                "style would replace "
-                "them; register hooks when all styles are applied"
+                "style would replace them; register hooks when all styles are applied"
             )
         if owner.keeps_gradients:
             raise StyleError(
                 f"a style on a module of which {owner.owner} keeps gradients for a later "
-                "reduction: reduce them first, "
-                "or drop them with zero_grad()"
+                "reduction: reduce them first, or drop them with zero_grad()"
             )
     return owners
 
@@ -261,11 +258,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if hasattr(param, _REPLACED):  # which a compiled step is guarded on
                 raise StyleError(
                     f"{type(optimizer).__name__}.step: it holds a parameter of shape "
-                    f"{tuple(param.shape)} that a "
-                    "style, data parallelism or distribute_module has replaced: no module would "
-                    "see the update. Make "
-                    "the optimizer after parallelize_module, fully_shard and "
-                    "replicate(shard_optimizer=True)"
+                    f"{tuple(param.shape)} that a style, data parallelism or distribute_module has "
+                    "replaced: no module would see the update. Make the optimizer after "
+                    "parallelize_module, fully_shard and replicate(shard_optimizer=True)"
                 )
 
 
@@ -321,8 +316,7 @@ def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
         if holds_tensors(param):
             raise UnsupportedModuleError(
                 f"{name}: a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a "
-                "tensor of tensors "
-                "(as quantized weights are), of which only its library knows shards. Pass it in "
-                "ignored_params: it "
-                "stays whole on every rank, and is not trained"
+                "tensor of tensors (as quantized weights are), of which only its library knows "
+                "shards. Pass it in ignored_params: it stays whole on every rank, and is not "
+                "trained"
             )

@@ -89,7 +89,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; "
-            f"error_if_nonfinite=False scales by it all the same"
+            "error_if_nonfinite=False scales by it all the same"
         )
     nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is looked at
     return total

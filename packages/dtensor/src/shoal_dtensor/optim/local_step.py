@@ -94,8 +94,8 @@ def local_step(optimizer: O) -> O:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise OptimizerError(
             f"local_step: the update of {type(optimizer).__name__} is not known to be element by "
-            "element; known are "
-            f"{names} and Muon, and no subclasses. It works on DTensors through dispatch as it is"
+            f"element; known are {names} and Muon, and no subclasses. It works on DTensors through "
+            "dispatch as it is"
         )
     return optimizer
 
@@ -268,8 +268,7 @@ def _to_whole(param: DTensor) -> tuple[Spec, Spec]:
     if spec.partials:
         raise PlacementError(
             f"Muon: a parameter has placements {param.placements}; a partial value has no elements "
-            "of its own. "
-            "Redistribute it to Replicate or Shard"
+            "of its own. Redistribute it to Replicate or Shard"
         )
     return spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim)
 

@@ -116,8 +116,8 @@ _MOST_ENTRIES = 4096
 _results: dict[Any, tuple[LocalLayout, ...]] = {}  # of functions, by layouts of arguments
 WAY_OUT = (
     "Draw where the layout is known (before the function), let the module run on DTensors "
-    "(use_local_output=False), or "
-    "let every rank draw for itself: shoal_dtensor.random_mode('local')"
+    "(use_local_output=False), or let every rank draw for itself: "
+    "shoal_dtensor.random_mode('local')"
 )
 
 
@@ -159,8 +159,7 @@ def followed(
         if drawn:
             raise LayoutError(
                 f"{name}: random numbers that every rank drew alike meet shards of other elements "
-                f"({error}). Draw them "
-                f"with the sharded tensor (rand_like, dropout). {WAY_OUT}"
+                f"({error}). Draw them with the sharded tensor (rand_like, dropout). {WAY_OUT}"
             ) from error
         results = (LocalLayout(unknown=f"{name}: {error}"),) * len(outs)
     if len(_results) < _MOST_ENTRIES:

@@ -178,16 +178,14 @@ class Watch(FunctionMode):
             if spec is not None and not spec.placements[self.axes[forward.mesh]].is_shard():
                 raise LayoutError(
                     f"{forward.title}: an input that is {arrives} on every rank holds random "
-                    "numbers that were "
-                    "drawn as if it were replicated, because nothing before said that it is "
-                    f"sharded. {WAY_OUT}"
+                    "numbers that were drawn as if it were replicated, because nothing before said "
+                    f"that it is sharded. {WAY_OUT}"
                 )
         if forward.sampling == "refused" and any(map(active, drawers_of(forward.module))):
             raise LayoutError(
                 f"{forward.title}: the experts of {type(forward.module).__name__} drop or draw by "
-                "themselves, "
-                "on rows that one device has in another order. Drop behind the experts, or set the "
-                "probability to 0"
+                "themselves, on rows that one device has in another order. Drop behind the "
+                "experts, or set the probability to 0"
             )
         spec = spec_of(source) if forward.one_axis and active(forward.module) else None
         placements = enumerate(() if spec is None else spec.placements)
@@ -198,10 +196,8 @@ class Watch(FunctionMode):
         ):
             raise LayoutError(
                 f"{forward.title}: {type(forward.module).__name__} drops on {forward.mesh} alone; "
-                "its input "
-                "is sharded over other axes too. A Dropout needs no style; attention does without "
-                "dropout. "
-                f"{WAY_OUT}"
+                "its input is sharded over other axes too. A Dropout needs no style; attention "
+                f"does without dropout. {WAY_OUT}"
             )
 
     def note_spec(self, local: Tensor, spec: Spec, source: Tensor | None = None) -> None:
@@ -329,16 +325,14 @@ class Watch(FunctionMode):
             if why:
                 raise LayoutError(
                     f"{name} between styles draws what one device draws, but how its argument of "
-                    "local shape "
-                    f"{tuple(tensor.shape)} is sharded over {self.mesh} is unknown: {why}. "
-                    f"{WAY_OUT}"
+                    f"local shape {tuple(tensor.shape)} is sharded over {self.mesh} is unknown: "
+                    f"{why}. {WAY_OUT}"
                 )
         if self.saving_state != saving_state():
             raise LayoutError(
                 f"{name} in a function that is checkpointed (or under no_grad, as a reentrant "
-                "checkpoint is) would "
-                "draw other numbers when backward runs the function again; checkpoint a module "
-                "instead"
+                "checkpoint is) would draw other numbers when backward runs the function again; "
+                "checkpoint a module instead"
             )
         if any(layout.spec and not layout.spec.replicated for layout in layouts):
             return self._draw_sharded(name, func, args, kwargs)
@@ -385,8 +379,7 @@ class Watch(FunctionMode):
             if value.requires_grad:
                 raise LayoutError(
                     "a function that draws gets shards beside a tensor of shape "
-                    f"{tuple(value.shape)} that is not "
-                    f"sharded and needs a gradient. {WAY_OUT}"
+                    f"{tuple(value.shape)} that is not sharded and needs a gradient. {WAY_OUT}"
                 )
             return value
         return DTensor.from_local(

@@ -143,8 +143,8 @@ def _links(mesh: DeviceMesh, topology: Topology | None, version: int) -> Links:
 def _check(src: Spec, dst: Spec) -> None:
     if src.shape != dst.shape or src.dtype != dst.dtype:
         raise RedistributeError(
-            f"cannot redistribute {src!r} to {dst!r}: shape and dtype must be equal, "
-            f"got {tuple(src.shape)} {src.dtype} and {tuple(dst.shape)} {dst.dtype}"
+            f"cannot redistribute {src!r} to {dst!r}: shape and dtype must be equal, got "
+            f"{tuple(src.shape)} {src.dtype} and {tuple(dst.shape)} {dst.dtype}"
         )
 
 

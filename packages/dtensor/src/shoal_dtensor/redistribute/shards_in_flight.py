@@ -197,10 +197,9 @@ class CoalescedBatch:
             if source is not None and (source[0]._version, local._version) != source[1]:
                 raise RedistributeError(
                     f"the source of redistribution {i} ({asked.src!r} to {asked.dst!r}) of several "
-                    "that "
-                    "travel together was written to before it was sent; use the result first, or "
-                    "leave the coalesce() "
-                    "block before writing; gradients of leaves travel at the end of a backward pass"
+                    "that travel together was written to before it was sent; use the result first, "
+                    "or leave the coalesce() block before writing; gradients of leaves travel at "
+                    "the end of a backward pass"
                 )
         plans = [plan for plan, *_ in self._asked]
         shards = [local for _, local, _ in self._asked]

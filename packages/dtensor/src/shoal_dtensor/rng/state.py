@@ -117,8 +117,8 @@ _PURPOSE = (
     "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"
 )
 _NO_GENERATORS = (
-    "random numbers on {}: torch's module for it has no default_generators, "
-    "so ranks cannot agree on a state"
+    "random numbers on {}: torch's module for it has no default_generators, so ranks cannot agree "
+    "on a state"
 )
 # The default group under which the ranks of a mesh were last found to agree, by what they compared:
 # in another default group some ranks may be new.

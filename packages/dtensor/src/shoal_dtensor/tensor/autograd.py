@@ -256,6 +256,6 @@ def check_differentiable(spec: Spec) -> None:
         if op not in ("sum", "avg"):
             raise PlacementError(
                 f"no gradient flows through Partial({op!r}) on mesh axis "
-                f"{spec.mesh.axis_names[axis]!r}: which rank's "
-                f"value was taken is not known; redistribute to Replicate or Shard first, or detach"
+                f"{spec.mesh.axis_names[axis]!r}: which rank's value was taken is not known; "
+                "redistribute to Replicate or Shard first, or detach"
             )

@@ -153,8 +153,7 @@ class DTensor(torch.Tensor):
         if isinstance(local_tensor, DTensor):
             raise ArgumentTypeError(
                 "DTensor.from_local: expected local_tensor to be a plain tensor, got "
-                f"{local_tensor._spec!r}; "
-                "redistribute it, or pass its to_local()"
+                f"{local_tensor._spec!r}; redistribute it, or pass its to_local()"
             )
         if is_tracing():
             return _from_local(

@@ -161,8 +161,7 @@ def grad_hooked(param: Any) -> bool:
 
 _OF_LOWERED = (
     "a lowered module's backward ran with create_graph=True; second derivatives need the module's "
-    "DTensor path: "
-    "parallelize_module(..., lower=False)"
+    "DTensor path: parallelize_module(..., lower=False)"
 )
 
 

@@ -81,17 +81,16 @@ def rebuild(  # what a file holds, in its order
     if tuple(place) != _place(spec):
         raise PlacementError(
             f"DTensor of a file: it is the shard at {place} of {spec!r}, this rank is at "
-            f"{_place(spec)} (None: an axis "
-            "of replicas, (): a rank outside the mesh); each rank loads the file that it saved. "
-            "For one file of "
-            "all shards: shoal_dtensor.get_model_state_dict with full_state_dict=True, or "
+            f"{_place(spec)} (None: an axis of replicas, (): a rank outside the mesh); each rank "
+            "loads the file that it saved. For one file of all shards: "
+            "shoal_dtensor.get_model_state_dict with full_state_dict=True, or "
             "torch.distributed.checkpoint"
         )
     if local.shape != spec.local_shape or local.dtype != spec.dtype:
         raise PlacementError(
             f"DTensor of a file: {spec!r} means a {spec.dtype} shard of shape "
-            f"{tuple(spec.local_shape)} on this rank, "
-            f"got {local.dtype} of shape {tuple(local.shape)}"
+            f"{tuple(spec.local_shape)} on this rank, got {local.dtype} of shape "
+            f"{tuple(local.shape)}"
         )
     hidden = [name for name in attributes if hasattr(cls, str(name))]
     if hidden:
@@ -305,9 +304,8 @@ def refuse_fsdp(tensor: Any) -> NoReturn:
     """Refuse `fsdp_pre_all_gather`, by which torch asks to shard; `hasattr` would take an AttributeError for "no"."""
     raise ArgumentTypeError(
         "torch's fully_shard and replicate take plain parameters and torch's DTensors, got "
-        f"{tensor.spec!r}; use "
-        "shoal_data_parallel.fully_shard(module, mesh['data']) or shoal_data_parallel.replicate, "
-        "which take both kinds"
+        f"{tensor.spec!r}; use shoal_data_parallel.fully_shard(module, mesh['data']) or "
+        "shoal_data_parallel.replicate, which take both kinds"
     )
 
 
@@ -318,8 +316,7 @@ def refuse_memory(tensor: Any, *_: Any, **__: Any) -> NoReturn:
     """
     raise NoRuleError(
         "a DTensor has no memory of its own (data_ptr, storage, dlpack, share_memory_, apply_), "
-        f"got {tensor.spec!r}; "
-        "use to_local(), which is this rank's part, or full_tensor()"
+        f"got {tensor.spec!r}; use to_local(), which is this rank's part, or full_tensor()"
     )
 
 

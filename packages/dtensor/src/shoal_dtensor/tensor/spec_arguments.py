@@ -88,9 +88,8 @@ def _target(
         ):
             raise PlacementError(
                 f"redistribute: cannot make mesh axis {target_mesh.axis_names[axis]!r} "
-                f"{placement!r}: the tensor is "
-                f"{source!r}; a value becomes partial only as the result of an operator or of "
-                "from_local"
+                f"{placement!r}: the tensor is {source!r}; a value becomes partial only as the "
+                "result of an operator or of from_local"
             )
     return Spec(
         target_mesh,
@@ -159,8 +158,8 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         if not actual.same_layout(spec):
             raise PlacementError(
                 f"from_local: {spec!r} takes every rank to hold a shard of the same size, but "
-                "together they hold "
-                f"{actual!r}; give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
+                f"together they hold {actual!r}; give the shape, the sizes (Shard(dim, "
+                "sizes=...)), or run_check=True"
             )
     if spec.coordinate is None:  # a rank outside the mesh holds nothing
         local = local.new_empty(spec.local_shape, requires_grad=local.requires_grad)
@@ -221,9 +220,8 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
     if spec.coordinate is not None and spec.local_shape != local_shape:
         raise PlacementError(
             f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh "
-            "coordinate "
-            f"{spec.coordinate}, got {tuple(local_shape)}; ragged shards need Shard(dim, "
-            "sizes=...) or run_check=True"
+            f"coordinate {spec.coordinate}, got {tuple(local_shape)}; ragged shards need "
+            "Shard(dim, sizes=...) or run_check=True"
         )
     return spec
 
@@ -309,8 +307,7 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
         axes = "x".join(mesh.axis_names[axis] for axis in replicated)
         raise PlacementError(
             f"{about()}, placed {list(placements)}, differs between ranks along {axes}; Partial() "
-            "is a tensor of which "
-            "every rank has a summand"
+            "is a tensor of which every rank has a summand"
         )
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for coordinate, (_, fact, *lengths) in rows.items():
@@ -400,8 +397,8 @@ def _layout_of_shapes(
         if (expected := spec.local_shape_at(coordinate)) != shape:
             raise PlacementError(
                 f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate "
-                f"{coordinate}, that "
-                f"rank passes {shape}; a dim has one size along mesh axes that do not shard it"
+                f"{coordinate}, that rank passes {shape}; a dim has one size along mesh axes that "
+                "do not shard it"
             )
     return spec
 

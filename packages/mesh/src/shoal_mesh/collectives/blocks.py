@@ -220,8 +220,7 @@ def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
     if not len(blocks) == len(out) == comm.size:
         raise CollectiveError(
             f"all_to_all_blocks over {comm.size} ranks takes one list of blocks and one of outputs "
-            "per rank, "
-            f"got {len(blocks)} and {len(out)}"
+            f"per rank, got {len(blocks)} and {len(out)}"
         )
     dtypes = set()
     has_subclasses = False

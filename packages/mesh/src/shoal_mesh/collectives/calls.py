@@ -98,15 +98,14 @@ def check_operand(tensor: Tensor, name: str = "tensor") -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise CollectiveError(
             "this collective has no gradient, and the tensor requires one: use "
-            "shoal_mesh.differentiable, "
-            "or pass tensor.detach() where no gradient is wanted"
+            "shoal_mesh.differentiable, or pass tensor.detach() where no gradient is wanted"
         )
     if is_dense(tensor):
         return
     if tensor.is_quantized:
         raise CollectiveError(
-            f"collectives send numbers, got the quantized dtype {tensor.dtype}: send int_repr() and "
-            "quantize again with the same scale and zero point, or dequantize() first"
+            f"collectives send numbers, got the quantized dtype {tensor.dtype}: send int_repr() "
+            "and quantize again with the same scale and zero point, or dequantize() first"
         )
     if tensor.is_nested:
         raise CollectiveError(
@@ -175,8 +174,7 @@ def refuse_uneven(tensor: Tensor, dim: int, comm: Comm) -> NoReturn:
     """CollectiveError: the dim does not divide."""
     raise CollectiveError(
         f"dim {dim} of shape {tuple(tensor.shape)} does not divide into {comm.size} equal blocks "
-        "along "
-        f"{'x'.join(comm.axes)}: use the form with sizes (ending in _v)"
+        f"along {'x'.join(comm.axes)}: use the form with sizes (ending in _v)"
     )
 
 
@@ -215,8 +213,7 @@ def check_root(index: int, comm: Comm, name: str) -> None:
     if not 0 <= index < comm.size:
         raise CollectiveError(
             f"{name} {index} is no rank along {'x'.join(comm.axes)}: indices are 0 to "
-            f"{comm.size - 1}, "
-            "counted along the axes (not global ranks)"
+            f"{comm.size - 1}, counted along the axes (not global ranks)"
         )
 
 

@@ -107,8 +107,8 @@ def all_reduce_(
             ):
                 raise CollectiveError(
                     f"all_reduce_ cannot write into shape {tuple(tensor.shape)} with strides "
-                    f"{tensor.stride()}: "
-                    "several elements are one memory location, call clone() first"
+                    f"{tensor.stride()}: several elements are one memory location, call clone() "
+                    "first"
                 )
             own = calls.materialized(tensor)
         pending = reduced(own, comm, how, async_op)

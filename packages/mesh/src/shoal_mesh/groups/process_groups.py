@@ -191,10 +191,9 @@ class Comm:
             if group.size() != len(position):
                 raise MeshError(
                     f"the group {type(group).__name__} counts {group.size()} members and torch "
-                    "knows the ranks "
-                    f"{tuple(position)} of it: a group whose members come and go is no axis of a "
-                    "mesh; call it itself, "
-                    "as in torch.distributed.all_reduce(gradient.to_local(), group=group)"
+                    f"knows the ranks {tuple(position)} of it: a group whose members come and go "
+                    "is no axis of a mesh; call it itself, as in "
+                    "torch.distributed.all_reduce(gradient.to_local(), group=group)"
                 )
             ranks, order = tuple(ranks), tuple(position[rank] for rank in ranks)
         backend = _torch.backend_config(group)
@@ -331,8 +330,8 @@ def _renew(comm: Comm) -> None:
                 f"the default process group that {comm!r} was created under was destroyed, and "
                 "there is "
                 f"{'none' if place is None else 'one of (size, own rank, backend) ' + str(place)} "
-                "now, not one of "
-                f"{comm._place}: begin one alike, or make new meshes and move what is sharded"
+                f"now, not one of {comm._place}: begin one alike, or make new meshes and move what "
+                "is sharded"
             )
         for other in list(_COMMS):
             if other._world is not world:

@@ -134,8 +134,8 @@ def _require_arguments(
         text = f"launch cannot call {name}: {error}"
         if {"args", "kwargs"} & kwargs.keys():
             text = (
-                f"launch passes args= and kwargs= on to {name}, which does not take them: write its "
-                f"arguments behind the number of ranks, launch({name}, 2, 1, key=value)"
+                f"launch passes args= and kwargs= on to {name}, which does not take them: write "
+                f"its arguments behind the number of ranks, launch({name}, 2, 1, key=value)"
             )
         raise MeshTypeError(text) from None
 

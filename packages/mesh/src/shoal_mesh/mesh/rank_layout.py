@@ -201,8 +201,8 @@ def read_device(device_type: str) -> str:
     if ":" in str(device_type):
         raise MeshError(
             f"device type {device_type!r} has an index: a mesh spans the devices of all ranks, so "
-            f"pass {device.type!r} "
-            "and choose this rank's device with torch.accelerator.set_device_index"
+            f"pass {device.type!r} and choose this rank's device with "
+            "torch.accelerator.set_device_index"
         )
     return device.type
 

@@ -406,8 +406,8 @@ def check_replicas(
             wrong = tuple(rank for rank, row in zip(comm.ranks, every, strict=True) if row != usual)
             raise LockstepError(
                 f"replicas of {name} {tuple(tensor.shape)} differ along {'x'.join(comm.axes)}: "
-                f"ranks {list(wrong)} "
-                f"have other bits than {[rank for rank in comm.ranks if rank not in wrong]}",
+                f"ranks {list(wrong)} have other bits than "
+                f"{[rank for rank in comm.ranks if rank not in wrong]}",
                 wrong,
             )
 

@@ -186,8 +186,7 @@ def _exchange(
                 if sent[stream.rank] != count:
                     raise stream.peers.fail(
                         f"all_to_all_v: rank {rank} of the group sends {sent[stream.rank]} bytes "
-                        "to rank "
-                        f"{stream.rank}, which expects {count}"
+                        f"to rank {stream.rank}, which expects {count}"
                     )
                 if count:
                     first = sum(sent[: stream.rank])  # 3, 1, 2: rank 2 from 4

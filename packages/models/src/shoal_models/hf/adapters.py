@@ -62,10 +62,9 @@ def parallelize_adapters(model: Model) -> Model:
         ):
             raise UnsupportedModuleError(
                 f"parallelize_adapters: {type(layer).__module__}.{type(layer).__name__} around a "
-                "layer with the style "
-                f"{record.style} is not sharded; LoRA (without DoRA) of Linear layers under "
-                "ColwiseParallel and "
-                "RowwiseParallel is. Leave the layer out of target_modules, or out of the plan"
+                f"layer with the style {record.style} is not sharded; LoRA (without DoRA) of "
+                "Linear layers under ColwiseParallel and RowwiseParallel is. Leave the layer out "
+                "of target_modules, or out of the plan"
             )
     for layer, record, mesh in found:
         for adapter in (layer.lora_B if record.lowering is ColumnLinear else layer.lora_A).values():
@@ -151,8 +150,8 @@ def load_adapters(
         if apart:
             raise CheckpointError(
                 f"load_adapters: {file} and the model's adapter {adapter_name!r} differ in "
-                f"{', '.join(sorted(apart))}; "
-                "make the model with the adapter_config.json beside the file"
+                f"{', '.join(sorted(apart))}; make the model with the adapter_config.json beside "
+                "the file"
             )
         for name, tensor in state.items():
             for slices, place in boxes_of(tensor, 0):

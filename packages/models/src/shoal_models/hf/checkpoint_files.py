@@ -24,8 +24,7 @@ from ..weights.loading import Lazy, Slices, Stored
 _ONE = ("model.safetensors", "pytorch_model.bin")
 _EXPECTED = (
     "expected a directory with config.json and model.safetensors, model.safetensors.index.json or "
-    "pytorch_model.bin, "
-    "or one of those files. A model of the Hub is downloaded first, by "
+    "pytorch_model.bin, or one of those files. A model of the Hub is downloaded first, by "
     "huggingface_hub.snapshot_download(name)"
 )
 

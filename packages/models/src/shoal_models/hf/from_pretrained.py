@@ -138,8 +138,7 @@ def _config(home: Path, changes: Mapping[str, Any]) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         raise PlanError(
             f"{str(home)!r} has quantized weights, of which shards are not read; load and "
-            "dequantize() the model with "
-            "transformers once, and save it"
+            "dequantize() the model with transformers once, and save it"
         )
     return config
 
@@ -153,8 +152,7 @@ def _class_of(config: Any, given: Any) -> Any:
     if not named or named[0] is None:
         raise PlanError(
             f"config.json names the architectures {config.architectures}, of which transformers "
-            "has none; pass "
-            "model_class=, a class of transformers"
+            "has none; pass model_class=, a class of transformers"
         )
     return named[0]
 
@@ -193,10 +191,8 @@ def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
     if strict and (loaded.missing or loaded.unexpected):
         raise PlanError(
             f"from_pretrained: {type(model).__name__} misses {loaded.missing} in the files, which "
-            "have "
-            f"{loaded.unexpected} beside it; strict=False initializes the ones and leaves out the "
-            "others, model_class= "
-            "loads another class"
+            f"have {loaded.unexpected} beside it; strict=False initializes the ones and leaves out "
+            "the others, model_class= loads another class"
         )
 
 
@@ -244,9 +240,8 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
     if left:
         raise PlanError(
             f"from_pretrained: nothing initializes {left}, which the files do not have: neither "
-            "_init_weights of "
-            f"{type(model).__name__} nor reset_parameters of their modules. Write one of them, or "
-            "files that have them"
+            f"_init_weights of {type(model).__name__} nor reset_parameters of their modules. Write "
+            "one of them, or files that have them"
         )
 
 
@@ -421,10 +416,8 @@ def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs
             if not (planned and sharded and heads % mesh.size() == 0):
                 raise UnsupportedModuleError(
                     f"generate_batch of a parallel model: expected {kind} sharded by the model's "
-                    "own plan, and its "
-                    f"{heads} heads divided by {mesh.size()} ranks without a rest, because "
-                    "transformers counts the "
-                    "heads of its cache so; use generate()"
+                    f"own plan, and its {heads} heads divided by {mesh.size()} ranks without a "
+                    "rest, because transformers counts the heads of its cache so; use generate()"
                 )
         # Looked for by the name "tp", or without names.
         model._device_mesh = DeviceMesh(mesh.device_type, mesh.mesh)

@@ -84,9 +84,9 @@ class Proposal(NamedTuple):
     def __repr__(self) -> str:
         rows = [
             f"{each.shape[0]:>4} x {each.shape[1]:<4} {each.data:32} "
-            f"{format_bytes(each.nbytes):>11} "
-            f"{format_bytes(each.activation_bytes):>12} "
-            f"{each.seconds * 1e3:9.2f} ms  {'' if each.nbytes <= self.bound else 'too much'}".rstrip()
+            f"{format_bytes(each.nbytes):>11} {format_bytes(each.activation_bytes):>12} "
+            f"{each.seconds * 1e3:9.2f} ms  "
+            f"{'' if each.nbytes <= self.bound else 'too much'}".rstrip()
             for each in self.candidates
         ]
         head = f"  dp x tp   data parallelism {'':19} bytes/rank  activations   of {format_bytes(self.bound)}"

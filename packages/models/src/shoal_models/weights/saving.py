@@ -241,8 +241,7 @@ def _merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
         if covered != prod(tensor.shape):
             raise CheckpointError(
                 f"the ranks hold {covered} of the {prod(tensor.shape)} elements of {name!r}; all "
-                "ranks "
-                "of its mesh make the call, with the same model"
+                "ranks of its mesh make the call, with the same model"
             )
     return tensors
 

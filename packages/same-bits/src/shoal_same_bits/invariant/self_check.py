@@ -345,6 +345,6 @@ def _refuse(differing: list[str], device: str, dtype: torch.dtype) -> None:
     if differing:
         raise VariantArithmeticError(
             f"invariant_arithmetic on {device!r} in {dtype}, {torch.get_num_threads()} threads: "
-            f"these operators have other bits on other numbers of ranks, or in chunks: "
+            "these operators have other bits on other numbers of ranks, or in chunks: "
             f"{'; '.join(differing)}. Leave the mode, or use another dtype or number of threads"
         )

@@ -241,8 +241,8 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
     for i, shard in enumerate(shards_metadata):
         if len(shard.shard_sizes) != len(size):
             raise ShardingSpecError(
-                f"shard {i} {_describe(shard)} has {len(shard.shard_sizes)} dims, the tensor of size "
-                f"{size} has {len(size)}"
+                f"shard {i} {_describe(shard)} has {len(shard.shard_sizes)} dims, the tensor of "
+                f"size {size} has {len(size)}"
             )
         if any(stop > n for (_, stop), n in zip(shard.box, size, strict=True)):
             raise ShardingSpecError(

@@ -77,8 +77,7 @@ def apply_sharding(
             f"{sharding.style} acts on {sharding.axes} mesh "
             f"{'axis' if sharding.axes == 1 else 'axes'}, the mesh has "
             f"{dict(zip(mesh.axis_names, mesh.shape, strict=True))}; name one with style.on(axis), "
-            "or as many as the "
-            "style acts on with style.on((axis, axis)), or pass the sub-mesh"
+            "or as many as the style acts on with style.on((axis, axis)), or pass the sub-mesh"
         )
     inner = forward_of(module)
     if inner is None and "forward" in module.__dict__:
@@ -124,20 +123,18 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
             if holds_tensors(param):
                 raise UnsupportedModuleError(
                     f"{sharding.style}: {name} of {type(owner).__name__} is a "
-                    f"{type(param).__name__}, a tensor of "
-                    "tensors (as quantized weights are), of which only its library knows shards. "
-                    f"{HOW_TO_QUANTIZE}. Or leave the module out of the plan"
+                    f"{type(param).__name__}, a tensor of tensors (as quantized weights are), of "
+                    f"which only its library knows shards. {HOW_TO_QUANTIZE}. Or leave the module "
+                    "out of the plan"
                 )
         names = [f"{path}.{name}" if path else name for name in computed_parameters(owner)]
         if names and (sharding.lowering is not None or any(map(sharding.shards, names))):
             raise UnsupportedModuleError(
                 f"{sharding.style}: {', '.join(names)} of {type(module).__name__} is computed from "
-                "other parameters "
-                "(a parametrization, weight_norm, pruning), which are not sharded. Make it "
-                "permanent first "
+                "other parameters (a parametrization, weight_norm, pruning), which are not "
+                "sharded. Make it permanent first "
                 "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, "
-                "prune.remove), or leave the "
-                "module out of the plan"
+                "prune.remove), or leave the module out of the plan"
             )
 
 
@@ -156,8 +153,8 @@ def _lowering(
         return sharding.lowering
     if required:
         raise LayoutError(
-            f"{sharding.style}: {type(module).__name__} already has the style {inner.title}; "
-            f"apply {sharding.style} first"
+            f"{sharding.style}: {type(module).__name__} already has the style {inner.title}; apply "
+            f"{sharding.style} first"
         )
     return Boundary
 
@@ -196,17 +193,15 @@ def _distributed(
         if not set(current.spec.mesh.axis_names) & set(mesh.axis_names):
             raise LayoutError(
                 f"parameter {name!r} is to become {placements} on {mesh}, but it is "
-                f"{current.placements} on "
-                f"{current.device_mesh} already; a style places plain parameters, and those of "
-                "fully_shard and "
-                "replicate, which it finds by their modules"
+                f"{current.placements} on {current.device_mesh} already; a style places plain "
+                "parameters, and those of fully_shard and replicate, which it finds by their "
+                "modules"
             )
         if not current.spec.same_layout(asked):
             raise TiedWeightError(
                 f"parameter {name!r} is to become {placements} on {mesh}, but it is shared and "
-                "already "
-                f"{current.placements} on {current.device_mesh}; styles of modules that share a "
-                "parameter must agree"
+                f"already {current.placements} on {current.device_mesh}; styles of modules that "
+                "share a parameter must agree"
             )
         return current  # type: ignore[return-value]  # a Parameter that holds a DTensor
     sharded = distributed_by(scatter, param.detach(), mesh, placements)
@@ -334,8 +329,8 @@ def split_blocks(
             # they would have to see all blocks at once
             raise LayoutError(
                 f"{style}: the fused parameter {kind!r} has gradient hooks, and becomes one "
-                "parameter for each of "
-                f"{list(fused.blocks)}; remove the hooks, and register them on those afterwards"
+                f"parameter for each of {list(fused.blocks)}; remove the hooks, and register them "
+                "on those afterwards"
             )
     for kind in fused.names:
         param = module._parameters.get(kind)

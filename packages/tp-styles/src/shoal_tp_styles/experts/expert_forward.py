@@ -105,8 +105,7 @@ class SlicedExperts(Lowered):
         if type(out) is not Tensor:
             raise UnsupportedModuleError(
                 f"{self.sharding.style}: {type(module).__name__} returns a {type(out).__name__}; "
-                "expected one tensor, "
-                "the weighted sum over the experts of each token"
+                "expected one tensor, the weighted sum over the experts of each token"
             )
         return reduce(out, self.comm)
 
@@ -198,8 +197,8 @@ class RoutedExperts(Lowered):
         if chosen.shape != weights.shape or chosen.shape[:-1] != x.shape[:-1]:
             raise LayoutError(
                 f"{self.sharding.style}: expected choices and weights of shape (*tokens, choices) "
-                "for an input of "
-                f"shape {tuple(x.shape)}, got {tuple(chosen.shape)} and {tuple(weights.shape)}"
+                f"for an input of shape {tuple(x.shape)}, got {tuple(chosen.shape)} and "
+                f"{tuple(weights.shape)}"
             )
         if self.shared is not None:
             weights = copy(weights, self.shared)
@@ -234,8 +233,7 @@ class RoutedExperts(Lowered):
         if not fits or any(row[-2] > row[-1] for row in every):
             raise LayoutError(
                 f"{self.sharding.style}: expected the rows of each of {self.experts.count} "
-                f"experts, {len(rows)} in "
-                f"all, got {sizes.tolist()}"
+                f"experts, {len(rows)} in all, got {sizes.tolist()}"
             )
         counts = [counts_of(row[:-1]) for row in every]
         if self.sharded:
@@ -339,9 +337,8 @@ class OverlappedBlock(Boundary):
         if not isinstance(experts, RoutedExperts) or not experts.sharded:
             raise LayoutError(
                 f"SharedExpertOverlap: {members.experts} of {type(block).__name__} dispatches no "
-                "tokens; give it "
-                "ExpertParallel() with input_layouts=Shard(0), or leave SharedExpertOverlap out of "
-                "the plan"
+                "tokens; give it ExpertParallel() with input_layouts=Shard(0), or leave "
+                "SharedExpertOverlap out of the plan"
             )
         above, _, name = members.shared.rpartition(".")
         siblings: dict[str, Any] = block.get_submodule(above)._modules
@@ -394,10 +391,8 @@ class _Computed:
             )
             raise LayoutError(
                 f"SharedExpertOverlap: {self.members.shared} is called {wrong}. A block first "
-                "calls "
-                f"{self.members.experts}, then {self.members.shared} with its own input or a view "
-                "of it; change its "
-                "forward so, or leave SharedExpertOverlap out of the plan"
+                f"calls {self.members.experts}, then {self.members.shared} with its own input or a "
+                "view of it; change its forward so, or leave SharedExpertOverlap out of the plan"
             )
         return self.output if input is self.tokens else self.output.view(*input.shape[:-1], -1)
 

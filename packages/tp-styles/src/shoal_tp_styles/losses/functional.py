@@ -427,8 +427,7 @@ def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = No
     if probabilities.shape[:-1] != chosen.shape[:-1]:
         raise LayoutError(
             "load_balance: expected probabilities (*tokens, experts) and choices (*tokens, "
-            "choices), got "
-            f"{tuple(probabilities.shape)} and {tuple(chosen.shape)}"
+            f"choices), got {tuple(probabilities.shape)} and {tuple(chosen.shape)}"
         )
     experts = probabilities.shape[-1]
     rows = probabilities.reshape(-1, experts)

@@ -218,8 +218,8 @@ def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
     if input.shape[:-1] != target.shape or weight.ndim != 2 or weight.shape[1] != input.shape[-1]:
         raise LayoutError(
             "linear_cross_entropy takes input (..., features), linear_weight (classes, features) "
-            "and class indices "
-            f"(...); got {tuple(input.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
+            f"and class indices (...); got {tuple(input.shape)}, {tuple(weight.shape)} and "
+            f"{tuple(target.shape)}"
         )
     if target.is_floating_point():
         raise LayoutError(

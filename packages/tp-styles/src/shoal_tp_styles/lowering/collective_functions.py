@@ -106,10 +106,8 @@ def uneven_output(style: str, size: int, dim: int, comm: Comm) -> LayoutError:
     """The error of an output with shards of different sizes that would leave as plain tensors."""
     return LayoutError(
         f"{style}: dim {dim} of the output has {size} elements, not a multiple of the {comm.size} "
-        "ranks along "
-        f"{'x'.join(comm.axes)}; plain local tensors do not carry shard sizes. Use "
-        "use_local_output=False, or a layout "
-        "with explicit sizes: Shard(dim, sizes=...)"
+        f"ranks along {'x'.join(comm.axes)}; plain local tensors do not carry shard sizes. Use "
+        "use_local_output=False, or a layout with explicit sizes: Shard(dim, sizes=...)"
     )
 
 

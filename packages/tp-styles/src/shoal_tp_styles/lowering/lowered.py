@@ -118,12 +118,10 @@ class Lowered(ModuleForward):
             got = tensor.placements if isinstance(tensor, DTensor) else type(tensor).__name__
             raise LayoutError(
                 f"{self.sharding.style}: {name} of {type(self.module).__name__} is computed from "
-                "other parameters "
-                "since its plan was applied (weight_norm, pruning, a parametrization); outside of "
-                "compiled code the "
-                f"module reads a DTensor with {wanted} there, got {got}. Make the result permanent "
-                "(remove_parametrizations, remove_weight_norm, prune.remove), or leave the module "
-                "out of the plan"
+                "other parameters since its plan was applied (weight_norm, pruning, a "
+                "parametrization); outside of compiled code the module reads a DTensor with "
+                f"{wanted} there, got {got}. Make the result permanent (remove_parametrizations, "
+                "remove_weight_norm, prune.remove), or leave the module out of the plan"
             )
         return tensor
 
@@ -186,8 +184,7 @@ def spec_of(param: Tensor, name: str) -> Spec:
     check_plain(param)
     raise LayoutError(
         f"the parameter {name!r} of a parallel module is a plain {type(param).__name__}; it must "
-        "stay a DTensor. "
-        "Call unparallelize_module to get a plain module back."
+        "stay a DTensor. Call unparallelize_module to get a plain module back."
     )
 
 

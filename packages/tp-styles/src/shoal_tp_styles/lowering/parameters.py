@@ -40,8 +40,7 @@ from .collective_functions import sum_over_ranks
 
 HOW_TO_QUANTIZE = (
     "To have quantized weights sharded, apply the plan with parallelize_module(..., lower=False) "
-    "and quantize then: "
-    "values and scales become shards of the same rows and columns"
+    "and quantize then: values and scales become shards of the same rows and columns"
 )
 # of a product that is added to a gradient of another dtype
 _BLOCK_BYTES = 4 * 2**20
@@ -160,8 +159,7 @@ def check_plain(param: Tensor) -> None:
     if holds_tensors(param):
         raise LayoutError(
             f"a parameter of a parallel module became a {type(param).__name__}, a tensor of "
-            "tensors, which local "
-            f"computation cannot read. {HOW_TO_QUANTIZE}"
+            f"tensors, which local computation cannot read. {HOW_TO_QUANTIZE}"
         )
 
 

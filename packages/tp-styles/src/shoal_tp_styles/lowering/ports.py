@@ -140,12 +140,10 @@ class Boundary(Lowered):
             ):
                 raise LayoutError(
                     f"{sharding.style}: an EmbeddingBag that runs on DTensors (a forward of its "
-                    "own, lower=False) "
-                    f"takes the offsets of all ranks' tokens, got a plain {type(offsets).__name__} "
-                    "beside "
-                    f"input_layouts={layout}. Give DTensors, or input_layouts=Replicate() and all "
-                    "tokens, or 2-D "
-                    "tokens, whose rows are the bags"
+                    "own, lower=False) takes the offsets of all ranks' tokens, got a plain "
+                    f"{type(offsets).__name__} beside input_layouts={layout}. Give DTensors, or "
+                    "input_layouts=Replicate() and all tokens, or 2-D tokens, whose rows are the "
+                    "bags"
                 )
         args = self._through(args, sharding.inputs, self._enter, "inputs")
         for name, port in sharding.keywords.items():
@@ -183,8 +181,7 @@ class Boundary(Lowered):
         if self.sharding.strict and len(values) != len(ports):
             raise LayoutError(
                 f"{self.sharding.style}: the module has {len(values)} {what}, but layouts for "
-                f"{len(ports)} are given; "
-                "use None for those that pass through"
+                f"{len(ports)} are given; use None for those that pass through"
             )
         moved = tuple(
             value if port is None or value is None else move(value, port)

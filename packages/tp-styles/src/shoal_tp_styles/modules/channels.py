@@ -185,10 +185,8 @@ class GroupedChannels(Lowered):
         if x.shape[dim] != self.into[self.comm.rank]:
             raise LayoutError(
                 f"{self.sharding.style}: {self.module} holds {self.groups} complete groups here, "
-                "of "
-                f"{self.into[self.comm.rank]} input channels, but {x.shape[dim]} arrived; shard "
-                "the module before it "
-                "by the same channels: "
+                f"of {self.into[self.comm.rank]} input channels, but {x.shape[dim]} arrived; shard "
+                "the module before it by the same channels: "
                 f"ColwiseParallel().aligned({self.options.unit * self.options.into})"
             )
         out = self.computed(x, *args, **kwargs) if self.runs_locally else self.on_dtensors(x)

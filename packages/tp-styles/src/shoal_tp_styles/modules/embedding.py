@@ -152,10 +152,9 @@ def _bags(lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tens
         if isinstance(input, DTensor) is not isinstance(offsets, DTensor):
             raise LayoutError(
                 f"{lowered.sharding.style}: offsets count the tokens of this rank where both are "
-                "plain and "
-                f"input_layouts is {arriving.layout}, those of all ranks where both are DTensors; "
-                "got a "
-                f"{type(input).__name__} of tokens and a {type(offsets).__name__} of offsets"
+                f"plain and input_layouts is {arriving.layout}, those of all ranks where both are "
+                f"DTensors; got a {type(input).__name__} of tokens and a {type(offsets).__name__} "
+                "of offsets"
             )
         if not isinstance(input, DTensor):
             return _bags_of_ranks(lowered, input, offsets, weights, dim=arriving.layout.dim)
@@ -189,10 +188,8 @@ def _bags_of_ranks(
     if outside:
         raise LayoutError(
             f"{lowered.sharding.style}: offsets begin with 0 and end inside of the rank's own "
-            "tokens (at their end "
-            "with include_last_offset), got (tokens, bags, first, last) "
-            f"{[(*rows[r],) for r in outside]} on ranks "
-            f"{outside} along {'x'.join(comm.axes)}"
+            "tokens (at their end with include_last_offset), got (tokens, bags, first, last) "
+            f"{[(*rows[r],) for r in outside]} on ranks {outside} along {'x'.join(comm.axes)}"
         )
     tokens, bags = (tuple(row[column] for row in rows) for column in (0, 1))
     starts = all_gather_v(offsets[: counts[1]] + sum(tokens[: comm.rank]), comm, bags)
@@ -220,8 +217,7 @@ class EmbeddingBag(_Table):
         if self.rows and (module.mode == "max" or module.scale_grad_by_freq):
             raise UnsupportedModuleError(
                 f"RowwiseParallel: {module} is not a sum over the ranks (mode='max', "
-                "scale_grad_by_freq); "
-                "use ColwiseParallel"
+                "scale_grad_by_freq); use ColwiseParallel"
             )
 
     @classmethod

@@ -106,9 +106,8 @@ class Tokenwise(Lowered):
         if (dim + input.ndim if dim < 0 else dim) >= input.ndim - self.features:
             raise LayoutError(
                 f"{self.sharding.style}: dim {dim} of an input of shape {tuple(input.shape)} is a "
-                "feature dim of "
-                f"{type(self.module).__name__}, which reads all features of a token; shard one of "
-                "the dims before it"
+                f"feature dim of {type(self.module).__name__}, which reads all features of a "
+                "token; shard one of the dims before it"
             )
         out = self.computed(input)
         if self.sharding.local_outputs:
@@ -150,10 +149,9 @@ class LocalForward(Boundary):
             if count % ranks:
                 raise LayoutError(
                     f"{self.sharding.style}: {name} of {type(self.module).__name__} is {count}, "
-                    f"which {ranks} ranks do "
-                    "not share equally; use fewer ranks, or "
-                    "ColwiseParallel(output_layouts=Replicate()) on the "
-                    "projections, whose outputs all ranks then hold"
+                    f"which {ranks} ranks do not share equally; use fewer ranks, or "
+                    "ColwiseParallel(output_layouts=Replicate()) on the projections, whose outputs "
+                    "all ranks then hold"
                 )
             self.counts[name] = count // ranks
 

@@ -57,8 +57,7 @@ class Recurrent(Lowered):
         if dim != self.batch:
             raise UnsupportedModuleError(
                 f"SequenceParallel: {module} reads its sequence step by step, so dim {dim} cannot "
-                "be sharded; "
-                f"its batch can: SequenceParallel(sequence_dim={self.batch})"
+                f"be sharded; its batch can: SequenceParallel(sequence_dim={self.batch})"
             )
 
     @classmethod
@@ -74,8 +73,8 @@ class Recurrent(Lowered):
         if input.ndim < 3:
             raise LayoutError(
                 f"SequenceParallel: {module} got one sequence of shape {tuple(input.shape)} "
-                "without a batch dim, which "
-                f"is what is sharded; give it one: x.unsqueeze({self.batch})"
+                "without a batch dim, which is what is sharded; give it one: "
+                f"x.unsqueeze({self.batch})"
             )
         local = local_parameters(dict(module._parameters), self.comm)
         values = {**local, "_flat_weights": [local[name] for name in module._flat_weights_names]}
@@ -108,17 +107,15 @@ def sharded_hidden_units(
         what = f"proj_size={module.proj_size}" if module.proj_size else "a forward of its own"
         raise UnsupportedModuleError(
             f"{style}: {type(module).__name__} has {what}, so its hidden units cannot be sharded; "
-            "its batch can: "
-            f"SequenceParallel(sequence_dim={0 if module.batch_first else 1})"
+            f"its batch can: SequenceParallel(sequence_dim={0 if module.batch_first else 1})"
         )
     leaving = leaving or _UNITS
     if leaving not in (Replicate(), _UNITS) or (module.bidirectional and leaving == _UNITS):
         raise LayoutError(
             f"{style}: the output of {module} leaves as "
-            f"Replicate(){'' if module.bidirectional else ' or Shard(-1)'}, "
-            f"got {leaving!r}{' (both directions have some of each rank)' * module.bidirectional}; "
-            "give "
-            "output_layouts=Replicate()"
+            f"Replicate(){'' if module.bidirectional else ' or Shard(-1)'}, got "
+            f"{leaving!r}{' (both directions have some of each rank)' * module.bidirectional}; "
+            "give output_layouts=Replicate()"
         )
     gates = HeadShard(0, Heads(module.hidden_size, 1, chunked=True), _GATES[kind])
     port = Port(_UNITS, leaving)
@@ -178,8 +175,7 @@ class HiddenUnits(Lowered):
         if isinstance(input, PackedSequence):
             raise UnsupportedModuleError(
                 f"{self.sharding.style}: {module} got a PackedSequence, whose steps have different "
-                "batches; give it "
-                "the padded tensor, and mask what is behind the end of a sequence"
+                "batches; give it the padded tensor, and mask what is behind the end of a sequence"
             )
         x = ports.replicated_input(self, input)
         single = x.ndim == 2

@@ -359,11 +359,9 @@ class RowLinear(Lowered):
             if input.ndim == 0 or input.shape[-1] != size:
                 raise LayoutError(
                     f"{self.sharding.style}: a plain input is this rank's shard, with {size} of "
-                    f"{spec.shape[1]} "
-                    f"features in its last dim, got shape {tuple(input.shape)}. Give "
-                    "input_layouts=Replicate() if "
-                    "every rank holds all of them, or shard the module before it with "
-                    "ColwiseParallel()"
+                    f"{spec.shape[1]} features in its last dim, got shape {tuple(input.shape)}. "
+                    "Give input_layouts=Replicate() if every rank holds all of them, or shard the "
+                    "module before it with ColwiseParallel()"
                 ) from error
             raise
         return out

@@ -124,10 +124,9 @@ def _mesh(given: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
         )
     if isinstance(plan, AutoPlan) and plan.proven_for != mesh.shape:
         raise PlanError(
-            f"an automatic plan is applied to a mesh on which it is proven: this one is proven for "
+            "an automatic plan is applied to a mesh on which it is proven: this one is proven for "
             f"{plan.proven_for}, the mesh is {mesh.shape}. Use auto_plan(model, mesh, "
-            "*example_inputs), or dict(plan) "
-            "once you have read the plan and vouch for it"
+            "*example_inputs), or dict(plan) once you have read the plan and vouch for it"
         )
     return mesh
 

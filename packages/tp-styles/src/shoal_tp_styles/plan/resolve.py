@@ -179,9 +179,8 @@ class Resolved(NamedTuple):
             if left and any(isinstance(after.get(path), DTensor) for path in paths):
                 raise TiedWeightError(
                     f"{', '.join(paths)} were one parameter; {left[0]} still is it, and others are "
-                    "sharded: a style "
-                    "that only has `_apply` makes one sharded parameter of them, or they are not "
-                    "to be shared before"
+                    "sharded: a style that only has `_apply` makes one sharded parameter of them, "
+                    "or they are not to be shared before"
                 )
 
 
@@ -315,8 +314,8 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
             )
             missing = f"no child of {where} matches {match.token!r}"
             unmatched.append(
-                f"plan entry {key!r} matches no module of {type(root).__name__}: {missing}"
-                f"{_suggestion(tree.similar_to(str(key)))}"
+                f"plan entry {key!r} matches no module of {type(root).__name__}: "
+                f"{missing}{_suggestion(tree.similar_to(str(key)))}"
             )
         for path in match.paths:
             # A module with several names in the tree is made parallel once.
@@ -370,8 +369,7 @@ def _by_module(
         if isinstance(given, ParallelStyle) and key in parameters:
             raise PlanError(
                 f"plan entry {key!r}: {given} knows by itself how parameters are sharded; leave "
-                "out "
-                f"{', '.join(f'{key}.{name}' for name in parameters[key])}"
+                f"out {', '.join(f'{key}.{name}' for name in parameters[key])}"
             )
         if key in parameters or (isinstance(given, str) and given in WITH_CONTEXT):
             named_style = given if isinstance(given, str) else None
@@ -403,8 +401,8 @@ def _style(key: str, value: object) -> ParallelStyle | None:
         return style_named(value)
     if not isinstance(value, ParallelStyle):
         raise StyleTypeError(
-            f"plan entry {key!r}: expected a ParallelStyle or the name of one, "
-            f"got {_described(value)}"
+            f"plan entry {key!r}: expected a ParallelStyle or the name of one, got "
+            f"{_described(value)}"
         )
     return value
 

@@ -331,9 +331,8 @@ def _too_much(
     if mesh.size() > MOST_RANKS or count > MOST_PARAMETERS:
         return (
             f"the plan was not run: {mesh.size()} ranks with {count} parameters are too much for "
-            "one process "
-            f"({MOST_RANKS} ranks, {MOST_PARAMETERS} parameters); verify a smaller configuration "
-            "of the model"
+            f"one process ({MOST_RANKS} ranks, {MOST_PARAMETERS} parameters); verify a smaller "
+            "configuration of the model"
         )
     return ""
 

@@ -103,9 +103,8 @@ def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> 
     if not grouped and not routed:
         raise UnsupportedModuleError(
             f"{style}: the forward of {type(module).__name__} takes ({', '.join(names)}), and the "
-            "style routes tokens "
-            f"by {EXPERTS}. Put the experts into a module with such a forward, and the style on "
-            "that module"
+            f"style routes tokens by {EXPERTS}. Put the experts into a module with such a forward, "
+            "and the style on that module"
         )
     listed = isinstance(module, nn.ModuleList)
     if grouped and (listed or capacity is not None):
@@ -125,9 +124,8 @@ def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> 
     if len(sizes) != 1:
         raise UnsupportedModuleError(
             f"{style}: {type(module).__name__} has parameters of three dims for {sorted(sizes)} "
-            "experts; expected a "
-            "nn.ModuleList of experts, or parameters of shape (experts, in, out) or (experts, out, "
-            "in) of its own"
+            "experts; expected a nn.ModuleList of experts, or parameters of shape (experts, in, "
+            "out) or (experts, out, in) of its own"
         )
     return Experts(sizes.pop(), grouped, listed, capacity)
 
@@ -143,8 +141,7 @@ def expert_shards(module: nn.Module, experts: Experts) -> dict[str, ParameterPla
             if param.ndim == 0:
                 raise UnsupportedModuleError(
                     f"ExpertParallel: {index}.{name} of {type(module).__name__} is a number, which "
-                    "has no rows that "
-                    "one rank could hold; make it a tensor of one element"
+                    "has no rows that one rank could hold; make it a tensor of one element"
                 )
             owned[f"{index}.{name}"] = ExpertOwner(index, experts.count, param.shape[0])
     return owned
@@ -214,10 +211,8 @@ def _hidden_of_linears(style: str, module: nn.ModuleList) -> dict[str, Parameter
 def _unknown_features(style: str, module: nn.Module) -> UnsupportedModuleError:
     return UnsupportedModuleError(
         f"{style}: which features of {type(module).__name__} are hidden is known of parameters "
-        "called "
-        f"{', '.join(_WEIGHT_NAMES)}, and <name>_bias, or of Linears called so in a ModuleList; it "
-        "has "
-        f"{', '.join(name for name, _ in module.named_parameters())}"
+        f"called {', '.join(_WEIGHT_NAMES)}, and <name>_bias, or of Linears called so in a "
+        f"ModuleList; it has {', '.join(name for name, _ in module.named_parameters())}"
     )
 
 

@@ -98,9 +98,8 @@ class HeadShard:
         if count < ranks and not self.heads.chunked:
             raise LayoutError(
                 f"{count} heads cannot be sharded over {ranks} ranks; fewer heads than ranks are "
-                "replicated only where "
-                "the number of ranks is a multiple of the number of heads, and not by row-wise "
-                "styles"
+                "replicated only where the number of ranks is a multiple of the number of heads, "
+                "and not by row-wise styles"
             )
         if count % ranks == 0 or self.heads.chunked:
             shard = Shard(self.dim, multiple_of=size)

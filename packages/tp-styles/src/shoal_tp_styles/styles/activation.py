@@ -154,8 +154,7 @@ class HeadParallel(DeclaredStyle):
         if module.bias_k is not None or module.add_zero_attn:
             raise UnsupportedModuleError(
                 "HeadParallel: bias_k/bias_v and add_zero_attn are not supported; distribute the "
-                "module with "
-                "shoal_dtensor.distribute_module"
+                "module with shoal_dtensor.distribute_module"
             )
         check_forward("HeadParallel", module, nn.MultiheadAttention)
         heads = Heads(module.num_heads, module.head_dim)

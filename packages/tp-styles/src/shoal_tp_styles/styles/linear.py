@@ -178,8 +178,7 @@ class _FeatureStyle(DeclaredStyle):
         if lowering not in (ColumnLinear, RowLinear):
             raise UnsupportedModuleError(
                 f"{type(self).__name__}.overlapped: takes a Linear with torch's forward, got "
-                f"{type(module).__name__}; "
-                "leave out overlapped()"
+                f"{type(module).__name__}; leave out overlapped()"
             )
         return Overlap(self.chunks)
 
@@ -223,9 +222,8 @@ class ColwiseParallel(_FeatureStyle):
     def desired_input_layouts(self, layouts: Layouts) -> None:
         if layouts not in (Replicate(), (Replicate(),)):
             raise LayoutError(
-                "ColwiseParallel.desired_input_layouts: columns of an output take the whole "
-                "input, got "
-                f"{layouts!r}; input_layouts says how it arrives"
+                "ColwiseParallel.desired_input_layouts: columns of an output take the whole input, "
+                f"got {layouts!r}; input_layouts says how it arrives"
             )
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
@@ -248,10 +246,9 @@ class ColwiseParallel(_FeatureStyle):
         if self.chunks > 1 and not (isinstance(layout, Shard) and layout.multiple_of == 1):
             raise LayoutError(
                 "ColwiseParallel.overlapped: runs the gather of a sharded input beside the "
-                "product, got input_layouts="
-                f"{layout!r}. Give input_layouts=Shard(dim), or leave out overlapped(): the "
-                "backward's collective "
-                "runs beside the weight gradient in any case"
+                f"product, got input_layouts={layout!r}. Give input_layouts=Shard(dim), or leave "
+                "out overlapped(): the backward's collective runs beside the weight gradient in "
+                "any case"
             )
         return sharding
 

@@ -55,9 +55,8 @@ class LoRA(DeclaredStyle):
         if base.lowering not in (ColumnLinear, RowLinear) or base.options is not None:
             raise UnsupportedModuleError(
                 f"LoRA: no adapter for {type(module).__name__} under {self.base}; the base is "
-                "ColwiseParallel or "
-                "RowwiseParallel (without heads() and overlapped()), the module a Linear with "
-                "torch's forward"
+                "ColwiseParallel or RowwiseParallel (without heads() and overlapped()), the module "
+                "a Linear with torch's forward"
             )
         columns = base.lowering is ColumnLinear
         parameters = dict(base.parameters)

@@ -39,8 +39,8 @@ def _ports(what: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None, 
     )
     if len(now) != len(then):
         raise LayoutCountError(
-            f"{what}: layouts and desired layouts must have the same length, "
-            f"got {len(now)} {now} and {len(then)} {then}"
+            f"{what}: layouts and desired layouts must have the same length, got {len(now)} {now} "
+            f"and {len(then)} {then}"
         )
     pairs = zip(now, then, strict=True)
     return tuple(None if layout is None else Port(layout, want or layout) for layout, want in pairs)
@@ -53,8 +53,8 @@ def _keyword_ports(
     then = dict(desired or {})
     if len(now) != len(then):
         raise LayoutCountError(
-            "input_kwarg_layouts and desired_input_kwarg_layouts must have the same length, "
-            f"got {sorted(now)} and {sorted(then)}"
+            "input_kwarg_layouts and desired_input_kwarg_layouts must have the same length, got "
+            f"{sorted(now)} and {sorted(then)}"
         )
     return {
         name: Port(now.get(name) or then[name], then.get(name) or now[name])

@@ -134,10 +134,9 @@ class DeclaredStyle(ParallelStyle):
         if unused and cls._apply is DeclaredStyle._apply:
             raise StyleError(
                 f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: torch's "
-                "extension points "
-                "are not part of a declared style. Override sharding(module), which declares the "
-                "layouts, or "
-                "_apply(module, device_mesh), which changes the module itself"
+                "extension points are not part of a declared style. Override sharding(module), "
+                "which declares the layouts, or _apply(module, device_mesh), which changes the "
+                "module itself"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -151,10 +150,9 @@ class DeclaredStyle(ParallelStyle):
                 of_torch = type(entry).__module__.startswith("torch")
                 raise LayoutTypeError(
                     f"{type(self).__name__}: {name} takes a placement such as Replicate() or "
-                    "Shard(-1), a tuple of "
-                    f"them, or for keyword inputs a dict of them, got {type(entry).__name__} "
-                    f"{entry!r:.60}"
-                    f"{' (of torch: use those of shoal_dtensor)' * of_torch}"
+                    "Shard(-1), a tuple of them, or for keyword inputs a dict of them, got "
+                    f"{type(entry).__name__} "
+                    f"{entry!r:.60}{' (of torch: use those of shoal_dtensor)' * of_torch}"
                 )
         super().__setattr__(name, value)
 
@@ -220,8 +218,8 @@ def unsupported(
     names = ", ".join((*(kind.__name__ for kind in supported), *others))
     way_out = (
         "Its batch can be sharded: "
-        f"SequenceParallel(sequence_dim={0 if module.batch_first else 1}); or its hidden "
-        "units: ColwiseParallel(output_layouts=Replicate())"
+        f"SequenceParallel(sequence_dim={0 if module.batch_first else 1}); or its hidden units: "
+        "ColwiseParallel(output_layouts=Replicate())"
         if isinstance(module, nn.RNNBase)
         else "Write a style of your own (docs/how-to/write-a-style.md), or distribute the module with "
         "shoal_dtensor.distribute_module."

@@ -51,8 +51,7 @@ def cheapest_plans(
         least = min([leanest.peak(edges) for _, _, edges in leanest.found])
         raise RedistributeError(
             f"no redistribution stays within memory_limit={memory_limit} bytes: the leanest plan "
-            "found needs "
-            f"{least} (source box {space.start.box}, destination box {space.goal.box})"
+            f"found needs {least} (source box {space.start.box}, destination box {space.goal.box})"
         )
     plans = []
     for edges, seconds in list({edges: seconds for seconds, _, edges in search.found}.items())[

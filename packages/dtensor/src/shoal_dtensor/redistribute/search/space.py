@@ -171,10 +171,8 @@ class Space:
             if not _commute(kinds):
                 raise RedistributeError(
                     f"{spec!r} mixes the reductions {sorted(kinds)}: their order matters and a "
-                    "spec has none, so they "
-                    "cannot be reduced or made. Only sum and avg mix; reduce one of them before "
-                    "the other comes into "
-                    "being."
+                    "spec has none, so they cannot be reduced or made. Only sum and avg mix; "
+                    "reduce one of them before the other comes into being."
                 )
 
     def _dims_of(self, spec: Spec) -> Dims:

@@ -116,8 +116,7 @@ def factor_rows(
     if len(inputs) != len(pattern.inputs) or len(outputs) != len(pattern.outputs):
         raise NotationError(
             f"pattern {pattern.text!r}: fits {len(pattern.inputs)} inputs and "
-            f"{len(pattern.outputs)} outputs, "
-            f"got {len(inputs)} and {len(outputs)}"
+            f"{len(pattern.outputs)} outputs, got {len(inputs)} and {len(outputs)}"
         )
     operands = [
         _spread(dims, t.ndim, pattern) for dims, t in zip(pattern.inputs, inputs, strict=True)

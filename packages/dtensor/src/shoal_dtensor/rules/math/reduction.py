@@ -182,9 +182,8 @@ def _norm(local_call: LocalCall) -> LocalFunction:
         if sums_are_in_tree() and 0 < order < inf:
             raise OperatorArgumentError(
                 f"{op}: norms of shards inside sums_in_tree (invariant_arithmetic) would depend on "
-                "the sharding; "
-                "shoal_dtensor.clip_grad_norm_ takes the place of torch.nn.utils.clip_grad_norm_ "
-                "there"
+                "the sharding; shoal_dtensor.clip_grad_norm_ takes the place of "
+                "torch.nn.utils.clip_grad_norm_ there"
             )
         if has_empty:
             shards = [shard if shard.numel() else shard.new_full((1,), neutral) for shard in shards]
