@@ -78,9 +78,12 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
 
 def over_data(model: Llama, mesh: DeviceMesh, fsdp: bool) -> Llama:
     """Average gradients over the axis "data"; with `fsdp`, shard the weights along it too, block by block."""
-    for module in (*model.blocks, model) if fsdp else ():
+    if not fsdp:
+        replicate(model, mesh["data"])
+        return model
+    for module in (*model.blocks, model):
         fully_shard(module, mesh["data"])
-    return model if fsdp else replicate(model, mesh["data"])
+    return model
 
 
 class Trainer:
