@@ -29,7 +29,7 @@ autograd's graph keeps the gathered tensors without their memory, and the backwa
 `UnitSettings` say where a pass leaves the unit in GATHERED instead; the pass after it then finds the
 values of the leaves there, and sends nothing.
 
-May import: _torch, agreement, communication, gathered, global_losses, gradient_group, policies, reduction,
+May import: _torch, agreement, communication, gathered, global_losses, gradient_group, policies, schedule,
 sharded_parameters.
 """
 
@@ -58,7 +58,7 @@ from .gathered import Gathered, Versions, Views
 from .global_losses import watch
 from .gradient_group import Group
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .reduction import CommContext
+from .schedule import Schedule
 from .sharded_parameters import (
     DataAxes,
     ShardedParameter,
@@ -134,70 +134,6 @@ class ForwardScope:
         self.guards.pop().__exit__(None, None, None)
 
 
-@dataclass(slots=True, eq=False)
-class Schedule:
-    """The units below one outermost module, and the order in which their forwards run."""
-
-    # all of them, in one order on all ranks, the outermost first
-    units: list[Unit]
-    # in which units began in the forward that runs, or was last
-    order: list[Unit] = field(default_factory=list)
-    # in which they ended
-    ended: list[Unit] = field(default_factory=list)
-    # in which they began in the forward before
-    previous: list[Unit] = field(default_factory=list)
-    # whether the outermost module's forward is running
-    running: bool = False
-    # reductions that no pass has delivered; modules may share it
-    context: CommContext = field(default_factory=CommContext)
-    # the user's: whether the next backward delivers what it reduces, and whether backwards do at all
-    is_last_backward: bool = True
-    finalizes_manually: bool = False
-    # the user's: an event that the next forward's gathers wait for
-    post_optimizer_event: Any = None
-
-    @property
-    def defers_delivery(self) -> bool:
-        """The end of a backward leaves reductions in flight."""
-        return self.finalizes_manually or not self.is_last_backward
-
-    def begin_forward(self, unit: Unit) -> None:
-        """Note that a unit begins; the outermost one, or one outside of it, begins a new order."""
-        is_outermost = unit is self.units[0]
-        if is_outermost or not self.running:
-            self.previous = self.order
-            self.order = []
-            self.ended = []
-            self.running = is_outermost
-
-    def wait_for_optimizer(self) -> None:
-        """Have the device wait for the user's event, once."""
-        event = self.post_optimizer_event
-        self.post_optimizer_event = None
-        if event is not None:
-            event.wait()
-
-    def next_last_time(self, unit: Unit) -> Sequence[Unit]:
-        """Return the unit that followed in the forward before, if that has come the same way so far.
-
-        Called when `unit` is the last of `order`.
-        """
-        position = len(self.order) - 1
-        if self.previous[position : position + 1] != [unit]:
-            return ()
-        return self.previous[position + 1 : position + 2]
-
-    def ended_before(self, unit: Unit, *, recomputing: bool) -> Sequence[Unit]:
-        """Return the unit that ended before this one, which ends now: its backward comes next.
-
-        Where the unit is computed again in a backward, `ended` is that of the first time.
-        """
-        position = len(self.ended)
-        if recomputing:
-            position = self.ended.index(unit) if unit in self.ended else 0
-        return self.ended[max(position - 1, 0) : position]
-
-
 @dataclass(slots=True)
 class UnitSettings:
     """Choices of the user for one unit."""
@@ -247,7 +183,7 @@ class Unit(Group):
         self.trained: list[int] = []
         # what follows from the settings for a unit that is the outermost one, or inside
         self.frees_after_forward = True
-        self.schedule: Schedule = Schedule([self])
+        self.schedule: Schedule[Unit] = Schedule([self])
         # the axes of what stays after a forward, if these are others
         asked = settings.reshard_after_forward
         self.axes_inside = axes.inside(asked) if type(asked) is int else None

@@ -1,0 +1,79 @@
+"""Schedule: the order in which the units below one outermost module run, forward after forward.
+
+May import: reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from .reduction import CommContext
+
+# The class of units, which imports this file.
+Unit = TypeVar("Unit")
+
+
+@dataclass(slots=True, eq=False)
+class Schedule(Generic[Unit]):
+    """The units below one outermost module, and the order in which their forwards run."""
+
+    # all of them, in one order on all ranks, the outermost first
+    units: list[Unit]
+    # in which units began in the forward that runs, or was last
+    order: list[Unit] = field(default_factory=list)
+    # in which they ended
+    ended: list[Unit] = field(default_factory=list)
+    # in which they began in the forward before
+    previous: list[Unit] = field(default_factory=list)
+    # whether the outermost module's forward is running
+    running: bool = False
+    # reductions that no pass has delivered; modules may share it
+    context: CommContext = field(default_factory=CommContext)
+    # the user's: whether the next backward delivers what it reduces, and whether backwards do at all
+    is_last_backward: bool = True
+    finalizes_manually: bool = False
+    # the user's: an event that the next forward's gathers wait for
+    post_optimizer_event: Any = None
+
+    @property
+    def defers_delivery(self) -> bool:
+        """The end of a backward leaves reductions in flight."""
+        return self.finalizes_manually or not self.is_last_backward
+
+    def begin_forward(self, unit: Unit) -> None:
+        """Note that a unit begins; the outermost one, or one outside of it, begins a new order."""
+        is_outermost = unit is self.units[0]
+        if is_outermost or not self.running:
+            self.previous = self.order
+            self.order = []
+            self.ended = []
+            self.running = is_outermost
+
+    def wait_for_optimizer(self) -> None:
+        """Have the device wait for the user's event, once."""
+        event = self.post_optimizer_event
+        self.post_optimizer_event = None
+        if event is not None:
+            event.wait()
+
+    def next_last_time(self, unit: Unit) -> Sequence[Unit]:
+        """Return the unit that followed in the forward before, if that has come the same way so far.
+
+        Called when `unit` is the last of `order`.
+        """
+        position = len(self.order) - 1
+        if self.previous[position : position + 1] != [unit]:
+            return ()
+        return self.previous[position + 1 : position + 2]
+
+    def ended_before(self, unit: Unit, *, recomputing: bool) -> Sequence[Unit]:
+        """Return the unit that ended before this one, which ends now: its backward comes next.
+
+        Where the unit is computed again in a backward, `ended` is that of the first time.
+        """
+        position = len(self.ended)
+        if recomputing:
+            position = self.ended.index(unit) if unit in self.ended else 0
+        return self.ended[max(position - 1, 0) : position]
