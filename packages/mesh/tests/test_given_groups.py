@@ -1,7 +1,4 @@
-"""Meshes over groups that a program gave: equal as values, each on its own groups.
-
-Covers: mesh/rank_grid.py, mesh/device_mesh.py, groups/process_groups.py.
-"""
+"""Covers: device_mesh.py: meshes over groups that a program gave, equal as values, each on its own groups."""
 
 from __future__ import annotations
 

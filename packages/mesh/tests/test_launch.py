@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import time
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import MeshError, all_reduce, comm_over, init_device_mesh, launch
+from shoal_mesh import MeshError, all_reduce, init_device_mesh, launch
 from shoal_mesh.errors import MeshTypeError, RankError
 from shoal_mesh.testing import fake_world, on_ranks
 from started_scripts import SCRIPT, run_script, two_at_a_time
@@ -28,40 +25,6 @@ def _all_refuse(text: str) -> None:
 
 def _one_refuses() -> None:
     raise ValueError(f"rank {dist.get_rank()}")
-
-
-def _waits_for_the_others(how: str) -> None:
-    if dist.get_rank() == 0:
-        if how == "a mesh":
-            init_device_mesh("cpu", (2,))
-        elif how == "gloo":
-            dist.all_reduce(torch.ones(2))
-        else:
-            all_reduce(torch.ones(2), comm_over((0, 1)))
-
-
-def _sends_and_returns() -> float:
-    received = torch.zeros(1 << 20)
-    if dist.get_rank() == 1:
-        dist.send(received + 1, 0)
-    else:
-        time.sleep(0.5)
-        dist.recv(received, 1)
-    return received.sum().item()
-
-
-@pytest.mark.parametrize("how", ["gloo", "shared memory", "a mesh"])
-def test_a_rank_that_waits_for_one_that_has_returned_is_named(how: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(
-        RankError, match="_waits_for_the_others failed on rank 0 of 2; rank 1 had returned"
-    ):
-        launch(_waits_for_the_others, 2, how)
-    assert time.monotonic() - start < 40  # starting ranks included
-
-
-def test_a_rank_may_return_before_others_have_what_it_sent() -> None:
-    assert launch(_sends_and_returns, 2) == [float(1 << 20), 0.0]
 
 
 ARGUMENTS = """
@@ -122,37 +85,6 @@ def test_from_a_program() -> None:
         launch(_one_refuses, 2)
     with pytest.raises(MeshError, match="number of ranks"):
         launch(_total)  # type: ignore[call-overload]  # arguments are checked against the function
-
-
-def _fails_on_rank_two(width: int) -> None:
-    batch, names = torch.ones(width), {f"parameter {i}": torch.ones(width) for i in range(width)}
-    all_reduce(batch, comm_over(range(4)))
-    if dist.get_rank() == 2:
-        raise ValueError("the batch of rank 2 is bad\n" + "\n".join(names))
-    all_reduce(batch, comm_over(range(4)))
-
-
-# it printed 20,227 characters, with the reason in line 19
-def test_a_failure_is_short_and_ends_with_the_reason() -> None:
-    with pytest.raises(RankError) as caught:
-        launch(_fails_on_rank_two, 4, 30)
-    heading, *rest = str(caught.value).split("\n--- ")
-    named = re.search(r"output: (\S+)\)", heading)
-    assert heading.startswith("_fails_on_rank_two failed on ranks 0-3 of 4") and named
-    assert [paragraph.partition(" ---\n")[0] for paragraph in rest] == ["ranks 0, 1, 3", "rank 2"]
-    assert all(len(paragraph.splitlines()) <= 10 for paragraph in rest)
-    assert "rank 2 raised ValueError: the batch of rank 2 is bad" in rest[0]
-    assert "the batch of rank 2 is bad" in rest[1] and rest[1].endswith(" more lines")
-    assert isinstance(caught.value.__cause__, ValueError)
-    whole = Path(named[1]).read_text()
-    assert "parameter 29" in whole and "variables of _fails_on_rank_two" in whole
-    assert Path(named[1]).stat().st_mode & 0o77 == 0
-    with pytest.raises(ValueError, match="no such file") as alike:
-        launch(_all_refuse, 3, "no such file")
-    (note,) = alike.value.__notes__
-    assert note.endswith("ValueError: no such file") and note.count("raise ValueError") == 1
-    # of the last failure only
-    assert not Path(named[1]).exists()
 
 
 def test_arguments_that_a_function_does_not_take_are_refused_before_ranks_start() -> None:

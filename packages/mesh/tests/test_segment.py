@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shoal_mesh.shared_memory import channel
 from shoal_mesh.shared_memory.channel import OPT_OUT, map_segment
+from shoal_mesh.shared_memory.deadlocks import board_of_process
 from shoal_mesh.testing import on_ranks
 
 
@@ -19,6 +20,8 @@ from shoal_mesh.testing import on_ranks
 def test_all_ranks_map_the_same_memory_and_leave_nothing() -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
+    # A process has one board for all of its groups, which stays.
+    assert board_of_process() >= 0
     before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
     shared = map_segment(group, 1 << 16)
     assert shared is not None

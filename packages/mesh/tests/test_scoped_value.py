@@ -1,7 +1,4 @@
-"""Scopes end in any order, and each task, thread and context has its own.
-
-Covers: scoped_value.py, collectives/reductions.py, mesh/device_mesh.py, events.py.
-"""
+"""Covers: scoped_value.py: scopes end in any order, and each task, thread and context has its own."""
 
 from __future__ import annotations
 
