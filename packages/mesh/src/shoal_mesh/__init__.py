@@ -90,7 +90,7 @@ __dir__, __getattr__ = facade(__name__, __all__)
 
 
 def load_ipython_extension(shell: object) -> None:
-    """`%load_ext shoal_mesh`: the cell magic `%%ranks`."""
+    """Add the cell magic `%%ranks` to IPython, for `%load_ext shoal_mesh`."""
     from .notebook import register_magics
 
     register_magics(shell)

@@ -1,4 +1,4 @@
-"""Every private or unstable name of torch that shoal_mesh uses, so that an upgrade of torch reviews one file.
+"""Private and unstable names of torch that shoal_mesh uses, all in one file.
 
 May import: errors.
 """
@@ -56,10 +56,11 @@ default_timeout = _c10d._get_default_timeout  # of a backend
 
 
 def is_traced(tensor: torch.Tensor | None = None) -> bool:
-    """Whether a collective is to be an operator of torch, not a call: for a compiler, make_fx, and fake tensors.
+    """Return whether a collective must be recorded as an operator of torch instead of being called.
 
-    What records operators does not see a call, and a fake `tensor`, which stays one outside of its
-    mode, has no memory to send.
+    This is the case under a compiler, under make_fx, and for fake tensors. Tracers of operators do
+    not see a direct call, and a fake `tensor`, which stays fake outside of its mode, has no memory
+    to send.
     """
     if is_compiling() or _is_included(_BEFORE_DISPATCH):
         return True
@@ -79,17 +80,17 @@ _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode AD follows a tensor."""
+    """Return whether forward-mode AD follows a tensor."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # of torch
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """A block in which no mode sees operators, nor Python's dispatcher, in which tracers with symbolic sizes run.
+    """Open a block in which modes and Python's dispatcher do not see operators.
 
-    That one keeps the interpreter's lock in what it calls. A thread of gloo that drops the tensors
-    of its last collective waits for that lock and holds the mutex that the next collective is
-    enqueued under: a deadlock.
+    Tracers with symbolic sizes run in Python's dispatcher, which keeps the interpreter's lock
+    during the calls that it makes. A thread of gloo that drops the tensors of its last collective
+    waits for that lock and holds the mutex under which the next collective is enqueued: a deadlock.
     """
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
@@ -100,11 +101,12 @@ WORLDS = _c10d._world
 
 
 def kept_in_order(collective: Any, directly: str) -> None:
-    """Have inductor, where it is loaded, run an operator in the order of the graph, as it does torch's collectives.
+    """Have inductor, if it is loaded, run an operator in the order of the graph.
 
-    Else it runs what does not depend on one another in the order that needs the least memory, by
-    the sizes of this rank's tensors. The code that inductor writes calls what the operator runs
-    `directly`: the way through torch's dispatcher takes 12 us, as long as a small all-reduce.
+    Inductor runs torch's own collectives in that order. It runs independent operators in the order
+    that needs the least memory for the sizes of this rank's tensors. The code that inductor writes
+    calls the function of the operator `directly`: the path through torch's dispatcher takes 12 us,
+    as long as a small all-reduce.
     """
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is None or collective in inductor.lowerings:
@@ -134,7 +136,10 @@ _MADE_FOR_ITS_OWN_MESH = {  # of torch, and what does the work
 
 
 def refuse_its_own_mesh(mesh: object) -> None:
-    """MeshTypeError if this one's caller is called by a part of torch that accepts any mesh and fails later, in C++."""
+    """Raise MeshTypeError if a part of torch that needs its own mesh calls the caller.
+
+    Such a part of torch accepts any mesh, and fails later, in C++.
+    """
     name = sys._getframe(2).f_globals.get("__name__", "")
     if name.startswith("torch.distributed."):
         what = ".".join(name.split(".")[:3])
@@ -146,17 +151,17 @@ def refuse_its_own_mesh(mesh: object) -> None:
 
 
 def constant_when_compiled(cls: Class) -> Class:
-    """Class decorator: torch.compile takes instances for constants of its graph.
+    """Have torch.compile treat instances of the decorated class as constants of its graph.
 
     Instances are created, read and called while it traces, guarded by equality, and may be
-    arguments of what the graph calls. The class needs `__eq__` and `__hash__`. Its `__fx_repr__`
-    returns how generated code spells an instance and the names it needs; without one each instance
-    has a name of its own. Traced code may read attributes that the class itself has: slots,
-    properties and methods. Methods that return process groups are named in `_TRACED`: a group is an
-    input of a graph, so they are traced into.
+    arguments of functions that the graph calls. The class needs `__eq__` and `__hash__`. Its
+    `__fx_repr__` returns the expression for an instance in generated code, and the names that the
+    expression needs; without it each instance has its own name. Traced code may read attributes
+    that the class itself has: slots, properties and methods. Methods that return process groups are
+    named in `_TRACED`: a group is an input of a graph, so they are traced into.
 
     Raises:
-        MeshTypeError: it is no class of Python, or its instances have no hash.
+        MeshTypeError: it is not a class of Python, or its instances have no hash.
 
     Example:
         >>> from dataclasses import dataclass
@@ -199,15 +204,18 @@ def constant_when_compiled(cls: Class) -> Class:
 
 
 def default_group() -> ProcessGroup | None:
-    """The group of all ranks, or None before `init_process_group` and after `destroy_process_group`."""
+    """Return the group of all ranks, or None if there is none.
+
+    There is none before `init_process_group` and after `destroy_process_group`.
+    """
     return dist.group.WORLD
 
 
 def on_plain_kernels(function: Callable[..., Result], *args: Any) -> Result:
-    """What a function returns, its operators straight on their kernels: unseen by modes, autograd and version counters.
+    """Return the result of a function whose operators run directly on their kernels.
 
-    So copies into and out of shared memory are to a program what a backend's are: not operators of
-    its own.
+    Modes, autograd and version counters do not see the operators. Copies into and out of shared
+    memory are therefore invisible to a program, like the copies of a backend.
     """
     with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS):
         return function(*args)
@@ -220,13 +228,13 @@ for _key in (_Key.PythonDispatcher, _Key.PythonTLSSnapshot, _Key.AutogradCPU, _K
 
 
 def timeout_of(group: ProcessGroup) -> float:
-    """Seconds after which a collective of the group on CPU tensors gives up."""
+    """Return the seconds after which a collective of the group on CPU tensors times out."""
     timeout: dt.timedelta = getattr(group._get_backend(torch.device("cpu")).options, "_timeout")  # noqa: B009 - as above
     return timeout.total_seconds()
 
 
 def sequence_of(group: ProcessGroup) -> int:
-    """How many collectives of a group this rank has started; 0 where its backend does not count them."""
+    """Return how many collectives of a group this rank has started; 0 if they are not counted."""
     try:
         # the stub lacks it
         return int(getattr(group, "_get_sequence_number_for_group")())  # noqa: B009
@@ -235,27 +243,30 @@ def sequence_of(group: ProcessGroup) -> int:
 
 
 def is_live(group: ProcessGroup) -> bool:
-    """Whether the group has not been destroyed."""
+    """Return whether the group has not been destroyed."""
     return group in _c10d._world.pg_map
 
 
 def group_ranks(group: ProcessGroup) -> dict[int, int]:
-    """Global rank -> rank in the group."""
+    """Return the map from global ranks to ranks in the group."""
     return _c10d._world.pg_group_ranks[group]
 
 
 def group_by_name(name: str) -> ProcessGroup:
-    """The live group of that name; raises RuntimeError when there is none."""
+    """Return the live group of a name; raise RuntimeError if there is none."""
     return cast(ProcessGroup, getattr(_c10d, "_resolve_process_group")(name))  # noqa: B009 - not in the stubs
 
 
 def full_backend_config(backend: str) -> str:
-    """The text of `backend_config` for what a user may pass as backend (`gloo`, `nccl`, `cpu:gloo,cuda:nccl`)."""
+    """Return the text of `backend_config` for a backend that a user passes.
+
+    The user passes `gloo`, `nccl`, `cpu:gloo,cuda:nccl` or the like.
+    """
     return str(_c10d.BackendConfig(dist.Backend(backend)))
 
 
 def backend_options(group: ProcessGroup) -> list[Any]:
-    """The option object of each backend of a group, as far as the backend shows it."""
+    """Return the option object of each backend of a group, as far as the backend exposes it."""
     options = []
     for device in sorted(map(str, group._device_types)):
         try:
@@ -269,7 +280,7 @@ def backend_options(group: ProcessGroup) -> list[Any]:
 def new_group(
     ranks: Sequence[int], *, name: str, description: str, backend: str | None, options: Any | None
 ) -> ProcessGroup:
-    """A process group over `ranks` (global, in group order), called by its members only.
+    """Make a process group over `ranks` (global, in group order); its members alone call this.
 
     The public `new_group(use_local_synchronization=True)` derives the name from the number of
     groups this rank has, which differs between members as soon as one of them belongs to another
@@ -310,7 +321,10 @@ def new_group(
 
 
 def timeout_of_any(group: ProcessGroup) -> dt.timedelta | None:
-    """The timeout of a group's first backend that has one: groups of a mesh give up when the default group does."""
+    """Return the timeout of the first backend of a group that has one.
+
+    Groups of a mesh time out together with the default group.
+    """
     return next(
         (options._timeout for options in backend_options(group) if hasattr(options, "_timeout")),
         None,
@@ -336,10 +350,11 @@ _CALLS = {
 
 @cache
 def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
-    """The function that groups of a class take a call of `_CALLS` by: (group, output, input, further arguments).
+    """Return the function through which groups of a class run one of `_CALLS`.
 
-    It is the method that the class has written itself; torch's own where it has none, which raises
-    `BackendError` for a group that has no backend either.
+    Its arguments are (group, output, input, further arguments). It is the method that the class
+    overrides, or else torch's own method, which raises `BackendError` for a group without a
+    backend.
     """
     single, many = _CALLS[name]
     own: Callable[..., Work] = getattr(kind, single[0])
@@ -366,14 +381,15 @@ def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
 
 
 def in_backward() -> bool:
-    """Whether this thread is running the backward pass."""
+    """Return whether this thread is running the backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def without_importing_dynamo(mode: Class) -> Class:
-    """Class decorator: a dispatch mode runs without torch importing all of torch.compile (six seconds) to exclude it.
+    """Let the decorated dispatch mode run without an import of torch.compile.
 
-    Once something else has imported it, torch excludes the mode as it would have.
+    Torch imports all of torch.compile (six seconds) to exclude a mode from it. Once something else
+    has imported torch.compile, torch excludes the mode as usual.
     """
     handler = cast(Any, mode).__torch_dispatch__
     raw = getattr(handler, "__wrapped__", None)
@@ -391,7 +407,7 @@ def without_importing_dynamo(mode: Class) -> Class:
 
 
 def group_of_op(args: tuple[Any, ...]) -> ProcessGroup | None:
-    """The process group among the arguments of a c10d op, None when there is none."""
+    """Return the process group among the arguments of a c10d op, or None if there is none."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return ProcessGroup.unbox(arg)
@@ -399,7 +415,7 @@ def group_of_op(args: tuple[Any, ...]) -> ProcessGroup | None:
 
 
 def fake_store() -> Store:
-    """A store for the fake backend."""
+    """Make a store for the fake backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -409,12 +425,15 @@ def fake_store() -> Store:
 
 
 def thread_object(key: str) -> Any:
-    """The object that this thread holds under a name, or None; the threads of a backward pass have their caller's."""
+    """Return the object that this thread holds under a name, or None.
+
+    The threads of a backward pass hold the objects of the thread that called it.
+    """
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
 def set_thread_object(key: str, value: Any) -> None:
-    """Have this thread hold an object under a name."""
+    """Store an object of this thread under a name."""
     # the compiler would look into the object, all that it refers to, and this
     if torch.compiler.is_dynamo_compiling():
         _uncompiled(key, value)
@@ -429,7 +448,7 @@ _uncompiled: Callable[[str, Any], None] = _disable_dynamo(set_thread_object)
 
 @cache
 def _stash_takes_over() -> bool:
-    """Whether torch releases what it was given to hold without having counted a reference, as 2.11 does."""
+    """Return whether torch releases stashed objects without counting a reference (as 2.11 does)."""
     key = "shoal_mesh.probe"
     probe = object()
     before = sys.getrefcount(probe)

@@ -1,4 +1,4 @@
-"""The accelerator of this machine, whatever it is: torch is asked, no names of devices are known here.
+"""The accelerator of this machine, found through torch; no names of devices are listed here.
 
 May import: nothing.
 """
@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 
 def accelerator() -> str | None:
-    """The type of the devices beside the CPU whose tensors ranks can exchange by a backend of their own, if any.
+    """Return the device type of the accelerator, or None.
+
+    Ranks can exchange tensors on such devices by a backend of the device.
 
     Example:
         >>> accelerator() in (None, "cuda", "xpu", "sim")
@@ -26,12 +28,14 @@ def accelerator() -> str | None:
 
 
 def device_count() -> int:
-    """How many devices `accelerator` has here."""
+    """Return how many devices of type `accelerator` this machine has."""
     return 0 if accelerator() is None else torch.accelerator.device_count()
 
 
 def default_backend(ranks: int) -> str:
-    """The backend of the default group of so many local ranks: with that of the accelerator, if each has a device.
+    """Return the backend of the default group of some number of local ranks.
+
+    It includes the backend of the accelerator if every rank has a device.
 
     Example:
         >>> default_backend(1 << 20)
@@ -44,7 +48,7 @@ def default_backend(ranks: int) -> str:
 
 
 def module_of(device_type: str) -> Any:
-    """The module of torch for a type of device, such as `torch.cuda`; None where it has none.
+    """Return torch's module for a device type, such as `torch.cuda`; None if there is none.
 
     Example:
         >>> module_of("cpu").__name__, module_of("meta")
@@ -57,14 +61,14 @@ def module_of(device_type: str) -> Any:
 
 
 def set_own_device(rank: int, backend: str) -> None:
-    """Give a local rank a device of its own, where the accelerator's backend is among those of the default group."""
+    """Give a local rank its own device if the default group has the accelerator's backend."""
     kind = accelerator()
     if kind is not None and dist.Backend.default_device_backend_map[kind] in backend:
         module_of(kind).set_device(rank % device_count())
 
 
 def own_device(device_type: str) -> torch.device:
-    """This rank's device of a type; meshes of meta tensors exchange on the CPU.
+    """Return this rank's device of a type; meshes of meta tensors exchange on the CPU.
 
     Example:
         >>> own_device("cpu"), own_device("meta")

@@ -1,4 +1,4 @@
-"""Checks of argument types, with one wording for all errors; and names of ranks in texts.
+"""Checks of argument types with one wording for all errors, and names of ranks in texts.
 
 May import: errors.
 """
@@ -38,7 +38,7 @@ def require_each(
 
 
 def kind_of(value: object) -> str:
-    """Describe an argument of a wrong type: its class and value, and the way out for torch's mesh."""
+    """Describe an argument of a wrong type: its class and value, and a hint for torch's mesh."""
     if value is None:
         return "None"
     kind = type(value)

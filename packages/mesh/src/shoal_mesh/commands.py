@@ -1,4 +1,4 @@
-"""What `python -m shoal_mesh COMMAND` prints: facts for a bug report, who stopped where, what links cost.
+"""Commands of `python -m shoal_mesh`: facts for bug reports, postmortems and costs of links.
 
 `torchrun --nproc-per-node 8 -m shoal_mesh topology --mesh 2x4` measures the machines that torchrun
 runs on; without torchrun, local ranks are started.
@@ -40,7 +40,7 @@ _LIBRARY = re.compile(f"/{LIBRARIES}/")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the arguments name; the exit status."""
+    """Run the command that the arguments name; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m shoal_mesh", description="Facts about this machine and its ranks."
     )
@@ -64,7 +64,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def env(asked: argparse.Namespace) -> tuple[list[str], int]:
-    """What a bug report needs: versions, devices, backends, memory for ranks, variables that change how ranks meet."""
+    """Return the facts that a bug report needs.
+
+    These are versions, devices, backends, memory for ranks, and variables that change how ranks
+    connect.
+    """
     values = {"shoal_mesh": __version__}
     for name in ("shoal-dtensor", "shoal-tp-styles", "shoal-shard-api", "numpy"):
         try:
@@ -100,7 +104,7 @@ def env(asked: argparse.Namespace) -> tuple[list[str], int]:
 
 
 def postmortem(asked: argparse.Namespace) -> tuple[list[str], int]:
-    """Who stopped where: reads the files that ranks have left in a folder when one of them was lost."""
+    """Report where ranks stopped, from the files that they wrote when a rank was lost."""
     dumps = {}
     lines = []
     for path in sorted(Path(asked.folder).glob("rank*.json")):
@@ -115,7 +119,11 @@ def postmortem(asked: argparse.Namespace) -> tuple[list[str], int]:
 
 
 def report(dumps: Dumps, last: int = 3) -> list[str]:
-    """The lines: who is at fault by the word of the others, who is silent, where and in what each rank stood."""
+    """Return the lines of a report about lost ranks.
+
+    It names the ranks that other ranks hold at fault, the ranks without a file, and the line and
+    collective at which each rank stopped.
+    """
     world = max(dump["world"] for dump in dumps.values())
     silent = [rank for rank in range(world) if rank not in dumps]
     votes = Counter(rank for dump in dumps.values() for rank in dump["culprits"])
@@ -142,7 +150,10 @@ def report(dumps: Dumps, last: int = 3) -> list[str]:
 
 
 def topology(asked: argparse.Namespace) -> tuple[list[str], int]:
-    """Latency, bandwidth and best order of ranks along the axes of a mesh, on local ranks or those of torchrun."""
+    """Measure latency, bandwidth and the best order of ranks along the axes of a mesh.
+
+    The ranks are local ones, or the ranks of torchrun.
+    """
     shape: tuple[int, ...] = asked.mesh
     links, order = launch(_measure, math.prod(shape), shape, asked.bytes)[0]
     if dist.is_initialized() and dist.get_rank() > 0:

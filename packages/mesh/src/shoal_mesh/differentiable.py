@@ -1,10 +1,11 @@
 """Collectives with gradients: the backward of each is its adjoint, which is another collective.
 
-The gradient is that of the sum of the ranks' losses: where every rank goes on with its own
-computation, `all_reduce` sums the ranks' gradients. Where all ranks go on with one replicated
-computation, that counts it once per rank: use the pair `all_reduce_replicated` and `sum_gradients`
-there (g and f of Megatron). Linear collectives only, so reductions are "sum" and "avg". Arguments,
-results and errors are those of the collectives of the same names.
+The gradient is taken of the sum of the ranks' losses: if every rank continues with its own
+computation, `all_reduce` sums the ranks' gradients. If all ranks continue with one replicated
+computation, that sum counts it once per rank: use the pair `all_reduce_replicated` and
+`sum_gradients` there (g and f of Megatron). Only linear collectives are here, so reductions are
+"sum" and "avg". Arguments, results and errors are the same as for the collectives of the same
+names.
 
 May import: argument_types, collectives, errors, groups.
 """
@@ -45,7 +46,7 @@ Map = tuple[Callable[..., Tensor], *tuple[Any, ...]]
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map with its adjoint. The gradient of a linear map is linear, so gradients of any order work."""
+    """A linear map with its adjoint; its gradient is linear, so gradients of any order work."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Comm, run: Map, adjoint: Map) -> Tensor:
@@ -83,7 +84,7 @@ def _linear_op(op: str) -> None:
 
 
 def all_reduce(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
-    """`P -> R`, backward `P -> R`: the reduction of the ranks' tensors.
+    """Reduce the ranks' tensors: `P -> R`, backward `P -> R`.
 
     Example:
         >>> def example() -> list[float]:
@@ -98,7 +99,7 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
 
 
 def all_reduce_replicated(tensor: Tensor, comm: Along) -> Tensor:
-    """`P -> R`, backward `R -> R`: the sum of the ranks' tensors, for one replicated computation on all ranks.
+    """Sum tensors for one replicated computation on all ranks: `P -> R`, backward `R -> R`.
 
     Example:
         >>> def example() -> list[float]:
@@ -112,7 +113,7 @@ def all_reduce_replicated(tensor: Tensor, comm: Along) -> Tensor:
 
 
 def sum_gradients(tensor: Tensor, comm: Along) -> Tensor:
-    """`R -> R`, backward `P -> R`: a copy of the tensor, whose gradient is the sum of the ranks' gradients.
+    """Copy a tensor; its gradient is the sum of the ranks' gradients: `R -> R`, backward `P -> R`.
 
     Example:
         >>> def example() -> list[float]:
@@ -126,19 +127,19 @@ def sum_gradients(tensor: Tensor, comm: Along) -> Tensor:
 
 
 def all_gather(tensor: Tensor, comm: Along, dim: int = 0) -> Tensor:
-    """`S(dim) -> R`, backward `P -> S(dim)`: the ranks' shards joined along `dim`."""
+    """Join the ranks' shards along `dim`: `S(dim) -> R`, backward `P -> S(dim)`."""
     return _apply(tensor, comm, (even.all_gather, dim), (even.reduce_scatter, dim))
 
 
 def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0) -> Tensor:
-    """`S(dim) -> R`, backward `P -> S(dim)`: the ranks' shards of different sizes, joined along `dim`."""
+    """Join shards of different sizes along `dim`: `S(dim) -> R`, backward `P -> S(dim)`."""
     return _apply(
         tensor, comm, (uneven.all_gather_v, sizes, dim), (uneven.reduce_scatter_v, sizes, dim)
     )
 
 
 def reduce_scatter(tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum") -> Tensor:
-    """`P -> S(dim)`, backward `S(dim) -> R`: this rank's block of the reduction."""
+    """Return this rank's block of the reduction: `P -> S(dim)`, backward `S(dim) -> R`."""
     _linear_op(op)
     return _apply(
         tensor, comm, (even.reduce_scatter, dim, op), (_gather_shares, op, even.all_gather, dim)
@@ -148,14 +149,17 @@ def reduce_scatter(tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum") -
 def reduce_scatter_v(
     tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0, op: str = "sum"
 ) -> Tensor:
-    """`P -> S(dim)`, backward `S(dim) -> R`: this rank's block of the reduction, `sizes[comm.rank]` long."""
+    """Return this rank's `sizes[comm.rank]` of the sum: `P -> S(dim)`, backward `S(dim) -> R`."""
     _linear_op(op)
     adjoint = (_gather_shares, op, uneven.all_gather_v, sizes, dim)
     return _apply(tensor, comm, (uneven.reduce_scatter_v, sizes, dim, op), adjoint)
 
 
 def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int) -> Tensor:
-    """`S(concat_dim) -> S(split_dim)`, backward `S(split_dim) -> S(concat_dim)`: equal blocks change ranks."""
+    """Exchange equal blocks: `S(concat_dim) -> S(split_dim)`.
+
+    The backward is `S(split_dim) -> S(concat_dim)`.
+    """
     return _apply(
         tensor,
         comm,
@@ -167,7 +171,7 @@ def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int) -> 
 def all_to_all_v(
     flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_sizes: Sequence[int]
 ) -> Tensor:
-    """`S -> S`, backward `S -> S`: 1-D blocks of exact sizes, sent back in backward."""
+    """Exchange 1-D blocks of exact sizes, and send them back in backward: `S -> S` both ways."""
     return _apply(
         flat,
         comm,
@@ -177,13 +181,16 @@ def all_to_all_v(
 
 
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
-    """`one rank -> R`, backward `P -> one rank`: the tensor of rank `src`; the gradient is zero on other ranks."""
+    """Return the tensor of rank `src`: `one rank -> R`, backward `P -> one rank`.
+
+    The gradient is zero on other ranks.
+    """
     check_root(src, resolve(comm), "src")
     return _apply(tensor, comm, (even.broadcast, src), (_sum_on, src))
 
 
 def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
-    """`one rank -> S(0)`, backward `S(0) -> one rank`: block `tensor[i]` of rank `src` on rank i.
+    """Send `tensor[i]` of rank `src` to rank i: `one rank -> S(0)`, backward `S(0) -> one rank`.
 
     Args:
         tensor: (n, ...), of equal shape on all ranks; its values are read on `src` only.
@@ -208,13 +215,19 @@ def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
 
 
 def gather(tensor: Tensor, comm: Along, dst: int = 0) -> Tensor:
-    """`S(0) -> one rank`, backward `one rank -> S(0)`: (n, ...) with the ranks' tensors on rank `dst`, else zeros."""
+    """Gather the ranks' tensors on rank `dst`: `S(0) -> one rank`, backward `one rank -> S(0)`.
+
+    The result is (n, ...), zeros on other ranks.
+    """
     check_root(dst, resolve(comm), "dst")
     return _apply(tensor, comm, (_gather, dst), (_scatter, dst))
 
 
 def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
-    """`S -> S`, backward `S -> S`: the tensor of the rank whose target is this one; the gradient goes back."""
+    """Return the tensor of the rank whose target is this rank: `S -> S`, backward `S -> S`.
+
+    The gradient goes back to the source.
+    """
     check_targets(targets, resolve(comm))
     back = sorted(range(len(targets)), key=targets.__getitem__)
     return _apply(tensor, comm, (uneven.permute, targets), (uneven.permute, back))

@@ -1,8 +1,9 @@
-"""ElasticWorld: ranks that are left after a loss go on in the same processes, and newcomers join them.
+"""ElasticWorld: after a loss the remaining ranks go on in the same processes, and newcomers join.
 
-Ranks agree in a store that outlives them on who is in the next world: round after round, each a
-list of members that is written once. Whoever comes registers; the first to see that all members of
-the last world have come or are gone writes the list. Who is not on it waits for the next round.
+Ranks agree on the members of the next world in a store that outlives them: round after round, each
+a list of members that is written once. Every process that arrives registers. The first one that
+sees that all members of the last world have arrived or are gone writes the list. A process that is
+not on the list waits for the next round.
 
 May import: _torch, argument_types, collectives, errors, groups, shared_memory.
 """
@@ -40,18 +41,19 @@ _POLL = 0.01
 
 
 class ElasticWorld:
-    """The worlds that a process is in, one after the other: smaller after a loss, larger when newcomers wait.
+    """The successive worlds of a process: smaller after a loss, larger when newcomers wait.
 
-    Every process calls `run`, at the start or at any time later. Where ranks of a world are lost,
-    `run` lets go of the groups of the old world and calls its function again in the next one. Of a
-    machine's own processes it is seen at once that they have ended; others count as lost if they do
-    not come in `patience` seconds.
+    Every process calls `run`, at the start or at any time later. If ranks of a world are lost,
+    `run` releases the groups of the old world and calls its function again in the next one.
+    Processes of the same machine are seen at once to have ended; other processes count as lost if
+    they do not arrive in `patience` seconds.
 
     Args:
-        store: in which ranks meet; it has to outlive them. A TCPStore that a launcher holds, say.
+        store: the store in which ranks meet; it has to outlive them. It may be a TCPStore in the
+            launcher.
         size: ranks of the first world, which begins when so many have come.
-        backend: of the default group: gloo. Others, such as NCCL, do not tell a rank that another
-            is lost, so a host would wait for ever in what it has started.
+        backend: of the default group: gloo. Others, such as NCCL, do not notify a rank that another
+            rank is lost, so a host would wait forever in a collective that it has started.
         at_least: ranks of any later world; with fewer, ranks wait for newcomers.
         patience: seconds that the others wait for a member that is alive, or cannot be seen, and
             does not come.
@@ -114,18 +116,17 @@ class ElasticWorld:
         }
 
     def run(self, function: Callable[[], R], *, wait: float = 600.0) -> R:
-        """What `function` returns in the first world in which it comes to its end.
+        """Return the result of `function` in the first world in which it returns.
 
-        It is called once in each world. Groups of the world before are gone then, and meshes over
-        them are of no use; tensors are still there.
+        It is called once in each world. The groups of the world before are gone then, and meshes
+        over them cannot be used; tensors still exist.
 
         Args:
             function: all of the program that communicates.
             wait: seconds that this rank waits for a world that takes it.
 
         Raises:
-            Exception: what the function has raised, where no rank is lost: on all ranks that
-                raised.
+            Exception: the error of the function, if no rank is lost: on all ranks that raised.
             PeerError: no world took this rank in time.
             MeshTypeError: an argument of a wrong type.
         """
@@ -155,10 +156,12 @@ class ElasticWorld:
             return result
 
     def admit(self) -> None:
-        """Let newcomers in, between two steps: called by all ranks; all go back to `run` if somebody waits.
+        """Let newcomers in, between two steps; all ranks call this.
+
+        If a newcomer waits, all ranks go back to `run`.
 
         Raises:
-            NewcomerError: somebody waits; `run` catches it.
+            NewcomerError: a newcomer waits; `run` catches it.
             PeerError: a rank is lost.
         """
         world = require_world()
@@ -168,14 +171,14 @@ class ElasticWorld:
             raise NewcomerError("somebody waits to join")
 
     def members(self, number: int | None = None) -> list[Member]:
-        """The members of a world, by rank; of the present one by default."""
+        """Return the members of a world, by rank; by default of the present one."""
         members: list[Member] = json.loads(
             self._store.get(f"{self.round if number is None else number}/members")
         )
         return members
 
     def _leave(self, reason: str) -> None:
-        """Let go of the groups of the present world, so that nobody waits for this rank there."""
+        """Release the groups of the present world, so that no rank waits for this rank there."""
         if dist.is_initialized():
             give_up(reason)
             forget_groups()
@@ -185,14 +188,14 @@ class ElasticWorld:
             gc.collect()
 
     def _finish(self, members: list[Member]) -> None:
-        """Wait for the others: the end of this process would break what they are in."""
+        """Wait for the others: the end of this process would break their running collectives."""
         self._store.set(f"left/{self._member['id']}", "1")
         for member in members:
             while not self._is_gone(member) and member not in self._registered(self.round + 1):
                 time.sleep(_POLL)
 
     def _next_members(self, wait: float) -> list[Member]:
-        """Register for the next world, until one takes this rank."""
+        """Register for the next world, until one includes this rank."""
         deadline = time.monotonic() + wait
         while True:
             self.round += 1
@@ -205,7 +208,7 @@ class ElasticWorld:
                 return members
 
     def _agreed(self, deadline: float) -> list[Member]:
-        """The members of this round, once somebody has written them."""
+        """Return the members of this round, once a process has written them."""
         begin = time.monotonic()
         key = f"{self.round}/members"
         last = self.members(self.round - 1) if self.round else []
@@ -226,7 +229,7 @@ class ElasticWorld:
         return self.members()
 
     def _registered(self, number: int) -> list[Member]:
-        """Who has come to a round and is still there."""
+        """Return the members that have registered for a round and are still there."""
         keys = [
             f"{number}/{place + 1}" for place in range(self._store.add(f"{number}/registered", 0))
         ]
@@ -234,7 +237,10 @@ class ElasticWorld:
         return [member for member in came if not self._is_gone(member)]
 
     def _is_complete(self, last: list[Member], came: list[Member], waited: float) -> bool:
-        """Whether nobody has to be waited for any longer, of the last world or of so many."""
+        """Return whether the round need not wait for any other process.
+
+        It waits for the members of the last world, or for the number of ranks of the first one.
+        """
         if not last:
             return len(came) >= self._size
         missing = [member for member in last if member not in came and not self._is_gone(member)]
@@ -244,14 +250,14 @@ class ElasticWorld:
         return len(came) >= self._at_least
 
     def _is_gone(self, member: Member) -> bool:
-        """Whether a member has ended, as far as this machine shows, or has left for good."""
+        """Return whether a member has ended, as far as this machine shows, or has left for good."""
         here = member["machine"] and member["machine"] == self._member["machine"]
         return (here and state_of(member["process"]) == "ended") or self._store.check(
             [f"left/{member['id']}"]
         )
 
     def _begin(self, members: list[Member]) -> bool:
-        """Whether the groups of the next world could be made: not if somebody is lost meanwhile."""
+        """Make the groups of the next world; return False if a member is lost meanwhile."""
         own = members.index(self._member)
         if not self._all_say("here", own, members):
             return False
@@ -270,7 +276,7 @@ class ElasticWorld:
         return self._all_say("connected", own, members)
 
     def _all_say(self, word: str, own: int, members: list[Member]) -> bool:
-        """Say something in the store, and wait until all members have; False if one is gone meanwhile."""
+        """Set a key in the store, and wait until all members have; return False if one is gone."""
         self._store.set(f"{self.round}/{word}/{own}", "1")
         deadline = time.monotonic() + self._patience
         for rank, member in enumerate(members):

@@ -1,7 +1,7 @@
-"""The ways a mesh, its groups or its collectives can refuse.
+"""The errors of meshes, groups and collectives.
 
-Every error is also the builtin a caller of torch would expect, so `except KeyError` written for a
-wrong axis name keeps working after the import line has changed.
+Every error is also the builtin error that a caller of torch would expect, so `except KeyError`
+written for a wrong axis name keeps working after the import line has changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class MeshTypeError(MeshError, TypeError):
 
 
 class AxisError(MeshError, KeyError, IndexError):
-    """An axis name or index that the mesh does not have, or has in a way the call does not allow."""
+    """An axis name or index that the mesh does not have, or that the call does not allow."""
 
     def __str__(self) -> str:
         # KeyError would print the repr of the text
@@ -28,7 +28,7 @@ class BackendError(MeshError):
 
 
 class NoGroupError(MeshError):
-    """Communication was asked of a mesh that has none: an abstract mesh, or a rank outside of the mesh."""
+    """Communication on a mesh without groups: an abstract mesh, or a rank outside of the mesh."""
 
 
 class MeshMismatchError(MeshError):
@@ -48,10 +48,10 @@ class DimError(CollectiveError, IndexError):
 
 
 class PeerError(CollectiveError):
-    """Another rank has ended, stopped, given up or does something else, so a collective cannot be completed.
+    """Another rank has ended, stopped, given up or differs, so a collective cannot be completed.
 
     Attributes:
-        ranks: the global ranks that are at fault, as far as this rank can know; () where it cannot.
+        ranks: the global ranks at fault, as far as this rank can know; () if it cannot.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -63,18 +63,24 @@ class PeerError(CollectiveError):
 
 
 class LockstepError(PeerError):
-    """Ranks were about to run different collectives, one never came, or replicas differ; on all ranks."""
+    """Ranks that differ, raised on all of them.
+
+    They were about to run different collectives, one of them did not arrive, or replicas differ.
+    """
 
 
 class NewcomerError(RuntimeError):
-    """Ranks wait to join: raised on all ranks by `ElasticWorld.admit`, and caught by `ElasticWorld.run`."""
+    """Ranks wait to join.
+
+    `ElasticWorld.admit` raises it on all ranks, and `ElasticWorld.run` catches it.
+    """
 
 
 class RankError(RuntimeError):
     """One or more ranks of a local launch failed or did not return.
 
-    The text has up to ten lines for each traceback, equal ones once, and ends with the reason; a
-    file that it names has the whole tracebacks with variables, and what ranks have printed.
+    The text has up to ten lines for each traceback, equal tracebacks once, and ends with the
+    reason. It names a file with the whole tracebacks, their variables, and the output of the ranks.
 
     Attributes:
         failures: text of the failure by rank.

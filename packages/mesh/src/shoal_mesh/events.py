@@ -1,8 +1,8 @@
-"""Who hears of collectives: a list of observers that is empty unless a debug mode or a profile is on.
+"""Observers of collectives: a list that is empty unless a debug mode or a profile is on.
 
-CommDebugMode, `lockstep` and profiler annotations are observers. They hear of each collective once,
-however many calls of the backend it takes: what runs inside of an observed collective is not
-reported again (`in_observed`).
+CommDebugMode, `lockstep` and profiler annotations are observers. They are called once for each
+collective, however many calls of the backend it takes: calls inside of an observed collective are
+not reported again (`in_observed`).
 
 May import: _torch, argument_types, errors, shared_memory, transport.
 """
@@ -30,15 +30,15 @@ R = TypeVar("R")
 
 # used as a function, as contextlib's suppress is
 class purpose:
-    """Context manager: what the collectives inside are for.
+    """Context manager that states the purpose of the collectives inside.
 
-    Debug modes and errors repeat it, and `lockstep` compares it between ranks. Say here what the
-    backend cannot see: operator, call of the user's program, placements before and after. Nested
-    purposes are joined.
+    Debug modes and errors repeat the purpose, and `lockstep` compares it between ranks. Use it for
+    facts that the backend cannot see: the operator, the call of the user's program, placements
+    before and after. Nested purposes are joined.
 
     Args:
         text: the purpose, or a function that returns it. The function runs only when an observer
-            asks, so costly texts cost nothing otherwise.
+            needs the text, so costly texts cost nothing otherwise.
 
     Raises:
         CollectiveTypeError: `text` is neither.
@@ -77,7 +77,7 @@ class purpose:
 
 
 def _current_purpose() -> str:
-    """The purposes of the enclosing blocks, innermost first."""
+    """Return the purposes of the enclosing blocks, innermost first."""
     return "; ".join(text if isinstance(text, str) else text() for text in reversed(PURPOSES.get()))
 
 
@@ -88,19 +88,19 @@ class Event:
     Attributes:
         op: name of the functional collective (`all_reduce`, `all_gather_into_tensor`, ...).
         comm: the communicator (a `Comm`).
-        tensors: what this rank puts in.
+        tensors: the tensors that this rank puts in.
         reduce_op: `sum`, ... or '' for collectives that only move data.
         same: what must be equal on all ranks for the collective to be right: shapes, dims, sizes,
             the root, by name.
-        sends: elements for each rank, in index order, where ranks send different amounts; None
-            where `same` says it.
+        sends: elements for each rank, in index order, if ranks send different amounts; None if
+            `same` has them.
         receives: elements from each rank, likewise.
-        purpose: what the program says it is doing (`purpose`), innermost first; '' when it says
-            nothing.
+        purpose: the purpose that the program states (`purpose`), innermost first; '' if it states
+            none.
         started: seconds of `time.perf_counter`.
         seconds: duration on the host; 0.0 until the collective has returned.
-        waits: of one that was started with `async_op`, when this rank waited for it: from and to,
-            as `started`.
+        waits: for a collective that was started with `async_op`, when this rank waited for it: from
+            and to, as `started`.
     """
 
     op: str
@@ -117,12 +117,12 @@ class Event:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank puts in."""
+        """The bytes that this rank puts in."""
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 class Observer(Protocol):
-    """Something that is called before a collective starts and after it has returned on the host."""
+    """An object that is called before a collective starts and after it has returned on the host."""
 
     def before(self, event: Event) -> None: ...
 
@@ -136,16 +136,16 @@ _inside: set[int] = set()
 
 
 def in_observed() -> bool:
-    """Whether observers are not to hear of backend calls that run now.
+    """Return whether backend calls that run now must not be reported to observers.
 
-    They belong to a collective that observers have heard of already, or are traced by a compiler:
+    Such calls belong to a collective that has been reported already, or are traced by a compiler:
     operators of `graph_operators` report themselves when they run.
     """
     return is_compiling() or threading.get_ident() in _inside
 
 
 def is_observed() -> bool:
-    """Whether any observer is there, so that a layer above need not describe what nobody asks for.
+    """Return whether there is any observer; if not, layers above need not describe collectives.
 
     Example:
         >>> is_observed()
@@ -178,7 +178,7 @@ def observe(observer: Observer) -> None:
 
 
 def unobserve(observer: Observer) -> None:
-    """Call `observer` no more.
+    """Stop calling `observer`.
 
     Raises:
         CollectiveError: it does not observe.
@@ -206,7 +206,9 @@ def observing(
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Hide the collectives of this thread from observers inside the block: simulated ranks send nothing.
+    """Hide the collectives of this thread from observers inside the block.
+
+    Simulated ranks use it, because they send nothing.
 
     Example:
         >>> names = SimpleNamespace(before=lambda event: print(event.op), after=lambda event: None)
@@ -227,7 +229,7 @@ def unobserved() -> Iterator[None]:
 
 
 class _Timed:
-    """The work of a collective, which notes from when to when it is waited for."""
+    """The work of a collective, which records from when to when it is waited for."""
 
     def __init__(self, work: Handle, waits: list[tuple[float, float]]) -> None:
         self._work = work
@@ -249,9 +251,10 @@ def observed(  # noqa: PLR0913  # the fields of an event
     same: Mapping[str, object] = MappingProxyType({}),
     flow: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> R:
-    """What `run` returns: a collective that observers hear of, unless it is over one rank or part of another.
+    """Run a collective with reports to observers, and return its result.
 
-    The others are fields of the `Event`, `flow` its `sends` and `receives`; `same` may hold any
+    It is not reported if it is over one rank, or part of another collective. The other arguments
+    are fields of the `Event`; `flow` is its `sends` and `receives`, and `same` may hold any
     sequences.
     """
     if not observers or comm.size == 1 or in_observed():

@@ -1,4 +1,4 @@
-"""Decisions and collectives of a program, as records of `logging` under `shoal` or ranges of a profile.
+"""Decisions and collectives as records of `logging` under `shoal`, or as ranges of a profile.
 
 `SHOAL_LOG=plans,collectives python train.py`, or `log_to_stderr("plans")`. Topics are loggers:
 `shoal.collectives` (each collective with its mesh axes, bytes and time), `shoal.plans` (each
@@ -44,7 +44,9 @@ def _log(event: Event) -> None:
 
 
 def log_to_stderr(*topics: str) -> None:
-    """Log topics to stderr from now on; the same as starting the program with `SHOAL_LOG=topic,topic`.
+    """Log topics to stderr from now on.
+
+    This is the same as starting the program with `SHOAL_LOG=topic,topic`.
 
     Args:
         topics: some of `collectives`, `plans` and `decisions`; all of them if left out.
@@ -87,7 +89,7 @@ def log_from_environment(environment: Mapping[str, str] = os.environ) -> None:
 
 @contextmanager
 def annotate_collectives() -> Iterator[None]:
-    """Add a range such as `shoal::all_reduce[tp] 4096 B` to torch.profiler's traces for every collective.
+    """Add a range for every collective to the traces of torch.profiler.
 
     Example:
         >>> def example() -> list[str]:

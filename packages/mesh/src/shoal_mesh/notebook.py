@@ -1,9 +1,10 @@
-"""`%load_ext shoal_mesh`, then `%%ranks 4` above a cell: it runs on four local ranks, which keep their variables.
+"""The cell magic `%%ranks 4`: run a cell on four local ranks, which keep their variables.
 
-The ranks stay up between cells, a pool for each number of ranks, and `launch` uses them too. A cell
-sees the variables of earlier `%%ranks` cells of the same number and, where it reads a name that no
-such cell has set, the notebook's own value of it. What ranks print comes with their numbers, equal
-texts once; so does the value of the last line.
+Load it by `%load_ext shoal_mesh`. The ranks stay up between cells, a pool for each number of ranks,
+and `launch` uses them too. A cell sees the variables of earlier `%%ranks` cells of the same number.
+If it reads a name that no such cell has set, it gets the notebook's own value of the name. Outputs
+of ranks are shown with the numbers of the ranks, equal texts once; so are the values of the last
+line.
 
 May import: argument_types, errors, local_ranks.
 """
@@ -34,18 +35,18 @@ def register_magics(shell: Any) -> None:
     keep_ranks()
 
     def ranks(line: str, cell: str) -> None:
-        """`%%ranks N`: run the cell on N local ranks, which keep their variables for the next one."""
+        """Run the cell on N local ranks (`%%ranks N`), which keep their variables."""
         run_cell(line, cell, shell.user_ns, _display)
 
     shell.register_magic_function(ranks, "cell")
 
 
 def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None:
-    """Run a cell on as many ranks as the line says, and show what they print and what its last line is worth.
+    """Run a cell on as many ranks as the line says, and show outputs and last values.
 
-    The notebook's variables that the cell reads and ranks lack are sent. `show` is called with the
-    text or the HTML that ranks have shown, and the ranks that did. After a RankError the next cell
-    has new ranks, without variables.
+    The notebook's variables that the cell reads and that ranks lack are sent. `show` is called with
+    a text or HTML that ranks have shown, and with the ranks. After a RankError the next cell gets
+    new ranks, without variables.
     """
     if not line.strip().isdigit():
         raise MeshError(f"%%ranks takes a number of ranks, as in `%%ranks 4`, got {line.strip()!r}")
@@ -67,7 +68,7 @@ def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None
 
 
 def _names(code: CodeType) -> set[str]:
-    """The names that code reads or sets, inner functions included."""
+    """Return the names that code reads or sets, inner functions included."""
     inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
     return set(code.co_names).union(*inner)
 
@@ -75,7 +76,7 @@ def _names(code: CodeType) -> set[str]:
 def _run_on_rank(
     cell: str, sent: dict[str, bytes], unsent: dict[str, str]
 ) -> list[tuple[str, str]]:
-    """What a cell prints and what its last line is worth, each as (kind, text)."""
+    """Run a cell, and return its output and the value of its last line, each as (kind, text)."""
     for name, data in sent.items():
         # no cell of ours has set it
         if name not in _VARIABLES or _VARIABLES[name] is _SENT.get(name, data):

@@ -1,4 +1,6 @@
-"""Values for the length of a block, each task and thread its own; a backward pass has those of its caller.
+"""Values for the length of a block, separate for each task and thread.
+
+A backward pass has the values of its caller.
 
 May import: _torch.
 """
@@ -26,7 +28,8 @@ class OpenBlock(Generic[T]):
         change: from the value outside of the block to the one inside.
         outside: the value outside.
         task: the thread and the task that opened it.
-        inherited: what the thread held for its backward pass before the block, None outside of one.
+        inherited: the value that the thread held for its backward pass before the block, None
+            outside of one.
         is_closed: whether it was closed in another context than it was opened in.
     """
 
@@ -44,14 +47,16 @@ class _LastStashed(threading.local):
 
 
 class ScopedValue(Generic[T]):
-    """A value that blocks set; blocks nest, and threads and tasks do not see each other's, but a backward pass has it.
+    """A value that nested blocks set, separate for each thread and task.
 
-    A block that ends takes back its own change, whichever blocks have ended before. A task that is
-    started in a block keeps the value, as with any context variable.
+    A backward pass inherits the value. A block that ends undoes its own change, whichever blocks
+    have ended before. A task that is started in a block keeps the value, as with any context
+    variable.
 
-    Autograd may run a backward pass on threads of its own, which have no context variables of the
-    caller, but the objects that its thread holds: a value is kept in both. The thread's object says
-    who has put it there, since the tasks of a thread share it.
+    Autograd may run a backward pass on its own threads, which do not have the context variables of
+    the caller, but have the objects that the caller's thread holds: a value is kept in both. The
+    object of the thread also names the task that has stored it, since the tasks of a thread share
+    the object.
     """
 
     __slots__ = (
@@ -83,7 +88,7 @@ class ScopedValue(Generic[T]):
         self._last = _LastStashed()
 
     def get(self) -> T:
-        """The value that holds here."""
+        """Return the current value."""
         value = self.own()
         if not self.blocks:
             return value
@@ -98,7 +103,7 @@ class ScopedValue(Generic[T]):
         return self._of_caller()
 
     def set(self, value: T) -> None:
-        """Let a value hold from here on, in this context and the backward passes that it starts.
+        """Set the value from here on, in this context and the backward passes that it starts.
 
         Inside a block it holds until the block ends.
         """
@@ -110,7 +115,10 @@ class ScopedValue(Generic[T]):
 
     @contextmanager
     def entered(self, value: T) -> Iterator[None]:
-        """Inside the block, `value` holds; for blocks inside of one call, which end before those around them."""
+        """Set `value` inside the block.
+
+        It is for blocks inside of one call, which end before the blocks around them.
+        """
         token = self._variable.set(value)
         before = thread_object(self._key)
         self.blocks.append(None)
@@ -125,7 +133,10 @@ class ScopedValue(Generic[T]):
 
     @contextmanager
     def changed(self, change: Callable[[T], T]) -> Iterator[None]:
-        """Inside the block, the change of the value outside holds; it is applied again if a block around ends first."""
+        """Apply a change to the outer value inside the block.
+
+        It is applied again if an enclosing block ends first.
+        """
         outside = self.get()
         inside = change(outside)
         opened = self._open.get()
@@ -140,7 +151,7 @@ class ScopedValue(Generic[T]):
             self._close(block)
 
     def _close(self, block: OpenBlock[T]) -> None:
-        """Take back the change of a block, and leave those of others."""
+        """Undo the change of a block, and leave the changes of other blocks."""
         is_elsewhere = _current_task() != block.task or block not in self._open.get()
         if is_elsewhere:
             # contexts that have it drop it as soon as they ask for the value
@@ -151,7 +162,7 @@ class ScopedValue(Generic[T]):
         self._drop([block])
 
     def _drop(self, blocks: list[OpenBlock[T]]) -> None:
-        """Take blocks out of those that are open in this context, and apply the changes of the others again."""
+        """Remove blocks from the open ones of this context, and apply the other changes again."""
         opened = self._open.get()
         kept = [block for block in opened if block not in blocks]
         if len(kept) == len(opened):
@@ -171,7 +182,7 @@ class ScopedValue(Generic[T]):
         self._last.value = None
 
     def _without_closed(self, value: T) -> T:
-        """The value without the blocks that another context has closed."""
+        """Return the value without the blocks that another context has closed."""
         closed = [block for block in self._open.get() if block.is_closed]
         if not closed:
             return value
@@ -183,19 +194,22 @@ class ScopedValue(Generic[T]):
         self._stash(value)
 
     def _stash(self, value: T) -> None:
-        """Have the threads of backward passes that this one starts see a value."""
+        """Store a value for the threads of backward passes that this thread starts."""
         if not self._in_backward:
             return
         set_thread_object(self._key, (threading.get_ident(), value))
         self._last.value = value
 
     def _foreign_object(self) -> Any:
-        """The object that this thread holds if another one has put it there: the caller of a backward pass."""
+        """Return the object that this thread holds if another thread has stored it.
+
+        That is the thread that called the backward pass.
+        """
         held = thread_object(self._key) if self._in_backward else None
         return None if held is None or held[0] == threading.get_ident() else held
 
     def _of_caller(self) -> T:
-        """The value of the caller of a backward pass, on a thread of autograd; elsewhere the default."""
+        """Return the value of a backward pass's caller on autograd's threads, else the default."""
         held = None if self._open.get() else self._foreign_object()
         if held is not None:
             value: T = held[1]
@@ -207,7 +221,10 @@ class ScopedValue(Generic[T]):
 
 
 def value_when_traced(scoped: ScopedValue[T]) -> T:
-    """The value for code that is being compiled: a constant of the graph, guarded by the number of open blocks."""
+    """Return the value for code that is being compiled.
+
+    It is a constant of the graph, guarded by the number of open blocks.
+    """
     return scoped.get()
 
 
@@ -216,7 +233,7 @@ value_when_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  
 
 
 def _current_task() -> tuple[int, object]:
-    """The thread, and its asyncio task if it runs one."""
+    """Return the thread, and its asyncio task if it runs one."""
     asyncio: Any = sys.modules.get("asyncio")
     task = None
     if asyncio is not None:

@@ -1,4 +1,4 @@
-"""For tests of distributed code: ranks that stay up between tests, a fake world, skip decorators.
+"""Tools for tests of distributed code: ranks that stay up, a fake world, skip decorators.
 
 Four gloo ranks start once per session in about two seconds; then a test takes milliseconds.
 
@@ -48,13 +48,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def rank_pool(size: int = 4) -> RankPool:
-    """The session's pool of that many ranks; they start with its first `run` and stay up.
+    """Return the session's pool of a number of ranks.
+
+    The ranks start with its first `run` and stay up.
 
     Args:
         size: number of ranks, at least 1.
 
     Raises:
-        MeshTypeError: the size is no integer.
+        MeshTypeError: the size is not an integer.
         MeshError: the size is not positive.
 
     Example:
@@ -66,7 +68,7 @@ def rank_pool(size: int = 4) -> RankPool:
 
 
 def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]:
-    """Decorator: the test runs on each of `size` ranks of the pool instead of in this process.
+    """Run the decorated test on each of `size` ranks of the pool instead of in this process.
 
     A failure on any rank fails the test with every rank's traceback. Arguments (of `parametrize`,
     of fixtures) are sent by value. In a class, the body gets an instance with the attributes of
@@ -109,7 +111,7 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
 
 
 def _attributes(instance: object) -> dict[str, Any]:
-    """The attributes of a test instance that can be sent."""
+    """Return the attributes of a test instance that can be sent."""
     attributes = {}
     for name, value in vars(instance).items():
         with suppress(Exception):  # whatever cannot be pickled stays here
@@ -120,11 +122,13 @@ def _attributes(instance: object) -> dict[str, Any]:
 
 @contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
-    """A default process group of `size` ranks in this process alone: groups and meshes are real, nothing is sent.
+    """Open a default process group of `size` ranks in this process alone.
+
+    Groups and meshes are real, and nothing is sent.
 
     Args:
         size: number of ranks.
-        rank: the one that this process is.
+        rank: the rank of this process.
 
     Raises:
         MeshTypeError: not integers.
@@ -150,29 +154,29 @@ def fake_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
 
 @cache
 def all_ranks() -> DeviceMesh:
-    """All ranks on one axis; every call returns the same mesh."""
+    """Return a mesh of all ranks on one axis, the same mesh in every call."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def device_type() -> str:
-    """That of the accelerator where there is one (`cuda`, `xpu`, ...), else `cpu`."""
+    """Return the device type of the accelerator (`cuda`, `xpu`, ...), or else `cpu`."""
     return accelerator() or "cpu"
 
 
 def default_world_size() -> int:
-    """Four ranks, or as many as there are accelerators if that is two or three."""
+    """Return 4, or the number of accelerators if that is two or three."""
     there = device_count()
     return there if 1 < there < 4 else 4
 
 
 def skip_unless_gpus(count: int = 1) -> Callable[[Any], Any]:
-    """Skip a test or a class, saying why, where there are fewer GPUs, or other accelerators.
+    """Skip a test or a class, with the reason, if there are fewer GPUs or other accelerators.
 
     Args:
         count: the GPUs, or other accelerators, that the test needs on this machine.
 
     Raises:
-        MeshTypeError: the count is no integer.
+        MeshTypeError: the count is not an integer.
     """
     require(count, int, "skip_unless_gpus takes a number of GPUs")
     there = device_count()
@@ -181,7 +185,7 @@ def skip_unless_gpus(count: int = 1) -> Callable[[Any], Any]:
 
 @contextmanager
 def observed() -> Iterator[list[Event]]:
-    """The collectives that have run in the block so far, in order.
+    """Record the collectives inside the block, in order.
 
     Example:
         >>> from shoal_mesh import all_reduce
@@ -198,7 +202,9 @@ def observed() -> Iterator[list[Event]]:
 
 
 def counts(mode: CommDebugMode) -> dict[str, int]:
-    """Collectives that ran under the mode, by short name: `all_gather`, `all_reduce`, `all_to_all`, ...
+    """Return the counts of collectives that ran under a mode, by short name.
+
+    Names are `all_gather`, `all_reduce`, `all_to_all`, ...
 
     Args:
         mode: a `CommDebugMode`, in its block or after it.
@@ -224,13 +230,15 @@ def counts(mode: CommDebugMode) -> dict[str, int]:
 
 
 def skip_unless_backend(name: str) -> Callable[[Any], Any]:
-    """Skip a test or a class, saying why, where torch was built without a backend (`nccl`, `gloo`, ...).
+    """Skip a test or a class, with the reason, if torch was built without a backend.
+
+    Backends are `nccl`, `gloo`, ...
 
     Args:
-        name: of a backend of torch.distributed.
+        name: the name of a backend of torch.distributed.
 
     Raises:
-        MeshTypeError: the name is no string.
+        MeshTypeError: the name is not a string.
     """
     require(name, str, "a backend is named by a string, such as 'gloo'")
     return unittest.skipUnless(
@@ -239,9 +247,10 @@ def skip_unless_backend(name: str) -> Callable[[Any], Any]:
 
 
 def with_comms(body: F) -> F:
-    """Decorator: the function runs with a default process group: the present one, else from the environment (torchrun).
+    """Run the decorated function with a default process group.
 
-    A group that is initialised for it is destroyed afterwards, also after a failure.
+    It is the present group, or else one from the environment (torchrun). A group that is
+    initialized for the function is destroyed afterwards, also after a failure.
 
     Args:
         body: the function, called with the arguments of the call.
@@ -287,15 +296,15 @@ class RankTestCase(unittest.TestCase):
                 setattr(cls, name, on_ranks(cls.world_size, timeout=cls.timeout)(method))
 
     def set_up_rank(self) -> None:
-        """Runs on every rank before the test method."""
+        """Prepare a rank; runs on every rank before the test method."""
 
     def tear_down_rank(self) -> None:
-        """Runs on every rank after the test method, also after a failure."""
+        """Clean up a rank; runs on every rank after the test method, also after a failure."""
 
     def build_mesh(
         self, shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None
     ) -> DeviceMesh:
-        """A mesh over all ranks (on a rank)."""
+        """Create a mesh over all ranks (on a rank)."""
         return init_device_mesh(
             device_type(), shape or (dist.get_world_size(),), mesh_dim_names=names
         )

@@ -1,8 +1,8 @@
-"""Cost of communication along mesh axes for planners: latency in seconds, bandwidth in bytes per second.
+"""Costs of communication along mesh axes: latency in seconds, bandwidth in bytes per second.
 
-The user sets the numbers of a mesh with `set_topology`, for instance to those that `measure` returns.
-Otherwise they are defaults for the device type and for whether the axis crosses hosts. All ranks get
-the same numbers.
+Planners use them. The user sets the numbers of a mesh with `set_topology`, for instance to the
+result of `measure`. Otherwise they are defaults for the device type and for whether the axis
+crosses hosts. All ranks get the same numbers.
 
 May import: accelerator, argument_types, collectives, errors, mesh.
 """
@@ -175,7 +175,7 @@ def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -
 
 
 def topology_version() -> int:
-    """Return a number that grows with every `set_topology`, a key for caches that depend on topologies.
+    """Return a number that grows with every `set_topology`, for keys of caches.
 
     Example:
         >>> before = topology_version()

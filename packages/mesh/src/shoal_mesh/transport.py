@@ -1,7 +1,8 @@
-"""How the ranks of a group send one another tensors: what shared memory and the backends of c10d do each in their way.
+"""Transports between the ranks of a group: the interface of shared memory and c10d backends.
 
-A communicator has one transport. `shared_memory.exchange` is that between CPU ranks of one host,
-`collectives.c10d_transport` the process group's own backend. What has been started is a `Pending`.
+A communicator has one transport: `shared_memory.exchange` between CPU ranks of one host, and
+`collectives.c10d_transport` for the process group's own backend. A started collective is a
+`Pending`.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Handle(Protocol):
 
 
 class Pending(Generic[V]):
-    """A collective under way. `wait()` returns its result; waiting again returns the same tensor.
+    """A collective under way; `wait()` returns its result, the same tensor every time.
 
     Attributes:
-        value: what the backend writes to, before it has been passed through functions; the result
-            once it has been waited for.
-        work: what the transport has started; None when it is complete.
+        value: the tensors that the backend writes to, before they have been passed through
+            functions; the result once it has been waited for.
+        work: the work that the transport has started; None when it is complete.
 
     Example:
         >>> def example() -> list[float]:
@@ -64,7 +65,10 @@ class Pending(Generic[V]):
         self._then = then
 
     def wait(self) -> V:
-        """The result. On the CPU it has arrived; on CUDA the current stream waits for it, the host does not."""
+        """Return the result.
+
+        On the CPU it has arrived. On CUDA the current stream waits for it, and the host does not.
+        """
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -73,59 +77,70 @@ class Pending(Generic[V]):
         return self.value  # type: ignore[no-any-return]  # of the functions, or of the backend
 
     def then(self, function: Callable[[V], R]) -> Pending[R]:
-        """The same collective, its result passed through `function`; use the returned object from now on."""
+        """Pass the result through `function`; return the collective to use from now on."""
         first = self._then
         pending = cast("Pending[R]", self)
         pending._then = function if first is None else lambda value: function(first(value))
         return pending
 
     def lend(self, tensors: Flat) -> None:
-        """Take a result that others write to afterwards: it is passed through functions now, or else copied."""
+        """Set a result that is overwritten afterwards.
+
+        It is passed through the functions now, or else copied.
+        """
         if self._then is not None:
             self.value, self._then = self._then(tensors), None
         else:
             self.value = [tensor.clone() for tensor in tensors]
 
     def is_completed(self) -> bool:
-        """Whether the backend is done, so that `wait()` would not block."""
+        """Return whether the backend is done, so that `wait()` would not block."""
         return self.work is None or bool(self.work.is_completed())
 
 
 class Transport(Protocol):
-    """The collectives of a group. Blocks are contiguous and in the order of the group, along dim 0.
+    """The collectives of a group.
 
-    Each function returns what to wait for. In the `background` the caller goes on before it waits.
+    Blocks are contiguous and in the order of the group, along dim 0. Each function returns a handle
+    to wait for. With `background` the caller goes on before it waits.
     """
 
     __slots__ = ()
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
-        """The transport of a message, reduced with `op` if given: this one, or that of the group's backend.
+        """Return the transport of a message: this one, or the one of the group's backend.
 
-        The same on all ranks, it depends on group, device, dtype and reduction; in the background
-        on the size, and on whether blocks are `uneven`.
+        The message is reduced with `op` if given. The result is the same on all ranks: it depends
+        on group, device, dtype and reduction, and in the background also on the size, and on
+        whether blocks are `uneven`.
         """
         return self
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle:
-        """`P -> R`: in place."""
+        """Reduce in place, `P -> R`."""
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
-        """`S(0) -> R`: (m, ...) -> (size * m, ...)."""
+        """Gather blocks, `S(0) -> R`: (m, ...) -> (size * m, ...)."""
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
-        """`P -> S(0)`: (size * m, ...) -> (m, ...)."""
+        """Reduce blocks and return this rank's one, `P -> S(0)`: (size * m, ...) -> (m, ...)."""
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle:
-        """`S -> S`: (size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i."""
+        """Exchange equal blocks, `S -> S`: (size * m, ...) -> (size * m, ...).
+
+        Block j goes to rank j, block i comes from rank i.
+        """
 
     def all_to_all_v(
         self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
     ) -> Handle:
-        """`S -> S`: 1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i."""
+        """Exchange 1-D blocks, `S -> S`.
+
+        `send[j]` elements go to rank j, `receive[i]` elements come from rank i.
+        """
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
-        """`one rank -> R`: overwrite with the tensor of the group's rank `root`."""
+        """Overwrite with the tensor of the group's rank `root`, `one rank -> R`."""
 
     def packed(
         self,
@@ -136,17 +151,18 @@ class Transport(Protocol):
         own: int,
         op: str,
     ) -> Handle | None:
-        """Many tensors of one dtype in one message in the background; None where the caller packs them.
+        """Send many tensors of one dtype in one message in the background.
 
-        The kind is "all_gather", "reduce_scatter" or "all_reduce". `receive` is called with what
-        has arrived, which it has to copy if it was gathered. `sizes` are the elements of every
-        rank's block, unless all reduce; `own` is which of them is this rank's.
+        Returns None if the caller has to pack them. The kind is "all_gather", "reduce_scatter" or
+        "all_reduce". `receive` is called with the arrived tensors, which it has to copy if they
+        were gathered. `sizes` has the elements of every rank's block, except for an all-reduce;
+        `own` is the index of this rank's block.
         """
         return None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A flat view of a contiguous tensor as bytes.
+    """Return a flat view of a contiguous tensor as bytes.
 
     `view(-1)` would keep the stride of a dim of one element, whatever it is: shape (1, 1) and
     strides (7, 3) give stride 3, which cannot be viewed as bytes.

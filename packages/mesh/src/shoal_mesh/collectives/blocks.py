@@ -1,4 +1,4 @@
-"""One all-to-all of exact blocks: what every rank sends to and receives from each other rank, in one message."""
+"""One all-to-all of exact blocks: each rank sends all its blocks to all others in one message."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ Blocks = Sequence[Sequence[Tensor]]
 
 
 def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
-    """`S -> S`: `out`, filled; block k of `blocks[j]` on rank i arrives in block k of `out[i]` on rank j.
+    """Exchange blocks between all ranks, `S -> S`, and return `out`, filled.
 
-    One collective whatever the number of blocks. Blocks may be views with any strides. They are
-    copied once into a buffer and once out of it, and not at all where they follow one another in
-    memory. What a rank sends to itself is copied straight from `blocks[rank]` to `out[rank]`,
-    unless that is what the others' blocks are around.
+    Block k of `blocks[j]` on rank i arrives in block k of `out[i]` on rank j. This is one
+    collective, whatever the number of blocks. Blocks may be views with any strides. They are copied
+    once into a buffer and once out of it; blocks that are adjacent in memory are not copied. The
+    blocks of a rank for itself are copied straight from `blocks[rank]` to `out[rank]`, unless they
+    are in memory between the blocks for other ranks.
 
     Args:
         blocks: for every rank of the communicator, in index order, the blocks that it gets; any
@@ -46,8 +47,8 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
-        CollectiveError: not one list per rank, several dtypes, or what this rank keeps has other
-            shapes in `out`.
+        CollectiveError: not one list per rank, several dtypes, or the blocks that this rank keeps
+            have other shapes in `out`.
 
     Example:
         Every rank has one row of a matrix, and gets one of its columns:
@@ -71,7 +72,7 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
 
 
 def _exchange_plain(blocks: Blocks, comm: Comm, out: Blocks) -> None:
-    """The collective of the plain tensors of tensor subclasses."""
+    """Run the collective on the plain tensors of tensor subclasses."""
     plain_blocks = [[as_plain(block) for block in each] for each in blocks]
     plain_out = [[as_plain(place) for place in each] for each in out]
     all_to_all_blocks(plain_blocks, comm, plain_out)
@@ -120,10 +121,12 @@ def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
 
 
 def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:
-    """The elements of the blocks one after the other, 1-D: a view if they follow one another in memory, else a copy.
+    """Return the elements of the blocks one after another, 1-D.
+
+    The result is a view if the blocks are adjacent in memory, and a copy otherwise.
 
     Args:
-        blocks: of one dtype, any shapes and strides.
+        blocks: tensors of one dtype, of any shapes and strides.
         like: gives dtype and device where there are no blocks.
 
     Raises:
@@ -209,7 +212,10 @@ def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
 
 
 def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
-    """Whether any block is of a tensor subclass; CollectiveError for arguments that are wrong on this rank alone."""
+    """Return whether any block is of a tensor subclass.
+
+    Raises CollectiveError for arguments that are wrong on this rank alone.
+    """
     for side in (blocks, out):
         require_each(
             side,
@@ -254,10 +260,11 @@ def _keep(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
 
 
 def _is_around(blocks: Blocks, order: Sequence[int], own: int) -> bool:
-    """Whether the blocks of the others follow one another in memory if this rank's own, which are no more, are there.
+    """Return whether the blocks of all ranks, but not the others' blocks alone, are adjacent.
 
-    Rows of a matrix, say, of which this rank keeps some in the middle: one view has all, and no
-    buffer is needed.
+    An example are the rows of a matrix of which this rank keeps some in the middle: one view has
+    all of them, so no buffer is needed. This rank's own blocks must not have more elements than the
+    other blocks.
     """
     others = list(chain.from_iterable(blocks[i] for i in order if i != own))
     count, own_count = _counts([others, blocks[own]])
@@ -267,7 +274,7 @@ def _is_around(blocks: Blocks, order: Sequence[int], own: int) -> bool:
 
 
 def _as_one(blocks: Sequence[Tensor]) -> Tensor | None:
-    """The blocks as one 1-D view of the memory they are in, if they follow one another there; else None."""
+    """Return the blocks as one 1-D view of their memory if they are adjacent in it, else None."""
     filled = [block for block in blocks if block.numel()]
     if not filled:
         return None

@@ -1,10 +1,11 @@
-"""The transports that call process groups: gloo, NCCL, the fake backend, or a group written in Python.
+"""The transports that call process groups: gloo, NCCL, the fake backend, or a group in Python.
 
-A dtype that a backend cannot send is sent as bytes. Of gloo with several ranks on each of several
-hosts a large collective is one of the ranks of each host, in shared memory, and one of the ranks
-that have the same number on their hosts, in gloo, each of which carries a part of the message, so
-that bytes pass the network once a host (`AcrossHosts`). Small ones take less time in one step, and
-those in the background do not wait for a first one: gloo has them.
+A dtype that a backend cannot send is sent as bytes. If gloo connects several hosts with several
+ranks on each, a large collective runs in two kinds of steps (`AcrossHosts`): between the ranks of
+each host, in shared memory, and between the ranks with the same number on their hosts, in gloo.
+Each rank carries a part of the message between hosts, so bytes cross the network once per host.
+Small collectives are faster in one step, and collectives in the background do not wait for a first
+step: both use gloo alone.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ _EVEN: list[int] = []
 
 
 def split_divisor(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
-    """The factors before and after a sum over ranks that make it an average of a half type.
+    """Return the factors before and after a sum that make it an average of a half type.
 
-    In float16 the first is about the root of the number of ranks, so that neither large sums nor
-    small terms leave the range; it is a power of two, which changes no digits. bfloat16 has the
+    In float16 the first factor is about the root of the number of ranks, so that neither large sums
+    nor small terms leave the range. It is a power of two, which changes no digits. bfloat16 has the
     range of float32: it is divided after the sum, which needs no copy of the terms.
 
     Example:
@@ -73,10 +74,11 @@ def split_divisor(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
 
 
 class C10dTransport(Transport):
-    """The backend of a group. gloo's work is watched on CPU tensors alone: that on meta tensors is never complete.
+    """The transport by the backend of a group.
 
-    The channel is that of its ranks; or of those of one host, which make the same calls, each of a
-    group of its own that is `part_of` one of that name.
+    The work of gloo is watched on CPU tensors alone, because gloo never completes work on meta
+    tensors. The channel belongs to the ranks of the group, or to the ranks of one host that make
+    the same calls, each in its own group that is `part_of` the named one.
     """
 
     __slots__ = (
@@ -105,13 +107,16 @@ class C10dTransport(Transport):
         self._kind: Any = type(comm.group)
 
     def _announce(self, tensor: Tensor, kind: str, count: int, op: str = "", root: int = 0) -> None:
-        """Before a call: record it; of gloo between ranks of one host PeerError if a rank has started another."""
+        """Record a call before it starts.
+
+        For gloo between ranks of one host, raise PeerError if a rank has started another call.
+        """
         record(self._name, (kind, tensor.dtype, count, op, root))
         if self._channel is not None and tensor.is_cpu:
             self._channel.peers.announce(kind, tensor.dtype, count, op, root=root)
 
     def _start(self, tensor: Tensor, call: Callable[..., Work], *arguments: object) -> Work:
-        """Call the backend, which has been announced to the other ranks; take that back where it refuses."""
+        """Call the backend for an announced call; retract the announcement if it raises."""
         try:
             return call(self._group, *arguments)
         except Exception:
@@ -124,13 +129,16 @@ class C10dTransport(Transport):
         return BackendWork(work, self._group, self._channel, self._part_of) if watched else work
 
     def _moves_only(self, tensor: Tensor) -> bool:
-        """Whether the tensor's backend has no reductions on bits: of those for devices, gloo alone has them."""
+        """Return whether the tensor's backend has no reductions on bits.
+
+        Among the backends for devices, gloo alone has them.
+        """
         return not tensor.is_cpu and f"{tensor.device.type}:gloo" not in self._backends
 
     def _reduced_on_arrival(
         self, move: Callable[[Tensor, Tensor], Handle], sent: Tensor, out: Tensor, op: str
     ) -> Handle:
-        """The ranks' rows, (size, n), once they have come by `move`, reduced into the target, (n,)."""
+        """Reduce the ranks' rows, (size, n), into the target, (n,), after `move`."""
         rows = out.new_empty(self._size, out.numel())
         work = move(sent.view(-1), rows.view(-1))
 
@@ -143,11 +151,17 @@ class C10dTransport(Transport):
         return Pending(rows, work, reduce_arrived)
 
     def _sums_here(self, tensor: Tensor) -> bool:
-        """Whether the ranks exchange terms of an average and sum them here: on CPUs, where that sends as many bytes."""
+        """Return whether the ranks exchange the terms of an average and sum them here.
+
+        They do so on CPUs, where it sends as many bytes.
+        """
         return tensor.is_cpu and not self._fake and not self._in_python
 
     def _average_(self, tensor: Tensor) -> Handle:
-        """An average in place, complete: each rank averages one part of all tensors, and gathers all parts."""
+        """Average in place, complete on return.
+
+        Each rank averages one part of all tensors, and gathers all parts.
+        """
         flat = tensor.view(-1)
         part = -(-flat.numel() // self._size)
         # 10 elements of 4 ranks: parts of 3, of which the last one has two zeros
@@ -230,7 +244,7 @@ class C10dTransport(Transport):
 
 
 class AcrossHosts(C10dTransport):
-    """The transport of a communicator, of whose ranks each host has `per_host` that follow one another."""
+    """The transport of a communicator with `per_host` consecutive ranks on each host."""
 
     __slots__ = ("_host", "_own", "_parts", "_per_host", "_plain", "_ranks")
 
@@ -253,7 +267,7 @@ class AcrossHosts(C10dTransport):
         return self if self._parts else self._plain
 
     def _connected(self) -> tuple[Transport, ...]:
-        """Make the groups inside the hosts and between them, and agree with all ranks that they share memory."""
+        """Make the groups inside and between hosts; agree with all ranks that they share memory."""
         first = self._host * self._per_host
         inside = comm_for("inside_host", self._ranks[first : first + self._per_host], "gloo")
         between = comm_for("between_hosts", self._ranks[self._own :: self._per_host], "gloo")
@@ -264,7 +278,10 @@ class AcrossHosts(C10dTransport):
         return own, C10dTransport(between, channel, self._name)
 
     def _run(self, steps: Callable[..., None], kind: str, tensor: Tensor, *what: object) -> Handle:
-        """All steps, unseen by modes, as one collective. What fails inside a host, its partners on others repeat."""
+        """Run all steps as one collective, unseen by modes.
+
+        The partners of a rank on other hosts repeat an error that occurs inside its host.
+        """
         record(self._name, (kind, tensor.dtype, tensor.numel(), *what))
         try:
             on_plain_kernels(steps, *(self._parts or ()), len(self._ranks) // self._per_host)
@@ -337,7 +354,10 @@ class AcrossHosts(C10dTransport):
         return self._run(steps, "broadcast", tensor, "", root)
 
     def _padded(self, tensor: Tensor) -> Tensor:
-        """All elements in one dim, of a length that the ranks of a host divide: a view where it is."""
+        """Return all elements in one dim, of a length that the ranks of a host divide.
+
+        The result is a view if the tensor has such a length.
+        """
         flat = tensor.view(-1)
         more = -flat.numel() % self._per_host
         return torch.cat([flat, flat.new_zeros(more)]) if more else flat

@@ -1,10 +1,10 @@
-"""A call of a collective: between whom it is, what cannot be right, what is called, and what it returns.
+"""The calls of collectives: their communicator, their checks, the backend call and the result.
 
-Refusals raise before anything is sent. Seven calls are what collectives consist of: they go by the
-communicator's transport, and are functional collectives while compiling. Their blocks follow one
-another along dim 0 in index order of the communicator, which has several ranks; inputs of equal
-blocks may have any strides, others are contiguous. `background` says that the caller goes on before
-it waits.
+Checks raise before anything is sent. Collectives consist of seven calls, which use the
+communicator's transport, and which are functional collectives while compiling. Their blocks are in
+index order of the communicator along dim 0, and the communicator has several ranks. Inputs of equal
+blocks may have any strides, others are contiguous. `background` means that the caller goes on
+before it waits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LARGE_BYTES = 32 << 20
 
 
 def resolve(along: object) -> Comm:
-    """The communicator meant by a Comm or a (mesh, axes) pair; CollectiveTypeError for anything else."""
+    """Return the communicator of a Comm or a (mesh, axes) pair; CollectiveTypeError otherwise."""
     if isinstance(along, Comm):
         return along
     if isinstance(along, tuple) and len(along) == 2 and isinstance(along[0], DeviceMesh):
@@ -61,7 +61,7 @@ def resolve(along: object) -> Comm:
 
 
 def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
-    """The communicator of a collective of a tensor, which is one that can be sent (`check_operand`)."""
+    """Check the operand of a collective (`check_operand`), and return the communicator."""
     comm = along if type(along) is Comm else resolve(along)
     if type(tensor) is not Tensor or tensor.requires_grad or not is_dense(tensor):
         check_operand(tensor, name)
@@ -69,7 +69,7 @@ def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
 
 
 def checked_each(tensors: Sequence[Tensor], along: Along, taken: str) -> Comm:
-    """`checked` of a list of tensors; `taken` says what the call takes."""
+    """Check a list of tensors as `checked` does; `taken` describes the allowed arguments."""
     require_tensors(tensors, taken)
     comm = resolve(along)
     for tensor in tensors:
@@ -78,7 +78,7 @@ def checked_each(tensors: Sequence[Tensor], along: Along, taken: str) -> Comm:
 
 
 def require_tensors(tensors: Sequence[Tensor], taken: str) -> None:
-    """CollectiveTypeError for what is no sequence of tensors; `taken` says what the call takes."""
+    """Raise CollectiveTypeError unless given a sequence of tensors; `taken` describes it."""
     if not isinstance(tensors, list | tuple) or any(
         type(tensor) is not Tensor for tensor in tensors
     ):
@@ -86,14 +86,17 @@ def require_tensors(tensors: Sequence[Tensor], taken: str) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements are numbers in memory at strides; a compiler, which traces no others, is not asked."""
+    """Return whether the elements are numbers in memory at strides.
+
+    A compiler traces no other tensors, so the check is skipped there.
+    """
     return is_compiling() or (
         tensor.layout is _STRIDED and not tensor.is_quantized and not tensor.is_nested
     )
 
 
 def check_operand(tensor: Tensor, name: str = "tensor") -> None:
-    """CollectiveError for what is no dense tensor, and for one that would lose a gradient."""
+    """Raise CollectiveError for a tensor that is not dense, or that would lose a gradient."""
     require(tensor, Tensor, f"{name} of a collective is a torch.Tensor", CollectiveTypeError)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise CollectiveError(
@@ -118,13 +121,19 @@ def check_operand(tensor: Tensor, name: str = "tensor") -> None:
 
 
 def materialized(tensor: Tensor) -> Tensor:
-    """The tensor with its values in contiguous memory, as backends read them: `conj()` and `imag` may be lazy views."""
+    """Return the tensor with its values in contiguous memory, as backends read them.
+
+    `conj()` and `imag` may be lazy views.
+    """
     # a compiler resolves lazy views itself
     return tensor.contiguous() if is_compiling() else in_memory(tensor)
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """`materialized` for callers that know that nothing is compiled: a compiler cannot trace the questions."""
+    """Return the `materialized` tensor, for callers that know that nothing is compiled.
+
+    A compiler cannot trace the checks.
+    """
     if type(tensor) is not Tensor:
         tensor = as_plain(tensor)
     if tensor.is_conj() or tensor.is_neg():
@@ -133,10 +142,11 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """The tensor without its subclass, which other ranks may not have: a transport is chosen by the plain tensor.
+    """Return the tensor without its subclass.
 
-    It shares the memory of the tensor, except where the subclass computes its values
-    (`__torch_dispatch__`): there it is a copy.
+    Other ranks may not have the subclass, so the transport is chosen by the plain tensor. The
+    result shares the memory of the tensor, except if the subclass computes its values
+    (`__torch_dispatch__`): then it is a copy.
 
     Raises:
         CollectiveTypeError: the subclass does not let its values be copied.
@@ -158,7 +168,7 @@ def as_plain(tensor: Tensor) -> Tensor:
 
 
 def normal_dim(tensor: Tensor, dim: int) -> int:
-    """A dim counted from the front; DimError if the tensor does not have it."""
+    """Return a dim counted from the front; raise DimError if the tensor does not have it."""
     if type(dim) is not int:
         require(dim, int, "a dim of a tensor is an int", CollectiveTypeError)
     ndim = tensor.ndim
@@ -171,7 +181,7 @@ def normal_dim(tensor: Tensor, dim: int) -> int:
 
 
 def refuse_uneven(tensor: Tensor, dim: int, comm: Comm) -> NoReturn:
-    """CollectiveError: the dim does not divide."""
+    """Raise CollectiveError because the dim does not divide."""
     raise CollectiveError(
         f"dim {dim} of shape {tuple(tensor.shape)} does not divide into {comm.size} equal blocks "
         f"along {'x'.join(comm.axes)}: use the form with sizes (ending in _v)"
@@ -179,7 +189,7 @@ def refuse_uneven(tensor: Tensor, dim: int, comm: Comm) -> NoReturn:
 
 
 def check_sizes(sizes: Sizes, comm: Comm, name: str = "sizes") -> int:
-    """The sum of sizes; CollectiveError unless they are one non-negative count per rank."""
+    """Return the sum of sizes; CollectiveError unless they are one non-negative count per rank."""
     taken = "the sizes of blocks are a sequence of int, one per rank"
     try:
         total = sum(sizes)
@@ -197,12 +207,15 @@ def check_sizes(sizes: Sizes, comm: Comm, name: str = "sizes") -> int:
 
 
 def are_equal(sizes: Sizes) -> bool:
-    """Whether all are one size. Symbols of a compiler are among them, which have no hash."""
+    """Return whether all sizes are equal.
+
+    The sizes may be symbols of a compiler, which have no hash.
+    """
     return all(size == sizes[0] for size in sizes)
 
 
 def check_root(index: int, comm: Comm, name: str) -> None:
-    """CollectiveError for what is no index of a rank along the communicator."""
+    """Raise CollectiveError unless an index of a rank along the communicator is given."""
     if type(index) is not int:
         require(
             index,
@@ -227,10 +240,11 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
     same: Mapping[str, object] = MappingProxyType({}),
     flow: tuple[Sizes, Sizes] | None = None,
 ) -> Tensor | Pending:
-    """What a collective of one tensor returns, by `start` or as a copy of one rank's own; observers hear of it as one.
+    """Return the result of a collective of one tensor, and report it to observers once.
 
-    They get the fields of an `Event`; with `same`, unless ranks send different amounts, the shape
-    of the tensor.
+    The result comes from `start`, or is a copy of the tensor if the communicator has one rank.
+    Observers get the fields of an `Event`; `same` also has the shape of the tensor, unless ranks
+    send different amounts.
     """
     if comm.size == 1:
         own = tensor.clone(memory_format=torch.contiguous_format)
@@ -256,7 +270,7 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
 def carrier_of(
     comm: Comm, tensor: Tensor, op: str = "", background: bool = False, uneven: bool = False
 ) -> Transport:
-    """What carries a message by its communicator's transport."""
+    """Return the transport that carries a message of a communicator."""
     # The world first: another thread that renews the communicator drops the old transport before it
     # notes the world.
     transport = comm.transport if WORLDS._default_pg is comm._world else None
@@ -266,7 +280,10 @@ def carrier_of(
 
 
 def _connected(comm: Comm, tensor: Tensor) -> Transport:
-    """The transport of a communicator in the present world, which over gloo is chosen for the first CPU tensor."""
+    """Return the transport of a communicator in the present world.
+
+    Over gloo it is chosen for the first CPU tensor.
+    """
     # in this order: the group of a new world has no transport yet
     group = comm.group
     transport = comm.transport
@@ -285,12 +302,15 @@ def _connected(comm: Comm, tensor: Tensor) -> Transport:
 
 
 def is_read_at_start(tensor: Tensor, comm: Comm, op: str = "") -> bool:
-    """Whether a collective in the background has read its operand when it has started: shared memory has a copy."""
+    """Return whether a background collective has read its operand once it has started.
+
+    Shared memory then has a copy.
+    """
     return comm.size == 1 or type(carrier_of(comm, tensor, op, True)) is SharedMemoryTransport
 
 
 def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Pending:
-    """Reduce in place; while compiling the result is another tensor, so use what it brings."""
+    """Reduce in place; while compiling the result is another tensor, so use the returned one."""
     if is_traced(tensor):
         return in_graph("all_reduce", tensor, comm, op)
     sent = tensor if type(tensor) is Tensor else as_plain(tensor)
@@ -299,7 +319,7 @@ def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -
 
 
 def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
-    """Whether an all-reduce is fastest when every rank sends its tensor to each other rank and adds up on arrival.
+    """Return whether an all-reduce is fastest as one all-to-all with the sums taken on arrival.
 
     gloo's ring takes 2 (size - 1) turns, each of which waits for another process; one all-to-all
     waits once. The answer is the same on all ranks: it depends on nothing that differs between
@@ -320,7 +340,10 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
 def all_gather(
     tensor: Tensor, comm: Comm, background: bool = False, out: Tensor | None = None
 ) -> Pending:
-    """(m, ...) -> (size * m, ...); writes into `out` when there is one, of which `tensor` is this rank's block."""
+    """Gather blocks, (m, ...) -> (size * m, ...).
+
+    Writes into `out` if it is given; `tensor` is this rank's block of `out`.
+    """
     if is_traced(tensor):
         pending = in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size)
     else:
@@ -334,7 +357,7 @@ def all_gather(
 
 
 def all_gather_v(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pending:
-    """`S(0) -> R`: (sizes[rank], ...) -> (sum(sizes), ...)."""
+    """Gather blocks, `S(0) -> R`: (sizes[rank], ...) -> (sum(sizes), ...)."""
     largest = max(sizes)
     rest = rows.shape[1:]
     # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in
@@ -361,7 +384,7 @@ def all_gather_v(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pe
 
 
 def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Pending:
-    """(size * m, ...) -> (m, ...)."""
+    """Reduce blocks and return this rank's one, (size * m, ...) -> (m, ...)."""
     if comm.order is not None:
         tensor = _reordered(tensor, group_to_index(comm))
     if is_traced(tensor):
@@ -373,7 +396,10 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
 
 
 def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
-    """(size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i."""
+    """Exchange equal blocks, (size * m, ...) -> (size * m, ...).
+
+    Block j goes to rank j, block i comes from rank i.
+    """
     if comm.order is not None:
         tensor = _reordered(tensor, group_to_index(comm))
     if is_traced(tensor):
@@ -390,7 +416,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
 def all_to_all_v(
     flat: Tensor, comm: Comm, send: Sizes, receive: Sizes, background: bool = False
 ) -> Pending:
-    """1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i."""
+    """Send blocks of `send[j]` elements to rank j; receive `receive[i]` elements from rank i."""
     order = group_to_index(comm)
     positions = comm.order
     if positions is not None:
@@ -414,7 +440,7 @@ def all_to_all_exact(
     out: Tensor | None = None,
     background: bool = False,
 ) -> Pending:
-    """`all_to_all_v` with blocks and counts in the order of the group; writes into `out` when there is one."""
+    """Run `all_to_all_v` in the order of the group; write into `out` if it is given."""
     if is_traced(flat):
         return in_graph("all_to_all_single", flat, comm, receive, send)
     flat = flat if type(flat) is Tensor else as_plain(flat)
@@ -436,20 +462,23 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
 
 
 def _written(tensor: Tensor, sent: Tensor, work: Handle) -> Pending:
-    """A tensor of a subclass, overwritten with what arrives in the plain tensor that was sent for it."""
+    """Overwrite a tensor of a subclass with the values of the plain tensor that was sent for it."""
     shares_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     return Pending(tensor, work, None if shares_memory else lambda _: tensor.copy_(sent))
 
 
 def group_to_index(comm: Comm) -> list[int]:
-    """Rank in the group -> index along the communicator, the inverse of `comm.order`."""
+    """Return the index along the communicator of each rank in the group, inverse to `order`."""
     # order (2, 0, 1), index 0 being rank 2 of the group: its ranks have indices 1, 2, 0
     indices = range(comm.size)
     return list(indices) if comm.order is None else sorted(indices, key=comm.order.__getitem__)
 
 
 def _reordered(tensor: Tensor, order: Sequence[int], sizes: Sizes = ()) -> Tensor:
-    """Blocks along dim 0 in another order, equal ones without `sizes`; not by an index, which devices would be sent."""
+    """Return blocks along dim 0 in another order, equal blocks if `sizes` are not given.
+
+    It does not use an index tensor, which would have to be sent to the device.
+    """
     if sizes:
         blocks: Sequence[Tensor] = torch.split(tensor, list(sizes))
     elif tensor.numel():
@@ -461,9 +490,10 @@ def _reordered(tensor: Tensor, order: Sequence[int], sizes: Sizes = ()) -> Tenso
 
 
 def in_huge_pages(new: Tensor) -> Tensor:
-    """The tensor, whose memory nobody has written yet: a large one on the CPU will be in huge pages.
+    """Put a tensor that nothing has been written to in huge pages if it is large and on the CPU.
 
-    Systems give them to programs that ask (`madvise`, the usual setting).
+    Systems give huge pages to programs that request them (`madvise`, the usual setting). Returns
+    the tensor.
     """
     if new.nbytes >= LARGE_BYTES and new.is_cpu and hasattr(mmap, "MADV_HUGEPAGE"):
         # address 5000, pages of 4096: 8192

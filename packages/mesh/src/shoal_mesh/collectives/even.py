@@ -2,9 +2,9 @@
 
 Every function takes a `Comm` or a pair (mesh, axis or axes) and returns a fresh tensor, unless its
 name ends with an underscore. Blocks are in index order of the communicator. `async_op=True` returns
-a `Pending`. While torch.compile traces they become functional collectives. A communicator of one
-rank sends nothing. None is differentiable: a tensor that requires grad is refused,
-`shoal_mesh.differentiable` has the versions with gradients.
+a `Pending`. While torch.compile traces, the functions become functional collectives. A communicator
+of one rank sends nothing. The functions are not differentiable: a tensor that requires grad is
+refused, and `shoal_mesh.differentiable` has the versions with gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Async) -
 def all_reduce(
     tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
-    """`P -> R`: the reduction of the ranks' tensors, the same on all of them: contiguous, and shaped like these.
+    """Reduce the tensors of all ranks, `P -> R`: a contiguous result, equal on all ranks.
 
     Args:
         tensor: this rank's, of any shape; shape and dtype are equal on all ranks.
@@ -78,11 +78,11 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Async) 
 def all_reduce_(
     tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
-    """`P -> R`: `all_reduce` into the tensor itself, which is returned.
+    """Reduce the tensors of all ranks into the tensor itself, `P -> R`, and return it.
 
-    A contiguous tensor is reduced in its own memory, another one through a copy. With `async_op` do
-    not use the tensor until the `Pending` has been waited for. Arguments and errors are those of
-    `all_reduce`.
+    A contiguous tensor is reduced in its own memory, another tensor through a copy. With `async_op`
+    do not use the tensor until the `Pending` has been waited for. Arguments and errors are the same
+    as for `all_reduce`.
 
     Example:
         >>> def example() -> list[float]:
@@ -124,7 +124,7 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = ..., *, async_op: Async) 
 def all_gather(
     tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """`S(dim) -> R`: the ranks' shards joined along `dim` in index order, so n times as long there.
+    """Join the ranks' shards along `dim` in index order, `S(dim) -> R`: n times as long there.
 
     Args:
         tensor: this rank's shard; shape and dtype are equal on all ranks. One without dims counts
@@ -178,7 +178,7 @@ def reduce_scatter(
 def reduce_scatter(
     tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
-    """`P -> S(dim)`: this rank's block, 1/n along `dim`, of the reduction of the ranks' tensors.
+    """Reduce the ranks' tensors and return this rank's block along `dim`, `P -> S(dim)`.
 
     Args:
         tensor: shape and dtype are equal on all ranks; its length along `dim` is a multiple of n.
@@ -229,7 +229,9 @@ def all_to_all(
 def all_to_all(
     tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """`S(concat_dim) -> S(split_dim)`: block j along `split_dim` goes to rank j, what arrives is joined.
+    """Move a sharding from one dim to another, `S(concat_dim) -> S(split_dim)`.
+
+    Block j along `split_dim` goes to rank j; the blocks that arrive are joined.
 
     Args:
         tensor: this rank's shard; shape and dtype are equal on all ranks, `split_dim` divides by n.
@@ -268,12 +270,12 @@ def all_to_all(
 
 
 def _blocks_first(tensor: Tensor, count: int, dim: int) -> Tensor:
-    """The blocks along `dim` along dim 0: (a, count * b) -> (count * a, b) for dim 1."""
+    """Move the blocks along `dim` to dim 0: (a, count * b) -> (count * a, b) for dim 1."""
     return tensor if dim == 0 else torch.cat(tensor.chunk(count, dim))
 
 
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
-    """`one rank -> R`: a copy of the tensor of the rank with index `src`.
+    """Return a copy of the tensor of the rank with index `src`, `one rank -> R`.
 
     Args:
         tensor: shape and dtype are equal on all ranks; its values are read on `src` only.
@@ -300,7 +302,7 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
 
 
 def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
-    """`P -> R`: reduce a contiguous tensor that nobody else holds."""
+    """Reduce a contiguous tensor that nothing else refers to, `P -> R`."""
     sent = own if how.dtype is None else _as_sent(own, how.dtype)
     if in_tree(own, how.op):
         pending = Pending(_all_reduce_in_tree(sent, comm, how.op), None)
@@ -317,7 +319,10 @@ def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pe
 def reduced_blocks(
     rows: Tensor, comm: Comm, how: WireReduction, background: bool, sizes: Sizes = ()
 ) -> Pending:
-    """`P -> S(0)`: (size * m, ...) -> (m, ...); with `sizes` (sum(sizes), ...) -> (sizes[rank], ...)."""
+    """Reduce blocks and return this rank's one, `P -> S(0)`.
+
+    Shapes are (size * m, ...) -> (m, ...), or with `sizes` (sum(sizes), ...) -> (sizes[rank], ...).
+    """
     if sizes and not calls.are_equal(sizes):
         largest = max(sizes)
         own = sizes[comm.rank]
@@ -344,14 +349,17 @@ def reduced_blocks(
 
 
 def _as_sent(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor of a dtype to reduce in place of another: same shape, (..., 2) for complex."""
+    """Return a contiguous tensor of a dtype that backends reduce, in place of another tensor.
+
+    It has the same shape, or (..., 2) for complex numbers.
+    """
     return (
         torch.view_as_real(calls.materialized(tensor)) if tensor.is_complex() else tensor.to(dtype)
     )
 
 
 def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dtype) -> Pending:
-    """A reduction on the wire, as that of the caller's op and dtype."""
+    """Convert a reduced tensor from the wire's op and dtype to those of the caller."""
     if how.divide:
         pending = pending.then(lambda total: total.div_(comm.size))
     if how.dtype is None:
@@ -362,7 +370,7 @@ def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dty
 
 
 def _reduced_terms(terms: Tensor, op: str, own: Tensor) -> Tensor:
-    """(size, ...) -> (...): the terms of all ranks summed or averaged in place of the rank's own."""
+    """Sum or average the terms of all ranks in place of the rank's own, (size, ...) -> (...)."""
     if op == "sum":
         return torch.sum(terms, 0, out=own)
     reduce_rows(terms.view(terms.shape[0], -1), op, own.view(-1))
@@ -370,14 +378,14 @@ def _reduced_terms(terms: Tensor, op: str, own: Tensor) -> Tensor:
 
 
 def _reduced_in_tree(terms: Tensor, comm: Comm, op: str) -> Tensor:
-    """(size * m, ...) -> (m, ...): the sum or mean of the blocks that all ranks have sent."""
+    """Return the sum or mean of the blocks of all ranks, (size * m, ...) -> (m, ...)."""
     # (8, 3) of 4: (4, 2, 3)
     rows = terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:])
     return tree_sum(rows) if op == "sum" else tree_mean(rows)
 
 
 def _all_reduce_in_tree(tensor: Tensor, comm: Comm, op: str) -> Tensor:
-    """The sum or mean of all ranks' tensors in place of a contiguous one, complete when it returns."""
+    """Sum or average all ranks' tensors in place of a contiguous one, complete on return."""
     flat = tensor.view(-1)
     if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
         terms = calls.all_gather(flat.unsqueeze(0), comm).wait()

@@ -1,9 +1,9 @@
-"""What keeps the collectives of all ranks' graphs the same, where ranks compute differently.
+"""Dependences that keep the collectives of all ranks' graphs equal if ranks compute differently.
 
-A compiler sees one rank's program. It drops a collective whose result that rank does not use,
-though the others need it there, makes one of two that are equal there, and moves between forward
-and backward what saves memory for the sizes that the rank has. In eager code nothing of this does
-anything.
+A compiler sees the program of one rank. It drops a collective whose result that rank does not use,
+although other ranks need it there. It merges two collectives that are equal on that rank, and moves
+operations between forward and backward if that saves memory for the sizes of the rank. In eager
+code these functions have no effect.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _calls = count(1 << 40)
 
 
 def in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pending:
-    """A functional collective in the graph, complete.
+    """Run a functional collective in the graph, complete.
 
     It is this package's operator on gloo, where that is faster, and on groups written in Python,
-    which C++ cannot call; torch's elsewhere and in exported programs, which run without this
-    package.
+    which C++ cannot call. Elsewhere, and in exported programs, which run without this package, it
+    is torch's operator.
     """
     if not is_compiling() and has_tangent(operand):
         raise CollectiveError(
@@ -51,12 +51,12 @@ def in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pend
 
 
 def distinct(tensor: Tensor) -> Tensor:
-    """The input of a functional collective, as an expression that no other collective of the graph has.
+    """Return the input of a functional collective as an expression that is unique in the graph.
 
     The compiler merges calls with equal inputs, on the assumption that all ranks have the same
-    graph. They need not: two shards that are empty on this rank are equal here, and differ
-    elsewhere. A slice from a number that no other call has keeps them apart (inductor drops slices
-    from 0). What dynamo traces line by line is the user's program: there, equal inputs are equal on
+    graph. Graphs may differ: two shards that are empty on this rank are equal here, and differ
+    elsewhere. A slice from a number that no other call uses keeps the inputs apart (inductor drops
+    slices from 0). Dynamo traces the user's program line by line: equal inputs there are equal on
     all ranks.
     """
     if tensor.ndim == 0 or torch.compiler.is_dynamo_compiling():
@@ -65,11 +65,12 @@ def distinct(tensor: Tensor) -> Tensor:
 
 
 def in_its_pass(collective: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """The result of a functional collective, which stays in the backward where a compiler traces it there.
+    """Return the result of a functional collective such that it stays in the backward.
 
-    A partitioner moves into the forward what depends on no gradient, where that saves memory by the
-    sizes of this rank's tensors. Those of other ranks may be uneven, and their graphs would have it
-    in the backward. (Symbols among the arguments may be of the forward: they would have to stay
+    This concerns code that a compiler traces in the backward. A partitioner moves operations that
+    depend on no gradient into the forward if that saves memory for the sizes of this rank's
+    tensors. The tensors of other ranks may be uneven, and their graphs would keep the operation in
+    the backward. (Symbols among the arguments may belong to the forward: they would have to stay
     too.)
     """
     if torch.compiler.is_dynamo_compiling() or any(
@@ -87,12 +88,13 @@ def in_its_pass(collective: Callable[..., Tensor], *arguments: object) -> Tensor
 
 
 def bound(tensor: Tensor, *to: Tensor) -> Tensor:
-    """The tensor; in compiled code a copy, of which a compiler knows that it depends on others.
+    """Return the tensor; in compiled code, a copy that depends on another tensor for the compiler.
 
     Args:
-        tensor: a rank's result where it uses nothing of what a collective brought, or the operand
-            of a collective to which it has nothing to give.
-        to: what the collective brought; what the operands of the other ranks are made of.
+        tensor: a rank's result that uses nothing of a collective's result, or the operand of a
+            collective to which the rank contributes nothing.
+        to: the result of the collective, or the tensors that the operands of the other ranks are
+            made of.
 
     Example:
         >>> totals = torch.tensor([6.0, 15.0])  # of two ranks, of which the first has nothing before it to add
@@ -109,15 +111,16 @@ def bound(tensor: Tensor, *to: Tensor) -> Tensor:
 
 
 def contribution(operand: Tensor, held: bool, other: float) -> Tensor:
-    """`R -> P`: what a rank adds to a reduction of a tensor that all hold: its copy on one rank, a constant on others.
+    """Return this rank's term of a reduction of a tensor that all ranks hold, `R -> P`.
 
-    A compiler drops what a constant replaces: ranks' graphs would have different collectives. So
-    compiled code has an operator here that it cannot look into.
+    The term is a copy of the tensor on one rank, and a constant on the others. A compiler drops
+    operations whose result a constant replaces, so ranks' graphs would have different collectives.
+    Compiled code therefore has an opaque operator here.
 
     Args:
-        operand: what all ranks hold.
+        operand: the tensor that all ranks hold.
         held: whether this rank is the one.
-        other: what the reduction ignores.
+        other: a value that the reduction ignores.
 
     Example:
         >>> contribution(torch.ones(2), True, 0.0), contribution(torch.ones(2), False, 0.0)

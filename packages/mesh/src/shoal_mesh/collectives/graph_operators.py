@@ -1,9 +1,9 @@
-"""What compiled code calls on gloo and on groups written in Python: operators that run what eager code runs.
+"""Operators by which compiled code runs the eager collectives on gloo and on Python groups.
 
-The functional collectives of torch call gloo, whose latency is most of a small step: an all-reduce
-of 1 KiB takes 500 us between two ranks of one host, and 60 here. Observers and the recorder hear of
-these as of eager ones. The code that inductor writes calls what an operator runs without torch's
-dispatcher, as its attribute `run`.
+The functional collectives of torch call gloo, whose latency dominates a small step: an all-reduce
+of 1 KiB takes 500 us between two ranks of one host, and 60 us here. Observers and the recorder
+record these operators like eager collectives. The code that inductor writes calls the function of
+an operator without torch's dispatcher, as its attribute `run`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _COMMS: dict[str, Comm] = {}
 
 
 def _comm(name: str) -> Comm:
-    """The communicator of a group's ranks in the order of the group: a graph has brought blocks into it."""
+    """Return the communicator of a group's ranks in the order of the group.
+
+    The graph has already put the blocks in that order.
+    """
     group = _torch.group_by_name(name)
     comm = _COMMS.get(name)
     if comm is None or comm._group is not group:
@@ -84,7 +87,11 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _shape_of(name: str, shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What compilers ask for an operator's shape, in every graph: by then inductor is loaded, if it compiles."""
+    """Return the function that gives compilers the shape of an operator's result.
+
+    It also keeps the operator in order: when a compiler calls the function, inductor is loaded if
+    it compiles.
+    """
 
     def traced(*arguments: Any) -> Tensor:
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
@@ -99,7 +106,7 @@ _LIBRARIES: list[Any] = []
 
 
 def define_operators() -> None:
-    """Make the operators known to torch."""
+    """Register the operators with torch."""
     library: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
     for schema, (run, shape) in OPERATORS.items():
         name = schema.partition("(")[0]

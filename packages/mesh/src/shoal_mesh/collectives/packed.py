@@ -1,10 +1,9 @@
-"""Many tensors in one collective: blocks in, blocks out, everything else is sizes.
+"""Many tensors in one collective.
 
-Between CPU ranks of one host tensors are packed straight into shared memory and taken straight from
-it, so there is no second copy of what is sent and received. Elsewhere they are packed into a
-message for the backend. `start_packed` takes flat tensors of one dtype and returns at once. The
-functions for "coalesced" tensors of any shape and dtype wait: they send as many messages as there
-are dtypes.
+Between CPU ranks of one host, tensors are packed straight into shared memory and read straight from
+it, so sent and received tensors have no second copy. Elsewhere they are packed into a message for
+the backend. `start_packed` takes flat tensors of one dtype and returns at once. The functions for
+"coalesced" tensors of any shape and dtype wait: they send one message for each dtype.
 """
 
 from __future__ import annotations
@@ -41,20 +40,21 @@ def start_packed(
     *,
     background: bool = True,
 ) -> Pending[Flat]:
-    """`S -> R`, `P -> S` or `P -> R`: many tensors in one message.
+    """Start a collective of many tensors in one message: `S -> R`, `P -> S` or `P -> R`.
 
-    What a gather brings is memory that others write to afterwards: `then` is given the function
-    that copies it.
+    The memory that a gather returns is overwritten afterwards: the function that is passed to
+    `then` copies it.
 
     Args:
-        kind: what arrives. Of an "all_gather" one flat tensor for each rank, in index order (where
-            all are of one size, that may be a matrix of a row for each); of a "reduce_scatter" one
-            flat tensor, this rank's block of the reduction; of an "all_reduce" the reduction of
-            every tensor, in memory of its own.
+        kind: the result. An "all_gather" returns one flat tensor for each rank, in index order (if
+            all have one size, that may be a matrix with a row for each rank). A "reduce_scatter"
+            returns one flat tensor, this rank's block of the reduction. An "all_reduce" returns the
+            reduction of every tensor, in memory of its own.
         tensors: flat, of one dtype, in the same order on all ranks; not to be written to before the
-            result has been waited for. Of a reduce-scatter those for the first rank, then those for
-            the second, and so on; or matrices of n rows, row i of each for rank i. The list is
-            emptied when they are in a message of their own, beside which they need not live.
+            result has been waited for. A reduce-scatter takes the tensors for the first rank, then
+            the tensors for the second rank, and so on; or matrices of n rows, row i of each for
+            rank i. The list is emptied once the tensors are copied to a message, so that they can
+            be freed.
         comm: a communicator of n ranks, or (mesh, axes).
         sizes: (n,) elements of every rank's block, 0 allowed; equal on all ranks. Not for an
             all-reduce.
@@ -165,7 +165,7 @@ def _coalesced(
     dim: int | None,
     op: str = "",
 ) -> list[Tensor]:
-    """What `run` returns for the tensors of each dtype, in the order of all."""
+    """Call `run` with the tensors of each dtype; return the results in the order of the tensors."""
     positions: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
         # float32, int64, float32: [0, 2] and [1]
@@ -183,7 +183,7 @@ def _coalesced(
 
 
 def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -> list[Tensor]:
-    """`P -> R`: `all_reduce` of every tensor of a list, in one collective per dtype.
+    """Run `all_reduce` on every tensor of a list, `P -> R`, in one collective per dtype.
 
     Args:
         tensors: any shapes and dtypes, in the same order on all ranks.
@@ -211,7 +211,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
 
 
 def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -> list[Tensor]:
-    """`S(dim) -> R`: `all_gather` of every tensor of a list along `dim`, in one collective per dtype.
+    """Run `all_gather` on every tensor of a list, `S(dim) -> R`, in one collective per dtype.
 
     Args:
         tensors: any shapes and dtypes, in the same order on all ranks.
@@ -252,7 +252,7 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
 def reduce_scatter_coalesced(
     tensors: Sequence[Tensor], comm: Along, dim: int = 0, op: str = "sum"
 ) -> list[Tensor]:
-    """`P -> S(dim)`: `reduce_scatter` of every tensor of a list along `dim`, in one collective per dtype.
+    """Run `reduce_scatter` on every tensor of a list, `P -> S(dim)`, in one collective per dtype.
 
     Args:
         tensors: any shapes and dtypes, in the same order on all ranks; each is a multiple of n long

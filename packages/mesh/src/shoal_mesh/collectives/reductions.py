@@ -1,17 +1,17 @@
-"""How tensors are reduced over ranks: which reductions a dtype has, as which dtype it is sent, in which order summed.
+"""Reductions of tensors over ranks: the ops of each dtype, the dtype sent, and the order of sums.
 
 Backends send few dtypes and reduce fewer (gloo has no int16 and no complex all-gather). Data that
-only moves is sent as bytes, complex sums as pairs of reals, small integers are reduced in a wider
-dtype. An average is a sum and a division. Of half types the sum may leave the range where every
-value and the mean do not: their averages are summed in float32 where this package sums, and
-elsewhere divided in two parts, one before and one after the sum
+only moves is sent as bytes, complex sums as pairs of reals, and small integers are reduced in a
+wider dtype. An average is a sum and a division. The sum of half types may leave the range although
+every value and the mean are within it: averages of half types are summed in float32 if this package
+sums, and otherwise divided in two parts, one before and one after the sum
 (`c10d_transport.split_divisor`).
 
-A backend adds in an order of its own: gloo's ring begins at another rank for each part, NCCL
-chooses. Inside `sums_in_tree` ranks exchange their terms instead and every rank adds those of its
-part in the tree of `tree_sum`, in index order, so that their bits do not depend on how many ranks
-share the terms. What is sent is what a reduction sends: one all-to-all, and an all-gather where
-every rank wants the whole.
+A backend adds in its own order: gloo's ring begins at another rank for each part, NCCL chooses.
+Inside `sums_in_tree` ranks exchange their terms instead, and every rank adds the terms of its part
+in the tree of `tree_sum`, in index order, so that the bits do not depend on how many ranks share
+the terms. This sends as much as a reduction: one all-to-all, and an all-gather if every rank needs
+the whole result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 class WireReduction(NamedTuple):
-    """How to reduce one dtype with one op."""
+    """A recipe to reduce one dtype with one op."""
 
     # what the transport is asked for: "avg" only of half types
     op: str
@@ -52,7 +52,10 @@ class WireReduction(NamedTuple):
 
 
 def reduction(dtype: torch.dtype, op: str) -> WireReduction:
-    """How `dtype` is reduced with `op`; CollectiveError if there is no such op, or it has no meaning for the dtype."""
+    """Return the recipe to reduce `dtype` with `op`.
+
+    Raises CollectiveError if there is no such op, or if it has no meaning for the dtype.
+    """
     if type(op) is not str:
         require(op, str, f"a reduction is one of {', '.join(REDUCE)}", CollectiveTypeError)
     return _reduction(dtype, op)
@@ -103,10 +106,11 @@ _traced_blocks: list[None] = []
 
 @contextmanager
 def sums_in_tree() -> Iterator[None]:
-    """A block in which floating-point sums over ranks are taken in one binary tree, in backward passes too.
+    """Open a block in which floating-point sums over ranks are taken in one binary tree.
 
-    All ranks must be inside. With it, 8 terms on one rank, 4 each on two ranks and 1 each on eight
-    have the same sum, bit for bit, if each rank adds up its own by `tree_sum`.
+    The block also covers backward passes. All ranks must be inside. With it, 8 terms on one rank, 4
+    each on two ranks and 1 each on eight have the same sum, bit for bit, if each rank adds up its
+    own terms by `tree_sum`.
 
     Example:
         >>> def example() -> list[float]:
@@ -127,7 +131,7 @@ def sums_in_tree() -> Iterator[None]:
 
 
 def sums_are_in_tree() -> bool:
-    """Whether `sums_in_tree` is entered."""
+    """Return whether `sums_in_tree` is entered."""
     if _traced_blocks:
         return True
     if not _in_tree.blocks:
@@ -136,18 +140,18 @@ def sums_are_in_tree() -> bool:
 
 
 def in_tree(tensor: Tensor, op: str) -> bool:
-    """Whether a reduction is one that `sums_in_tree` orders."""
+    """Return whether `sums_in_tree` orders a reduction."""
     if op not in ("sum", "avg") or not sums_are_in_tree():
         return False
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def tree_sum(terms: Tensor) -> Tensor:
-    """(n, ...) -> (...): the sum over dim 0 in a tree that halves n while it is even.
+    """Return the sum over dim 0 in a tree that halves n while it is even, (n, ...) -> (...).
 
-    Every half is the tree of its own terms, so a rank with an aligned half or quarter of them has a
-    node of the tree. What is left, an odd number, is filled up with zeros, which change no sum, and
-    halved on.
+    Every half is the tree of its own terms, so a rank with an aligned half or quarter of the terms
+    has a node of the tree. An odd number of terms is padded with zeros, which do not change the
+    sum, and halved further.
 
     Example:
         >>> tree_sum(torch.tensor([1.0, 2.0, 3.0]))
@@ -162,7 +166,7 @@ def tree_sum(terms: Tensor) -> Tensor:
 
 
 def _filled(terms: Tensor) -> Tensor:
-    """(n, ...) -> (a power of two, ...): the terms of a tree, with zeros at the end of each odd group."""
+    """Pad the terms of a tree with zeros at each odd group, (n, ...) -> (a power of two, ...)."""
     n = terms.shape[0]
     odd = n // (n & -n)  # n = odd * 2 ** k
     full = 1 << (odd - 1).bit_length()
@@ -174,7 +178,7 @@ def _filled(terms: Tensor) -> Tensor:
 
 
 def tree_mean(terms: Tensor) -> Tensor:
-    """(n, ...) -> (...): `tree_sum / n` of a half type, in which no sum leaves the range.
+    """Return `tree_sum / n` of a half type without sums outside of its range, (n, ...) -> (...).
 
     Each node is the mean of its two: the sum, rounded to the half type, has the same digits.
 

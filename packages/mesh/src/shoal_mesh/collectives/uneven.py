@@ -1,6 +1,7 @@
-"""Collectives whose blocks have different sizes, empty ones among them; with one source or target all others are empty.
+"""Collectives whose blocks have different sizes, which may be 0.
 
-What they send is exact, or padded to the largest block where that sends less.
+With one source or one target, the blocks of all other ranks are empty. Messages have exact sizes,
+or are padded to the largest block if that sends less.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def all_gather_v(
 def all_gather_v(
     tensor: Tensor, comm: Along, sizes: Sizes, dim: int = 0, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """`S(dim) -> R`: the ranks' shards of different sizes, joined along `dim` in index order to `sum(sizes)`.
+    """Join shards of different sizes along `dim` to the length `sum(sizes)`, `S(dim) -> R`.
 
     Args:
         tensor: this rank's shard, `sizes[comm.rank]` long along `dim`; its other lengths are equal
@@ -114,7 +115,9 @@ def reduce_scatter_v(
     *,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """`P -> S(dim)`: this rank's block of the reduction of the ranks' tensors, block i `sizes[i]` long along `dim`.
+    """Reduce the ranks' tensors and return this rank's block, `P -> S(dim)`.
+
+    Block i is `sizes[i]` long along `dim`.
 
     Args:
         tensor: shape and dtype are equal on all ranks; `sum(sizes)` long along `dim`.
@@ -166,13 +169,16 @@ def all_to_all_v(
 def all_to_all_v(
     flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """`S -> S`: 1-D blocks of exact sizes; block j goes to rank j, blocks arrive joined, that of rank i as block i.
+    """Exchange 1-D blocks of exact sizes, `S -> S`.
+
+    Block j goes to rank j. The blocks that arrive are joined; the block of rank i is block i.
 
     Args:
         flat: (sum(send_sizes),), one dtype on all ranks.
         comm: a communicator of n ranks, or (mesh, axes).
         send_sizes: (n,) elements for each rank, 0 allowed.
-        recv_sizes: (n,) elements from each rank: what `send_sizes` of that rank says for this one.
+        recv_sizes: (n,) elements from each rank: the entry for this rank in the `send_sizes` of
+            that rank.
         async_op: return a `Pending` at once. The tensor must not be written to before its
             `wait()` has returned, as in torch.
 
@@ -213,7 +219,9 @@ def all_to_all_v(
 
 
 def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out: Tensor) -> Tensor:
-    """`one rank -> S`: `out`, filled with this rank's tensor of the list that the rank with index `src` holds.
+    """Fill `out` with this rank's tensor of the list on rank `src`, `one rank -> S`; return it.
+
+    `src` is an index along the communicator.
 
     Args:
         tensors: on `src` (n,) tensors in index order, of any shapes and the dtype of `out`; None
@@ -279,7 +287,7 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
 
 
 def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
-    """`S -> one rank`: every rank's tensor in index order on the rank with index `dst`, None elsewhere.
+    """Return every rank's tensor in index order on rank `dst`, None elsewhere, `S -> one rank`.
 
     Args:
         tensor: this rank's; shape and dtype are equal on all ranks.
@@ -313,7 +321,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
 
 
 def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
-    """`S -> S`: the tensor of the rank whose target is this one.
+    """Return the tensor of the rank whose target is this rank, `S -> S`.
 
     Args:
         tensor: this rank's; shape and dtype are equal on all ranks.
@@ -323,7 +331,7 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
-        CollectiveError: `targets` is no permutation of the indices, or the tensor requires grad.
+        CollectiveError: `targets` is not a permutation of the indices, or the tensor requires grad.
 
     Example:
         >>> launch(lambda: permute(torch.tensor(dist.get_rank()), comm_over((0, 1)), [1, 0]).item(), 2)
@@ -349,7 +357,7 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
 
 
 def check_targets(targets: Sequence[int], comm: Comm) -> None:
-    """Refuse what is no permutation of the indices along a communicator."""
+    """Raise unless a permutation of the indices along a communicator is given."""
     check_sizes(targets, comm, "targets")
     if sorted(targets) != list(range(comm.size)):
         raise CollectiveError(

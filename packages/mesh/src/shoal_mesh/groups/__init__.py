@@ -1,4 +1,4 @@
-"""Process groups: who makes them, who looks them up, and what the default group agrees on.
+"""Process groups: how they are made and found, and how the ranks of a group agree.
 
 May import: _torch, accelerator, argument_types, errors, shared_memory, transport.
 """

@@ -1,11 +1,10 @@
-"""Which process groups exist: the only file that creates them or looks them up.
+"""The process groups that exist; the only file that creates them or looks them up.
 
-A group is identified by its ranks and its backend options. Whoever asks for ranks and options that
-some live group has
-- the default group, one that the user created, one of another mesh - gets that group. A new one is
-  created by its
-members alone. Its name depends on nothing but its ranks, its options and how often it was created
-before, so members agree on it whatever other groups they belong to.
+A group is identified by its ranks and its backend options. A request for the ranks and options of a
+live group returns that group: the default group, one that the user created, or one of another mesh.
+A new group is created by its members alone. Its name depends on nothing but its ranks, its options
+and how often it was created before, so members agree on the name, whatever other groups they belong
+to.
 """
 
 from __future__ import annotations
@@ -30,10 +29,12 @@ from .world import require_world, world_place
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """What a user may choose for the groups of one axis; by default they have the backend of the default group.
+    """A user's choice of backend and options for the groups of one axis.
+
+    By default they have the backend of the default group.
 
     Raises:
-        MeshTypeError: a backend that is no text, or options of no backend.
+        MeshTypeError: a backend that is not a text, or options without a backend.
     """
 
     # `gloo`, `nccl`, `cpu:gloo,cuda:nccl`, ...; None is the default group's
@@ -54,12 +55,12 @@ class BackendChoice:
 
     @property
     def key(self) -> str:
-        """Text that is equal on every rank that chose the same."""
+        """A text that is equal on every rank with the same choice."""
         return f"{self.backend or 'default'} {fingerprint(self.options)}{self.tag}".rstrip()
 
 
 def fingerprint(options: object | None) -> str:
-    """The plain attributes of a backend's option object as text; '' for None."""
+    """Return the plain attributes of a backend's option object as text; '' for None."""
     if options is None:
         return ""
     parts = []
@@ -83,18 +84,19 @@ def fingerprint(options: object | None) -> str:
 @constant_when_compiled
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Comm:
-    """The communicator of this rank along some mesh axes. Compared by identity; a mesh hands out one per axes.
+    """The communicator of this rank along some mesh axes.
 
-    It outlives the default group: after `restart_world`, or `destroy_process_group` and another
-    `init_process_group` with the same world size, ranks and backend, its first collective looks up
-    or creates its group again.
+    It is compared by identity; a mesh returns one object for the same axes. It outlives the default
+    group: after `restart_world`, or after `destroy_process_group` and another `init_process_group`
+    with the same world size, ranks and backend, its first collective looks up or creates its group
+    again.
 
     Attributes:
         name: its name, as functional collectives want it.
         axes: names of the mesh axes, outermost first.
         size: number of ranks.
         rank: index of this rank, row-major over the axes in the order asked for.
-        line: global ranks in index order; of the default group a range, which is as cheap for
+        line: global ranks in index order; a range for the default group, which is as cheap for
             16,384 ranks as for four.
         order: index -> rank in the group, None when they are the same. c10d orders ranks by number;
             along a transposed or irregular mesh they count in another order, which the collectives
@@ -103,7 +105,7 @@ class Comm:
         on_gloo: whether CPU tensors travel by torch's gloo, in place of which shared memory may be
             used.
         in_python: whether the group is written in Python, over none of torch's backends.
-        transport: what carries the tensors of the present group; None when that is not decided yet.
+        transport: the transport of tensors of the present group; None until it is decided.
     """
 
     # called before there is one: what an import must not do
@@ -141,7 +143,7 @@ class Comm:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks in index order."""
+        """The global ranks in index order."""
         return tuple(self.line)
 
     def __eq__(self, other: object) -> bool:
@@ -151,7 +153,7 @@ class Comm:
 
     @classmethod
     def run_at_first(cls) -> None:
-        """Do what waits for the first communicator; later calls do nothing."""
+        """Run a function that waits for the first communicator; later calls do nothing."""
         while cls.at_first:
             cls.at_first.pop()()
 
@@ -163,13 +165,13 @@ class Comm:
         ranks: Sequence[int],
         choice: BackendChoice | None = None,
     ) -> Comm:
-        """The communicator that counts the group's ranks in the order of `ranks`.
+        """Return the communicator that counts the group's ranks in the order of `ranks`.
 
         Args:
             group: the c10d group.
             axes: names of the mesh axes.
             ranks: the global ranks of the group.
-            choice: what the group was created with; None for one that the user created.
+            choice: the options with which the group was created; None if the user created it.
         """
         cls.run_at_first()
         world = require_world()
@@ -224,10 +226,10 @@ GROUPS_IN_GRAPHS = SimpleNamespace()
 
 
 def note_group(comm: Comm) -> str:
-    """Keep a communicator's group for compiled code; returns its name. Those of an earlier world are forgotten.
+    """Keep a communicator's group for compiled code; return its name.
 
-    An attribute is read when its name is traced; of a dict Dynamo would keep the keys that it had
-    at first.
+    Groups of an earlier world are forgotten. Each group is an attribute, which is read when its
+    name is traced; of a dict, Dynamo would keep the keys that existed at first.
     """
     world = require_world()
     groups = vars(GROUPS_IN_GRAPHS)
@@ -240,7 +242,10 @@ def note_group(comm: Comm) -> str:
 
 @dataclass(slots=True)
 class _GroupRecord:
-    """The group over some ranks with some options, and how often one was created under the present default group."""
+    """The group over some ranks with some options.
+
+    It also counts how often one was created under the present default group.
+    """
 
     group: ProcessGroup | None = None
     times: int = 0
@@ -263,7 +268,7 @@ _LOCK = Lock()
 
 
 def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
-    """The communicator over any global ranks, whether or not they follow axes of one mesh.
+    """Return the communicator over any global ranks, whether or not they follow axes of a mesh.
 
     Its index follows the order of `ranks`. The group is created at first use, by its members alone,
     and kept.
@@ -274,7 +279,7 @@ def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
 
     Raises:
         NoGroupError: there is no default group, or this rank is not among `ranks`.
-        MeshTypeError: `ranks` is no sequence of integers.
+        MeshTypeError: `ranks` is not a sequence of integers.
         MeshError: ranks are repeated, or not in the world.
 
     Example:
@@ -299,11 +304,11 @@ def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
 
 
 def comm_of_threads(comm: Comm) -> Comm | None:
-    """The communicator in which the threads that call collectives unasked compare what they have.
+    """Return the communicator for messages of threads that the program did not start.
 
-    Threads come in any order, and beside the main thread. What they exchange without the program
-    asking for it goes through a group of its own, whose messages say what they are about. It counts
-    ranks by number, in any order that `comm` has; None for simulated ranks, which are threads.
+    Threads send in any order, and beside the main thread. Messages that the program does not
+    request go through their own group, and each message names its subject. The communicator counts
+    ranks by number, whatever order `comm` has. Returns None for simulated ranks, which are threads.
     """
     if comm._place is None:
         return None
@@ -313,13 +318,13 @@ def comm_of_threads(comm: Comm) -> Comm | None:
 
 
 def comm_for(purpose: str, ranks: Sequence[int], backend: str | None = None) -> Comm:
-    """The communicator over global ranks whose group serves one purpose alone; called by all of them."""
+    """Return the communicator of a group that serves one purpose alone; all its ranks call this."""
     choice = BackendChoice(backend, tag=purpose)
     return Comm.over(find_or_create(ranks, choice, purpose), (purpose,), ranks, choice)
 
 
 def _renew(comm: Comm) -> None:
-    """Give a communicator its group under the present default group; every rank of it comes here in one order."""
+    """Give a communicator its group under the present default group, in one order on all ranks."""
     world = _torch.default_group()
     place = world_place()
     with _LOCK:
@@ -352,14 +357,17 @@ def _renew(comm: Comm) -> None:
 
 
 def forget_groups() -> None:
-    """Let go of the groups of all communicators: what the default group's end does not free would stay connected."""
+    """Release the groups of all communicators.
+
+    Groups that the end of the default group does not free would stay connected.
+    """
     world = require_world()
     for comm in list(_COMMS):
         _forget_group(comm, world)
 
 
 def _forget_group(comm: Comm, world: ProcessGroup) -> None:
-    """Let go of the group of a destroyed world, and with it of its threads, files and memory."""
+    """Release the group of a destroyed world with its threads, files and memory."""
     if comm._group is None:
         return
     # the user's own: made again if it had no options of its own
@@ -375,10 +383,10 @@ def _forget_group(comm: Comm, world: ProcessGroup) -> None:
 
 
 def number_of_given(group: ProcessGroup) -> int | None:
-    """A number that tells a group that a program gave apart from all others.
+    """Return a number that distinguishes a group given by a program from all others.
 
-    None for one that any mesh over its ranks gets: the default group, and what `find_or_create` has
-    found or created with default options.
+    Returns None for a group that any mesh over its ranks gets: the default group, and groups that
+    `find_or_create` has found or created with default options.
     """
     world = require_world()
     if group is world:
@@ -392,7 +400,10 @@ def number_of_given(group: ProcessGroup) -> int | None:
 
 
 def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str) -> ProcessGroup:
-    """The group over global ranks in any order; members only. Messages of c10d call it by the description."""
+    """Return the group over global ranks in any order; only members call this.
+
+    The description is the name of the group in messages of c10d.
+    """
     world = require_world()
     if choice == BackendChoice() and ranks == range(world.size()):
         return world
@@ -412,7 +423,7 @@ def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str
 def _find(
     world: ProcessGroup, members: tuple[int, ...], choice: BackendChoice
 ) -> ProcessGroup | None:
-    """The default group or a group that the user created, if it has exactly these ranks and options."""
+    """Return the default group or a user's group with exactly these ranks and options."""
     if choice.options is not None or choice.tag:
         return None
     config = (

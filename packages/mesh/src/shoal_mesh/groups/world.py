@@ -1,4 +1,4 @@
-"""The default group, which is initialized if there is none; and agreement of the ranks of a group."""
+"""The default group, which is initialized if there is none; and agreement between ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Failures of ranks: what a rank sends of an exception, and what the parent shows of all of them.
+"""Failures of ranks: the data that a rank sends, and the report that the parent shows.
 
-The text of the error has up to ten lines for each traceback, equal ones once, and ends with the
-reason: the ranks that failed by themselves come after those that waited for them. Whole
+The text of the error has up to ten lines for each traceback, equal tracebacks once, and ends with
+the reason: the ranks that failed by themselves come after the ranks that waited for them. Whole
 tracebacks, variables and output are in a file.
 """
 
@@ -58,7 +58,7 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of the ranks of one call, for its report."""
+    """The results and failures of the ranks of one call, for its report."""
 
     name: str  # of the function
     size: int  # number of ranks
@@ -94,7 +94,10 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _summary(error: BaseException) -> str:
-    """The two innermost frames of the program, the innermost of all, and the message, in nine lines."""
+    """Return a summary of a traceback in nine lines.
+
+    It has the two innermost frames of the program, the innermost frame of all, and the message.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     steps = traceback.extract_tb(error.__traceback__)
     # the first ones are those of the worker that runs the function
@@ -117,7 +120,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _is_of_program(frame: FrameType) -> bool:
-    """Whether a frame is of neither an installed package, the standard library, torch nor shoal."""
+    """Return whether a frame is outside of packages, the standard library, torch and shoal."""
     path = frame.f_code.co_filename
     if "site-packages" in path or path.startswith(_STANDARD_LIBRARY):
         return False
@@ -130,13 +133,13 @@ def _frame_lines(step: traceback.FrameSummary) -> list[str]:
 
 
 def _message_lines(error: BaseException) -> list[str]:
-    """The class, text and notes of an error."""
+    """Return the class, text and notes of an error."""
     text = "".join(traceback.format_exception_only(error)).rstrip()
     return [line[:_MOST_CHARACTERS] for line in text.splitlines()]
 
 
 def _locals(trace: TracebackType | None) -> str:
-    """The short values of the variables of the innermost frame outside of installed packages."""
+    """Return short values of the variables in the innermost frame outside of installed packages."""
     frames = [
         frame
         for frame, _ in traceback.walk_tb(trace)
@@ -162,7 +165,7 @@ def _locals(trace: TracebackType | None) -> str:
 
 
 def report(outcome: Outcome) -> str:
-    """The text of the error about ranks that failed or did not return; whole tracebacks are in a file."""
+    """Return the text about ranks that failed or hang; whole tracebacks are in a file."""
     heading = _heading(outcome)
     path = _write(_whole(outcome, heading))
     if path:
@@ -195,7 +198,11 @@ def _heading(outcome: Outcome) -> str:
 
 
 def _equal_ones_once(failures: Mapping[int, Failure]) -> list[tuple[list[int], str]]:
-    """Ranks, and the summary that they have in common up to who has heard of a failure from whom."""
+    """Group ranks by equal summaries.
+
+    Summaries count as equal if they differ only in which rank was notified of a failure by which
+    other.
+    """
     groups: dict[str, tuple[list[int], str]] = {}
     for rank, failure in sorted(failures.items()):
         summary = failure.summary or _last_lines(failure.trace, MOST_LINES - 1)
@@ -213,7 +220,7 @@ def _last_lines(text: str, count: int) -> str:
 
 
 def _innermost_calls(stack: str) -> str:
-    """The first lines of a stack of faulthandler, which has the most recent call first, of the main thread."""
+    """Return the first lines of the main thread's stack, which has the most recent call first."""
     main = stack.rpartition("Current thread")[2] or stack.rpartition("Thread ")[2]
     calls = [line for line in main.splitlines() if line.lstrip().startswith("File ")]
     of_program = [line for line in calls[2:] if not _INSTALLED_PATH.search(line)]
@@ -221,7 +228,7 @@ def _innermost_calls(stack: str) -> str:
 
 
 def _whole(outcome: Outcome, heading: str) -> str:
-    """Everything that is known: tracebacks with variables, stacks and output."""
+    """Return all that is known: tracebacks with variables, stacks and output."""
     paragraphs = [heading]
     for rank, text in outcome.printed.items():
         paragraphs += _paragraph(f"rank {rank} printed", text.rstrip())
@@ -234,7 +241,7 @@ def _whole(outcome: Outcome, heading: str) -> str:
 
 
 def _write(text: str) -> str:
-    """Write the report of the last failure of this process; returns its path, '' where there is none."""
+    """Write the report of the last failure of this process; return its path, or ''."""
     if os.environ.get(SWITCH) == "0":
         return ""
     with suppress(OSError):

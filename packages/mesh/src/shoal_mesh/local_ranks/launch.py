@@ -1,4 +1,7 @@
-"""launch: run a function on N local ranks from a script or a notebook; under torchrun, on the ranks of torchrun."""
+"""`launch`: run a function on N local ranks from a script or a notebook.
+
+Under torchrun it runs on the ranks of torchrun.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
     timeout: float | None = None,
     **kwargs: Any,
 ) -> list[R]:
-    """What a function returns on every rank, by rank.
+    """Run a function on every rank, and return the results by rank.
 
     Args:
         fn: runs on each rank with the default process group up. Imported there by module (or
@@ -68,8 +71,8 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         nprocs: number of local ranks. Under torchrun, or where a default group is up, the ranks
             exist already: then it is their number or None.
         *args: for `fn`, pickled.
-        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, that of
-            another accelerator likewise, else `gloo`.
+        backend: of the default group; `cpu:gloo,cuda:nccl` if there is a GPU per rank, likewise for
+            another accelerator, else `gloo`.
         timeout: seconds until ranks that have not returned count as hung; None waits.
         **kwargs: for `fn`, pickled.
 
@@ -124,7 +127,7 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
 def _require_arguments(
     function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """MeshTypeError for arguments that a plain function does not take, before ranks are started."""
+    """Raise MeshTypeError for arguments that a plain function rejects, before ranks start."""
     if not isinstance(function, FunctionType):
         return
     try:
@@ -141,5 +144,5 @@ def _require_arguments(
 
 
 def keep_ranks() -> None:
-    """Have ranks stay up between calls of `launch` from now on, a pool for each number of ranks."""
+    """Keep ranks alive between calls of `launch` from now on, in a pool per number of ranks."""
     _KEPT[0] = True

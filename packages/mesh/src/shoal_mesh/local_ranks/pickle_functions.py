@@ -1,8 +1,8 @@
 """Values and functions as bytes, for another process of this machine.
 
-What is defined in a file is sent as module, file and qualified name: a script or test file that is
-not importable is loaded from its path. cloudpickle sends what has no such name - lambdas, inner
-functions, functions and classes of a notebook or doctest - as code.
+Functions and classes that a file defines are sent as module, file and qualified name: a script or
+test file that is not importable is loaded from its path. Objects without such a name (lambdas,
+inner functions, functions and classes of a notebook or doctest) are sent as code by cloudpickle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..errors import MeshTypeError, RankError
 
 
 def dump_function(function: Any) -> bytes:
-    """A function as `pickle.loads` of another process takes it; MeshTypeError for anything else."""
+    """Pickle a function for another process; raise MeshTypeError for anything else."""
     if not isinstance(function, FunctionType | type) and hasattr(function, "__func__"):
         raise MeshTypeError(
             f"{function!r} is a bound method: pass a function and send the object as an argument"
@@ -44,7 +44,7 @@ def dump_function(function: Any) -> bytes:
 
 
 def dump(value: Any) -> bytes:
-    """A value as `pickle.loads` of another process takes it; MeshTypeError if it cannot be pickled."""
+    """Pickle a value for another process; raise MeshTypeError if that fails."""
     stream = io.BytesIO()
     try:
         _Pickler(stream).dump(value)  # type: ignore[no-untyped-call]  # cloudpickle has none
@@ -56,14 +56,14 @@ def dump(value: Any) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle's, except that the other process runs the files in which functions and classes are defined.
+    """A pickler that has the other process run the files that define functions and classes.
 
-    cloudpickle sends what a script defines by value, and with an inner function copies of the
-    globals that it reads.
+    Otherwise it is the pickler of cloudpickle, which sends the definitions of a script by value,
+    and with an inner function copies of the globals that it reads.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is made again; called for all but a few builtin types."""
+        """Return how to rebuild an object; called for all but a few builtin types."""
         module = getattr(obj, "__module__", None)
         qualname = getattr(obj, "__qualname__", None)
         if (
@@ -89,27 +89,30 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _function_of(module: str, file: str, code: CodeType, name: str, cells: int) -> FunctionType:
-    """An inner function of a module, whose closure is still empty."""
+    """Return an inner function of a module, whose closure is still empty."""
     return FunctionType(
         code, vars(find_module(module, file)), name, closure=tuple(CellType() for _ in range(cells))
     )
 
 
 def _fill(function: FunctionType, state: tuple[list[Any], Any, Any]) -> None:
-    """Give a function what its closure holds, which may be itself, and its defaults."""
+    """Give a function the contents of its closure, which may include itself, and its defaults."""
     contents, function.__defaults__, function.__kwdefaults__ = state
     for cell, value in zip(function.__closure__ or (), contents, strict=True):
         cell.cell_contents = value
 
 
 def _source(module: str) -> str | None:
-    """The path of a module's source; None when there is none (a notebook, a program read from stdin)."""
+    """Return the path of a module's source, or None.
+
+    A notebook, or a program that is read from stdin, has no path.
+    """
     file = getattr(sys.modules.get(module), "__file__", None)
     return file if isinstance(file, str) and os.path.exists(file) else None
 
 
 def _attribute(module: str, qualname: str) -> Any:
-    """What a module, as far as it is loaded, has under a dotted name; None if there is nothing."""
+    """Return the object with a dotted name in a loaded module; None if there is none."""
     try:
         return attrgetter(qualname)(sys.modules[module])
     except (AttributeError, KeyError):
@@ -117,12 +120,12 @@ def _attribute(module: str, qualname: str) -> Any:
 
 
 def find_attribute(module: str, file: str, qualname: str) -> Any:
-    """What a module has under a dotted name."""
+    """Return the object with a dotted name in a module."""
     return attrgetter(qualname)(find_module(module, file))
 
 
 def find_module(module: str, file: str) -> ModuleType:
-    """A module: imported by name if that is the same file, else loaded from the file."""
+    """Import a module by name if that is the same file, or else load it from the file."""
     name = "__mp_main__" if module == "__main__" else module
     found: ModuleType | None = None
     with suppress(ImportError):

@@ -1,9 +1,9 @@
-"""RankPool: local ranks that stay up and run one function after the other, and the process that they are forked from.
+"""RankPool: local ranks that stay up and run functions, and the process that forks them.
 
-The parent sends a function to all ranks and collects what they return. A failure comes back as one
-error with every rank's traceback. A rank that does not return in time dumps its stack
-(faulthandler), the error has it, and the next call starts new ranks. Nothing uses a fixed port, and
-ranks end when the parent does.
+The parent sends a function to all ranks and collects the results. A failure is raised as one error
+with every rank's traceback. A rank that does not return in time dumps its stack (faulthandler), the
+error contains the stack, and the next call starts new ranks. No port is fixed, and ranks end when
+the parent does.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ForkServer:
 
     @classmethod
     def get(cls) -> ForkServer:
-        """The fork server of this process, alive."""
+        """Return the fork server of this process, alive."""
         with cls._lock:
             if (
                 cls._own is None
@@ -115,7 +115,7 @@ class ForkServer:
             return cls._own
 
     def fork(self, **order: object) -> None:
-        """Fork a rank; `order` are the arguments of `worker._run_rank`."""
+        """Fork a rank; `order` has the arguments of `worker._run_rank`."""
         assert self.process.stdin is not None, "opened with a pipe"
         with self._lock:  # pools of several threads
             self.process.stdin.write(json.dumps(order) + "\n")
@@ -138,15 +138,15 @@ class RankPool:
 
     Args:
         size: number of ranks.
-        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, that of
-            another accelerator likewise, else `gloo`.
-        show_output: let the ranks print where the parent does; otherwise what they print is shown
-            with a failure.
+        backend: of the default group; `cpu:gloo,cuda:nccl` if there is a GPU per rank, likewise for
+            another accelerator, else `gloo`.
+        show_output: let the ranks print to the output of the parent; otherwise their output is
+            shown with a failure.
         once: a rank ends when it has returned, as under torchrun, so that others which wait for it
             raise.
 
     Raises:
-        MeshTypeError: the size is no integer.
+        MeshTypeError: the size is not an integer.
         MeshError: the size is not positive.
 
     Example:
@@ -228,7 +228,7 @@ class RankPool:
     def run(
         self, function: Callable[..., R], *args: Any, timeout: float | None = 60.0, **kwargs: Any
     ) -> list[R]:
-        """What the function returns on every rank, by rank.
+        """Run a function on every rank, and return the results by rank.
 
         Args:
             function: imported on the ranks by module (or file) and name; lambdas and inner
@@ -238,7 +238,7 @@ class RankPool:
             **kwargs: its keyword arguments, pickled.
 
         Raises:
-            MeshTypeError: it is no function, or arguments cannot be pickled.
+            MeshTypeError: `function` is not a function, or arguments cannot be pickled.
             RankError: it failed or did not return on some rank.
             unittest.SkipTest: it asked to be skipped on every rank.
         """
@@ -282,7 +282,10 @@ class RankPool:
     def _collect(
         self, job: bytes, timeout: float | None
     ) -> tuple[dict[int, tuple[bool, Any]], tuple[int, ...], str]:
-        """The answers by rank, the ranks that did not give one, and until when they had to, in words."""
+        """Collect the answers by rank.
+
+        Returns also the ranks that did not answer, and their time limit in words.
+        """
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = dict(zip(self._connections, range(self.size), strict=True))
         for connection, rank in list(waiting.items()):
@@ -324,7 +327,10 @@ class RankPool:
         return answers, tuple(sorted(waiting.values())), limit
 
     def _receive(self, connection: Connection, rank: int) -> tuple[bool, Any] | None:
-        """(True, result) or (False, failure); None when the rank says that it has loaded the function and begins."""
+        """Return (True, result) or (False, failure).
+
+        Returns None if the rank reports that it has loaded the function and begins.
+        """
         try:
             data = connection.recv_bytes()
             return cast("tuple[bool, Any]", pickle.loads(data)) if data else None
@@ -360,7 +366,7 @@ class RankPool:
         raise RankError(text, messages, hung) from cause
 
     def _stacks(self, hung: tuple[int, ...]) -> dict[int, str]:
-        """The stack of each hung rank, as faulthandler dumps it."""
+        """Return the stack of each hung rank, as faulthandler dumps it."""
         before = {rank: len(self._read("trace", rank)) for rank in hung}
         for rank in hung:
             with contextlib.suppress(ProcessLookupError):
@@ -411,5 +417,5 @@ class RankPool:
 
 @cache
 def kept_pool(size: int, backend: str | None, show_output: bool) -> RankPool:
-    """The pool of so many ranks that this process has up until it ends."""
+    """Return the pool of some number of ranks that this process keeps until it ends."""
     return RankPool(size, backend=backend, show_output=show_output)

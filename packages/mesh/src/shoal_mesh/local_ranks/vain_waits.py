@@ -1,8 +1,8 @@
-"""Ranks of a job that wait in a collective for ranks which have returned, as their stacks show.
+"""Ranks of a job that wait in a collective for ranks that have returned, found by their stacks.
 
-A collective in shared memory sees by itself that a rank has returned. The first collective of a
-group, and those that a program starts by `torch.distributed`, wait in C++ until the timeout of the
-process group.
+A collective in shared memory detects by itself that a rank has returned. The first collective of a
+group, and collectives that a program starts by `torch.distributed`, wait in C++ until the timeout
+of the process group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INSTALLED = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"),
 
 
 class VainWaits:
-    """Looks, from time to time, whether all ranks that have not returned wait in collectives.
+    """A check, from time to time, whether all ranks that have not returned wait in collectives.
 
     Args:
         stacks: returns, by rank, the stacks of all threads of ranks, as faulthandler writes them.
@@ -40,11 +40,14 @@ class VainWaits:
         self._seen: tuple[tuple[str, ...], int] | None = None
 
     def seconds_to_next(self) -> float:
-        """How long the parent may wait for answers before it calls `are_seen`."""
+        """Return how long the parent may wait for answers before it calls `are_seen`."""
         return max(0.0, self._next - time.monotonic())
 
     def are_seen(self, pids: Mapping[int, int]) -> bool:
-        """Whether the ranks, whose processes are given by rank, have waited since the last look."""
+        """Return whether the ranks have waited since the last call.
+
+        Their processes are given by rank.
+        """
         if time.monotonic() < self._next:
             return False
         self._next = time.monotonic() + self._seconds
@@ -58,7 +61,10 @@ class VainWaits:
 
 
 def _innermost_call(dump: str) -> str:
-    """Where the main thread is, which comes last in a dump; '' if another thread runs a program."""
+    """Return the innermost call of the main thread, which is the last thread in a dump.
+
+    Returns '' if another thread runs a program.
+    """
     *others, main = re.split(r"(?:Current thread|Thread) 0x.*\n", dump)
     for thread in others:
         if any(not _is_installed(path) for path in _FILE.findall(thread)):
@@ -71,7 +77,7 @@ def _is_installed(path: str) -> bool:
 
 
 def _bytes_of(pid: int) -> int:
-    """What a process has read and written."""
+    """Return how many bytes a process has read and written."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/io").read_text().split()
         return int(fields[1]) + int(fields[3])

@@ -1,8 +1,8 @@
-"""What runs in the processes of a rank pool: the fork server, which has torch imported, and the ranks forked from it.
+"""The processes of a rank pool: the fork server, which has torch imported, and its forked ranks.
 
-A fork of a process that has torch imported starts in milliseconds where a new interpreter takes
-seconds, so a pool that has lost a rank has new ones at once. The fork server starts no threads and
-uses no device, so that forking it is safe.
+A fork of a process that has torch imported starts in milliseconds, and a new interpreter in
+seconds, so a pool that has lost a rank gets new ranks at once. The fork server starts no threads
+and uses no device, so that forking it is safe.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Job(NamedTuple):
 
 
 def serve_forks(preload: list[str]) -> None:
-    """Import what ranks need, then fork one for every line of JSON on stdin; when stdin closes, end them and itself.
+    """Import the modules that ranks need, then fork a rank for every line of JSON on stdin.
 
-    It closes with the parent. The kernel's own signal would come with the end of the thread that
-    has started this one.
+    Stdin closes when the parent ends; then the server ends its ranks and itself. The kernel's own
+    signal would be sent at the end of the thread that has started this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
@@ -84,7 +84,7 @@ def serve_forks(preload: list[str]) -> None:
 
 
 def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
-    """Run one rank until the parent closes the connection in the folder; never returns."""
+    """Run one rank until the parent closes the connection in the folder; never return."""
     code = 1
     try:
         # elsewhere the closed pipe ends it with its parent

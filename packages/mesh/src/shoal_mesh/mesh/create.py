@@ -1,4 +1,4 @@
-"""Meshes from a shape: over the ranks of the world, or without a world; and torch's `_mesh_resources`."""
+"""Meshes from a shape, over the ranks of a world or without one; and torch's `_mesh_resources`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
     lazy: bool = False,
     order: str = "rank",
 ) -> DeviceMesh:
-    """The row-major mesh over the first ranks of the world; called by all ranks with the same arguments.
+    """Create the row-major mesh over the first ranks of the world.
 
-    Initialises the default process group from the environment (torchrun) when there is none.
+    All ranks call it with the same arguments. If there is no default process group, it is
+    initialized from the environment (torchrun).
 
     Args:
         device_type: `cpu`, `cuda`, ...: without an index.
@@ -52,8 +53,9 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
             is created.
         lazy: create the group of an axis at its first use instead of now.
         order: "rank", or "topology": links between all ranks are measured, and the last axis joins
-            ranks with the fastest, as of one host, then the axis before it (`measured_order` says
-            what that gains). Ranks stay in order where no other is clearly better.
+            ranks with the fastest links, such as the ranks of one host, then the axis before it
+            (`measured_order` returns the gain). Ranks stay in order unless another order is clearly
+            better.
 
     Returns:
         The mesh, with a process group along every axis.
@@ -95,11 +97,13 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
 
 
 def measured_order(mesh_shape: Sequence[int], device_type: str = "cpu") -> RankOrder:
-    """What `init_device_mesh(..., order="topology")` would choose, with the cost before and after; called by all ranks.
+    """Return the order that `init_device_mesh(..., order="topology")` would choose.
+
+    All ranks call it. The result has the costs in rank order and in the new order.
 
     Raises:
         MeshTypeError: an argument of a wrong type.
-        MeshError: the shape is no shape, or the world is too small.
+        MeshError: the shape is not valid, or the world is too small.
 
     Example:
         >>> launch(lambda: measured_order((2,)).ranks, 2)[0]
@@ -120,12 +124,12 @@ def abstract_mesh(
     device_type: str = "cpu",
     connect: Callable[[tuple[int, ...]], Comm] | None = None,
 ) -> DeviceMesh:
-    """A mesh as one rank sees it, without process groups: for planning and simulation.
+    """Create a mesh as one rank sees it, without process groups: for planning and simulation.
 
     Args:
         shape: number of ranks along each axis.
         names: one distinct name per axis.
-        rank: the rank whose view it is; one that is not in the mesh has no coordinate.
+        rank: the rank whose view the mesh is; a rank that is not in the mesh has no coordinate.
         device_type: `cpu`, `cuda`, ...: without an index.
         connect: for simulated ranks that do communicate: the communicator of this rank among given
             global ranks, called once per group. Meshes with different functions are not equal.
@@ -159,7 +163,7 @@ def abstract_mesh(
 
 
 def safe_globals() -> list[Any]:
-    """The classes and functions in a pickled mesh, for `torch.load(..., weights_only=True)`.
+    """Return the classes and functions in a pickled mesh, for `torch.load(weights_only=True)`.
 
     Example:
         >>> import io
@@ -174,7 +178,10 @@ def safe_globals() -> list[Any]:
 
 # a name of torch, where it is an instance
 class _mesh_resources:
-    """A name that programs import from torch: the enclosing mesh, the root of a mesh, devices and hosts there are."""
+    """A name that programs import from torch.
+
+    It returns the enclosing mesh, the root of a mesh, and the numbers of devices and hosts.
+    """
 
     @staticmethod
     def get_current_mesh() -> DeviceMesh:
@@ -187,7 +194,10 @@ class _mesh_resources:
 
     @staticmethod
     def num_devices_per_host(device_type: str) -> int:
-        """Devices on this host; for the CPU the ranks that the launcher started here."""
+        """Return the number of devices on this host.
+
+        For the CPU it is the number of ranks that the launcher started here.
+        """
         if device_type == "cpu":
             return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return int(torch.get_device_module(device_type).device_count())

@@ -1,4 +1,7 @@
-"""DeviceMesh: how a mesh is made, and derived from another one (slices, flattened, split and joined axes)."""
+"""DeviceMesh: how a mesh is made, and derived from another one.
+
+Derived meshes are slices, and meshes with flattened, split and joined axes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _ENTERED: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("shoal_mesh_entered", 
 
 
 def current_mesh() -> DeviceMesh | None:
-    """The mesh of the innermost enclosing `with mesh:`, or None.
+    """Return the mesh of the innermost enclosing `with mesh:`, or None.
 
     Example:
         >>> with abstract_mesh((2,)) as mesh:
@@ -48,16 +51,17 @@ class DeviceMesh(RankGrid):
     """Ranks in a grid with named axes and a process group along each of them.
 
     Create one with `init_device_mesh`, `DeviceMesh(device_type, ranks)`, `DeviceMesh.from_group` or
-    `abstract_mesh`. Two meshes are equal when they have the same ranks at the same coordinates, the
+    `abstract_mesh`. Two meshes are equal if they have the same ranks at the same coordinates, the
     same names and backend choices, in the same lifetime of the default process group. Equal meshes
-    over different groups that a program gave (`from_group`) stay apart in caches, and each sends on
-    its own groups. Guards of compiled code compare for equality, as torch's do: DTensors bring their
-    groups with them, a mesh that is itself an argument stands for all that are equal to it.
+    over different groups that a program gave (`from_group`) stay apart in caches, and each mesh
+    sends on its own groups. Guards of compiled code compare meshes for equality, as torch's guards
+    do: DTensors bring their groups with them, and a mesh that is itself an argument stands for all
+    meshes that are equal to it.
 
     Args:
         device_type: `cpu`, `cuda`, ...: without an index.
         mesh: global ranks as a tensor or nested list; all ranks of the world by default. Every rank
-            of the world must construct the mesh with equal arguments, also those that are not in
+            of the world must construct the mesh with equal arguments, also ranks that are not in
             it.
         mesh_dim_names: one name per axis.
         backend_override: per axis (name or index) a backend, its options, or both as a pair.
@@ -121,13 +125,13 @@ class DeviceMesh(RankGrid):
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh over groups that exist, one per axis; nothing is sent.
+        """Create a mesh over existing groups, one per axis; nothing is sent.
 
         Args:
             group: the group of the only axis, or a list with this rank's group along every axis.
             device_type: `cpu`, `cuda`, ...: without an index.
-            mesh: global ranks as a tensor or nested list with one dim per axis; of one group it may
-                be None.
+            mesh: global ranks as a tensor or nested list with one dim per axis; it may be None for
+                one group.
             mesh_dim_names: one name per axis.
 
         Raises:
@@ -187,18 +191,20 @@ class DeviceMesh(RankGrid):
     def _derive(
         self, layout: Layout, names: tuple[str, ...] | None, choices: tuple[BackendChoice, ...]
     ) -> DeviceMesh:
-        """A mesh over ranks of this one."""
+        """Create a mesh over ranks of this one."""
         return self._of(
             replace(self._fields, layout=layout, names=names, choices=choices),
             self._get_root_mesh(),
         )
 
     def _get_root_mesh(self) -> DeviceMesh:
-        """The mesh that this one was derived from, itself for one that was constructed."""
+        """Return the mesh that this one was derived from; itself if it was constructed."""
         return self if self._root is None else self._root
 
     def __getitem__(self, axes: AxisLike | Sequence[AxisLike]) -> DeviceMesh:
-        """The mesh of some axes, in the order asked for, through this rank; flattened axes by the name they were given.
+        """Return the mesh of some axes, in the given order, through this rank.
+
+        Flattened axes are selected by the name that they were given.
 
         Args:
             axes: a name or index, or several.
@@ -237,17 +243,17 @@ class DeviceMesh(RankGrid):
     def flatten(
         self, name: str | None = None, backend_override: object | None = None
     ) -> DeviceMesh:
-        """The 1-D mesh over all ranks of this one in row-major order.
+        """Return the 1-D mesh over all ranks of this one in row-major order.
 
         Its group is created at first use, or is the default group if the mesh has all ranks. The
-        name also works as an axis of the mesh this one was sliced from: `mesh["a_b"]`.
+        name also works as an axis of the mesh that this one was sliced from: `mesh["a_b"]`.
 
         Args:
             name: by default `a_b` for axes a and b.
             backend_override: a backend, its options, or both as a pair.
 
         Raises:
-            MeshTypeError: the name is no text.
+            MeshTypeError: the name is not a text.
             AxisError: the name is that of another axis.
 
         Example:
@@ -290,7 +296,7 @@ class DeviceMesh(RankGrid):
         names: Sequence[str] | None = None,
         backend_override: BackendOverride | None = None,
     ) -> DeviceMesh:
-        """The mesh with one axis split row-major into several.
+        """Return the mesh with one axis split row-major into several.
 
         Args:
             dim: the axis to split.
@@ -335,7 +341,7 @@ class DeviceMesh(RankGrid):
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-        """The mesh with the axes of several meshes that were sliced from one, in the order given.
+        """Return the mesh with the axes of several slices of one mesh, in the order given.
 
         Raises:
             MeshTypeError: not a sequence of meshes.
@@ -368,7 +374,9 @@ class DeviceMesh(RankGrid):
         return root._derive(layout, read_names(names, layout.ndim), choices)
 
     def get_all_submeshes(self, axes: AxisLike | tuple[AxisLike, ...]) -> list[DeviceMesh]:
-        """The slice along `axes` at every position of the other axes, in row-major order; this rank's among them.
+        """Return the slice along `axes` at every position of the other axes, in row-major order.
+
+        The slice of this rank is among them.
 
         Raises:
             MeshTypeError: neither names nor indices.
@@ -415,7 +423,7 @@ class DeviceMesh(RankGrid):
         return self.get_local_rank(index)
 
     def _get_root_mesh_dim(self) -> int | None:
-        """The axis of the root mesh that this 1-D slice runs along, None when it is none of them."""
+        """Return the axis of the root mesh that this 1-D slice runs along, or None."""
         root = self._get_root_mesh()
         if root is self or self.ndim != 1:
             return None
@@ -434,7 +442,10 @@ class DeviceMesh(RankGrid):
         return super().__format__(spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Ranks, names and choices; groups are looked up again where the mesh is unpickled."""
+        """Return ranks, names and choices.
+
+        Groups are looked up again when the mesh is unpickled.
+        """
         return (rebuild_mesh, (self._fields, self._root, self._coordinate is not None))
 
     def __copy__(self) -> DeviceMesh:
@@ -458,20 +469,24 @@ class DeviceMesh(RankGrid):
 
 
 def rebuild_mesh(fields: MeshFields, root: DeviceMesh | None, follows: bool) -> DeviceMesh:
-    """The mesh that was pickled; a slice that ran through the rank that pickled it runs through this one now."""
+    """Rebuild a pickled mesh.
+
+    A slice that ran through the rank that pickled it runs through this rank.
+    """
     if root is not None and follows and root._coordinate is not None:
         fields = replace(fields, layout=root._layout.parallel(fields.layout, root.get_rank()))
     return DeviceMesh._of(fields, root)
 
 
 def with_own_groups(mesh: DeviceMesh, tag: str) -> DeviceMesh:
-    """Return the mesh over the same ranks whose process groups are shared with meshes of the same tag alone.
+    """Return the mesh over the same ranks with process groups of its own.
 
-    Collectives over its groups and over those of `mesh` do not wait for one another.
+    The groups are shared with meshes of the same tag alone. Collectives over the groups of the
+    result and of `mesh` do not wait for one another.
 
     Args:
         mesh: a mesh.
-        tag: for what the groups are.
+        tag: the purpose of the groups.
     """
     choices = tuple(replace(choice, tag=tag) for choice in mesh._choices)
     return mesh._derive(mesh._layout, mesh.mesh_dim_names, choices)

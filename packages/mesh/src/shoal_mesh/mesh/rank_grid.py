@@ -1,4 +1,4 @@
-"""A grid of ranks as an immutable value: shape, axis names, coordinates, equality; and a communicator along any axes.
+"""A grid of ranks as an immutable value, and the communicators along its axes.
 
 DeviceMesh adds to it how meshes are made and derived. `axis` is a mesh dimension, given by name or
 index.
@@ -35,10 +35,10 @@ AxisLike = int | str
 
 
 class MeshIdentity:
-    """The key of a mesh in caches of what sends on its groups: one object for equal meshes over the same groups.
+    """A key for caches: one object for equal meshes over the same groups.
 
-    Equal meshes may run over different groups that a program gave them. It is compared and hashed
-    by identity.
+    It identifies the mesh in caches of objects that send on its groups. Equal meshes may run over
+    different groups that a program gave them. It is compared and hashed by identity.
     """
 
     __slots__ = ("__weakref__",)
@@ -47,7 +47,7 @@ class MeshIdentity:
 
     @classmethod
     def of(cls, key: object) -> MeshIdentity:
-        """The identity with a key; threads that ask at the same time get one object."""
+        """Return the identity with a key; simultaneous calls of threads return one object."""
         with cls._lock:
             return cls._by_key.setdefault(key, cls())
 
@@ -85,13 +85,13 @@ class RankGrid:
 
     @classmethod
     def _of(cls, fields: MeshFields, root: Any = None) -> Self:
-        """A mesh of checked fields, without communication."""
+        """Create a mesh of checked fields, without communication."""
         self = object.__new__(cls)
         self._set(fields, root)
         return self
 
     def _set(self, fields: MeshFields, root: Any) -> None:
-        """Fill the slots; the only place that does."""
+        """Fill the slots; no other method does."""
         self._fields = fields
         self._root = root
         self._layout = fields.layout
@@ -123,12 +123,12 @@ class RankGrid:
         self._coordinate = None if rank is None else self.coordinate_of(rank)
 
     def _identify(self) -> None:
-        """Set the identity, which tells the mesh apart from equal ones over other groups."""
+        """Set the identity, which distinguishes the mesh from equal ones over other groups."""
         numbers = tuple([number for _, number in self._given.values()])
         object.__setattr__(self, "identity", MeshIdentity.of((self._key, numbers)))
 
     def _give(self, comms: Sequence[Comm]) -> None:
-        """Use groups that a program gave in place of those that this mesh would find or create."""
+        """Use groups that a program gave instead of finding or creating groups."""
         for comm in comms:
             self._shared[comm.axes, comm.line, BackendChoice()] = comm
             number = number_of_given(comm.group)
@@ -159,7 +159,7 @@ class RankGrid:
         return self._tensor
 
     def axis_index(self, axis: AxisLike) -> int:
-        """The index of an axis given by name or index (negative counts from the end).
+        """Return the index of an axis given by name or index (negative counts from the end).
 
         Raises:
             MeshTypeError: neither a name nor an index.
@@ -181,7 +181,7 @@ class RankGrid:
         )
 
     def _axes(self, axes: AxisLike | Iterable[AxisLike]) -> tuple[int, ...]:
-        """Indices of one or several axes; AxisError for a repeated one."""
+        """Return the indices of one or several axes; raise AxisError for a repeated one."""
         asked = self._asked(axes)
         indices = tuple(self.axis_index(axis) for axis in asked)
         if len(set(indices)) != len(indices) or not indices:
@@ -191,7 +191,7 @@ class RankGrid:
         return indices
 
     def _asked(self, axes: AxisLike | Iterable[AxisLike]) -> tuple[AxisLike, ...]:
-        """One or several axes as a tuple, as the user wrote them."""
+        """Return one or several axes as a tuple, as the user wrote them."""
         if isinstance(axes, int | str):
             return (axes,)
         require_each(
@@ -200,7 +200,7 @@ class RankGrid:
         return tuple(axes)
 
     def size(self, mesh_dim: AxisLike | None = None) -> int:
-        """Number of ranks of the mesh, or along one axis.
+        """Return the number of ranks of the mesh, or along one axis.
 
         Raises:
             AxisError: the mesh has no such axis.
@@ -213,13 +213,13 @@ class RankGrid:
         return prod(self.shape) if mesh_dim is None else self.shape[self.axis_index(mesh_dim)]
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """The global rank at a coordinate.
+        """Return the global rank at a coordinate.
 
         Args:
             coordinate: one index per axis.
 
         Raises:
-            MeshTypeError: it is no sequence of integers.
+            MeshTypeError: the coordinate is not a sequence of integers.
             AxisError: the mesh has no such coordinate.
 
         Example:
@@ -234,10 +234,10 @@ class RankGrid:
         return self._layout.rank_at(coordinate)
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """The coordinate of a global rank, None when it is not in the mesh.
+        """Return the coordinate of a global rank; None if it is not in the mesh.
 
         Raises:
-            MeshTypeError: the rank is no integer.
+            MeshTypeError: the rank is not an integer.
 
         Example:
             >>> abstract_mesh((2, 4)).coordinate_of(6)
@@ -249,12 +249,12 @@ class RankGrid:
     def ranks_along(
         self, axes: AxisLike | Iterable[AxisLike], coordinate: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """Global ranks along some axes through a coordinate, row-major over the axes.
+        """Return the global ranks along some axes through a coordinate, row-major over the axes.
 
         Args:
             axes: one axis, or several.
-            coordinate: one index per axis of the mesh; those of `axes` do not matter. This rank's
-                by default.
+            coordinate: one index per axis of the mesh; the indices of `axes` do not matter. This
+                rank's by default.
 
         Raises:
             AxisError: the mesh has no such axis or coordinate.
@@ -277,7 +277,9 @@ class RankGrid:
     # --- where this rank is -----------------------------------------------------------------------
 
     def get_rank(self) -> int:
-        """The global rank of this process; of an abstract mesh the rank whose view it is.
+        """Return the global rank of this process.
+
+        For an abstract mesh it is the rank whose view the mesh is.
 
         Raises:
             NoGroupError: there is no default process group.
@@ -290,12 +292,14 @@ class RankGrid:
         return rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """The coordinate of this rank, None when it is not in the mesh."""
+        """Return the coordinate of this rank; None if it is not in the mesh."""
         refuse_its_own_mesh(self)
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: AxisLike | None = None) -> int:
-        """The index of this rank along an axis; the mesh has one axis if none is given.
+        """Return the index of this rank along an axis.
+
+        The axis may be omitted if the mesh has one axis.
 
         Raises:
             AxisError: the mesh has no such axis, or several and none is given.
@@ -324,13 +328,15 @@ class RankGrid:
     # --- communicators ----------------------------------------------------------------------------
 
     def _create_groups(self) -> None:
-        """Have the group of every axis ready; runs on the ranks of the mesh."""
+        """Create the group of every axis; the ranks of the mesh call this."""
         if self._coordinate is not None:
             for axis in range(self.ndim):
                 self.comm(axis)
 
     def comm(self, axes: AxisLike | tuple[AxisLike, ...]) -> Comm:
-        """The communicator of this rank along one or several axes; created at first use, by its members only.
+        """Return the communicator of this rank along one or several axes.
+
+        It is created at first use, by its members only.
 
         Args:
             axes: one axis, or several: then the ranks count row-major over them in the order given.
@@ -386,7 +392,10 @@ class RankGrid:
         return self._shared[key]
 
     def get_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None = None) -> ProcessGroup:
-        """The process group along one or several axes; one of a 1-D mesh if none is given. Raises as `comm` does."""
+        """Return the process group along one or several axes.
+
+        The axes may be omitted if the mesh is 1-D. Raises the same errors as `comm`.
+        """
         if is_compiling():
             group: ProcessGroup = getattr(GROUPS_IN_GRAPHS, self._noted_group(mesh_dim))
             return group
@@ -394,11 +403,11 @@ class RankGrid:
         return self.comm(self._only_axis() if mesh_dim is None else mesh_dim).group
 
     def _noted_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None) -> str:
-        """The name under which traced code finds a group; called while it is traced."""
+        """Return the name under which traced code finds a group; called while it is traced."""
         return note_group(self.comm(self._only_axis() if mesh_dim is None else mesh_dim))
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """The process group of every axis, in their order."""
+        """Return the process group of every axis, in the order of the axes."""
         return [self.comm(axis).group for axis in range(self.ndim)]
 
     @property
@@ -426,11 +435,11 @@ class RankGrid:
         return self._hash
 
     def _stable_hash(self) -> str:
-        """A hash that is the same in every process (for caches on disk)."""
+        """Return a hash that is the same in every process (for caches on disk)."""
         return blake2b(repr(self._key[:-1]).encode(), digest_size=16).hexdigest()
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the ranks as a table, the last axis from left to right."""
+        """Return the ranks as a table for notebooks, the last axis from left to right."""
         from html import escape  # 2 ms, for notebooks only
 
         if self.size() > 256:

@@ -1,7 +1,7 @@
-"""The fields of a mesh, as checked values: which rank is at which coordinate, and what users pass for the others.
+"""The fields of a mesh as checked values: ranks at coordinates, and the arguments of users.
 
-Ranks with one step between them, as those of most meshes and of their lines, are a range: a mesh
-over 16,384 ranks takes as much memory as one over four.
+Evenly spaced ranks, as most meshes and their lines have, are stored as a range: a mesh over 16,384
+ranks takes as much memory as one over four.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ class Layout:
 
     @classmethod
     def of(cls, shape: Sequence[int], ranks: Sequence[int]) -> Layout:
-        """The grid of any distinct ranks in row-major order."""
+        """Return the grid of any distinct ranks in row-major order."""
         first = ranks[0]
         step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         line = range(first, first + step * len(ranks), step)  # 1 3 5 7: range(1, 9, 2)
         return cls(tuple(shape), line if all(map(int.__eq__, line, ranks)) else tuple(ranks))
 
     def __setstate__(self, state: Any) -> None:
-        """Files written before hold (size, step) pairs of each axis, an offset, and perhaps a list of all ranks."""
+        """Restore a grid, also from files of earlier versions.
+
+        They hold a (size, step) pair for each axis, an offset, and perhaps a list of all ranks.
+        """
         if "axes" in state:
             axes = state["axes"]
             offset = state["offset"]
@@ -66,27 +69,27 @@ class Layout:
 
     @classmethod
     def dense(cls, shape: Sequence[int]) -> Layout:
-        """The grid of the ranks from 0 on."""
+        """Return the grid of the ranks from 0 on."""
         return cls(tuple(shape), range(prod(shape)))
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """The number of axes."""
         return len(self.shape)
 
     @cached_property
     def _steps(self) -> tuple[int, ...]:
-        """Along each axis from one position to the next."""
+        """The step of each axis from one position to the next."""
         # (2, 3, 4): 12, 4, 1
         return tuple(prod(self.shape[axis + 1 :]) for axis in range(self.ndim))
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """The rank at a coordinate."""
+        """Return the rank at a coordinate."""
         # (1, 2, 3) of (2, 3, 4): 12 + 8 + 3
         return self.ranks[sum(map(int.__mul__, coordinate, self._steps))]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """The coordinate of a rank; None when there is none."""
+        """Return the coordinate of a rank; None if the grid does not have the rank."""
         if rank not in self.ranks:
             return None
         position = self.ranks.index(rank)
@@ -95,7 +98,7 @@ class Layout:
         )
 
     def select(self, axes: Sequence[int], at: Sequence[int]) -> Layout:
-        """The grid over some axes in the order asked for, through a coordinate."""
+        """Return the grid over some axes in the given order, through a coordinate."""
         positions = [
             sum(at[axis] * step for axis, step in enumerate(self._steps) if axis not in axes)
         ]
@@ -108,11 +111,14 @@ class Layout:
         )
 
     def flatten(self) -> Layout:
-        """The grid with all axes merged into one, row-major."""
+        """Return the grid with all axes merged into one, row-major."""
         return Layout((len(self.ranks),), self.ranks)
 
     def unflatten(self, axis: int, sizes: Sequence[int]) -> Layout:
-        """The grid with one axis split row-major into several; MeshError if their product is not its size."""
+        """Return the grid with one axis split row-major into several.
+
+        Raises MeshError if the product of the sizes is not the size of the axis.
+        """
         if prod(sizes) != self.shape[axis] or any(size < 1 for size in sizes):
             raise MeshError(
                 f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks: not "
@@ -123,10 +129,10 @@ class Layout:
     # --- parts of a larger grid: positions are those of their ranks in it -------------------------
 
     def crossed(self, parts: Sequence[Layout]) -> Layout | None:
-        """The grid over the axes of several parts of this one through one rank; None if they share more, or none.
+        """Return the grid over the axes of several parts of this one through one rank.
 
-        Parts with ranks 4 5 6 7 and 1 5 of a 2 x 4 grid cross at 5: from there 4 is one step back,
-        and 1 four steps.
+        Returns None unless the parts share exactly one rank. Parts with ranks 4 5 6 7 and 1 5 of a
+        2 x 4 grid cross at 5: from 5, rank 4 is one step back, and rank 1 four steps.
         """
         lines = [[self.ranks.index(rank) for rank in part.ranks] for part in parts]
         own = next(iter(set(lines[0]).intersection(*lines[1:])), None)
@@ -141,14 +147,17 @@ class Layout:
         )
 
     def is_crossed_by_axes(self, part: Layout) -> bool:
-        """Whether a part of this grid is what its axes through one rank span."""
+        """Return whether a part of this grid is the span of its axes through one rank."""
         return (
             self.crossed([part.select((axis,), (0,) * part.ndim) for axis in range(part.ndim)])
             == part
         )
 
     def parallel(self, part: Layout, rank: int) -> Layout:
-        """The part with the same steps through another rank: of ranks 4-7 of a 2 x 4 grid, through 1, ranks 0-3."""
+        """Return the part with the same steps through another rank.
+
+        For the ranks 4-7 of a 2 x 4 grid, the part through rank 1 is ranks 0-3.
+        """
         positions = [self.ranks.index(each) for each in part.ranks]
         first = min(positions)
         start = self.ranks.index(rank)
@@ -168,7 +177,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class MeshFields:
-    """The fields of a mesh as checked values, which is also what is pickled."""
+    """The fields of a mesh as checked values, which is also the pickled state."""
 
     device_type: str  # without an index
     layout: Layout  # coordinate -> rank
@@ -184,7 +193,7 @@ class MeshFields:
 
 
 def read_sizes(values: Iterable[int], name: str) -> tuple[int, ...]:
-    """Integers in an order, as a tuple; MeshTypeError for anything else."""
+    """Return integers in an order as a tuple; raise MeshTypeError for anything else."""
     if not isinstance(values, str | bytes | Set | Mapping):
         with suppress(TypeError, RuntimeError):  # RuntimeError: torch's own mesh
             return tuple(map(index, values))
@@ -192,7 +201,7 @@ def read_sizes(values: Iterable[int], name: str) -> tuple[int, ...]:
 
 
 def read_device(device_type: str) -> str:
-    """The device type without an index; MeshError for one with an index, as `cuda:0` has."""
+    """Return the device type; raise MeshError if it has an index, as `cuda:0` has."""
     require(device_type, str | torch.device, "a device type is 'cpu', 'cuda', ...")
     try:
         device = torch.device(device_type)
@@ -208,7 +217,7 @@ def read_device(device_type: str) -> str:
 
 
 def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """A mesh shape as plain positive integers; MeshError for a size below 1, or none."""
+    """Return a mesh shape as plain positive integers; raise MeshError for other shapes."""
     sizes = read_sizes((shape,) if isinstance(shape, int) else shape, "a mesh shape")
     if not sizes or any(size < 1 for size in sizes):
         raise MeshError(f"a mesh shape is one positive size per axis, got {shape}")
@@ -216,10 +225,10 @@ def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> Layout:
-    """The layout of the ranks that a user has listed, as tensor or nested list: all of the world in a row if None.
+    """Return the layout of the ranks that a user has listed, as tensor or nested list.
 
-    MeshError if they are repeated, not in the world (None if its size is unknown), no integers, or
-    none.
+    None is the whole world in a row. Raises MeshError if the ranks are repeated, not in the world
+    (None if its size is unknown), not integers, or if the list is empty.
     """
     if mesh is None:
         return Layout.dense((world or 1,))
@@ -251,7 +260,7 @@ def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> 
 
 
 def read_names(names: Sequence[Any] | None, ndim: int) -> tuple[str, ...] | None:
-    """One distinct name per axis, or None."""
+    """Return one distinct name per axis, or None."""
     if names is None:
         return None
     if isinstance(names, str):
@@ -268,7 +277,10 @@ def read_names(names: Sequence[Any] | None, ndim: int) -> tuple[str, ...] | None
 def read_backends(
     override: BackendOverride | None, names: Sequence[str] | None, ndim: int
 ) -> tuple[BackendChoice, ...]:
-    """The backend choice of every axis; AxisError for one that does not exist, or is given by name and by index."""
+    """Return the backend choice of every axis.
+
+    Raises AxisError for an axis that does not exist, or that is given by name and by index.
+    """
     choices: dict[int, BackendChoice] = {}
     require(override, Mapping | None, "backend_override maps axes to backends")
     for axis, value in (override or {}).items():
@@ -308,7 +320,7 @@ def _read_choice(axis: int | str, value: object) -> BackendChoice:
 
 
 def check_fits(shape: Sequence[int], world: int) -> None:
-    """MeshError unless a mesh of this shape fits the world."""
+    """Raise MeshError unless a mesh of this shape fits the world."""
     if prod(shape) > world:
         raise MeshError(
             f"a mesh of shape {tuple(shape)} needs {prod(shape)} ranks; the world has {world}"

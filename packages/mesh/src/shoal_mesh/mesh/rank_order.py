@@ -1,6 +1,7 @@
-"""Assigns ranks to axes so that the fastest links join the last axis, the next fastest the one before.
+"""The order of ranks along mesh axes: the fastest links join the last axis.
 
-The costs are measured: the time of a message between any two ranks of the world.
+The next fastest links join the axis before it. The costs are measured: the time of a message
+between any two ranks of the world.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class RankOrder(NamedTuple):
 
 
 def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
-    """Return the order of ranks for a mesh of a shape; rank order unless another is clearly better.
+    """Return the order of ranks for a mesh shape; rank order unless another is clearly better.
 
     Args:
         shape: of the mesh, over the ranks from 0 on.
@@ -146,7 +147,10 @@ def _group_nearest(units: list[Unit], size: int, costs: Costs) -> list[Unit]:
 
 
 def _nearest_unit(candidates: Sequence[Unit], group: Sequence[Unit], costs: Costs) -> Unit:
-    """Return the candidate whose slowest link to a group is the fastest; the lowest ranks of equal ones."""
+    """Return the candidate whose slowest link to a group is the fastest.
+
+    Among equal candidates it is the one with the lowest ranks.
+    """
 
     def key(unit: Unit) -> tuple[float, Unit]:
         return max(_distance(unit, other, costs) for other in group), unit
@@ -155,7 +159,10 @@ def _nearest_unit(candidates: Sequence[Unit], group: Sequence[Unit], costs: Cost
 
 
 def _exchange_units(one: list[Unit], other: list[Unit], costs: Costs) -> bool:
-    """Exchange two units between groups if that makes their slowest links faster; return whether it did."""
+    """Exchange two units between groups if that makes their slowest links faster.
+
+    Returns whether it did.
+    """
     before = _slowest_link(one, costs) + _slowest_link(other, costs)
     for i, j in product(range(len(one)), range(len(other))):
         one[i], other[j] = other[j], one[i]
@@ -168,8 +175,8 @@ def _exchange_units(one: list[Unit], other: list[Unit], costs: Costs) -> bool:
 def measured_costs(world: ProcessGroup, device: torch.device) -> list[list[float]]:
     """Measure the seconds of a message of 1 MiB between any two ranks; all ranks call it.
 
-    Every rank meets every other rank once, in as many rounds as there are ranks. Nearly all ranks
-    are busy in every round, which takes a few milliseconds.
+    Every rank exchanges messages with every other rank once, in as many rounds as there are ranks.
+    Nearly all ranks are busy in every round, which takes a few milliseconds.
 
     Returns:
         The same symmetric costs on all ranks.

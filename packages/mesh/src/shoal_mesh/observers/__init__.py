@@ -1,4 +1,4 @@
-"""Who observes collectives: counts and traces, comparison of the ranks before each collective, ranges in profiles.
+"""Observers of collectives: counts and traces, comparisons of ranks, ranges in profiles.
 
 May import: _torch, argument_types, collectives, errors, events, groups, shared_memory, transport.
 """

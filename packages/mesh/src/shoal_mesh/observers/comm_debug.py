@@ -1,8 +1,9 @@
-"""CommDebugMode: which collectives a program runs, how often, where and over which axes.
+"""CommDebugMode: the collectives that a program runs, their counts, places and axes.
 
-It counts collectives as the caller asked for them, not the backend calls: a reduce-scatter that a
-backend emulates is one reduce-scatter. Collectives of shoal report themselves (events.py); those of
-others (`torch.distributed`, functional collectives) are seen on their way through the dispatcher.
+It counts collectives as the caller requested them, not the backend calls: a reduce-scatter that a
+backend emulates is one reduce-scatter. Collectives of shoal report themselves (events.py);
+collectives of other libraries (`torch.distributed`, functional collectives) are seen in the
+dispatcher.
 """
 
 from __future__ import annotations
@@ -52,17 +53,20 @@ _POINT_TO_POINT = {"scatter_", "gather_", "reduce_", "send", "recv_", "recv_any_
 
 
 def packet_of(op: str) -> Any:
-    """The op packet that a collective is counted under: of `_c10d_functional`, of `c10d` where that has none."""
+    """Return the op packet that a collective is counted under.
+
+    It is a packet of `_c10d_functional`, or of `c10d` if the former has none.
+    """
     packet = getattr(_torch.functional, op, None) or getattr(_torch.c10d_ops, op, None)
     return packet or getattr(_torch.c10d_ops, f"{op}_")  # of shoal's scatter and gather
 
 
 class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it has no hash
-    """How often each collective ran, by op packet of `_c10d_functional`; found by all its packets.
+    """Counts of collectives by op packet of `_c10d_functional`; each is found by all its packets.
 
-    Programs look counts up by torch's keys, `torch.ops.c10d_functional.all_reduce` (where torch has
-    registered that namespace) or `torch.ops.c10d.allreduce_`: none of them may read as "never", and
-    counts under other names of the same collectives are equal.
+    Programs look counts up by torch's keys, `torch.ops.c10d_functional.all_reduce` (if torch has
+    registered that namespace) or `torch.ops.c10d.allreduce_`: none of these keys may read as
+    "never", and counts under other names of the same collectives are equal.
 
     Example:
         >>> counts = CommCounts({torch.ops._c10d_functional.all_reduce: 2})
@@ -89,7 +93,7 @@ class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it h
 
 
 def _canonical(packet: Any) -> Any:
-    """The packet under which a collective is counted that is asked for by any of its names."""
+    """Return the packet under which a collective is counted, given any of its packets."""
     namespace, _, name = str(packet).rpartition(".")
     if namespace == "c10d":
         return packet_of(_FUNCTIONAL.get(name, name))
@@ -117,7 +121,7 @@ class Record:
 
 @dataclass(slots=True)
 class ModuleRecord:
-    """One module that ran: its parameters, their placements, and the ops that ran in it."""
+    """A module that ran: its parameters, their placements, and the ops that ran in it."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     placements: dict[str, Any] = field(default_factory=dict)
@@ -126,7 +130,7 @@ class ModuleRecord:
 
 @_torch.without_importing_dynamo
 class CommDebugMode(_torch.TorchDispatchMode):
-    """Counts and records every collective inside of a `with` block, forward and backward.
+    """A mode that counts and records every collective inside of a block, forward and backward.
 
     Attributes:
         trace: a `Record` per collective, in order.
@@ -174,21 +178,27 @@ class CommDebugMode(_torch.TorchDispatchMode):
     # --- torch's interface ------------------------------------------------------------------------
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """How often each collective ran, by op packet (`torch.ops._c10d_functional.all_reduce`, ...): `CommCounts`."""
+        """Return how often each collective ran, by op packet, as `CommCounts`.
+
+        A key is `torch.ops._c10d_functional.all_reduce`, for example.
+        """
         return CommCounts(packet_of(record.op) for record in self.trace)
 
     def get_total_counts(self) -> int:
-        """How many collectives ran."""
+        """Return how many collectives ran."""
         return len(self.trace)
 
     def get_parameter_info(self) -> dict[str, dict[str, Tensor]]:
-        """Module path -> parameter name -> parameter, of every module that ran."""
+        """Return module path -> parameter name -> parameter, of every module that ran."""
         return {
             path: record.parameters for path, record in self.modules.items() if record.parameters
         }
 
     def get_sharding_info(self) -> dict[str, Any]:
-        """`module.parameter` -> placements, of every distributed parameter of the modules that ran."""
+        """Return `module.parameter` -> placements.
+
+        It has every distributed parameter of the modules that ran.
+        """
         return {
             f"{path}.{name}": p
             for path, record in self.modules.items()
@@ -196,7 +206,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """A table by module.
+        """Return a table by module.
 
         Args:
             noise_level: 0 counts of collectives; 1 also parameters and placements; 2 also every
@@ -222,7 +232,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
     def generate_json_dump(
         self, file_name: str = "comm_mode_log.json", noise_level: int = 3
     ) -> None:
-        """The same as JSON in a file; the argument is that of `generate_comm_debug_tracing_table`."""
+        """Write the table as JSON to a file; see `generate_comm_debug_tracing_table`."""
         calls = [
             {**_call(r), "module": r.module, "backward": r.backward, "started": r.started}
             for r in self.trace
@@ -234,11 +244,11 @@ class CommDebugMode(_torch.TorchDispatchMode):
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
     ) -> None:
-        """The table of `generate_comm_debug_tracing_table` in a file."""
+        """Write the table of `generate_comm_debug_tracing_table` to a file."""
         _write(file_name, self.generate_comm_debug_tracing_table(noise_level))
 
     def _tree(self, noise_level: int) -> dict[str, Any]:
-        """Modules by path, each with its collectives and more by noise level, as JSON has it."""
+        """Return modules by path, each with collectives and more by noise level, as for JSON."""
         require(noise_level, int, "noise_level is an int from 0 to 3")
         if not 0 <= noise_level <= 3:
             raise MeshError(f"noise_level is 0 to 3, got {noise_level}")
@@ -276,7 +286,10 @@ class CommDebugMode(_torch.TorchDispatchMode):
 
     @property
     def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
-        """Module path -> `forward` or `backward` -> how often each collective ran in it and in the modules inside."""
+        """The counts of collectives, as module path -> `forward` or `backward` -> counts.
+
+        The counts of a module include those of the modules inside.
+        """
         counts: dict[str, dict[str, dict[Any, int]]] = {}
         for record in self.trace:
             parts = record.module.split(".")
@@ -292,7 +305,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
 
     def get_bytes(self) -> dict[tuple[str, ...], int]:
-        """Bytes that this rank put into collectives, by mesh axes."""
+        """Return the bytes that this rank put into collectives, by mesh axes."""
         total: Counter[tuple[str, ...]] = Counter()
         for record in self.trace:
             total[record.axes] += record.nbytes
@@ -311,7 +324,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
             record.seconds = event.seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let everything pass; record collectives of others."""
+        """Run every op unchanged; record collectives of other libraries."""
         if any(
             t.__torch_dispatch__ is not Tensor.__torch_dispatch__ and t is not _torch.FakeTensor
             for t in types
@@ -333,7 +346,10 @@ class CommDebugMode(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An op on tensors that handle it themselves: they do, and this mode sees what they call."""
+        """Run an op on tensors of a subclass that handles it itself.
+
+        This mode sees the ops that the subclass calls.
+        """
         return NotImplemented
 
     def _run_foreign(
@@ -373,7 +389,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
         return record
 
     def _module(self) -> str:
-        """The path of the innermost module that runs, forward or backward."""
+        """Return the path of the innermost module that runs, forward or backward."""
         return max(
             self._tracker.parents,
             key=lambda path: (path != "Global", path.count("."), path),

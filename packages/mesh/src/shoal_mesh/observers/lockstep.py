@@ -1,10 +1,11 @@
-"""Ranks compare: `lockstep` what they are about to do, so that a mismatch raises and not hangs; `check_replicas` bits.
+"""Comparisons between ranks: `lockstep` for their next collectives, `check_replicas` for bits.
 
-In a `lockstep` block every rank sends before each collective what it is about to do, as numbers, in
-an all-gather. The error is the same everywhere and names the ranks, what each was about to do, for
-what purpose (`events.purpose`) and at which lines. The store is asked only by a rank that has
-waited for a while: who has left the block, and who waits where. Collectives of shoal are compared,
-not those of others.
+In a `lockstep` block every rank sends a description of its next collective, as numbers, in an
+all-gather before each collective. A mismatch raises instead of hanging. The error is the same on
+all ranks and has for each rank its collective, its purpose (`events.purpose`) and its lines. Only a
+rank that has waited for a while reads from the store which ranks have left the block, and which
+ranks wait for which collective. Collectives of shoal are compared, those of other libraries are
+not.
 """
 
 from __future__ import annotations
@@ -60,18 +61,19 @@ _PATIENCE = 0.5
 
 @contextmanager
 def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) -> Iterator[None]:
-    """Compare what the ranks are about to do, before every collective inside the block; entered by all ranks.
+    """Compare the next collectives of all ranks, before every collective inside the block.
 
-    Compared are the collective, its reduction, dtype, shapes, dims, sizes and root, how many
-    elements each rank sends to each other rank, the lines of the program that it comes from, and
-    the `purpose`, which must therefore be the same text on all ranks. DTensors say there which
-    operator moves what from which placements to which.
+    All ranks enter it. They compare the collective, its reduction, dtype, shapes, dims, sizes and
+    root, how many elements each rank sends to each other rank, the lines of the program that it
+    comes from, and the `purpose`, which must therefore be the same text on all ranks. The purpose
+    of a collective of a DTensor names the operator, and the placements before and after.
 
     After an error a communicator is broken, as after any `PeerError`: `restart_world` begins
-    another.
+    another one.
 
     Args:
-        timeout: seconds to wait for the slowest rank. One that has left the block is named at once.
+        timeout: seconds to wait for the slowest rank. A rank that has left the block is named at
+            once.
         every: compare at each n-th collective of a communicator only, which is cheaper.
         call_sites: False where ranks reach one collective by different lines of the program on
             purpose.
@@ -119,7 +121,7 @@ def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) 
 
 
 def in_lockstep() -> bool:
-    """Whether a `lockstep` block is open, so that layers above may check more than they usually would.
+    """Return whether a `lockstep` block is open; if so, layers above may check more than usual.
 
     Example:
         >>> in_lockstep()
@@ -129,7 +131,10 @@ def in_lockstep() -> bool:
 
 
 class _Comparison:
-    """The observer of one block on one rank. What ranks that wait, or have left, say to each other is in the store."""
+    """The observer of one block on one rank.
+
+    Ranks that wait, or have left, exchange messages through the store.
+    """
 
     def __init__(
         self, store: Store, rank: int, timeout: float, every: int, call_sites: bool
@@ -144,23 +149,23 @@ class _Comparison:
         self._last: dict[str, str] = {}
 
     def say(self, text: str, key: str = "") -> None:
-        """Say where this rank is, or something else under a key; where the store is gone nobody hears it."""
+        """Write this rank's state, or a text under a key, to the store, if that still exists."""
         with suppress(RuntimeError):
             self._store.set(key or str(self._rank), text)
 
     def _read(self, key: str | int) -> str:
-        """What a rank has said, or somebody under a key; '' for nothing."""
+        """Return the text that a rank has written, or the text under a key; '' if there is none."""
         with suppress(RuntimeError):
             if self._store.check([str(key)]):
                 return self._store.get(str(key)).decode()
         return ""
 
     def alarm(self, error: PeerError) -> None:
-        """Say what this rank has raised, for those that wait for somebody who has heard of it."""
+        """Write the error of this rank to the store, for the ranks that wait."""
         self.say(json.dumps([str(error), error.ranks]), "alarm")
 
     def before(self, event: Event) -> None:
-        """Say what this rank is about to do, and compare it with what the others say."""
+        """Send this rank's next collective, and compare it with those of the other ranks."""
         comm = event.comm
         step = next(self._steps[comm.name])
         if step % self._every:
@@ -193,10 +198,10 @@ class _Comparison:
         raise self._broken(comm, LockstepError(different, alone))
 
     def after(self, event: Event) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _broken(self, comm: Comm, error: LockstepError) -> PeerError:
-        """The error, of which all ranks hear that wait for this one, or come later."""
+        """Return the error for all ranks that wait for this one, or arrive later."""
         self.alarm(error)
         channel = channel_of(comm.group) if comm.on_gloo else None
         return (
@@ -206,7 +211,10 @@ class _Comparison:
         )
 
     def _wait(self, work: Pending, comm: Comm, text: str) -> None:
-        """Until all ranks have come; an error of the others holds unless they come a moment later."""
+        """Wait until all ranks have arrived.
+
+        An error of other ranks is raised, unless they arrive a moment later.
+        """
 
         def look(waited: float) -> None:
             if (error := self._look(comm, text, waited)) is not None:
@@ -217,7 +225,7 @@ class _Comparison:
         wait_until(work.is_completed, look, min(_PATIENCE, self._timeout / 2))
 
     def _look(self, comm: Comm, text: str, waited: float) -> LockstepError | None:
-        """Say that this rank waits; the error if another one has left, raised, or not come in time."""
+        """Write that this rank waits; return an error if one has left, raised or is late."""
         along = f"along {'x'.join(comm.axes)}"
         self.say(f"waits {along} in {text}")
         said = {rank: self._read(rank) for rank in comm.ranks if rank != self._rank}
@@ -255,9 +263,10 @@ class _Comparison:
 
 
 def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
-    """What a rank is about to do: three numbers for `agree`, in which the lines of the program may count, and a line.
+    """Return the next collective of a rank as three numbers for `agree`, and as a line.
 
-    It reads `all_reduce sum float32 shape (2,), for step 3 (train.py:80)`.
+    The numbers include the lines of the program if `call_sites` is true. The line reads `all_reduce
+    sum float32 shape (2,), for step 3 (train.py:80)`.
     """
     dtypes = tuple([t.dtype for t in event.tensors])
     facts = tuple(event.same.items())
@@ -287,7 +296,10 @@ def _stated(
     purpose: str,
     where: tuple[tuple[str | int, ...], bool],
 ) -> tuple[int, int, str]:
-    """The number of what all ranks do alike, that of the dtypes, and the line: a loop states the same ones again."""
+    """Return the number of the facts that ranks must share, the number of the dtypes, and the line.
+
+    Results are cached, because a loop repeats its collectives.
+    """
     stack, call_sites = where
     lines = [
         f"{os.path.basename(str(path))}:{line}"
@@ -305,13 +317,13 @@ def _stated(
 
 
 def agree(rows: Sequence[Numbers]) -> bool:
-    """Whether what ranks say fits together."""
+    """Return whether the statements of all ranks fit together."""
     said, kinds, flows = zip(*rows, strict=True)
     return len(set(said)) == 1 and len({*kinds} - {0}) <= 1 and sum(flows) % _MODULUS == 0
 
 
 def _number_of(text: str) -> int:
-    """A number that equal texts have in common, in every process."""
+    """Return a number that is the same for equal texts, in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") + 1
 
 
@@ -321,13 +333,16 @@ def _weight(pair: int) -> int:
 
 
 def line_of_program() -> str:
-    """Where the program is: `train.py:80`, the innermost line that is neither ours nor torch's; '' if there is none."""
+    """Return the current line of the program, such as `train.py:80`.
+
+    It is the innermost line that belongs neither to shoal nor to torch; '' if there is none.
+    """
     stack = _call_stack(2)
     return f"{os.path.basename(str(stack[0]))}:{stack[1]}" if stack else ""
 
 
 def _call_stack(length: int = _STACK) -> tuple[str | int, ...]:
-    """File and line of the innermost frames of the program that are neither ours nor torch's."""
+    """Return file and line of the innermost frames outside of shoal and torch."""
     frame: FrameType | None = sys._getframe(2)
     stack: list[str | int] = []
     while frame is not None and len(stack) < length:
@@ -350,13 +365,14 @@ def check_replicas(
 ) -> None:
     """Raise LockstepError on all ranks unless the ranks' tensors are equal, bit for bit.
 
-    One all-gather of 8 bytes per tensor and rank; names, shapes and dtypes count too.
+    It takes one all-gather of 8 bytes per tensor and rank. Names, shapes and dtypes are compared
+    too.
 
     Args:
         tensor: this rank's replica, of any shape and dtype, or several by name: a `state_dict`
             after a step.
         comm: a communicator, or (mesh, axes).
-        what: the name of the tensor, or of those that hold them, in the error.
+        what: the name of the tensor, or of the object that holds the tensors, in the error.
 
     Raises:
         LockstepError: tensors differ; the error names the first of them and the ranks that differ
@@ -413,7 +429,7 @@ def check_replicas(
 
 
 def _digest(name: str, tensor: Tensor) -> int:
-    """A number of the name, shape, dtype and bits of a tensor."""
+    """Return a number of the name, shape, dtype and bits of a tensor."""
     replica = tensor.cpu().resolve_conj().resolve_neg().contiguous()
     digest = hashlib.blake2b(f"{name}{tuple(replica.shape)}{replica.dtype}".encode(), digest_size=8)
     digest.update(bytes_of(replica))

@@ -1,4 +1,4 @@
-"""`stragglers` finds the rank that the others wait for in a step, and the collectives where they wait."""
+"""`stragglers` finds the rank that the others wait for, and the collectives where they wait."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class StragglerTable:
         return rank
 
     def __str__(self) -> str:
-        """Return a report: a line per rank, and the collectives where the straggler held others up."""
+        """Return a report: a line per rank, and the collectives that the straggler held up."""
         lines = [
             f"{len(self.ranks)} ranks, {len(self.calls)} collectives in all, "
             f"{self.seconds * 1e3:.2f} ms"
@@ -163,14 +163,15 @@ class StragglerTable:
 
 @contextmanager
 def stragglers() -> Iterator[StragglerTable]:
-    """Find the rank that the others wait for inside the block; all ranks of the world enter and leave it.
+    """Find the rank that the others wait for inside the block.
 
-    It costs a few microseconds for each collective, and gathers the records of all ranks when the
-    block ends. Collectives of shoal are recorded; collectives of other libraries count as
-    computation. On accelerators the host waits for the device before and after each collective, so
-    nothing overlaps inside the block and the times are those of the device. The clocks of several
-    hosts are related by barriers, up to about the latency of one barrier. For a picture over time
-    use `torch.profiler` inside of `annotate_collectives`.
+    All ranks of the world enter and leave the block. It costs a few microseconds for each
+    collective, and gathers the records of all ranks when the block ends. Collectives of shoal are
+    recorded; collectives of other libraries count as computation. On accelerators the host waits
+    for the device before and after each collective, so nothing overlaps inside the block and the
+    times are measured on the device. The clocks of several hosts are related by barriers, up to
+    about the latency of one barrier. For a picture over time use `torch.profiler` inside of
+    `annotate_collectives`.
 
     Yields:
         The table, which is filled when the block ends.
@@ -212,7 +213,7 @@ def stragglers() -> Iterator[StragglerTable]:
 
 
 class Clock(NamedTuple):
-    """The clock of a rank: its machine (0 if unknown), and the times at which it left each meeting."""
+    """The clock of a rank: its machine (0 if unknown), and the times of leaving each meeting."""
 
     machine: int
     departures: Sequence[float]
@@ -246,7 +247,7 @@ def _set_computed(calls_of_rank: Sequence[Call]) -> None:
 
 
 def _set_waits(calls: list[Call]) -> None:
-    """Set how long each rank waited in one collective, and how long the last rank held up the others."""
+    """Set how long each rank waited in a collective, and how long the last rank held up others."""
     complete = max(call.started for call in calls)
     for call in calls:
         call.waited = sum(max(min(end, complete) - begin, 0.0) for begin, end in call.blocked)

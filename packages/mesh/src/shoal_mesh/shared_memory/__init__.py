@@ -1,4 +1,4 @@
-"""Collectives of ranks on one host through memory that they share, for CPU tensors of groups that would use gloo.
+"""Collectives of CPU tensors through memory shared by ranks of one host, in place of gloo.
 
 May import: _torch, argument_types, errors, transport.
 """

@@ -1,4 +1,4 @@
-"""Collectives of gloo that are waited for with an eye on the other ranks, so that a failure says whose it is."""
+"""Collectives of gloo that watch the other ranks while they wait, so that errors name a culprit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _ABANDONED: list[Work] = []
 
 
 def settle(timeout: float) -> None:
-    """Until threads of gloo need the interpreter's lock no more, so that its groups can be freed.
+    """Wait until no thread of gloo needs the interpreter's lock, so that groups can be freed.
 
     A thread drops the tensors of a collective a moment after its end, for which it needs the lock,
-    and a group that is freed under the lock waits for its threads. What a rank has left ends when
-    others let go of their groups, or when gloo gives up by itself, after `timeout` seconds.
+    and a group that is freed under the lock waits for its threads. Collectives that a rank has
+    abandoned end when other ranks release their groups, or when gloo times out by itself, after
+    `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while any(not work.is_completed() for work in _ABANDONED) and time.monotonic() < deadline:
@@ -45,9 +46,9 @@ def settle(timeout: float) -> None:
 class BackendWork:
     """The work of a collective of gloo, with the interface of c10d's Work.
 
-    `wait` raises a PeerError if a rank has ended, given up or does something else, or the timeout
-    is over. The ranks of the channel are watched meanwhile, and hear of a failure; those of the
-    group that theirs is `part_of` raise the same.
+    `wait` raises a PeerError if a rank has ended, has given up or runs another collective, or if
+    the timeout is over. The ranks of the channel are watched meanwhile, and are notified of a
+    failure. Ranks of the group that this group is `part_of` raise the same error.
     """
 
     __slots__ = ("_call", "_channel", "_group", "_part_of", "_work")
@@ -80,7 +81,10 @@ class BackendWork:
 
 
 def _explained(group: ProcessGroup, said: str, channel: Channel | None, part_of: str) -> PeerError:
-    """The error that names who is at fault: processes of this machine are looked at, all others asked to report."""
+    """Return the error that names the ranks at fault.
+
+    Processes of this machine are inspected; all other processes are requested to report.
+    """
     said = said.partition("] ")[2].partition(". This is typically")[0] or said
     if not _torch.is_live(group):
         return PeerError(
@@ -98,7 +102,11 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None, part_of:
 
 
 def first_failure(name: str, text: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """What a group has failed with first, of which its ranks see different ends, and who is at fault: else this."""
+    """Return the first failure of a group, and the ranks at fault, by the store.
+
+    The ranks of the group see different failures. If the store has no failure, this one becomes the
+    first.
+    """
     own = json.dumps([text, ranks])
     text, ranks = json.loads(
         _answer(lambda store: store.compare_set(f"shoal_failed/{name}", "", own), 0) or own
@@ -107,7 +115,10 @@ def first_failure(name: str, text: str, ranks: Sequence[int]) -> tuple[str, tupl
 
 
 def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int, ...]]:
-    """What has happened to a group of some ranks, and who is at fault, as far as this one can know."""
+    """Describe the failure of a group of ranks; return also the ranks at fault.
+
+    Both are given as far as this rank can know.
+    """
     deadline = time.monotonic() + _DEATH_SECONDS
     while not (lost := lost_ranks(group, ranks)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -147,7 +158,7 @@ def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int
 
 
 def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
-    """Ranks whose processes have ended or are stopped, and which of it, as far as this machine shows."""
+    """Return the states of ranks that, as far as this machine shows, have ended or are stopped."""
     here = machine()
     lost = {}
     for rank, (where, pid) in zip(ranks, processes_of(group), strict=False):
@@ -164,7 +175,10 @@ def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
 def _roll_call(
     group: ProcessGroup, ranks: list[int], me: int, seconds: float
 ) -> dict[int, str] | None:
-    """What those of some ranks that report a failure of the group have started last; None if the store is silent."""
+    """Return the last collectives of the ranks that report a failure of the group.
+
+    Returns None if the store does not answer.
+    """
 
     def ask(store: Store) -> dict[int, str]:
         name = group.group_name
@@ -179,7 +193,10 @@ def _roll_call(
 
 
 def _answer(ask: Callable[[Store], T], seconds: float) -> T | None:
-    """What a function gets from the store of the default group in so many seconds; None if it is silent."""
+    """Call a function with the store of the default group, and return its result.
+
+    Returns None if the store does not answer in time.
+    """
     answer: list[T] = []
 
     def quietly() -> None:

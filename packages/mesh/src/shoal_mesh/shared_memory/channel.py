@@ -1,23 +1,23 @@
-"""The shared memory of a group: streams of rounds, and the ranks; mapped by all of them, or by none.
+"""The shared memory of a group: streams of rounds, mapped by all ranks or by none.
 
 The first rank makes an anonymous file (memfd), which the others open by way of /proc. It has no
-name in any folder, so nothing is left behind however its owner ends. Whether everybody has mapped
-the same memory is verified by a random token, and agreed upon: either all ranks of the group use it
-or none does.
+name in any folder, so nothing is left behind however its owner ends. A random token shows whether
+all ranks have mapped the same memory. The ranks agree on the outcome: either all ranks of the group
+use the memory, or none of them does.
 
 In a round of a stream each rank writes its own slot, raises its flag, waits for the flags of the
 others and reads their slots:
 
     rank 0:  write slot[0] | flag 7 | wait for 7, 7, 7 | read | write slot[1] | flag 8 | ...
 
-With its flag a rank publishes what it is doing (`request`), and ranks that do different things
-raise instead of reading nonsense. By a second word it says which rounds it has read, and a slot is
-written again when all have read it. With two slots nobody waits for that: who has seen all flags of
-round t knows that all have read round t - 1. A stream with one slot takes half the memory, and
-waits.
+With its flag a rank publishes its collective (`request`), and ranks with different collectives raise
+instead of reading nonsense. In a second word it publishes the rounds that it has read, and a slot is
+written again when all ranks have read it. With two slots no rank waits for that: if all flags of
+round t are raised, all ranks have read round t - 1. A stream with one slot takes half the memory,
+and waits.
 
-A collective is a generator of steps: it writes its slot and yields its request; what follows reads
-the slots.
+A collective is a generator of steps: it writes its slot and yields its request; the code after the
+`yield` reads the slots.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Stream:
         self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
 
     def start(self, steps: Steps) -> Underway:
-        """A collective, its first round shown; the one that was open before is completed."""
+        """Start a collective and show its first round; complete the one that was open before."""
         if self.open is not None:
             self.open.complete()
         self.peers.check()
@@ -104,10 +104,12 @@ class Stream:
         return work
 
     def slots(self, dtype: torch.dtype, count: int, ways: int = 1) -> tuple[Tensor, Tensor]:
-        """What this rank reads and writes of the first `count` elements of the next slot of every rank.
+        """Return the memory that this rank reads and writes: `count` elements of a slot.
 
-        It reads once the round has been met, of as many equal blocks as there are `ways` the one
-        with its number: (size, count // ways). The own slot, (count,), is free to be written.
+        The first tensor has the next slot of every rank, to read once all ranks have shown the
+        round. If there are several `ways`, it has the block with this rank's number of as many
+        equal blocks: (size, count // ways). The second tensor is the own slot, (count,), free to be
+        written.
         """
         views = self._views.get((dtype, count, ways))
         if views is None:
@@ -136,7 +138,10 @@ class Stream:
         return all(self.peers.words[line + word] >= least for line, _ in self._others)
 
     def wait(self, awaited: int) -> None:
-        """Until the next slot is free, or all ranks have shown the round; then see that all do the same."""
+        """Wait until the next slot is free, or until all ranks have shown the round.
+
+        Then check that all ranks run the same collective.
+        """
         if awaited == FREE:
             for line, rank in self._others:
                 self.peers.wait(line + 1, self.round + 1 - self.depth, rank)
@@ -171,18 +176,21 @@ class Underway:
             raise self._error
 
     def complete(self) -> None:
-        """Take all steps; `wait` raises what the receiver of the result raises."""
+        """Take all steps; `wait` raises the error that the receiver of the result raises."""
         while self._awaited is not None:
             self.advance()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not block. What can be done without waiting is done."""
+        """Return whether `wait` would not block.
+
+        Steps that need no wait are taken.
+        """
         while self._awaited is not None and self._stream.is_ready(self._awaited):
             self.advance()
         return self._awaited is None
 
     def advance(self) -> None:
-        """Wait for what the last step has yielded, and take the next one.
+        """Wait for the request that the last step has yielded, and take the next step.
 
         Raises:
             PeerError: this step failed, on this rank or on another; the group is closed.
@@ -210,7 +218,7 @@ class Underway:
         self.show(following)
 
     def show(self, request: int | None) -> None:
-        """Show the round that the last step has filled, or that all rounds have been read (FREE, None)."""
+        """Show the round that the last step filled, or (FREE, None) if all rounds were read."""
         stream = self._stream
         if request is None or request == FREE:
             stream.peers.words[stream.lines[stream.rank] + 1] = stream.round
@@ -222,7 +230,10 @@ class Underway:
 
 
 class ReceiveError(Exception):
-    """The receiver of a collective's result has raised, which the caller who waits gets as it is."""
+    """An error of the receiver of a collective's result.
+
+    The caller that waits gets the original error.
+    """
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -230,7 +241,10 @@ class ReceiveError(Exception):
 
 
 class Channel:
-    """The shared memory of a group, seen by one rank: streams by name, that of the foreground has small rounds."""
+    """The shared memory of a group, seen by one rank: streams by name.
+
+    The stream of the foreground has small rounds.
+    """
 
     def __init__(
         self, group: ProcessGroup, segment: mmap.mmap, slots: Mapping[str, tuple[int, int]]
@@ -254,7 +268,10 @@ _CHANNELS: weakref.WeakKeyDictionary[ProcessGroup, Channel | None] = weakref.Wea
 
 
 def channel_of(group: ProcessGroup) -> Channel | None:
-    """The channel of a group of gloo, made at its first collective; None on all ranks where it keeps its backend."""
+    """Return the channel of a group of gloo, made at its first collective.
+
+    Returns None on all ranks if the group keeps its backend.
+    """
     try:
         return _CHANNELS[group]
     except KeyError:
@@ -282,14 +299,20 @@ _WATCHING: dict[int, Watcher] = {}
 
 
 def _close_all(text: str, waits: Mapping[int, str]) -> None:
-    """Fail all channels of this process for a deadlock; by rank there is what each of its ranks waits in."""
+    """Fail all channels of this process because of a deadlock.
+
+    The collectives in which its ranks wait are given by rank.
+    """
     for channel in list(_CHANNELS.values()):
         if channel is not None:
             channel.peers.fail(text, minority(waits))
 
 
 def give_up(reason: str) -> None:
-    """Have the ranks that wait for this one, or come to, raise at once, and say what it did, not at their timeout."""
+    """Have the ranks that wait for this rank, or will, raise at once instead of at their timeout.
+
+    Their errors repeat the reason of this rank.
+    """
     for channel in list(_CHANNELS.values()):
         if channel is not None:
             peers = channel.peers
@@ -298,10 +321,10 @@ def give_up(reason: str) -> None:
 
 
 def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
-    """Memory shared by all ranks of the group, zeroed; None on all ranks if any cannot have it.
+    """Map zeroed memory shared by all ranks of the group; None on all ranks if any rank fails.
 
-    Two small collectives of the group, unseen by modes: every rank calls this at the same point of
-    its sequence of collectives. Pages that nobody touches cost nothing.
+    It runs two small collectives of the group, unseen by modes: every rank calls this at the same
+    point of its sequence of collectives. Untouched pages cost nothing.
     """
     token = secrets.randbits(62)
     # A number that two ranks have in common where one can see the other's memory; 0 where nobody
@@ -328,7 +351,7 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
 
 
 def _create(nbytes: int, token: int) -> int:
-    """An anonymous file of that size with the token in front, or -1."""
+    """Create an anonymous file of a size that begins with the token; return -1 if that fails."""
     try:
         file = os.memfd_create("shoal_mesh")
         os.ftruncate(file, nbytes)
@@ -340,7 +363,7 @@ def _create(nbytes: int, token: int) -> int:
 
 
 def _map(path: str, nbytes: int, token: int) -> mmap.mmap | None:
-    """The file mapped, if it can be opened and is the one meant."""
+    """Map the file if it can be opened and has the token."""
     try:
         with open(path, "r+b", buffering=0) as file:
             memory = mmap.mmap(file.fileno(), nbytes)
@@ -351,7 +374,7 @@ def _map(path: str, nbytes: int, token: int) -> mmap.mmap | None:
 
 
 def all_have(this: object, group: ProcessGroup) -> bool:
-    """Whether no rank of the group has None here."""
+    """Return whether no rank of the group passes None."""
     have = torch.tensor([int(this is not None)], device="cpu")
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]  # the stub wants the class around the enum
@@ -360,12 +383,18 @@ def all_have(this: object, group: ProcessGroup) -> bool:
 
 
 def processes_of(group: ProcessGroup) -> tuple[tuple[int, int], ...]:
-    """(machine, process id) of the ranks of a group, in its order; () before its first collective on CPU tensors."""
+    """Return (machine, process id) of the ranks of a group, in its order.
+
+    Returns () before the group's first collective on CPU tensors.
+    """
     return _PROCESSES.get(group, ())
 
 
 def ranks_per_host(group: ProcessGroup) -> int:
-    """How many ranks each of several hosts has, which follow one another in a group; 0 if that is not so, or one."""
+    """Return how many consecutive ranks of a group each of several hosts has.
+
+    Returns 0 if the hosts differ in this, or if there is one host.
+    """
     machines = [machine for machine, _ in processes_of(group)]
     count = machines.count(machines[0]) if machines and all(machines) else 0  # hosts a a b b: 2
     if not 1 < count < len(machines) or machines != [
@@ -377,7 +406,10 @@ def ranks_per_host(group: ProcessGroup) -> int:
 
 
 def machine() -> int:
-    """A number that two processes have in common where one sees the other in /proc; 0 where there is none."""
+    """Return a number that two processes share if one sees the other in /proc.
+
+    Returns 0 if there is no /proc.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         processes = os.stat("/proc/self/ns/pid").st_ino

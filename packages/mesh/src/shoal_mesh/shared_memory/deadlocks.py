@@ -1,4 +1,4 @@
-"""Finds ranks that wait for each other in different collectives, over all channels of their processes.
+"""Detection of ranks that wait for each other in different collectives, over all channels.
 
 Every process has a board: memory that other processes of the host read by way of /proc. A thread
 looks twice a second whether all threads of its process that run a program wait in collectives, and
@@ -45,7 +45,7 @@ _LOG = logging.getLogger("shoal.deadlocks")
 
 
 class Address(NamedTuple):
-    """Where the board of a process is."""
+    """The location of a process's board."""
 
     # global rank, process id, and the number of the open file in that process
     rank: int
@@ -74,7 +74,7 @@ _BOARD: dict[int, int] = {}
 
 
 def note_wait(text: Callable[[], str], awaited: Callable[[], Sequence[Address]]) -> None:
-    """Say that this thread still waits; `wait_until` takes it back when the wait ends."""
+    """Record that this thread still waits; `wait_until` removes the record when the wait ends."""
     thread = threading.get_ident()
     wait = WAITS.get(thread)
     if wait is None:
@@ -83,7 +83,7 @@ def note_wait(text: Callable[[], str], awaited: Callable[[], Sequence[Address]])
 
 
 def board_of_process() -> int:
-    """The number of the open file that is this process's board; -1 where there is none."""
+    """Return the number of the open file of this process's board; -1 if there is none."""
     pid = os.getpid()
     if pid not in _BOARD:
         # a fork has its parent's
@@ -103,7 +103,10 @@ def note_addresses(ranks: Sequence[int], pids: Sequence[int], files: Sequence[in
 
 
 def addresses(ranks: Sequence[int]) -> list[Address]:
-    """The boards of global ranks; one that is not known has no process, so it never waits."""
+    """Return the boards of global ranks.
+
+    The address of an unknown board has no process, so it never waits.
+    """
     return [_ADDRESSES.get(rank, Address(rank, 0, -1)) for rank in ranks]
 
 
@@ -111,7 +114,8 @@ class Watcher(threading.Thread):
     """The thread that looks for deadlocks.
 
     Args:
-        fail: called with the text about a deadlock, and by rank what each of its ranks waits in.
+        fail: called with the text about a deadlock, and by rank the collective that each of its
+            ranks waits in.
     """
 
     def __init__(self, fail: Callable[[str, Mapping[int, str]], object]) -> None:
@@ -136,7 +140,7 @@ class Watcher(threading.Thread):
                 self.look()
 
     def look(self) -> None:
-        """Write where this process waits, and fail where all that it waits for wait, too."""
+        """Write where this process waits; fail if all processes that it waits for wait, too."""
         state = self._state()
         if not state["waits"]:
             if self._was_blocked:
@@ -158,7 +162,7 @@ class Watcher(threading.Thread):
             self._fail(text, waits)
 
     def _compare(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Count how often all processes have looked at the same waits, and found that they wait on."""
+        """Count how often all processes have looked at the same waits, and found them unchanged."""
         seen = {
             pid: ([w["serial"] for w in each["waits"]], each["beat"])
             for pid, each in states.items()
@@ -173,7 +177,10 @@ class Watcher(threading.Thread):
         self._unchanged = min(beat - self._seen[pid][1] for pid, (_, beat) in seen.items())
 
     def _state(self) -> dict[str, Any]:
-        """What is on the board: the waits of all threads that run a program; none if one of them does not wait."""
+        """Return the content of the board: the waits of all threads that run a program.
+
+        There are none if one of the threads does not wait.
+        """
         waits = self._waits()
         self._beat += 1
         rank = dist.get_rank() if dist.is_initialized() else -1
@@ -210,7 +217,7 @@ class Watcher(threading.Thread):
         return waits
 
     def _transfers(self) -> bool:
-        """Whether this process has sent or received since the last look."""
+        """Return whether this process has sent or received since the last call."""
         lines = Path("/proc/self/io").read_text().split()
         transferred = int(lines[1]) + int(lines[3])
         before = self._transferred
@@ -222,7 +229,10 @@ _MAIN = threading.main_thread().ident or 0
 
 
 def _places_of_waits() -> tuple[int, ...]:
-    """Numbers that stay the same while threads of this process wait in the same collectives; () without any."""
+    """Return numbers that are constant while threads wait in the same collectives.
+
+    Returns () if no thread of this process waits.
+    """
     numbers = [wait.serial for wait in list(WAITS.values())]
     frame = sys._current_frames().get(_MAIN)
     if frame is not None and frame.f_code.co_filename.endswith(_OF_C10D):
@@ -235,7 +245,10 @@ def _described(wait: Wait) -> dict[str, Any]:
 
 
 def _wait_of_torch(frame: FrameType | None) -> dict[str, Any] | None:
-    """The wait of a thread that is inside of a collective of torch.distributed, which waits for all members."""
+    """Return the wait of a thread that is inside of a collective of torch.distributed.
+
+    Such a collective waits for all members.
+    """
     if frame is None or not frame.f_code.co_filename.endswith(_OF_C10D):
         return None
     group = frame.f_locals.get("group") or _torch.default_group()
@@ -251,7 +264,10 @@ def _wait_of_torch(frame: FrameType | None) -> dict[str, Any] | None:
 
 
 def _is_of_program(frame: FrameType | None) -> bool:
-    """Whether a thread runs code of a program, of torch or of shoal, and not only of what serves these."""
+    """Return whether a thread runs code of a program, of torch or of shoal.
+
+    Threads that only serve these do not count.
+    """
     while frame is not None:
         path, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
         if module.startswith(("torch.", "shoal_")) or not path.startswith((*_INSTALLED, "<frozen")):
@@ -272,7 +288,7 @@ def _write(state: Mapping[str, Any]) -> None:
 
 
 def _read(address: Address) -> Mapping[str, Any] | None:
-    """The state of another process; None where it cannot be read, or is being written."""
+    """Return the state of another process; None if it cannot be read, or is being written."""
     if address.file < 0:
         return None
     with (
@@ -287,7 +303,10 @@ def _read(address: Address) -> Mapping[str, Any] | None:
 def processes_that_wait(
     pid: int, state: Mapping[str, Any], read: Callable[[Address], Mapping[str, Any] | None]
 ) -> dict[int, Mapping[str, Any]]:
-    """The states by process of all that a process waits for, and these wait for; {} if one of them does not wait."""
+    """Return the states of all processes that a process waits for, directly or indirectly.
+
+    Returns {} if one of them does not wait.
+    """
     states, todo = {pid: state}, [state]
     while todo:
         for wait in todo.pop()["waits"]:
@@ -309,7 +328,7 @@ def processes_that_wait(
 
 
 def describe_deadlock(states: Mapping[int, Mapping[str, Any]]) -> tuple[str, dict[int, str]]:
-    """The text about ranks that wait for each other, and by rank what each of them waits in."""
+    """Return the text about a deadlock, and the collective that each of its ranks waits in."""
     texts: dict[int, str] = {}
     for state in sorted(states.values(), key=lambda state: int(state["rank"])):
         texts[state["rank"]] = ", ".join(wait["text"] for wait in state["waits"])

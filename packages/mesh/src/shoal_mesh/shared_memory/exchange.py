@@ -1,9 +1,9 @@
-"""The transport between CPU ranks of one host: each collective as steps of a stream of rounds.
+"""The transport between CPU ranks of one host: collectives as steps of a stream of rounds.
 
 Messages of more than a slot take several rounds, each of which shows a window of them. Every
 function returns with its first round shown: `wait` completes the result. Sums are taken in the
-order of ranks, wherever they are taken, so all ranks have the same bits. Many tensors are packed
-straight into the slots and taken straight from them: no rank has a second copy of the message.
+order of ranks on every rank, so all ranks have the same bits. Many tensors are packed straight into
+the slots and read straight from them: no rank has a second copy of the message.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _REDUCE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 
 
 class SharedMemoryTransport(Transport):
-    """The transport of a group whose ranks have a channel. What it does not carry, the group's own `backend` does.
+    """The transport of a group whose ranks have a channel, with the `backend` as a fallback.
 
-    In the background it takes messages of one round only, which are visible to the others at once:
-    what takes several is left to the backend, whose threads do it. Messages take the channel's
-    foreground if no `stream` is given.
+    In the background it carries messages of one round only, which are visible to the others at
+    once: messages of several rounds go to the backend, whose threads process them. Messages use the
+    channel's foreground if no `stream` is given.
     """
 
     __slots__ = ("_backend", "_channel", "_stream")
@@ -107,7 +107,7 @@ class SharedMemoryTransport(Transport):
 
 
 def is_carried(tensor: Tensor, op: str) -> bool:
-    """Whether shared memory takes a tensor, reduced with `op` if given."""
+    """Return whether shared memory can carry a tensor, reduced with `op` if given."""
     is_reducible = not op or (op in CARRIED_OPS and tensor.dtype in CARRIED_DTYPES)
     return tensor.is_cpu and is_reducible
 
@@ -118,10 +118,10 @@ def is_carried(tensor: Tensor, op: str) -> bool:
 def _in_windows(
     stream: Stream, kind: str, tensor: Tensor, out: Tensor, op: str = "", root: int | None = None
 ) -> Steps:
-    """Rounds that each show a window of the tensor's rows, and read it of all ranks.
+    """Run rounds that each show a window of the tensor's rows, and read it of all ranks.
 
-    There is one row, or one for each rank, which reads that with its number; the root of a
-    broadcast alone shows one.
+    There is one row, or one row for each rank; then each rank reads the row with its number. Only
+    the root of a broadcast shows a row.
     """
     shown = _movable(tensor)
     into = _movable(out)
@@ -151,10 +151,10 @@ def _in_windows(
 def _exchange(
     stream: Stream, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
 ) -> Steps:
-    """Blocks of exact sizes. Each rank shows its whole input, a slot in each round.
+    """Exchange blocks of exact sizes: each rank shows its whole input, a slot in each round.
 
-    What the others have to read of it follows from the counts of bytes that ranks say in the first
-    round.
+    The ranks publish byte counts in the first round, and each rank derives from them the parts to
+    read.
     """
     width = flat.element_size()
     window = stream.slot_bytes
@@ -204,7 +204,10 @@ def _exchange(
 
 
 def _require_one_dtype(stream: Stream, numbers: Sequence[int]) -> None:
-    """Raise a PeerError where ranks exchange elements of different dtypes; they have 0 without any element."""
+    """Raise a PeerError if ranks exchange elements of different dtypes.
+
+    The number of the dtype is 0 on ranks without any element.
+    """
     if len({*numbers} - {0}) > 1:
         names = {rank: name_of(number - 1) for rank, number in enumerate(numbers) if number}
         ranks = ", ".join(
@@ -214,17 +217,23 @@ def _require_one_dtype(stream: Stream, numbers: Sequence[int]) -> None:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """The tensor, or its bytes where its dtype is none that shared memory names."""
+    """Return the tensor, or its bytes if shared memory has no number for its dtype."""
     return tensor if tensor.dtype in CARRIED_DTYPES else as_bytes(tensor)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All elements in one dim; a view takes a microsecond, so none is made of what has one."""
+    """Return all elements in one dim.
+
+    A view takes a microsecond, so a 1-D tensor is returned as it is.
+    """
     return tensor if tensor.ndim == 1 else tensor.view(-1)
 
 
 def _window(flat: Tensor, a: int, b: int) -> Tensor:
-    """Elements a to b; a slice takes a microsecond, so none is made of all."""
+    """Return elements a to b.
+
+    A slice takes a microsecond, so all elements are returned unsliced.
+    """
     return flat if b - a == flat.numel() else flat[a:b]
 
 
@@ -240,9 +249,10 @@ def _packed(  # noqa: PLR0913  # a request, and what arrives
     op: str,
     receive: Receive,
 ) -> Steps:
-    """`receive` gets each rank's message, to be read while it is called, or the reduction of one block of all messages.
+    """Pass each rank's message, or the reduction of one block of all messages, to `receive`.
 
-    Of a gather `counts[i]` are the elements of rank i, of a reduce-scatter those of block i.
+    Messages are to be read during the call. `counts[i]` is the number of elements of rank i for a
+    gather, and of block i for a reduce-scatter.
     """
     own = Packer(tensors)
     dtype = tensors[0].dtype
@@ -288,10 +298,11 @@ def _packed(  # noqa: PLR0913  # a request, and what arrives
 def _all_reduce(
     stream: Stream, tensors: Sequence[Tensor], op: str, receive: Receive | None
 ) -> Steps:
-    """`receive` gets the reduction of every tensor, each with memory of its own when its first elements are here.
+    """Pass the reduction of every tensor to `receive`, or reduce in place without it.
 
-    Where nobody receives them, tensors are reduced in place. These, and large messages, take two
-    rounds a window: every rank reduces the part with its number, and reads the parts of all.
+    Each result gets its own memory when its first elements arrive. Reductions in place, and large
+    messages, take two rounds per window: every rank reduces the part with its number, and reads the
+    parts of all ranks.
     """
     given = tensors if receive else [_flat(tensor) for tensor in tensors]
     own = Packer(given)
@@ -347,7 +358,7 @@ def _all_reduce(
 
 
 def _deliver(receive: Receive, arrived: Flat) -> None:
-    """Call the receiver; ReceiveError where it raises."""
+    """Call the receiver; raise ReceiveError if it raises."""
     try:
         receive(arrived)
     except Exception as error:
@@ -355,9 +366,11 @@ def _deliver(receive: Receive, arrived: Flat) -> None:
 
 
 def _pieces(ends: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """What a window of a message has of the tensors in it: which tensor, its first element and that after its last.
+    """Yield the parts of a message's tensors that are in a window of the message.
 
-    `ends` says where in the message each tensor ends: of 3 and 7 elements, 3 and 10.
+    Each part is the index of the tensor, its first element and the element after its last. `ends`
+    has the position in the message at which each tensor ends: 3 and 10 for tensors of 3 and 7
+    elements.
     """
     i = bisect_right(ends, start)
     # window 2:6: 2:3 of the first tensor, 0:3 of the second
@@ -371,9 +384,9 @@ def _pieces(ends: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, i
 
 
 class Packer:
-    """Flat tensors that follow one another in a message of some length; each is released when it has been packed.
+    """A sequence of flat tensors in a message; each is released when it has been packed.
 
-    Of matrices first the first row of each follows, then the second row of each, and so on.
+    If the tensors are matrices, their first rows come first, then their second rows, and so on.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -382,7 +395,10 @@ class Packer:
         self.length: int = self.ends[-1]
 
     def pack(self, slot: Tensor, start: int) -> None:
-        """Fill a slot with the message from an element on, as far as it goes; slots come one after the other."""
+        """Fill a slot with the message from an element on, as far as it goes.
+
+        Slots are filled in order.
+        """
         stop = min(start + slot.numel(), self.length)
         if stop - start < slot.numel():
             slot = slot[: max(stop - start, 0)]
@@ -407,7 +423,7 @@ class Packer:
 
 
 def reduce_rows(rows: Tensor, op: str, out: Tensor) -> None:
-    """(size, k) -> (k,)."""
+    """Reduce rows, (size, k) -> (k,)."""
     if op == "avg":
         _average_rows(rows, out)
         return
@@ -420,7 +436,10 @@ def reduce_rows(rows: Tensor, op: str, out: Tensor) -> None:
 
 
 def _average_rows(rows: Tensor, out: Tensor) -> None:
-    """(size, k) -> (k,), summed in float32: in half types the sum may leave the range where the mean does not."""
+    """Average rows in float32, (size, k) -> (k,).
+
+    In half types the sum may leave the range although the mean is within it.
+    """
     size, length = rows.shape
     step = max(1, _WIDE_ELEMENTS // size)
     for a in range(0, length, step):

@@ -1,4 +1,4 @@
-"""The ranks of a group: one waits for words that others write, and raises if one has ended or given up."""
+"""The ranks of a group: one waits for words of the others, and raises if one ends or gives up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ _STOPPED_CHECKS = 250
 
 
 def head_bytes(size: int, streams: int) -> int:
-    """What is in front of the slots: a line for a token, and a page of each rank (`Peers`)."""
+    """Return the bytes before the slots.
+
+    They are a line for a token, and a page for each rank (`Peers`).
+    """
     head = 8 * (LINE + size * _page_words(size, streams))
     # torch's large tensors begin 64 bytes into a page of memory. Copies are slow where what is
     # written begins a little behind what is read in such a page, either way, so slots begin half a
@@ -55,17 +58,20 @@ def _page_words(size: int, streams: int) -> int:
 
 
 def _said_words(size: int) -> int:
-    """Numbers that a rank says in a round: bytes for each rank and in all, and a number of the dtype."""
+    """Return how many numbers a rank publishes in a round.
+
+    They are the bytes for each rank and in all, and a number of the dtype.
+    """
     return size + 2
 
 
 class Peers:
     """The ranks of a group, as one of them waits for the words that they write.
 
-    Every rank writes a page of its own: for each stream a line of the rounds that it has shown,
-    those that it has read, and its requests in even and odd rounds; then the number of its calls of
-    the backend in a line, and the last of them; what it says in even and odd rounds; why it has
-    given up.
+    Every rank writes its own page: for each stream a line with the rounds that it has shown, the
+    rounds that it has read, and its requests in even and odd rounds; then a line with the number of
+    its backend calls, and the last of these calls; then the numbers that it publishes in even and
+    odd rounds; then the reason for which it has given up.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Peers:
         self._failure: PeerError | None = None
 
     def check(self) -> None:
-        """Raise what an earlier call has failed with."""
+        """Raise the error with which an earlier call has failed."""
         if self._failure is not None:
             raise type(self._failure)(str(self._failure), self._failure.ranks)
 
@@ -106,10 +112,10 @@ class Peers:
         reason: str = "",
         kind: type[PeerError] = PeerError,
     ) -> PeerError:
-        """The error that this and every later call raises, here and on the other ranks.
+        """Return the error that this and every later call raises, here and on the other ranks.
 
-        They repeat the reason, if not the text, and raise a LockstepError as it is. Global ranks
-        are at fault, which may be in other groups.
+        The other ranks repeat the reason, though not always the text, and raise a LockstepError
+        unchanged. The global ranks at fault may be in other groups.
         """
         if self._failure is None:
             self._failure = kind(
@@ -140,7 +146,7 @@ class Peers:
         )
 
     def _seen(self) -> dict[int, str]:
-        """The last round of each rank in the first stream, by its global number."""
+        """Return the last round of each rank in the first stream, by its global number."""
         seen = {}
         for rank, line in zip(self.ranks, self.lines[0], strict=True):
             last = self.words[line]
@@ -153,7 +159,7 @@ class Peers:
         return seen
 
     def heard(self, rank: int) -> PeerError:
-        """The error for a rank of the group that has given up; it says why."""
+        """Return the error for a rank of the group that has given up, with its reason."""
         length = int.from_bytes(self._reasons[rank][:2], "little")
         reason = "see its error"
         ranks = [self.ranks[rank]]
@@ -168,11 +174,11 @@ class Peers:
         )
 
     def announce(self, kind: str, dtype: torch.dtype, count: int, op: str, root: int) -> None:
-        """Say which call of the backend comes next, and see that those who have said it already say the same.
+        """Publish the next call of the backend, and compare it with the calls of other ranks.
 
-        Nobody waits: of two ranks that differ, the later one sees it and calls nothing, so that
-        neither the backend of the other gets what it did not expect. That one hears of it while it
-        waits (`check_others`).
+        No rank blocks here. If two ranks differ, the later one raises before it calls the backend,
+        so that the backend of the earlier one does not get unexpected data. The earlier one is
+        notified while it waits (`check_others`).
         """
         self.check()
         self._calls += 1
@@ -183,12 +189,15 @@ class Peers:
         self._check_calls()
 
     def retract(self) -> None:
-        """Take back the last call that was announced: the backend has refused it, so nothing was sent."""
+        """Withdraw the last call that was announced.
+
+        The backend has refused it, so nothing was sent.
+        """
         self._calls -= 1
         self.words[self._announced[self.rank]] = self._calls
 
     def _check_calls(self) -> None:
-        """Raise if a rank has announced another call than this one has."""
+        """Raise if a rank has announced another call than this rank has."""
         # of those that have come to this call, and still say which it was
         said = {}
         for rank, announced in enumerate(self._announced):
@@ -198,7 +207,10 @@ class Peers:
             raise self._differ(said)
 
     def _ranks_behind(self, word: int, value: int, rank: int) -> list[int]:
-        """The global ranks whose word has not come to a value or is given up; `word` is that of `rank`."""
+        """Return the global ranks whose word has not reached a value, or that have given up.
+
+        `word` is the index of the word of `rank`.
+        """
         page_words = _page_words(self.size, len(self.lines))
         return [
             global_rank
@@ -207,7 +219,7 @@ class Peers:
         ]
 
     def _ranks_without_call(self, call: int) -> list[int]:
-        """The global ranks that have not announced a call of the backend."""
+        """Return the global ranks that have not announced a call of the backend."""
         return [
             global_rank
             for global_rank, announced in zip(self.ranks, self._announced, strict=True)
@@ -215,20 +227,20 @@ class Peers:
         ]
 
     def _describe_wait(self, awaited: int | None) -> str:
-        """What this rank waits in, for what, in which group."""
+        """Describe the collective and the group in which this rank waits, and the ranks awaited."""
         what = "memory to be read" if awaited is None else describe(awaited)
         purpose = current_purpose()
         return f"{what}{purpose and f' for {purpose}'} (group {self.name})"
 
     @property
     def calls(self) -> int:
-        """How many calls of the backend this rank has announced."""
+        """The number of backend calls that this rank has announced."""
         return self._calls
 
     def check_others(self, call: int = 0) -> None:
-        """Raise if a rank has given up, or is seen to do something else, while this one waits for its backend.
+        """Raise if a rank has given up, or differs, while this rank waits for its backend.
 
-        `call` is the number of the call that it waits for.
+        `call` is the number of the backend call that it waits for.
         """
         self.check()
         if any(self.words[announced] < call for announced in self._announced):
@@ -249,9 +261,9 @@ class Peers:
         self._check_calls()
 
     def wait(self, word: int, value: int, rank: int, awaited: int | None = None) -> None:
-        """Until a word of a rank of the group is at least a value; PeerError if it will not be.
+        """Wait until a word of a rank is at least a value; raise PeerError if that cannot happen.
 
-        The request `awaited` is what both do.
+        The request `awaited` is the one that both ranks run.
         """
         words = self.words
         stopped = 0
@@ -305,7 +317,10 @@ class Peers:
             raise self.heard(rank)
 
     def differ(self, lines: Sequence[int], requests: Sequence[int]) -> PeerError:
-        """The error where ranks request different things: one that has given up says why."""
+        """Return the error for ranks with different requests.
+
+        If one of them has given up, the error has its reason.
+        """
         for rank, line in enumerate(lines):
             if rank != self.rank and self.words[line] == BROKEN:
                 return self.heard(rank)
@@ -323,9 +338,10 @@ class Peers:
 def wait_until(
     done: Callable[[], bool], look: Callable[[float], None], every: float = _CHECK_SECONDS
 ) -> None:
-    """Until something is so: offer the core, then sleep in steps that grow with the time waited, to 1 ms.
+    """Wait until `done()`; first yield the core, then sleep in growing steps of at most 1 ms.
 
-    `look` is called with the seconds waited `every` so many of them, and raises if it will not be.
+    `look` is called with the seconds waited, once `every` so many seconds, and raises if the wait
+    is in vain.
     """
     for _ in range(_YIELDS):
         if done():
@@ -345,7 +361,7 @@ def wait_until(
 
 
 def different_collectives(words: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
-    """What errors say of global ranks that have started these, and who is at fault."""
+    """Describe global ranks that have started different collectives; return also the culprits."""
     said = ", ".join(f"rank {rank}: {what}" for rank, what in words.items())
     text = f"ranks started different collectives on one communicator: {said}"
     return text + _hint_at_sizes(words.values()), minority(words)
@@ -355,7 +371,7 @@ _SIZE = re.compile(r" of \d+ x ")
 
 
 def _hint_at_sizes(words: Iterable[str]) -> str:
-    """The way out where ranks have started one collective, of different sizes."""
+    """Return a hint for ranks that have started one collective with different sizes."""
     if len({_SIZE.sub(" of n x ", text) for text in words}) > 1:
         return ""
     return (
@@ -365,7 +381,7 @@ def _hint_at_sizes(words: Iterable[str]) -> str:
 
 
 def minority(values: Mapping[int, object]) -> tuple[int, ...]:
-    """The keys whose value is not that of more than half of all."""
+    """Return the keys whose value differs from the value of more than half of all keys."""
     counts = Counter(values.values())
     common, times = counts.most_common(1)[0]
     return (
@@ -380,7 +396,10 @@ _job = 0
 
 
 def name_process(job: int, *, returned: bool) -> None:
-    """Of a rank of a pool: say in the name of the process that it runs a job, or has returned from it (Linux)."""
+    """Set the name of a pool rank's process (Linux).
+
+    The name tells whether the rank runs a job, or has returned from it.
+    """
     global _job  # noqa: PLW0603  # of the process, as its name is
     _job = job
     if sys.platform == "linux":
@@ -388,9 +407,10 @@ def name_process(job: int, *, returned: bool) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Whether a process is "running", "stopped" (by a signal), "ended" (also if it is not yet reaped) or "returned".
+    """Return the state of a process: "running", "stopped", "ended" or "returned".
 
-    The last is a rank of a pool that has returned from the job that this one runs.
+    A process is stopped by a signal. It has ended also if it is not yet reaped. A rank of a pool
+    has returned if it has returned from the job that this rank runs.
     """
     try:
         head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")

@@ -1,7 +1,7 @@
-"""What a collective is, as a number that ranks compare, and the last ones that this process has started.
+"""Collectives as numbers that ranks compare, and a record of the last ones of this process.
 
-The recorder is always on: an entry takes about a fifth of a microsecond. When a rank is lost it
-writes a file; `python -m shoal_mesh postmortem` reads those of all ranks.
+The recorder is always on: an entry takes about a fifth of a microsecond. When a rank is lost, the
+other ranks write files; `python -m shoal_mesh postmortem` reads the files of all ranks.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _purposes = PURPOSES.get
 
 @lru_cache(maxsize=4096)
 def request(kind: str, dtype: torch.dtype, count: int, op: str = "", root: int = 0) -> int:
-    """What a rank is doing: `count` elements of a dtype, reduced with `op` or sent from the group's rank `root`.
+    """Return the number of a collective: `count` elements of a dtype.
 
-    A dtype that has no number of its own counts as any such; of uneven blocks ranks do not know one
-    count.
+    They are reduced with `op`, or sent from the group's rank `root`. All dtypes without their own
+    number share one. Ranks do not know a common count of uneven blocks.
     """
     number = number_of(dtype)
     # 38 bits of the count, 12 of the root, 4 of the reduction, 3 of the kind, 5 of the dtype
@@ -65,7 +65,7 @@ def request(kind: str, dtype: torch.dtype, count: int, op: str = "", root: int =
 
 
 def describe(number: int) -> str:
-    """What `request` says, for people."""
+    """Describe a number that `request` returned."""
     number, dtype = divmod(number, 32)
     number, kind = divmod(number, 8)
     number, op = divmod(number, 16)
@@ -74,12 +74,12 @@ def describe(number: int) -> str:
 
 
 def number_of(dtype: torch.dtype) -> int:
-    """A number that ranks compare; one for all dtypes that have none of their own."""
+    """Return a number that ranks compare; all dtypes without their own number share one."""
     return DTYPES.index(dtype) if dtype in DTYPES else _OTHER_DTYPE
 
 
 def name_of(number: int) -> str:
-    """The dtype of a number, in words."""
+    """Return the dtype of a number, in words."""
     return "another dtype" if number == _OTHER_DTYPE else str(DTYPES[number])
 
 
@@ -90,7 +90,9 @@ def _in_words(kind: str, dtype: object, count: int, op: str, root: int) -> str:
 
 
 def note(said: tuple[str, int]) -> None:
-    """Remember what the next collectives of this process are for; cheaper than `purpose`, for the recorder alone.
+    """Record the purpose of the next collectives of this process.
+
+    It is cheaper than `purpose`, for the recorder alone.
 
     Args:
         said: the purpose, and how many collectives it has at least.
@@ -102,18 +104,18 @@ def note(said: tuple[str, int]) -> None:
 
 
 def record(group: str, what: Any) -> None:
-    """Remember that a collective starts."""
+    """Record that a collective starts."""
     _append((_now(), group, what, _purposes()))
 
 
 def current_purpose() -> str:
-    """What the last collective of this process was for; '' where the program does not say it."""
+    """Return the purpose of the last collective of this process; '' if it has none."""
     *_, (_, _, _, texts) = [("", "", "", ()), *_with_notes()]
     return _joined(texts)
 
 
 def last_of_backend(group: str) -> str:
-    """The last call of the backend of a group, in words; 'nothing' if it is no longer known."""
+    """Describe the last call of a group's backend; 'nothing' if it is no longer known."""
     last = next(
         (entry for entry in reversed(ENTRIES) if entry[1] == group and isinstance(entry[2], tuple)),
         None,
@@ -122,7 +124,10 @@ def last_of_backend(group: str) -> str:
 
 
 def folder() -> str:
-    """Where this process leaves its file; '' for nowhere. Ranks of one launcher have one folder."""
+    """Return the folder of this process's file; '' if it writes none.
+
+    Ranks of one launcher have one folder.
+    """
     given = os.environ.get(SWITCH, "")
     if given:
         return "" if given == "0" else given
@@ -132,7 +137,10 @@ def folder() -> str:
 
 
 def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]) -> str:
-    """Write down what this rank did and saw last, beside its error; what to add to that: how to read it, or ''."""
+    """Write the last collectives of this rank, those seen of other ranks, and its error to a file.
+
+    Returns a hint how to read the file, to be added to the error; '' if nothing was written.
+    """
     path = folder()
     now = time.monotonic()
     if not path:
@@ -178,7 +186,7 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
 
 
 def _with_notes() -> Iterator[tuple[float, str, Any, tuple[Text, ...]]]:
-    """The collectives, each with the note that it belongs to."""
+    """Return the collectives, each with the note that it belongs to."""
     said = ""
     left = 0
     for entry in [*ENTRIES]:
@@ -191,7 +199,7 @@ def _with_notes() -> Iterator[tuple[float, str, Any, tuple[Text, ...]]]:
 
 
 def _joined(texts: tuple[Text, ...]) -> str:
-    """What a collective was for."""
+    """Join the texts of a collective's purpose."""
     purposes = []
     for text in reversed(texts):
         # a text of the program's own, which is asked late
