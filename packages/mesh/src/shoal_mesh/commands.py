@@ -64,11 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def env(asked: argparse.Namespace) -> tuple[list[str], int]:
-    """Return the facts that a bug report needs.
-
-    These are versions, devices, backends, memory for ranks, and variables that change how ranks
-    connect.
-    """
+    """Report versions, devices, backends, memory and environment variables for a bug report."""
     values = {"shoal_mesh": __version__}
     for name in ("shoal-dtensor", "shoal-tp-styles", "shoal-shard-api", "numpy"):
         try:
@@ -150,10 +146,7 @@ def report(dumps: Dumps, last: int = 3) -> list[str]:
 
 
 def topology(asked: argparse.Namespace) -> tuple[list[str], int]:
-    """Measure latency, bandwidth and the best order of ranks along the axes of a mesh.
-
-    The ranks are local ones, or the ranks of torchrun.
-    """
+    """Measure latency, bandwidth and the best order of ranks along the axes of a mesh."""
     shape: tuple[int, ...] = asked.mesh
     links, order = launch(_measure, math.prod(shape), shape, asked.bytes)[0]
     if dist.is_initialized() and dist.get_rank() > 0:

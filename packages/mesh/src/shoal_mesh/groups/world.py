@@ -292,7 +292,8 @@ def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exce
 def check_agreement(description: str) -> None:
     """Raise MeshMismatchError on all ranks unless all ranks of the world pass the same text.
 
-    It takes one all-gather of 16 bytes. Only if that shows a difference, another one sends the texts.
+    It takes one all-gather of 16 bytes. Only if that shows a difference, another all-gather sends
+    the texts.
     """
     world = require_world()
     if world.size() == 1 or "fake" in _torch.backend_config(world):
@@ -309,8 +310,8 @@ def check_agreement(description: str) -> None:
 def all_gather_objects(group: ProcessGroup, value: object) -> list[Any]:
     """Return the value of every rank of a group, by rank in the group.
 
-    Values are pickled, so ranks must trust each other. The function of c10d needs numpy, which torch
-    does not depend on.
+    Values are pickled, so ranks must trust each other. The function of c10d needs numpy, which
+    torch does not depend on.
     """
     if "fake" in _torch.backend_config(group):
         return [value] * group.size()

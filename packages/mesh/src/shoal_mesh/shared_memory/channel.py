@@ -10,11 +10,11 @@ others and reads their slots:
 
     rank 0:  write slot[0] | flag 7 | wait for 7, 7, 7 | read | write slot[1] | flag 8 | ...
 
-With its flag a rank publishes its collective (`request`), and ranks with different collectives raise
-instead of reading nonsense. In a second word it publishes the rounds that it has read, and a slot is
-written again when all ranks have read it. With two slots no rank waits for that: if all flags of
-round t are raised, all ranks have read round t - 1. A stream with one slot takes half the memory,
-and waits.
+With its flag a rank publishes its collective (`request`), and ranks with different collectives
+raise instead of reading nonsense. In a second word it publishes the rounds that it has read, and a
+slot is written again when all ranks have read it. With two slots no rank waits for that: if all
+flags of round t are raised, all ranks have read round t - 1. A stream with one slot takes half the
+memory, and waits.
 
 A collective is a generator of steps: it writes its slot and yields its request; the code after the
 `yield` reads the slots.
