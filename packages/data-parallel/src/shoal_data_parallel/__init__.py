@@ -1,4 +1,4 @@
-"""Data parallelism: parameters sharded over data axes (FSDP, HSDP), replicated (DDP), or updated in shards (ZeRO-1)."""
+"""Data parallelism: parameters sharded (FSDP, HSDP), replicated (DDP) or updated in shards."""
 
 from shoal_dtensor.errors import LayoutError, StyleError, TiedWeightError, UnsupportedModuleError
 from shoal_mesh.internal import facade

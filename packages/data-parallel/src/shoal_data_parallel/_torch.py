@@ -1,4 +1,4 @@
-"""The seam to torch: every private or unstable torch name that this package alone uses."""
+"""Private and unstable names of torch that this package alone uses, all in one file."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _recorder: Callable[[], object] = partial(
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func runs, or a recorder such as that of torch.func.linearize."""
+    """Return whether a transform of torch.func runs, or a recorder such as linearize's."""
     return _innermost_transform() is not None or _recorder() is not None
 
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """A block in which no transform and no recorder sees operators."""
+    """Open a block in which no transform and no recorder sees operators."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
 
 
 def run_when_ready(node: Any) -> None:
-    """Have a backward run a node as soon as its gradient is complete, like those of leaves."""
+    """Have a backward run a node as soon as its gradient is complete, like the nodes of leaves."""
     node._set_sequence_nr(torch.iinfo(torch.int64).max)
 
 
 def call_on_stream(stream: Any, function: Callable[[torch.Tensor], object], tensor: Any) -> None:
-    """Call a function on another stream of the tensor's device, in order with what is around it."""
+    """Call a function on another stream of a tensor's device, in order with the current one."""
     device = torch.get_device_module(tensor.device)
     current = device.current_stream()
     stream.wait_stream(current)

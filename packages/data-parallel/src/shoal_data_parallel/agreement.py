@@ -1,4 +1,4 @@
-"""Checks before the first collective: all data-parallel ranks have the same parameters, and these have values.
+"""Checks before the first collective: equal parameters on all data-parallel ranks, with values.
 
 May import: sharded_parameters.
 """
@@ -23,14 +23,15 @@ _ABSENT = "no parameter"
 def check_same_parameters(
     function: str, parameters: Iterable[tuple[str, Tensor]], axes: DataAxes
 ) -> None:
-    """Raise LockstepError, naming the first parameter that differs, unless all ranks have the same ones.
+    """Raise LockstepError unless all data-parallel ranks have the same parameters.
 
-    One all-gather of 16 bytes; where ranks differ, another one of the descriptions. Frozen
-    parameters differ from trained ones: ranks would reduce different gradients.
+    The error names the first parameter that differs. The check takes one all-gather of 16 bytes; if
+    ranks differ, another all-gather sends the descriptions. Frozen parameters differ from trained
+    ones, because ranks would reduce different gradients.
 
     Args:
         function: the name of the function that is called, for the error.
-        parameters: of this rank, with their names.
+        parameters: the parameters of this rank, with their names.
         axes: the data axes.
     """
     comm = axes.comm
@@ -55,7 +56,7 @@ def _description(name: str, param: Tensor) -> str:
 
 
 def _gather_texts(text: bytes, lengths: Sequence[int], comm: Comm, *, device: str) -> list[str]:
-    """The texts of all ranks, padded to the longest one on the way."""
+    """Return the texts of all ranks, which are sent padded to the longest text."""
     padded = bytearray(text.ljust(max(*lengths, 1), b" "))
     row = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     rows = all_gather(row.unsqueeze(0), comm).cpu()
@@ -82,7 +83,7 @@ def _raise_first_difference(
 
 
 def check_materialized(function: str, names: Sequence[str]) -> None:
-    """Raise StyleError if there are parameters on the meta device, given by their names."""
+    """Raise StyleError if named parameters are on the meta device."""
     if names:
         raise StyleError(
             f"{function}: parameters {list(names)} are on the meta device and have no values: call "

@@ -1,4 +1,4 @@
-"""Functions of the user that run a unit's collectives, and how gathered and scattered tensors are packed for them.
+"""Collectives of a unit by functions of the user, and the packing of tensors for them.
 
 A rank sends one flat buffer with its shards of all parameters of a dtype. Buffers have one size on
 all ranks, that of the longest. With shards of 3 and 2 rows of (5, 4) on two ranks:
@@ -27,15 +27,15 @@ from .sharded_parameters import DataAxes
 
 
 class CustomCollective(ABC):
-    """A collective of the user's, and the memory for it."""
+    """A collective of the user, and the memory for it."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer; its values do not matter."""
+        """Return a buffer with any values."""
 
 
 class AllGather(CustomCollective):
-    """An all-gather of the user's, for `FSDPModule.set_custom_all_gather`.
+    """An all-gather of the user, for `FSDPModule.set_custom_all_gather`.
 
     Example:
         >>> class Gather(AllGather):
@@ -61,7 +61,7 @@ class AllGather(CustomCollective):
 
 
 class ReduceScatter(CustomCollective):
-    """A reduce-scatter of the user's, for `FSDPModule.set_custom_reduce_scatter`.
+    """A reduce-scatter of the user, for `FSDPModule.set_custom_reduce_scatter`.
 
     Example:
         >>> class Scatter(ReduceScatter):
@@ -84,7 +84,7 @@ class ReduceScatter(CustomCollective):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce the flat inputs of all ranks; the output is this rank's part of the result."""
+        """Reduce the flat inputs of all ranks; write this rank's part to the output."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ _Part = tuple[tuple[slice, ...], tuple[slice, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """The shard that one rank has of one tensor."""
+    """One rank's shard of one tensor."""
 
     shape: tuple[int, ...]
     parts: Sequence[_Part]
@@ -124,13 +124,13 @@ class _Shard:
 
 
 class ShardPacking:
-    """Where the shards of several tensors are in flat buffers of one size, one for each rank of an axis.
+    """The positions of shards in flat buffers of one size, one buffer for each rank of an axis.
 
     Args:
-        moves: for each tensor the layout of its shards, and the layout in which one rank has all of
-            them.
-        axes: the data axes, over the last of which tensors are sharded. Buffers are in the order of
-            the ranks of its group.
+        moves: for each tensor the layout of its shards, and the layout in which one rank has the
+            whole tensor.
+        axes: the data axes; tensors are sharded over the last one. Buffers are in the order of the
+            ranks of its group.
     """
 
     def __init__(self, moves: Sequence[tuple[Spec, Spec]], axes: DataAxes) -> None:
@@ -195,7 +195,7 @@ def _shard_at(move: tuple[Spec, Spec], axis: int, coordinate: int) -> _Shard:
 
 
 def _moved(common: Any, box: Any, place: Any) -> tuple[slice, ...]:
-    """A part of a global box, as slices of the local tensor that has the box at `place`.
+    """Return a part of a global box as slices of the local tensor that has the box at `place`.
 
     The part (5, 6) of the box (4, 8), which is at (2, 6) of the local tensor, is at (3, 4).
     """
@@ -208,7 +208,7 @@ def _moved(common: Any, box: Any, place: Any) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """The tensors of one dtype, on their way in one collective."""
+    """The tensors of one dtype that are in flight in one collective."""
 
     # indices of the tensors
     tensors: Sequence[int]
@@ -222,7 +222,7 @@ class _Buffers:
 
 
 def _by_dtype(moves: Sequence[tuple[Spec, Spec]]) -> list[list[int]]:
-    """Indices of the tensors that move, those of one dtype together."""
+    """Return the indices of the tensors that move, grouped by dtype."""
     found: dict[torch.dtype, list[int]] = {}
     for i, (source, target) in enumerate(moves):
         if source is not target:
@@ -231,7 +231,7 @@ def _by_dtype(moves: Sequence[tuple[Spec, Spec]]) -> list[list[int]]:
 
 
 class CustomGather:
-    """Shards on their way to all ranks of a unit's sharding axis, by a function of the user.
+    """Shards in flight to all ranks of a unit's sharding axis, by a function of the user.
 
     A tensor that is not sharded stays where it is.
     """
@@ -264,7 +264,7 @@ class CustomGather:
             self._buffers.append(_Buffers(indices, packing, received, work))
 
     def wait(self, memory: Callable[[], Sequence[Tensor]] | None = None) -> list[Tensor]:
-        """Return the gathered tensors; they are written to those that `memory` gives."""
+        """Return the gathered tensors, which are written to the tensors from `memory`."""
         for buffers in self._buffers:
             buffers.wait()
         if memory is None:
@@ -283,14 +283,14 @@ class CustomGather:
 
 
 class CustomScatter:
-    """Local gradients on their way to the sums of this rank's shards, by a function of the user.
+    """Local gradients in flight to the sums of this rank's shards, by a function of the user.
 
     Args:
         comm: the function.
-        axes: the data axes; over those of replicas nothing is reduced.
-        gradients: local gradients, dense, and a row of flags behind them.
-        moves: for each, its layout and that of the sums.
-        averages: whether the function is asked for averages over the shards, rather than sums.
+        axes: the data axes; nothing is reduced over the axes of replicas.
+        gradients: local gradients, dense, followed by a row of flags.
+        moves: for each gradient its layout, and the layout of the sums.
+        averages: whether the function has to return averages over the shards, rather than sums.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class CustomScatter:
         return False
 
     def poll(self) -> None:
-        """Nothing can be taken before it has been waited for."""
+        """Do nothing: results can be taken only after a wait."""
 
     def wait(self) -> list[Tensor]:
         """Return the sums, or averages, of this rank's shards."""

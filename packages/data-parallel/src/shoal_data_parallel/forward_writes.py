@@ -1,8 +1,8 @@
-"""Writes to replicated parameters inside of a forward: found by versions, compared between ranks with the gradients.
+"""Writes to replicated parameters in a forward, found by versions and compared between ranks.
 
-A forward may normalize its weights in place, equally on all ranks. What it writes from its rank's
-rows (`nn.Embedding(max_norm=...)`) makes replicas drift apart. A digest of the parameters that a
-forward has written to travels with the flags of the next reduction, one bit a column:
+A forward may normalize its weights in place, equally on all ranks. Writes that depend on a rank's
+rows (`nn.Embedding(max_norm=...)`) make replicas drift apart. A digest of the parameters that a
+forward has written to is sent with the flags of the next reduction, one bit a column:
 
     rank 0 wrote    1 | 1 0 1      the first column: this rank has written something
     rank 1 wrote    1 | 0 0 1
@@ -38,11 +38,11 @@ class ForwardWrites:
         self._digest: Tensor | None = None
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note the versions of parameters at the begin of a forward."""
+        """Record the versions of parameters at the beginning of a forward."""
         self._before = [(p, p._version) for p in parameters if not p.is_inference()]
 
     def end(self) -> None:
-        """Digest the parameters whose versions have changed since the begin."""
+        """Digest the parameters whose versions have changed since the beginning."""
         written = [p for p, version in self._before if p._version != version]
         self._before = []
         if not written:
@@ -52,7 +52,10 @@ class ForwardWrites:
         self._digest = digest if self._digest is None else self._digest * 31 + digest
 
     def columns(self) -> Tensor | None:
-        """Return this rank's `(COLUMNS,)` flags of 0 and 1, of the writes since the last call; None without writes."""
+        """Return this rank's `(COLUMNS,)` flags, 0 or 1, of the writes since the last call.
+
+        Returns None if there were no writes.
+        """
         digest = self._digest
         self._digest = None
         return None if digest is None else _as_columns(digest)
@@ -62,7 +65,10 @@ class ForwardWrites:
         return bool(self._written)
 
     def check(self, sums: Tensor, ranks: int, module: nn.Module) -> None:
-        """Raise StyleError, naming the parameters, if the sums of the ranks' columns show different writes."""
+        """Raise StyleError if the sums of the ranks' columns show different writes.
+
+        The error names the parameters.
+        """
         written, self._written = self._written, {}
         if all(count in (0, ranks) for count in sums.tolist()):
             return
@@ -78,7 +84,7 @@ class ForwardWrites:
 
 
 def _digest_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One integer, on the device: equal where all values have equal bits."""
+    """Return one integer, on the device, that is equal if all values have equal bits."""
     sums = []
     for parameter in parameters:
         local = local_of(parameter).detach()
@@ -91,7 +97,10 @@ def _digest_of(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _as_columns(digest: Tensor) -> Tensor:
-    """Flags of a digest of 64 bits, all of which are mixed into the last ones."""
+    """Return the flags of a digest of 64 bits.
+
+    All bits of the digest are mixed into the last ones.
+    """
     for shift in (32, 16):
         digest = digest ^ (digest >> shift)
     bits = (digest >> torch.arange(_BITS, device=digest.device)) & 1

@@ -1,4 +1,4 @@
-"""Control of sharded modules: the methods that `fully_shard` adds to a module's class, under torch's names.
+"""Control of sharded modules: methods that `fully_shard` adds, under torch's names.
 
 A method sets one choice of the user, or makes one transition of a unit; the passes read the choice.
 
@@ -53,8 +53,8 @@ class GradientReductionHandle:
     """Gradients that are being reduced; `wait()` returns when they are in `.grad`.
 
     Args:
-        contexts: where the reductions are; `finalize_backward(async_op=True)` of a module makes the
-            handle.
+        contexts: the contexts with the reductions; `finalize_backward(async_op=True)` of a module
+            makes the handle.
 
     Example:
         >>> from shoal_data_parallel import fully_shard
@@ -72,20 +72,23 @@ class GradientReductionHandle:
     contexts: Sequence[CommContext]
 
     def wait(self) -> None:
-        """Deliver the gradients, and those of backwards that were not the last one."""
+        """Deliver the gradients, and the gradients of backwards that were not the last one."""
         for context in self.contexts:
             deliver(context.take())
 
 
 class FSDPModule(ReducingModule):
-    """What `fully_shard` adds to a module's class: control over gathering and reducing, as torch names it."""
+    """The class that `fully_shard` adds to a module's class.
+
+    It controls gathering and reducing, under torch's names.
+    """
 
     _made_by = "fully_shard"
     _divides_inside = False
 
     # no hooks: a module compiled in place would trace them
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward with its hooks, compiled or not, between gathering and freeing."""
+        """Run the module's forward with its hooks, between gathering and freeing."""
         forward = super().__call__
         return (
             as_forward(self, forward, args, kwargs)
@@ -99,9 +102,10 @@ class FSDPModule(ReducingModule):
     # --- gathering --------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters now, until `reshard()`; with `async_op`, only start to.
+        """Gather this unit's parameters now, until `reshard()`; with `async_op`, only start.
 
-        They are for reading: what is written to them is lost, and `reshard()` says so.
+        The gathered parameters are for reading. A write to them is lost, and `reshard()` then
+        raises.
         """
         unit = unit_of(self)
         if not async_op:
@@ -120,7 +124,10 @@ class FSDPModule(ReducingModule):
 
     @takes(reshard_after_forward=bool)
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether gathered parameters are freed after a forward, between it and a backward or the next forward."""
+        """Set whether gathered parameters are freed after a forward.
+
+        They are freed until a backward or the next forward.
+        """
         for unit in units_of(self, recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
             unit.frees_after_forward = reshard_after_forward
@@ -132,8 +139,8 @@ class FSDPModule(ReducingModule):
         """Set whether gathered parameters are freed after a backward.
 
         With False, and with `reshard_after_forward=False`, the microbatches of a step gather once.
-        What an optimizer has written to is gathered again in any case. Set True before the last
-        backward of a step, or the parameters stay gathered until the next one ends.
+        Parameters that an optimizer has written to are gathered again in any case. Set True before
+        the last backward of a step, or the parameters stay gathered until the next backward ends.
         """
         for unit in units_of(self, recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
@@ -142,17 +149,17 @@ class FSDPModule(ReducingModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this unit is gathered for its backward.
 
-        A backward that reads no parameter of the unit, such as that of an embedding, needs none of
-        them. With False they are gathered only if something that autograd has saved is read after
-        all.
+        A backward that reads no parameter of the unit, such as the backward of an embedding, does
+        not need them. With False they are gathered only if a value that autograd has saved is read
+        after all.
         """
         unit_of(self).settings.unshard_in_backward = unshard_in_backward
 
     @takes(enable=bool)
     def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:
-        """Set whether gathered parameters keep their memory and their addresses when they are resharded.
+        """Set whether gathered parameters keep their memory and addresses when resharded.
 
-        Each gather writes to the same memory then, as graphs of CUDA that were captured need it.
+        Then each gather writes to the same memory, as captured CUDA graphs need.
         """
         for unit in units_of(self, recurse):
             unit.settings.keep_unsharded_storage = enable
@@ -160,13 +167,14 @@ class FSDPModule(ReducingModule):
                 unit.current.release(keeps_memory=False)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Set the modules whose parameters start to be gathered when this one's forward begins.
+        """Set the modules that start to gather their parameters when this forward begins.
 
-        Without it, and in a copy of the module, it is the one whose forward came next the last
-        time; with an empty list, none.
+        By default, and in a copy of the module, it is the module whose forward came next the last
+        time. With an empty list there is none.
 
         Args:
-            modules: that `fully_shard` was called on.  All ranks give the same ones in one order.
+            modules: modules that `fully_shard` was called on. All ranks pass the same modules in
+                one order.
 
         Raises:
             StyleError: if one of them is not sharded.
@@ -174,7 +182,9 @@ class FSDPModule(ReducingModule):
         unit_of(self).settings.prefetch_in_forward = _units(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """The same for backward: by default, the module whose forward came before this one's.
+        """Set the modules that start to gather their parameters when this backward begins.
+
+        By default it is the module whose forward came before the forward of this one.
 
         Raises:
             StyleError: if one of them is not sharded.
@@ -184,9 +194,9 @@ class FSDPModule(ReducingModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Set an event that the next forward waits for before it gathers.
 
-        Record it after the optimizer's step, where that runs on another stream of the device than
-        the forward. It holds for one forward. The current stream waits; torch's waits on the
-        streams of its gathers only.
+        Record it after the optimizer's step, if the step runs on another stream of the device than
+        the forward. It holds for one forward. The current stream waits; in torch only the streams
+        of the gathers do.
 
         Args:
             event: its `wait()` has the current stream wait.
@@ -196,8 +206,9 @@ class FSDPModule(ReducingModule):
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Have this unit's parameters gathered by a function of the user.
 
-        It is called with a flat tensor of this rank's shards, padded to the length of the longest,
-        and gets a flat one of all ranks' from `comm.allocate`, of which the first is a slice.
+        It is called with a flat input tensor of this rank's shards, padded to the length of the
+        longest, and with a flat output tensor for the shards of all ranks. The output tensor is
+        from `comm.allocate`, and the input tensor is a slice of it.
 
         Args:
             comm: called as `comm(output_tensor=, input_tensor=, group=, async_op=True)`; it returns
@@ -227,9 +238,9 @@ class FSDPModule(ReducingModule):
         deliver([*pending, *started])
 
     def finalize_backward(self, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce the gradients that were kept, and deliver all that backwards have left in flight.
+        """Reduce kept gradients, and deliver all gradients that backwards have left in flight.
 
-        Gradients of modules that reduce none (`set_requires_gradient_sync(False)`) stay kept.
+        Modules that do not reduce gradients (`set_requires_gradient_sync(False)`) keep them.
 
         Args:
             async_op: only start to reduce.
@@ -255,10 +266,10 @@ class FSDPModule(ReducingModule):
 
     @takes(enable=bool)
     def set_manual_backward_finalization(self, enable: bool) -> None:
-        """Set whether backwards leave the gradients that they reduce in flight, for `finalize_backward`.
+        """Set whether backwards leave reduced gradients in flight for `finalize_backward`.
 
-        It holds for all units of the outermost module. The optimizer's step is an error until they
-        are delivered.
+        It holds for all units of the outermost module. The optimizer's step raises until the
+        gradients are delivered.
         """
         schedule = unit_of(self).schedule
         schedule.finalizes_manually = enable
@@ -268,9 +279,9 @@ class FSDPModule(ReducingModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one of a step.
 
-        One that is not leaves the gradients that it reduces in flight, beside the next microbatch;
-        the last one delivers them. It holds for all units of the outermost module. The optimizer's
-        step is an error until they are delivered.
+        A backward that is not the last one leaves its gradients in flight, which overlaps the next
+        microbatch; the last one delivers them. It holds for all units of the outermost module. The
+        optimizer's step raises until the gradients are delivered.
         """
         schedule = unit_of(self).schedule
         schedule.is_last_backward = is_last_backward
@@ -278,10 +289,11 @@ class FSDPModule(ReducingModule):
 
     @takes(requires_all_reduce=bool)
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether gradients are reduced over the replicas of two data axes, or over the shards alone.
+        """Set whether gradients are reduced over replicas, or over the shards alone.
 
-        The sums over the shards are kept, and reduced over the replicas with those of the next
-        backward that does. `set_requires_gradient_sync` sets it too.
+        This concerns two data axes. The sums over the shards are kept, and reduced over the
+        replicas with the gradients of the next backward that reduces over replicas.
+        `set_requires_gradient_sync` sets it too.
         """
         for unit in units_of(self, recurse):
             unit.all_reduces = requires_all_reduce
@@ -291,17 +303,17 @@ class FSDPModule(ReducingModule):
     ) -> None:
         """Set a function that gets this unit's reduced gradients, before they are delivered.
 
-        With a data mesh of one axis it can reduce them over replicas that shoal does not know. All
-        parameters get a gradient then, also those that no rank of this mesh has used.
+        With a data mesh of one axis it can reduce them over replicas that are unknown to shoal. All
+        parameters get a gradient then, also parameters that no rank of this mesh has used.
 
         Args:
-            hook: called with the gradients of this rank's shards in one flat tensor, those of each
-                dtype in one; it may write to it. They are means; sums with
+            hook: called with the gradients of this rank's shards, one flat tensor per dtype, which
+                it may write to. They are means, or sums with
                 `set_force_sum_reduction_for_comms(True)`.
             stream: the device's stream on which it runs; the current one by default.
 
         Raises:
-            LayoutError: a stream with a mesh of two axes, or on a CPU, which has none.
+            LayoutError: a stream with a mesh of two axes, or on a CPU, which does not have streams.
         """
         unit = unit_of(self)
         if stream is not None and unit.axes.has_replicas:
@@ -319,9 +331,9 @@ class FSDPModule(ReducingModule):
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Have this unit's gradients reduced over its shards by a function of the user.
 
-        It is called with a flat tensor that has the gradients shard by shard, each part padded to
-        the length of the longest, with one number per parameter behind it that says whether a rank
-        has a gradient. Over the replicas of a second data axis gradients are reduced as always.
+        It is called with a flat tensor that has the gradients shard by shard. Each part is padded
+        to the length of the longest, and followed by one number per parameter: whether the rank has
+        a gradient. Gradients are reduced over the replicas of a second data axis as always.
 
         Args:
             comm: called as `comm(output_tensor=, input_tensor=, group=, op=, async_op=True)`; it
@@ -336,9 +348,9 @@ class FSDPModule(ReducingModule):
 
     @takes(enable=bool)
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether this unit's custom reduce-scatter, and its hook, get sums rather than means.
+        """Set whether custom reduce-scatters and hooks of this unit get sums instead of means.
 
-        shoal's own collectives always sum, and gradients are divided behind them.
+        The collectives of shoal always sum, and gradients are divided afterwards.
         """
         unit_of(self).communication.sums_only = enable
 
@@ -346,11 +358,12 @@ class FSDPModule(ReducingModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether parameters that no rank has used get zeros as gradients, rather than none.
+        """Set whether parameters that no rank has used get zeros as gradients, or none.
 
-        All units whose forward has run take part in the reductions of a backward then, whether it
-        reaches them on this rank or not: at its end, as ranks may reach units in different orders.
-        Parameters of one unit that some ranks have used get the mean with zeros in any case.
+        With zeros, all units whose forward has run take part in the reductions of a backward,
+        whether or not the backward reaches them on this rank. They are reduced at its end, because
+        ranks may reach units in different orders. Parameters of one unit that some ranks have used
+        get the mean with zeros in any case.
         """
         for unit in units_of(self, recurse):
             unit.communication.zeros_for_unused = reduce_scatter_unused_params
@@ -358,7 +371,7 @@ class FSDPModule(ReducingModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set how many units' gradients are in flight at once beside a backward: 1 by default.
+        """Set how many units' gradients may be in flight at once during a backward: 1 by default.
 
         Raises:
             StyleError: if it is not a positive number. (A TypeError or a ValueError too.)
@@ -382,8 +395,8 @@ class FSDPModule(ReducingModule):
     ) -> None:
         """Set whether gradients are reduced over process groups of their own.
 
-        Gathers and reductions of one communicator wait for each other on some backends. The groups
-        are made at the first reduction; all ranks of the mesh set the same.
+        On some backends gathers and reductions of one communicator wait for each other. The groups
+        are made at the first reduction; all ranks of the mesh set the same value.
         """
         for unit in units_of(self, recurse):
             unit.communication.separate_groups = enable
@@ -398,10 +411,11 @@ class FSDPModule(ReducingModule):
     # --- faults, and what only CUDA has -----------------------------------------------------------
 
     def reset_iter_state(self) -> None:
-        """Begin again after a forward or a backward that raised: all units are sharded and keep no gradients.
+        """Reset all units after a forward or a backward that raised.
 
-        Gradients of earlier microbatches that were kept, or are in flight, are dropped; `.grad`
-        stays. All ranks call it, on the outermost module.
+        All units are then sharded and keep no gradients. Gradients of earlier microbatches that
+        were kept, or are in flight, are dropped; `.grad` stays. All ranks call it, on the outermost
+        module.
 
         Raises:
             StyleError: if another module is the outermost one. (A RuntimeError too.)
@@ -478,10 +492,11 @@ def _units(modules: Sequence[nn.Module]) -> list[Unit]:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Have modules share what backwards leave in flight, as the stages of a pipeline on one rank do.
+    """Have modules share the gradients that backwards leave in flight.
 
-    The gradients in flight of all of them are bounded together
-    (`set_reduce_scatter_max_input_buffers`), and the last backward of one delivers those of all.
+    The stages of a pipeline on one rank use it. The gradients in flight of all modules are bounded
+    together (`set_reduce_scatter_max_input_buffers`), and the last backward of one module delivers
+    the gradients of all.
 
     Args:
         modules: outermost modules that `fully_shard` was called on.
@@ -545,7 +560,9 @@ _watch_optimizers = cache(lambda: register_optimizer_step_pre_hook(_before_step)
 
 @takes(module=nn.Module, method_name=str)
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a unit count as its forward: parameters are gathered before it and freed after it.
+    """Have a method of a unit count as its forward.
+
+    Parameters are gathered before the method and freed after it.
 
     Args:
         module: a module; nothing is done unless it is an `FSDPModule`.

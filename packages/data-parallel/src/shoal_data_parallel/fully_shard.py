@@ -1,6 +1,6 @@
 """`fully_shard`: parameters sharded over data axes, under torch's names and arguments.
 
-A module and its descendants that are no unit of their own are one unit.
+A module is one unit together with its descendants that are not units of their own.
 
 May import: agreement, fsdp_module, policies, sharded_parameters, unit, unit_passes.
 """
@@ -77,32 +77,33 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> FSDPModule | list[FSDPModule]:
-    """The module, its parameters sharded over data axes: gathered before its forward and backward, freed after them.
+    """Shard the parameters of a module over data axes, in place, and return the module.
 
-    Parameters become DTensors whose gradients are averaged over the data axes; those that styles
-    have placed on other axes of the same mesh stay so there, and are sharded over the data axes
-    too. Styles may also come afterwards: each unit that they concern is gathered for them, and
-    sharded again. Make the optimizer when all of this is done.
+    Parameters are gathered before forward and backward, and freed afterwards. They become DTensors
+    whose gradients are averaged over the data axes. Parameters that styles have placed on other
+    axes of the same mesh keep these placements, and are sharded over the data axes too. Styles may
+    also come afterwards: each unit that they concern is gathered for them, and sharded again. Make
+    the optimizer when all of this is done.
 
     Args:
         module: changed in place; its class becomes a subclass that is an `FSDPModule` too.
             Descendants that were passed before are units of their own: call it on blocks first, and
             on the model last. Several modules that run one after another can be one unit, as a
             list.
-        mesh: the data axes: one, over which parameters are sharded; or two, over the first of which
-            they are replicated. The whole world when left out.
+        mesh: the data axes: one axis, over which parameters are sharded; or two, with replicas over
+            the first one. The whole world if left out.
         reshard_after_forward: free the gathered parameters after the forward, and gather them again
-            in backward. By default all units do but the outermost. With a number, groups of this
-            many neighboring ranks keep all of them in larger shards, such as the ranks of one host,
-            and the backward gathers inside of the group.
+            in backward. By default all units do this except the outermost one. With a number,
+            groups of this many neighboring ranks keep all of the parameters in larger shards, such
+            as the ranks of one host, and the backward gathers inside of the group.
         shard_placement_fn: given a parameter, the `Shard` over the data axes, or None for the first
             dim.
         mp_policy: the dtypes of computation, reduction and outputs.
         offload_policy: where the shards are kept.
         ignored_params: parameters that stay as they are.
-        dp_mesh_dims: the data axes in `mesh`, on which parameters are DTensors that are replicated
-            over them. Modules go on to see such DTensors. A loss that is a DTensor of all ranks
-            counts once; losses that each rank computes from `to_local()` are averaged.
+        dp_mesh_dims: the data axes in `mesh`. Modules then see parameters that are DTensors
+            replicated over the data axes. A loss that is a DTensor of all ranks counts once; losses
+            that each rank computes from `to_local()` are averaged.
 
     Raises:
         LayoutError: if the mesh has more than two axes, or `reshard_after_forward` does not divide
@@ -137,7 +138,10 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
 
 
 def install_unit(unit: Unit, kind: Any) -> None:
-    """Shard the parameters of a unit's modules, and add the methods of a class, an FSDPModule, to these."""
+    """Shard the parameters of a unit's modules, and add the methods of a class to them.
+
+    The class is an FSDPModule.
+    """
     modules: list[Any] = unit.modules
     precision = unit.policies[0]
     dtypes = (precision.param_dtype, precision.reduce_dtype)
@@ -157,7 +161,10 @@ def install_unit(unit: Unit, kind: Any) -> None:
 
 
 def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
-    """Return what a unit does after a forward; all ranks and one rank are True and False."""
+    """Return the checked resharding after a forward.
+
+    All ranks and one rank are True and False.
+    """
     if asked is None or isinstance(asked, bool):
         return asked
     ranks = axes.ranks_of_shards
@@ -172,7 +179,9 @@ def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
 
 
 def data_axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
-    """Return the data axes that are named in a mesh; several to shard over act as one, and so do others.
+    """Return the data axes that are named in a mesh.
+
+    Several axes to shard over act as one, and so do several axes of replicas.
 
     Raises:
         LayoutError: if the mesh has no such axes.

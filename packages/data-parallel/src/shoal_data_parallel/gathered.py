@@ -1,4 +1,4 @@
-"""The gathered parameters of a unit: tensors that autograd's graph keeps, with memory only while they are used.
+"""The gathered parameters of a unit, which have memory only while they are used.
 
 May import: sharded_parameters.
 """
@@ -32,7 +32,7 @@ class Gathered:
     shards: list[Tensor] = field(default_factory=list)
 
     def allocate(self, parameters: Sequence[ShardedParameter]) -> list[Tensor]:
-        """Give all gathered tensors memory, making those that do not exist yet."""
+        """Give all gathered tensors memory, and make the tensors that do not exist yet."""
         if not self.tensors:
             for spec in (parameter.gathered for parameter in parameters):
                 device = spec.mesh.device_type
@@ -47,11 +47,11 @@ class Gathered:
 
     @property
     def were_written(self) -> bool:
-        """A tensor was written to since it was filled."""
+        """True if a tensor was written to since it was filled."""
         return self.versions_when_filled != [tensor._version for tensor in self.tensors]
 
     def release(self, *, keeps_memory: bool) -> None:
-        """Give the values of all gathered tensors up, and their memory."""
+        """Release the values of all gathered tensors, and their memory."""
         self.has_values = False
         self.shards = []
         if keeps_memory:
@@ -63,6 +63,6 @@ class Gathered:
 class Views(list[Tensor]):
     """Views of the gathered tensors, as modules see them.
 
-    A unit holds them only while they are exposed: their autograd graph holds the unit, in a cycle that
-    the garbage collector does not see.
+    A unit holds them only while they are exposed, because their autograd graph holds the unit, in a
+    cycle that the garbage collector does not see.
     """

@@ -1,4 +1,4 @@
-"""Losses of all data-parallel ranks together: gradients that count once, whatever gradients are divided by.
+"""Losses of all data-parallel ranks together, whose gradients count once with any divisor.
 
 A backward begins at a plain loss, one for each rank, or at a DTensor, one for all ranks of its
 mesh. Data parallelism delivers the sum of the ranks' gradients, divided by the number of ranks: the
@@ -44,12 +44,13 @@ NO_RANKS: Ranks = frozenset()
 
 @dataclass(slots=True)
 class LossOfPass:
-    """The losses at which a backward pass began, as far as gradients between plain tensors and DTensors show.
+    """The losses at which a backward pass began, as far as gradient crossings show.
 
-    The first crossing shows the origin: gradients that leave DTensors come from a DTensor loss
-    ("global"). Those that enter DTensors as shards or summands of ranks come from a loss of each
-    rank ("local"); those that enter as equal ones, through `full_tensor()`, from a plain loss of
-    which a part or all is one loss of all ranks ("unclear").
+    Crossings are gradients between plain tensors and DTensors. The first crossing shows the origin:
+    gradients that leave DTensors come from a DTensor loss ("global"). Gradients that enter DTensors
+    as shards or summands of ranks come from a loss of each rank ("local"). Gradients that enter as
+    equal ones, through `full_tensor()`, come from a plain loss that may in part or whole be one
+    loss of all ranks ("unclear").
     """
 
     origin: Literal["global", "local", "unclear"] | None = None
@@ -62,19 +63,19 @@ class LossOfPass:
     _reducers: dict[int, Reducer] = field(default_factory=dict)
 
     def begin_at(self, origin: Literal["global", "local", "unclear"]) -> None:
-        """Note the origin, unless an earlier crossing has shown it."""
+        """Record the origin, unless an earlier crossing has shown it."""
         if self.origin is None:
             self.origin = origin
 
     def add_sharing(self, ranks: Ranks) -> None:
-        """Note ranks of which each has a shard of a gradient."""
+        """Record ranks that each have a shard of a gradient."""
         if self.origin == "global":
             self.sharing |= ranks
         elif self.origin == "unclear":
             self.unclear |= ranks
 
     def reducer_of(self, parameter: Tensor) -> Reducer | None:
-        """Return the reducer that delivers the gradient of a parameter, None if none does."""
+        """Return the reducer that delivers the gradient of a parameter, or None."""
         if not self._reducers:
             for owner in live_owners():
                 assert isinstance(owner, Reducer), "they are made here"
@@ -83,17 +84,22 @@ class LossOfPass:
 
 
 def divisor_of(reducer: Reducer, ranks_of_loss: int) -> float:
-    """Return the divisor of summed gradients: the one that was set, or so that one loss counts once."""
+    """Return the divisor of summed gradients.
+
+    It is the divisor that was set, or else the one with which a loss that ranks share counts once.
+    """
     if reducer.divisor is not None:
         return reducer.divisor
     return reducer.axes.mesh.size() / ranks_of_loss
 
 
 def ranks_of_loss(reducer: Reducer) -> int:
-    """Return how many of the data-parallel ranks share one loss in the passes that run: 1 if each has its own.
+    """Return how many data-parallel ranks share one loss in the passes that run.
+
+    It is 1 if each rank has its own loss.
 
     Raises:
-        StyleError: if that is not known and nobody has set what gradients are divided by.
+        StyleError: if that is unknown and the divisor of gradients is not set.
     """
     data = ranks_of(reducer.axes.mesh)
     losses = running_notes(LossOfPass)
@@ -117,7 +123,10 @@ class _DataCrossings:
     """The crossings of gradients over data axes."""
 
     def enter(self, node: Any, grad: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
-        """Return the gradient of what `to_local()` returned: of a parameter, a summand of the ranks' sum."""
+        """Return the gradient of the result of `to_local()`.
+
+        For a parameter it is a summand of the ranks' sum.
+        """
         replicated, sharded = _data_ranks(spec.mesh, _is_replicated(spec))
         if isinstance(grad, FakeTensor) or not (replicated or sharded):
             return grad, spec
@@ -133,7 +142,10 @@ class _DataCrossings:
         return _summand(grad, spec, reducer)
 
     def leave(self, node: Any, grad: Tensor, spec: Spec) -> Tensor:
-        """Return the gradient of a plain tensor among DTensors: this rank's share where the sum of ranks counts it."""
+        """Return the gradient of a plain tensor among DTensors.
+
+        It is this rank's share if the sum over ranks counts the gradient.
+        """
         replicated, sharded = _data_ranks(spec.mesh, _is_replicated(spec))
         if isinstance(grad, FakeTensor) or not (replicated or sharded):
             return grad
@@ -157,7 +169,10 @@ class _DataCrossings:
 
 
 def _share(loss: LossOfPass, reducer: Reducer | None, replicated: Ranks) -> float:
-    """The factor of a whole gradient on each rank, after which the reduction counts it once."""
+    """Return the factor of a gradient that is whole on each rank.
+
+    With this factor the reduction counts the gradient once.
+    """
     if reducer is None:
         return 1
     if loss.origin == "unclear" and reducer.divisor is None:
@@ -167,10 +182,11 @@ def _share(loss: LossOfPass, reducer: Reducer | None, replicated: Ranks) -> floa
 
 
 def _summand(grad: Tensor, spec: Spec, reducer: Reducer) -> tuple[Tensor, Spec]:
-    """The gradient of a parameter's values on every rank, as a summand of the gradient that is delivered.
+    """Return the gradient of a parameter's values on each rank as a summand.
 
-    Summed over the ranks that hold the values, and divided as the reducer divides. With 2 replicas
-    of 2 shards, `to_local()` shows a shard on 2 of 4 ranks: divided by 4, this would be half of it.
+    The summands are added over the ranks that hold the values, and divided as the reducer divides.
+    With 2 replicas of 2 shards, `to_local()` shows a shard on 2 of 4 ranks: divided by 4, the
+    gradient would be half of the correct one.
     """
     data = ranks_of(reducer.axes.mesh)
     over = [axis for axis, p in enumerate(spec.placements) if p.is_replicate()]
@@ -185,7 +201,10 @@ def _summand(grad: Tensor, spec: Spec, reducer: Reducer) -> tuple[Tensor, Spec]:
 
 
 def _reducer_of_values(node: Any, loss: LossOfPass) -> Reducer | None:
-    """The reducer of the parameters from which alone a DTensor follows: None if there is anything else."""
+    """Return the reducer of the parameters that a DTensor is computed from.
+
+    Returns None if it is computed from anything else, too.
+    """
     reducers: set[Reducer | None] = set()
     for below in _nodes_below(node, _is_from_local):
         leaf = getattr(below, "variable", None)
@@ -197,7 +216,7 @@ def _reducer_of_values(node: Any, loss: LossOfPass) -> Reducer | None:
 
 
 def _reducers_below(node: Any, loss: LossOfPass) -> Iterator[Reducer | None]:
-    """The reducers of all parameters from which a tensor follows, None for one that nobody reduces."""
+    """Yield the reducers of all parameters that a tensor depends on; None for one without."""
 
     def takes_whole(below: Any) -> bool:
         return _takes_whole(below) and _reducer_of_values(below, loss) is None
@@ -215,13 +234,16 @@ def _is_from_local(node: Any) -> bool:
 
 
 def _takes_whole(node: Any) -> bool:
-    """Whether a node takes the gradient of one loss on each rank for the whole, as `full_tensor()` does."""
+    """Return whether a node needs the whole gradient of one loss on each rank.
+
+    `full_tensor()` is such a node.
+    """
     shares = getattr(getattr(node, "_forward_cls", None), "gradient_shares", None)
     return shares is not None and shares(node) is None
 
 
 def _nodes_below(node: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
-    """A node of the graph and all that its gradient goes on to, up to nodes at which the search ends."""
+    """Yield a node of the graph and all nodes below it, down to nodes at which the search ends."""
     waiting, seen = [node], set()
     while waiting:
         node = waiting.pop()
@@ -244,7 +266,7 @@ def _along(mesh: DeviceMesh, *axes: int) -> tuple[int, ...]:
 
 
 def ranks_of(mesh: DeviceMesh) -> Ranks:
-    """The global ranks that this rank averages gradients with."""
+    """Return the global ranks that this rank averages gradients with."""
     return frozenset(mesh.comm(tuple(range(mesh.ndim))).ranks)
 
 
@@ -252,7 +274,7 @@ _watched: set[Ranks] = set()
 
 
 def watch(mesh: DeviceMesh) -> None:
-    """Have gradients that cross between DTensors and plain tensors over these data axes be noted."""
+    """Have crossings of gradients between DTensors and plain tensors over these axes recorded."""
     install_crossings(_CROSSINGS)
     ranks = ranks_of(mesh)
     if ranks not in _watched and len(ranks) > 1:
@@ -262,7 +284,10 @@ def watch(mesh: DeviceMesh) -> None:
 
 @lru_cache(maxsize=4096)
 def _data_ranks(mesh: DeviceMesh, is_replicated: tuple[bool, ...]) -> tuple[Ranks, Ranks]:
-    """The ranks that hold copies, and those that hold shards, of a DTensor along axes of data parallelism."""
+    """Return the ranks with copies, and the ranks with shards, of a DTensor.
+
+    Only axes of data parallelism count.
+    """
     found = []
     for wanted in (True, False):
         axes = [axis for axis, replicated in enumerate(is_replicated) if replicated is wanted]

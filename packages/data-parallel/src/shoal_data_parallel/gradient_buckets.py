@@ -1,14 +1,14 @@
-"""Gradients of replicated parameters: reduced in buckets while backward goes on, and delivered at its end.
+"""Gradients of replicated parameters, reduced in buckets and delivered at the end of a pass.
 
-Autograd accumulates the gradient of this rank's rows in `.grad`. A pass first sets aside what is
-there, takes each bucket's gradients away when the last of them has arrived, and puts the means in
-their place when it is over. `torch.autograd.grad` accumulates nothing: what it is to return is a
+Autograd accumulates the gradient of this rank's rows in `.grad`. A pass first sets aside the
+gradients in `.grad`, removes each bucket's gradients when the last of them has arrived, and puts
+the means in their place when it is over. `torch.autograd.grad` accumulates nothing: it returns a
 tensor that gets the mean when the pass is over.
 
-A rank may update a shard of its replica only, and have the optimizer's state of that (ZeRO-1): with
-2 ranks of a weight (8, 6), which its forward sees, the module holds a DTensor [Shard(0)], local (4,
-6), a view of these rows. Gradients are reduced to that layout; the next forward gathers the rows
-that other ranks have updated.
+A rank may update only a shard of its replica, with the optimizer's state of the shard (ZeRO-1). On
+2 ranks the forward sees a weight (8, 6), and the module holds a DTensor [Shard(0)], local (4, 6), a
+view of its rows of the weight. Gradients are reduced to that layout; the next forward gathers the
+rows that other ranks have updated.
 
 May import: _torch, forward_writes, gradient_group, leaf_hooks, reducer, reduction, sharded_parameters.
 """
@@ -47,7 +47,11 @@ from .sharded_parameters import DataAxes, ShardedParameter
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that does not hold what it calls: that holds leaves' nodes, and these the leaves, unseen by Python."""
+    """Return a hook that does not keep the object of a method alive.
+
+    The object holds nodes of leaves, and the nodes hold the leaves, which Python's garbage
+    collector does not see.
+    """
     found = WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -63,7 +67,7 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Replica:
-    """A parameter that every data-parallel rank has a replica of."""
+    """A parameter of which every data-parallel rank has a replica."""
 
     leaf: nn.Parameter  # where autograd accumulates
     # to what gradients are reduced: the parameter itself, or a shard that optimizers update
@@ -77,13 +81,13 @@ class Replica:
 
     @property
     def held(self) -> nn.Parameter:
-        """What optimizers see, and what a backward pass may be asked for."""
+        """The tensor that optimizers see, and that a backward pass may be requested for."""
         return self.target.leaf
 
     def ask(self, take: Callable[[Tensor], Tensor | None]) -> list[Any]:
-        """Have the gradient of a pass that does not accumulate in the leaf taken; handles that undo it.
+        """Have `take` called in a pass that does not accumulate in the leaf; return hook handles.
 
-        `take` gets the gradient of this rank's rows, and returns what is to be that of `held`.
+        `take` gets the gradient of this rank's rows, and returns the gradient of `held`.
         """
         leaf: Any = self.leaf
         if self.held is not self.leaf:
@@ -130,7 +134,7 @@ class Replica:
             )
 
     def adopt(self) -> bool:
-        """Take the shard that the module holds now; whether it requires gradients."""
+        """Adopt the shard that the module holds now; return whether it requires gradients."""
         self.target.adopt()
         required = self.held.requires_grad
         if self.leaf.requires_grad is not required:
@@ -149,7 +153,10 @@ class Replica:
 
 
 def replica_of(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) -> Replica:
-    """Of a parameter that stays what it is, plain or on the axes of a style; `dtype` is that of the reduction."""
+    """Return the replica of a parameter that stays the same object.
+
+    The parameter is plain, or on the axes of a style. `dtype` is the dtype of the reduction.
+    """
     shape = leaf.spec.local_shape if isinstance(leaf, DTensor) else leaf.shape
     spec = Spec(
         axes.mesh,
@@ -162,10 +169,10 @@ def replica_of(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) ->
 
 
 class _Seen(Function):
-    """A leaf and its shard -> what modules see, in any number of forwards and passes.
+    """A map from a leaf and its shard to the tensor that modules see.
 
-    Backward: the gradient goes to the leaf, or is taken for the shard where a pass is asked for
-    that by name.
+    It may be used in any number of forwards and passes. In backward, the gradient goes to the leaf,
+    or to `take` if a pass was requested for the shard by name.
     """
 
     @staticmethod
@@ -202,7 +209,7 @@ class Bucket(Group):
         self.trained = list(range(len(replicas)))
 
     def watch_writes(self, writes: ForwardWrites) -> None:
-        """Send what forwards have written with this bucket's gradients."""
+        """Send the writes of forwards with this bucket's gradients."""
         self.writes = writes
         self.extra_flags = COLUMNS
 
@@ -210,21 +217,24 @@ class Bucket(Group):
         return None if self.writes is None else self.writes.columns()
 
     def take(self, i: int) -> Tensor | None:
-        """The gradient that autograd has accumulated, taken away from a parameter."""
+        """Remove the gradient that autograd has accumulated from a parameter, and return it."""
         leaf = self.replicas[i].leaf
         grad = leaf.grad
         leaf.grad = None
         return grad
 
     def keep(self, i: int) -> None:
-        """Keep the gradient that autograd has accumulated, in one tensor with what is kept already."""
+        """Keep the gradient that autograd has accumulated, added to the one kept before."""
         grad = self.take(i)
         if grad is not None:
             self.add_to_kept(i, grad, copy=False)
 
 
 class GradientBuckets:
-    """The buckets of a module's trained parameters: the part of each backward pass that fills them."""
+    """The buckets of a module's trained parameters.
+
+    They are the part of each backward pass that fills them.
+    """
 
     def __init__(self, buckets: Sequence[Bucket], owner: Reducer) -> None:
         self.buckets = buckets  # in the order in which they are reduced
@@ -265,12 +275,15 @@ class GradientBuckets:
             handle.remove()
 
     def begin_if_needed(self, grads: Any) -> None:
-        """Hook of a module's output: a backward pass through it begins here, whatever parameters it reaches."""
+        """Begin a pass through a module's output, whatever parameters it reaches.
+
+        This is a hook of the output.
+        """
         if not self.running and any(leaf_route(node) != "unused" for node in self.held):
             self.begin(grads)
 
     def begin(self, _: Any = None) -> None:
-        """Begin a pass, unless one is running: set aside what is in `.grad`."""
+        """Begin a pass, unless one is running: set aside the gradients in `.grad`."""
         if self.running:
             return
         for parameter in self.parameters:
@@ -294,7 +307,7 @@ class GradientBuckets:
         running.join(self)
 
     def _arrived(self, leaf: Tensor) -> None:
-        """Hook: a gradient has been accumulated; buckets are reduced in order as soon as they are complete."""
+        """Reduce buckets in order as soon as they are complete; a hook on accumulated gradients."""
         at, i = self._place[id(leaf)]
         # otherwise both were held until the pass is over
         if i in self.buckets[at].kept:
@@ -314,7 +327,7 @@ class GradientBuckets:
             self._reduce(len(self._reductions))
 
     def _take(self, at: int, grad: Tensor) -> Tensor | None:
-        """Keep a gradient that autograd does not accumulate; what it is to return instead."""
+        """Keep a gradient that autograd does not accumulate; return its replacement."""
         self.begin()
         parameter = self.parameters[at]
         if leaf_route(self.held[at]) != "return":
@@ -334,7 +347,7 @@ class GradientBuckets:
         return self._given[at][1]
 
     def _fill(self) -> None:
-        """Reduce what `torch.autograd.grad` was asked for, and fill what it returns."""
+        """Reduce the gradients of `torch.autograd.grad`, and fill the tensors that it returns."""
         axes = self.buckets[0].axes
         asked = sorted(self._given)
         comm = axes.comm
@@ -366,7 +379,10 @@ class GradientBuckets:
         self._reductions.append(GroupReduction.start(bucket, gradients))
 
     def finish(self) -> None:
-        """The pass is over: reduce what is left, also of parameters that this rank has not used, and deliver."""
+        """Reduce the remaining gradients at the end of the pass, and deliver all.
+
+        This includes parameters that this rank has not used.
+        """
         reductions: list[GroupReduction] = []
         if self._given:
             self._fill()
@@ -390,7 +406,10 @@ class GradientBuckets:
             bucket.spoiled = False
 
     def _check_writes(self, reduction: GroupReduction) -> None:
-        """Raise StyleError if ranks have written different values; the host of an accelerator looks only if it has."""
+        """Raise StyleError if ranks have written different values.
+
+        The host of an accelerator reads the flags only if it has written itself.
+        """
         bucket = reduction.group
         assert isinstance(bucket, Bucket), "they are made here"
         writes, sums = bucket.writes, reduction.extra
@@ -400,12 +419,15 @@ class GradientBuckets:
             writes.check(sums, bucket.axes.comm.size, self.owner.module)
 
     def fail(self) -> None:
-        """The pass has raised: no `.grad` has changed, unless it was already delivering."""
+        """End a pass that has raised.
+
+        No `.grad` has changed, unless the pass was already delivering.
+        """
         if self.running:
             self._restore()
 
     def _restore(self) -> None:
-        """End the pass, with what was there before it."""
+        """End the pass, and restore the gradients from before it."""
         self.running = False
         self.owner.around(False)
         for parameter, grad in zip(self.parameters, self._before, strict=True):

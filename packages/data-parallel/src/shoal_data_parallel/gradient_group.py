@@ -1,4 +1,4 @@
-"""Groups of parameters whose gradients are reduced together, and control of that by the user.
+"""Groups of parameters whose gradients are reduced together, and their control by the user.
 
 May import: communication, global_losses, reducer, sharded_parameters.
 """
@@ -28,7 +28,7 @@ Scattered = dict[int, tuple[Tensor, Tensor]]
 
 
 class Group(Reducer):
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients are reduced together."""
 
     # the function that made it, for messages and profiles
     owner: str
@@ -54,11 +54,11 @@ class Group(Reducer):
 
     @property
     def holds_gradients(self) -> bool:
-        """Gradients of earlier passes are here, which wait for a reduction."""
+        """True if gradients of earlier passes wait here for a reduction."""
         return bool(self.kept or self.scattered)
 
     def add_scattered(self, sums: Scattered) -> None:
-        """Add sums over the shards to those of earlier passes."""
+        """Add sums over the shards to the sums of earlier passes."""
         for i, (gradient, flag) in sums.items():
             if i in self.scattered:
                 earlier, earlier_flag = self.scattered[i]
@@ -67,11 +67,11 @@ class Group(Reducer):
             self.scattered[i] = (gradient, flag)
 
     def add_to_kept(self, i: int, grad: Tensor, *, copy: bool = True) -> None:
-        """Add a local gradient of the pass that is running to the kept one, in place, until that pass is finished.
+        """Add a local gradient of the running pass to the kept one, in place.
 
-        A copy of that would be held for all groups until the pass is over, only to be given back if
-        it fails. The first one is copied itself: autograd may hand one tensor to several
-        parameters.
+        This is not undone if the pass fails: copies would have to be held for all groups until the
+        pass is over. The first gradient is copied itself, because autograd may pass one tensor to
+        several parameters.
         """
         self._check_same_loss(ranks_of_loss(self))
         self.spoiled = True
@@ -83,7 +83,7 @@ class Group(Reducer):
             self.kept[i] = local.to(spec.dtype, copy=copy).contiguous(), spec
 
     def divide_by(self, *, adds: bool) -> float:
-        """Return the divisor of summed gradients: of this pass if it adds some to the kept ones."""
+        """Return the divisor of summed gradients: this pass's, if it adds to kept ones."""
         if adds or not self.holds_gradients:
             self._check_same_loss(ranks_of_loss(self))
         return divisor_of(self, self.kept_ranks_of_loss)
@@ -100,7 +100,7 @@ class Group(Reducer):
             )
 
     def extra_columns(self) -> Tensor | None:
-        """Return the values of the extra flags on this rank, None for zeros."""
+        """Return the values of the extra flags on this rank; None for zeros."""
         return None
 
     def check_kept(self) -> None:
@@ -119,7 +119,7 @@ class Group(Reducer):
 
 
 class ReducingModule(nn.Module):
-    """What is added to a module's class: control over the reduction of gradients, as torch names it."""
+    """A base of modules with control over the reduction of gradients, under torch's names."""
 
     _made_by: str  # the function
     # whether a divisor is also that of the modules in it that have been passed before
@@ -132,21 +132,24 @@ class ReducingModule(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def extra_repr(self) -> str:
-        """What the module shows of itself when it is printed."""
+        """Return the text of the module for its printed form."""
         return ", ".join(filter(None, [super().extra_repr(), self._made_by]))
 
     @takes(requires_gradient_sync=bool)
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""
+        """Set whether backward reduces gradients.
+
+        Gradients of passes that do not reduce are kept, and reduced with the next ones.
+        """
         for reducer in self._reducers(recurse):
             reducer.syncs = requires_gradient_sync
             reducer.all_reduces = requires_gradient_sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block in which backward reduces no gradients: they are kept, and reduced with the next."""
+        """Open a block in which backward keeps gradients, to be reduced with the next ones."""
         before = [(reducer, reducer.syncs, reducer.all_reduces) for reducer in self._reducers()]
         self.set_requires_gradient_sync(False)
         try:
@@ -157,17 +160,17 @@ class ReducingModule(nn.Module):
                 reducer.all_reduces = all_reduces
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what summed gradients are divided by: the number of ranks on the data axes by default.
+        """Set the divisor of summed gradients: by default the number of data-parallel ranks.
 
         Without a factor, a DTensor loss over all of them counts once and is not divided. With
-        batches of different sizes, let every rank divide its summed loss by the size of the
-        global batch, and set 1 here. `fully_shard` takes it for this unit alone.
+        batches of different sizes, let every rank divide its summed loss by the size of the global
+        batch, and set 1 here. `fully_shard` applies it to this unit alone.
         """
         for reducer in self._reducers(self._divides_inside):
             reducer.divisor = float(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters, also those that are kept for a pass that reduces."""
+        """Drop the gradients of all parameters, including gradients kept for a later reduction."""
         super().zero_grad(set_to_none)
         for reducer in self._reducers():
             reducer.drop_kept()
@@ -176,10 +179,10 @@ class ReducingModule(nn.Module):
 def in_wanted_layouts(
     grads: list[Tensor], specs: Sequence[Spec], wanted: Sequence[Spec]
 ) -> list[Tensor]:
-    """Local gradients in the layouts that all ranks expect, or that kept ones have.
+    """Return local gradients in the layouts that all ranks expect, or that kept ones have.
 
-    Inputs may leave them partial or sharded over the styles' axes where the parameters are
-    replicated. A rank that has no gradient of a parameter cannot know that of the others.
+    Inputs may leave gradients partial or sharded over the styles' axes although the parameters are
+    replicated. A rank without a gradient of a parameter cannot know the layout on other ranks.
     """
     others = [at for at, spec in enumerate(specs) if spec is not wanted[at]]  # specs are interned
     if others:

@@ -1,4 +1,4 @@
-"""Calls of users on parameters inside of a forward or a backward, where they would meet something else than a leaf.
+"""Calls of users on parameters inside of a forward or a backward, where modules see no leaves.
 
 May import: sharded_parameters.
 """
@@ -15,10 +15,10 @@ from .sharded_parameters import ShardedParameter
 
 
 class GradientSwitch:
-    """The `requires_grad_` of what modules see of a trained parameter, which is no leaf.
+    """The `requires_grad_` of the tensor that modules see of a trained parameter.
 
-    Switched off, the modules see a detached tensor; switched on again, the recorded one. The leaf
-    is switched along, for the forwards that follow.
+    That tensor is not a leaf. Switched off, the modules see a detached tensor; switched on again,
+    the recorded one. The leaf is switched along, for later forwards.
     """
 
     __slots__ = ("parameter", "recorded")
@@ -43,15 +43,18 @@ class GradientSwitch:
 
 
 def install_switch(tensor: Any, switch: GradientSwitch) -> None:
-    """Have calls of `tensor.requires_grad_` be those of a switch; torch refuses them for tensors that are no leaves."""
+    """Replace `tensor.requires_grad_` by a switch.
+
+    Torch refuses such calls for tensors that are not leaves.
+    """
     tensor.requires_grad_ = switch
 
 
 class SilentHooks:
-    """Post-accumulate hooks that are not called in a pass: those of leaves to which it adds nothing.
+    """Post-accumulate hooks that are not called in a pass: hooks of leaves without a gradient.
 
-    Autograd runs the node of every leaf that a unit's backward leads to, and its hooks, also where
-    the unit has no gradient for it.
+    Autograd runs the node of every leaf that a unit's backward leads to, and its hooks, also if the
+    unit has no gradient for it.
     """
 
     def __init__(self) -> None:
@@ -59,7 +62,7 @@ class SilentHooks:
         self._called: set[int] = set()
 
     def silence(self, leaf: nn.Parameter) -> None:
-        """Take the hooks of a leaf away until the pass is over, unless it has got a gradient."""
+        """Remove the hooks of a leaf until the pass is over, unless it has got a gradient."""
         hooks = leaf._post_accumulate_grad_hooks or {}
         if hooks and id(leaf) not in self._called:
             self._hooks[id(leaf)] = leaf, dict(hooks)
@@ -67,7 +70,7 @@ class SilentHooks:
             hooks.clear()
 
     def call(self, leaf: nn.Parameter) -> None:
-        """Have the hooks of a leaf called: it gets a gradient."""
+        """Have the hooks of a leaf called, because it gets a gradient."""
         self._called.add(id(leaf))
         _, hooks = self._hooks.pop(id(leaf), (leaf, {}))
         if hooks:

@@ -1,7 +1,7 @@
 """Sharded modules as stages of `torch.distributed.pipelining`.
 
-What happens in one step of a rank with two stages of two units, and three microbatches, once
-`prepare_pipeline` was called:
+After `prepare_pipeline`, one step of a rank with two stages of two units, and three microbatches,
+runs as follows:
 
     schedule's action       units of the stage                        gradients
     UNSHARD                 start to gather                           -
@@ -37,12 +37,12 @@ _PREPARED = "_shoal_prepared"
 
 
 def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
-    """Have a schedule of `torch.distributed.pipelining` gather and reduce sharded stages once per step.
+    """Have a pipeline schedule gather and reduce sharded stages once per step.
 
-    Units stay gathered from one microbatch to the next, as far as `reshard_after_forward=False`
-    allows it, and gradients are reduced after the last microbatch. Schedules with several stages
-    per rank gather and free whole stages ahead of time. Without this call each microbatch gathers
-    and reduces, to the same values.
+    The schedule is from `torch.distributed.pipelining`. Units stay gathered from one microbatch to
+    the next, as far as `reshard_after_forward=False` allows it, and gradients are reduced after the
+    last microbatch. Schedules with several stages per rank gather and free whole stages ahead of
+    time. Without this call each microbatch gathers and reduces, with the same values.
 
     DTensors that a stage returns arrive as DTensors at the next one, in the same layout on the mesh
     of its ranks.
@@ -52,8 +52,8 @@ def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
     Args:
         schedule: a schedule; it and its stages are changed in place. Stages whose `submod` is not
             an `FSDPModule` only send and receive DTensors.
-        get_mesh: given the names of the axes that a DTensor comes on, the mesh of this rank's stage
-            with these axes; by default that of a parameter of the stage.
+        get_mesh: given the names of the axes of an arriving DTensor, returns the mesh of this
+            rank's stage with these axes; by default the mesh of a parameter of the stage.
 
     Raises:
         LayoutError: if it has no stages, or one is sharded by torch's own `fully_shard`.
@@ -98,11 +98,11 @@ def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
 
 
 def reduce_after_last_microbatch(stage: Any) -> None:
-    """Have a stage of `torch.distributed.pipelining` reduce gradients once per step: after its last microbatch.
+    """Have a pipeline stage reduce gradients once per step, after its last microbatch.
 
-    Backwards keep gradients on each rank. Without this call they are reduced for every microbatch,
-    to the same values. `prepare_pipeline` does this for all stages of a schedule, and has units stay
-    gathered too.
+    The stage is from `torch.distributed.pipelining`. Backwards keep gradients on each rank. Without
+    this call they are reduced for every microbatch, with the same values. `prepare_pipeline` does
+    this for all stages of a schedule, and also has units stay gathered.
 
     Args:
         stage: a pipeline stage whose `submod` is an `FSDPModule`; changed in place.
@@ -156,7 +156,7 @@ def _reduce_at_end(stage: Any) -> None:
 
 
 def _take_gradients(units: Sequence[Unit]) -> list[tuple[Any, Tensor]]:
-    """Take what earlier steps have left in `.grad`, which they have scaled already."""
+    """Remove and return the gradients in `.grad` from earlier steps, which are scaled already."""
     taken = []
     for unit in units:
         for parameter in unit.parameters:
@@ -175,7 +175,7 @@ def _add_gradients(gradients: Sequence[tuple[Any, Tensor]]) -> None:
 
 
 def _unshard(units: dict[int, list[Unit]], action: Any, context: Any) -> None:
-    """Start to gather a stage's units, which its next forward or backward waits for."""
+    """Start to gather a stage's units; its next forward or backward waits for them."""
     for unit in units.get(action.stage_index, ()):
         unit.start_gathering()
 

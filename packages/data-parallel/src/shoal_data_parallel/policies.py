@@ -1,4 +1,4 @@
-"""How a unit computes and where its shards are kept, as data: the policies of `fully_shard`."""
+"""The policies of `fully_shard`: how a unit computes and where its shards are kept, as data."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from shoal_dtensor.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """The dtypes of a unit; the shards themselves, which the optimizer sees, keep theirs.
+    """The dtypes of a unit; the shards, which the optimizer sees, keep their dtype.
 
     Attributes:
-        param_dtype: of the gathered parameters, so of the computation; that of the shards when
+        param_dtype: the dtype of the gathered parameters and so of the computation; the dtype of
+            the shards if None.
+        reduce_dtype: the dtype in which gradients are reduced; the dtype of the computation if
             None.
-        reduce_dtype: in which gradients are reduced; that of the computation when None.
-        output_dtype: to which floating outputs of the unit's forward are cast; None leaves them.
+        output_dtype: the dtype to which floating outputs of the unit's forward are cast; None
+            leaves them.
         cast_forward_inputs: whether floating inputs of the unit's forward are cast to
             `param_dtype`.
-        param_dtype_override_fn: given a parameter, the dtype in which it is gathered, or None for
-            `param_dtype`. It says the same on all ranks. Called when the unit is made.
+        param_dtype_override_fn: given a parameter, returns the dtype in which it is gathered, or
+            None for `param_dtype`. It returns the same on all ranks. It is called when the unit is
+            made.
     """
 
     param_dtype: torch.dtype | None = None
@@ -33,7 +36,7 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
     def for_parameter(self, parameter: nn.Parameter) -> MixedPrecisionPolicy:
-        """Return the policy of one parameter, in whose dtype it is gathered."""
+        """Return the policy of one parameter, which is gathered in its `param_dtype`."""
         if self.param_dtype_override_fn is None:
             return self
         dtype = self.param_dtype_override_fn(parameter)
@@ -42,16 +45,16 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """Shards stay on the device of the mesh."""
+    """A policy that keeps shards on the device of the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and so the optimizer's state are kept in the memory of the host.
+    """A policy that keeps shards, their gradients and the optimizer's state in host memory.
 
     Attributes:
-        pin_memory: whether that memory is pinned, where the mesh is of an accelerator's devices;
-            what of a unit is on its way to or from the device is anyway.
+        pin_memory: whether that memory is pinned, if the mesh is of an accelerator's devices; data
+            in flight to or from the device is pinned in any case.
     """
 
     pin_memory: bool = True
@@ -64,8 +67,8 @@ class DataParallelMeshDims:
     Several axes act as one.
 
     Attributes:
-        shard: the names of those over which parameters are sharded.
-        replicate: the names of those over which parameters are replicated.
+        shard: the names of the axes over which parameters are sharded.
+        replicate: the names of the axes over which parameters are replicated.
 
     Raises:
         LayoutError: if there are none. (A ValueError too.)

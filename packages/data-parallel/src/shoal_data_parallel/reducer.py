@@ -1,4 +1,4 @@
-"""The base of all that deliver gradients of parameters, reduced over data axes.
+"""The base of all objects that deliver gradients of parameters, reduced over data axes.
 
 May import: sharded_parameters.
 """
@@ -16,7 +16,7 @@ from .sharded_parameters import DataAxes
 
 
 class Reducer:
-    """What of a module reduces gradients."""
+    """The part of a module that reduces gradients."""
 
     axes: DataAxes
     # of a replicated module, the module
@@ -35,11 +35,17 @@ class Reducer:
         return self.axes.mesh
 
     def leaves(self) -> Iterable[Tensor]:
-        """Return the parameters whose gradients it delivers, and the replicas where autograd accumulates them."""
+        """Return the parameters whose gradients it delivers, and their replicas.
+
+        Autograd accumulates in the replicas.
+        """
         return ()
 
     def drop_kept(self) -> None:
         """Drop kept gradients."""
 
     def around(self, running: bool) -> None:
-        """Called when a backward pass of replicas begins (True) and when it is over, also by an error (False)."""
+        """Prepare for a backward pass of replicas (True), or for its end (False).
+
+        It is called with False also after an error.
+        """

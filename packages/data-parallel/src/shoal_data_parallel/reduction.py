@@ -1,4 +1,4 @@
-"""The reduction of gradients over data axes: those of a group of parameters in one collective, beside what follows.
+"""Reductions of gradients over data axes, one collective per group, overlapping later work.
 
 May import: _torch, communication, gradient_group, sharded_parameters.
 """
@@ -38,11 +38,11 @@ class CommContext:
         self.pending: list[GroupReduction] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy of the modules: nothing is in flight."""
+        """Return the state for a copy of the modules, in which nothing is in flight."""
         return {"pending": []}
 
     def take(self) -> list[GroupReduction]:
-        """Return all of them, in the order in which they began; the context has none then."""
+        """Return all reductions, in the order in which they began, and forget them."""
         taken = self.pending
         self.pending = []
         return taken
@@ -68,7 +68,7 @@ class _Collected:
 
 
 class _ReductionInFlight(Protocol):
-    """Gradients on their way, in one or two rounds of collectives."""
+    """Gradients in flight, in one or two rounds of collectives."""
 
     def reach_last_round(self) -> bool: ...
     def poll(self) -> None: ...
@@ -76,7 +76,7 @@ class _ReductionInFlight(Protocol):
 
 
 class _TwoStages:
-    """A reduction over the shards, behind which one over the replicas starts."""
+    """A reduction over the shards, after which one over the replicas starts."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _TwoStages:
 
 
 class GroupReduction:
-    """The gradients of a group of parameters on their way to the layout of its leaves.
+    """The gradients of a group of parameters in flight to the layout of its leaves.
 
     `start` makes it. Gradients of `returned` go to autograd, and not to the leaves.
     """
@@ -144,7 +144,8 @@ class GroupReduction:
     ) -> GroupReduction:
         """Send gradients, by default with kept ones.
 
-        `grads` are taken out one by one, so that none is held beside its sum with a kept one.
+        `grads` are removed from the dict one by one, so that no gradient is held together with its
+        sum.
         """
         reduction = cls(group, returned)
         adds = any(grad is not None for grad in grads.values())
@@ -157,7 +158,7 @@ class GroupReduction:
         return reduction
 
     def _take_kept(self) -> Kept:
-        """Take the gradients of earlier passes from the group, which keeps none then."""
+        """Remove the gradients of earlier passes from the group, and return them."""
         group = self.group
         kept = group.kept
         group.kept = {}
@@ -199,15 +200,16 @@ class GroupReduction:
 
     @property
     def _has_two_stages(self) -> bool:
-        """Whether sums over the shards alone are kept, or such sums of earlier passes are added."""
+        """True if sums over the shards alone are kept, or sums of earlier passes are added."""
         return self.stops_at_replicas or bool(self._scattered)
 
     def _averages(self, dtype: torch.dtype) -> bool:
-        """Whether gradients of a dtype travel as averages: of half types the sum may leave the range.
+        """Return whether gradients of a dtype are sent as averages.
 
-        A small divisor asks for a sum. An average is multiplied afterwards to make it, and small
-        gradients would be zero by then. What is kept between two stages is always averaged, for a
-        later pass may have another divisor.
+        The sum of half types may leave their range. A small divisor needs a sum: to get it, an
+        average would be multiplied afterwards, and small gradients would be zero by then. Gradients
+        that are kept between two stages are always averaged, because a later pass may have another
+        divisor.
         """
         communication = self.group.communication
         if dtype not in _HALF_TYPES or communication.reduce_scatter is not None:
@@ -216,13 +218,16 @@ class GroupReduction:
         return self._has_two_stages or not (is_small or communication.sums_only)
 
     def _as_sent(self, layout: Spec) -> Spec:
-        """Return the layout in which a local gradient is sent: a sum over the data axes, or an average."""
+        """Return the layout in which a local gradient is sent.
+
+        It is a sum over the data axes, or an average.
+        """
         if not self._averages(layout.dtype):
             return layout
         return _averaged(layout, self.group.axes.mesh.ndim)
 
     def _on_groups(self, layouts: list[Spec]) -> list[Spec]:
-        """Return layouts whose collectives run over process groups of their own, if the user wants that."""
+        """Return layouts on separate process groups for collectives, if the user wants that."""
         if not self.group.communication.separate_groups:
             return layouts
         return [_on_own_groups(layout) for layout in layouts]
@@ -254,7 +259,7 @@ class GroupReduction:
         return sent
 
     def _with_scattered(self, sums: list[Tensor]) -> list[Tensor]:
-        """Add the sums of earlier passes, and their flags, to those of this one."""
+        """Add the sums of earlier passes, and their flags, to the sums of this one."""
         *gradients, flags = sums
         flags = flags.clone()
         for at, i in enumerate(self.group.trained):
@@ -265,12 +270,18 @@ class GroupReduction:
         return [*gradients, flags]
 
     def go_on(self) -> None:
-        """Start the rest of it, over the axes of replicas, beside what follows; wait for it where it has started."""
+        """Start the rest of the reduction, over the axes of replicas.
+
+        It overlaps later work. If it has started already, wait for it.
+        """
         if self._in_flight is not None and not self._in_flight.reach_last_round():
             self.wait()
 
     def wait(self) -> None:
-        """Have what follows on the device come after the reduction; gradients of the host are in flight to it."""
+        """Have later work on the device wait for the reduction.
+
+        Gradients for the host are in flight to it.
+        """
         if self._in_flight is None:
             return
         *reduced, flags = self._in_flight.wait()
@@ -325,17 +336,20 @@ class GroupReduction:
         return self._gradients()
 
     def poll(self) -> None:
-        """Take the reduced gradients if they are here, so that they hold up no other rank of the host."""
+        """Take the reduced gradients if they are here, so that no other rank of the host waits."""
         if self._in_flight is not None and self.group.axes.mesh.device_type == "cpu":
             self._in_flight.poll()
 
     def give_back(self) -> None:
-        """Return kept gradients to their group: the pass that was to deliver them has failed."""
+        """Return kept gradients to their group, because the pass has failed."""
         self.group.kept.update(self._kept)
         self.group.add_scattered(self._scattered)
 
     def keep_scattered(self) -> None:
-        """Add the sums over the shards to those that the group holds for a reduction over the replicas."""
+        """Add the sums over the shards to the sums that the group holds.
+
+        They wait for a reduction over the replicas.
+        """
         gradients = self.gradients()
         flags = self._flags
         assert flags is not None, "sums over the shards have flags"
@@ -346,9 +360,9 @@ class GroupReduction:
 
 
 def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
-    """Take the sums of gradients of this pass and kept ones out one by one, and add flags.
+    """Remove gradients of this pass and kept ones one by one, add them up, and add flags.
 
-    Which gradients there are travels with them: one row of flags for each rank that holds a shard.
+    The flags show which gradients exist: one row for each rank that holds a shard.
     """
     tensors: list[Tensor] = []
     layouts: list[Spec] = []
@@ -381,7 +395,7 @@ def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
 
 
 def _hooked(reduced: list[Tensor], hook: Callable[[Tensor], None], stream: Any) -> list[Tensor]:
-    """Pass gradients to a hook, those of one dtype in one flat tensor, which it may write to."""
+    """Pass gradients to a hook, one flat tensor per dtype, which it may write to."""
     at_dtype: dict[torch.dtype, list[int]] = {}
     for at, gradient in enumerate(reduced):
         at_dtype.setdefault(gradient.dtype, []).append(at)
@@ -399,9 +413,9 @@ def _hooked(reduced: list[Tensor], hook: Callable[[Tensor], None], stream: Any) 
 
 
 def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
-    """Return by reduction the gradients by parameter, without those that no rank had.
+    """Return by reduction the gradients by parameter, without gradients that no rank had.
 
-    The host reads flags from the device only where this rank lacks a gradient: once, those of all
+    The host reads flags from the device only if this rank lacks a gradient: once, the flags of all
     reductions.
     """
     for reduction in reductions:
@@ -425,7 +439,7 @@ def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
 
 @torch.no_grad()
 def deliver(reductions: Sequence[GroupReduction]) -> None:
-    """Add reduced gradients to those of the leaves, when all have arrived."""
+    """Add reduced gradients to the gradients of the leaves, when all have arrived."""
     complete = [reduction for reduction in reductions if not reduction.stops_at_replicas]
     incomplete = [reduction for reduction in reductions if reduction.stops_at_replicas]
     for reduction, grads in zip(complete, arrived(complete), strict=True):
@@ -440,7 +454,10 @@ def deliver(reductions: Sequence[GroupReduction]) -> None:
 def _move_of_flags(
     partial: Spec, axes: DataAxes, count: int, dtype: torch.dtype
 ) -> tuple[Spec, Spec]:
-    """How flags travel with a gradient: partial over the data axes, reduced to one row on every rank."""
+    """Return the layouts of flags that are sent with a gradient.
+
+    They are partial over the data axes, and reduced to one row on every rank.
+    """
     data = [Partial()] * axes.mesh.ndim
     inner = [Replicate()] * (partial.mesh.ndim - axes.mesh.ndim)
     flags = Spec(partial.mesh, [*data, *inner], (axes.ranks_of_shards, count), None, dtype=dtype)
@@ -449,14 +466,17 @@ def _move_of_flags(
 
 @lru_cache(maxsize=1024)
 def _scattered_flags(reduced: Spec, axes: DataAxes) -> Spec:
-    """The layout of flags that are summed over the shards, and not yet over the replicas."""
+    """Return the layout of flags that are summed over the shards, but not over the replicas."""
     replicas = axes.mesh.ndim - axes.sharded
     return reduced.with_(placements=[*[Partial()] * replicas, *reduced.placements[replicas:]])
 
 
 @lru_cache(maxsize=1024)
 def _averaged(layout: Spec, data_axes: int) -> Spec:
-    """The layout with averages in place of sums over the data axes, which are the first ones."""
+    """Return the layout with averages in place of sums over the data axes.
+
+    These are the first axes.
+    """
     placements = [
         Partial("avg") if axis < data_axes and isinstance(placement, Partial) else placement
         for axis, placement in enumerate(layout.placements)
@@ -470,7 +490,7 @@ _OWN_GROUPS = "reduce"
 
 @lru_cache(maxsize=1024)
 def _on_own_groups(layout: Spec) -> Spec:
-    """The same layout on a mesh whose process groups serve reductions alone."""
+    """Return the same layout on a mesh whose process groups serve reductions alone."""
     mesh = with_own_groups(layout.mesh, _OWN_GROUPS)
     return Spec(
         mesh,

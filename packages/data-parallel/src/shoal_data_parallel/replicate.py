@@ -1,7 +1,7 @@
-"""`replicate`: data parallelism with a replica of every parameter on each rank, under torch's name.
+"""`replicate`: data parallelism with a replica of every parameter on each rank, as in torch.
 
-Parameters stay what they are: the same objects, plain or DTensors on the axes of a style. What a
-backward pass leaves in `.grad` is the mean over the data axes.
+Parameters stay the same objects, plain or DTensors on the axes of a style. A backward pass leaves
+the mean over the data axes in `.grad`.
 
 May import: agreement, forward_writes, fsdp_module, fully_shard, global_losses, gradient_buckets, gradient_group,
 policies, reducer, sharded_parameters, unit.
@@ -117,41 +117,42 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     shard_optimizer: bool = False,
     broadcast_buffers: bool = False,
 ) -> ReplicateModule | list[ReplicateModule]:
-    """The module, the gradients of its parameters averaged over data axes: in buckets, while backward goes on.
+    """Average the gradients of a module's parameters over data axes; return the module.
 
-    It is called before or after styles, and before or after the optimizer is made. All of a pass's
-    gradients are delivered when it ends, so one that raises leaves every `.grad` as it was. A
-    parameter that only some ranks have used gets the mean of their gradients and zeros; one that no
-    rank has used gets none. Tensor hooks of a parameter see the gradient of this rank's rows.
+    Gradients are reduced in buckets while backward goes on. `replicate` is called before or after
+    styles, and before or after the optimizer is made. All gradients of a pass are delivered when it
+    ends, so a pass that raises leaves every `.grad` as it was. A parameter that only some ranks
+    have used gets the mean of their gradients and zeros; one that no rank has used gets no
+    gradient. Tensor hooks of a parameter see the gradient of this rank's rows.
     `torch.autograd.grad` returns means too.
 
-    Buffers are equal on all ranks at first, and each rank's own from then on: batch norms count
-    their rank's rows. With `broadcast_buffers` each forward begins with those of the first rank, as
-    DDP's does by default. A forward that writes different values to a parameter on different ranks
-    is an error of the backward that follows: `nn.Embedding(max_norm=...)` does so.
+    Buffers are equal on all ranks at first, and separate on each rank from then on: batch norms
+    count their rank's rows. With `broadcast_buffers` each forward begins with the buffers of the
+    first rank, as in DDP by default. A forward that writes different values to a parameter on
+    different ranks is an error of the backward that follows: `nn.Embedding(max_norm=...)` does so.
 
     Args:
         module: changed in place; its class becomes a subclass that is a `ReplicateModule` too.
-            Descendants that were passed before reduce their parameters themselves. Of a list each
-            module is replicated.
+            Descendants that were passed before reduce their parameters themselves. Each module of a
+            list is replicated.
         mesh: the data axes, one or several; or the name of an axis of the mesh of the enclosing
             `with mesh:`. All ranks when left out.
         mp_policy: the dtypes of computation, reduction and outputs. With a dtype of computation or
-            outputs, or an `offload_policy`, the module is a unit as `fully_shard` makes one (an
+            outputs, or an `offload_policy`, the module is a unit as made by `fully_shard` (an
             `FSDPModule` too), with replicas for shards: parameters become DTensors.
         offload_policy: where the parameters, their gradients and the optimizer's state are kept.
         dp_mesh_dims: the data axes in `mesh`, on which parameters are DTensors that are replicated
-            over them; likewise a unit.
+            over them; the module is then a unit, too.
         bucket_bytes: gradients are reduced together, last registered first, until they are this
             many bytes.
-        reduce_dtype: in which gradients are reduced; by default their own.
-        src_data_rank: the rank along the data axes whose parameters and buffers all get; None
-            leaves every rank its own, which then must be equal.
+        reduce_dtype: the dtype in which gradients are reduced; by default their own.
+        src_data_rank: the rank along the data axes whose parameters and buffers are sent to all
+            ranks; None leaves every rank its own parameters, which then must be equal.
         ignored_params: parameters whose gradients stay this rank's own.
-        shard_optimizer: shard what the optimizer updates, and so its state, over the data axes
-            (ZeRO-1). Then `module.parameters()` are DTensors that are sharded over them too, and so
-            are gradients; make the optimizer afterwards. The forward sees replicas, of which every
-            rank keeps all; it gathers those that were updated.
+        shard_optimizer: shard the parameters that the optimizer updates, and so its state, over the
+            data axes (ZeRO-1). Then `module.parameters()` are DTensors that are sharded over the
+            data axes too, and so are gradients; make the optimizer afterwards. The forward sees
+            replicas, and every rank keeps all of them; it gathers the replicas that were updated.
         broadcast_buffers: begin each forward that is followed by a reduction with the buffers of
             the first rank along the data axes.
 
@@ -243,7 +244,7 @@ def _install_unit(unit: Unit, src_data_rank: int | None) -> None:
 
 
 def _send_values(tensors: Iterable[Tensor], axes: DataAxes, src_data_rank: int | None) -> None:
-    """Give all data-parallel ranks the values of one; None leaves them."""
+    """Send the parameters and buffers of one data-parallel rank to all; None leaves them."""
     for tensor in tensors:
         local = local_of(tensor).detach()
         if src_data_rank is not None and not local.is_meta:
@@ -268,7 +269,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
 
 
 class Replicas(Reducer):
-    """What a replicated module knows: its parameters, and the buckets of their gradients."""
+    """The state of a replicated module: its parameters, and the buckets of their gradients."""
 
     owner = "replicate"
 
@@ -298,7 +299,10 @@ class Replicas(Reducer):
         self.broadcast_buffers = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy of the module, whose own parameters are attached, and replicas filled, at its first forward."""
+        """Return the state for a copy of the module.
+
+        Its own parameters are attached, and replicas filled, at its first forward.
+        """
         state = {name: value for name, value in vars(self).items() if name != "gradients"}
         replicas = [replace(replica, version=None, seen=None) for replica in self.replicas]
         return {
@@ -317,7 +321,7 @@ class Replicas(Reducer):
         watch(self.axes.mesh)
 
     def leaves(self) -> list[Tensor]:
-        """The parameters whose gradients are reduced, and their replicas."""
+        """Return the parameters whose gradients are reduced, and their replicas."""
         return [one for p in self.gradients.parameters for one in (p.leaf, p.held)]
 
     @property
@@ -329,7 +333,7 @@ class Replicas(Reducer):
             bucket.drop_kept()
 
     def held(self) -> list[nn.Parameter]:
-        """The parameters that it replicates, or their shards."""
+        """Return the parameters that it replicates, or their shards."""
         others = set(map(id, self.ignored))
         for child in self.module.modules():
             if child is not self.module and _STATE in vars(child):
@@ -343,7 +347,10 @@ class Replicas(Reducer):
         make_whole([replica.target for replica in self.replicas])
 
     def take(self) -> None:
-        """Replicate the parameters that the module holds now; give it shards of them if optimizers update shards."""
+        """Replicate the parameters that the module holds now.
+
+        If optimizers update shards, the module gets shards of them.
+        """
         if not self.axes.sharded:
             return
         own: dict[int, tuple[nn.Parameter, list[Site]]] = {
@@ -363,7 +370,7 @@ class Replicas(Reducer):
             self.replicas.append(Replica(param, shard, shard.version()))
 
     def check(self) -> None:
-        """Raise if a parameter is no leaf, placed on a data axis, sharded by `fully_shard`, or quantized."""
+        """Raise if a parameter is placed on a data axis, sharded, quantized, or not a leaf."""
         data = set(self.axes.mesh.axis_names)
         owners = owners_of(self.module)
         of_units = {
@@ -383,7 +390,7 @@ class Replicas(Reducer):
                 )
 
     def attach(self) -> None:
-        """Have the gradients of the module's trained parameters as they are now averaged."""
+        """Have the gradients of the module's present trained parameters averaged."""
         held = self.held()
         self._seen_by_modules = held
         if self.axes.sharded:
@@ -416,7 +423,7 @@ class Replicas(Reducer):
         self.gradients, self._attached = GradientBuckets(self._buckets(trained), self), attached
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
-        """Parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""
+        """Return parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""
 
         # of uneven shards the mean: the ranks of a style make the same groups
         def size_of(one: Replica) -> int:
@@ -439,7 +446,10 @@ class Replicas(Reducer):
         return buckets
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Hook: parameters may have been updated, replaced, frozen or added since the last forward."""
+        """Prepare a forward; a hook.
+
+        Parameters may have been updated, replaced, frozen or added since the last forward.
+        """
         if is_compiling():
             return
         self._depth += 1
@@ -455,7 +465,10 @@ class Replicas(Reducer):
             self._send_buffers()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook, also of a forward that raised: a backward through the output begins there."""
+        """Begin a backward pass at the outputs of a forward; a hook.
+
+        It also runs after a forward that raised.
+        """
         if is_compiling():
             return
         self._depth -= 1
@@ -467,10 +480,10 @@ class Replicas(Reducer):
                 tensor.grad_fn.register_prehook(self.gradients.begin_if_needed)
 
     def around(self, running: bool) -> None:
-        """Have modules see replicas in forwards and in backward passes, which may run forwards again.
+        """Have modules see replicas in forwards and backward passes.
 
-        A pass begins in the replicated modules inside first, whether it reaches them or not: in one
-        order on all ranks.
+        Backward passes may run forwards again. A pass begins in the replicated modules inside
+        first, whether or not it reaches them: in one order on all ranks.
         """
         shows = running or self._depth > 0
         if shows is not self._shows_replicas:
@@ -500,7 +513,7 @@ class Replicas(Reducer):
 
     @torch.no_grad()
     def _send_buffers(self) -> None:
-        """Copy the buffers of the first data-parallel rank to the others: one message for each dtype."""
+        """Copy the buffers of the first data-parallel rank to the others, one message per dtype."""
         of_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self.module.buffers():
             local = local_of(buffer)
@@ -514,7 +527,10 @@ class Replicas(Reducer):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Fill the replicas of shards that were written to; one group is on its way while another is copied."""
+        """Fill the replicas of shards that were written to.
+
+        One group is in flight while another is copied.
+        """
         for replica in self.replicas:
             replica.adopt()
         stale = (
@@ -533,7 +549,10 @@ class Replicas(Reducer):
 
 
 class ReplicateModule(ReducingModule):
-    """What `replicate` adds to a module's class: control over the reduction of gradients, as torch names it."""
+    """The class that `replicate` adds to a module's class.
+
+    It controls the reduction of gradients, under torch's names.
+    """
 
     _made_by = "replicate"
 
@@ -545,11 +564,17 @@ class ReplicateModule(ReducingModule):
         ]
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients: replicas have no shards, over which alone it could."""
+        """Set whether backward reduces gradients.
+
+        Replicas have no shards, over which alone it could reduce.
+        """
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
 
 class ReplicatedUnitModule(FSDPModule, ReplicateModule):
-    """What `replicate` adds to a module's class with policies for dtypes and memory: a unit of replicas."""
+    """The class that `replicate` adds to a module's class if policies are given.
+
+    With policies for dtypes and memory the module is a unit of replicas.
+    """
 
     _made_by = "replicate"

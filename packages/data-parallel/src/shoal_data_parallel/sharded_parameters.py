@@ -1,4 +1,4 @@
-"""One parameter of a unit: its leaf on all axes, what modules see of it, and the layouts between which it moves.
+"""One parameter of a unit: its leaf, the tensor that modules see, and its layouts.
 
 With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel weight of shape (8, 6):
 
@@ -71,7 +71,7 @@ class DataAxes:
 
     @property
     def has_replicas(self) -> bool:
-        """Parameters are replicated over some of the axes, and sharded over others."""
+        """True if parameters are replicated over some axes, and sharded over others."""
         return self.sharded < self.mesh.ndim
 
     @property
@@ -81,7 +81,7 @@ class DataAxes:
 
     @property
     def coordinates_of_group(self) -> list[int]:
-        """Coordinates on the last axis, in the order of the ranks of its group."""
+        """The coordinates on the last axis, in the order of the ranks of its group."""
         comm = self.mesh.comm((self.mesh.ndim - 1,))
         order = range(comm.size) if comm.order is None else comm.order
         return sorted(range(comm.size), key=order.__getitem__)
@@ -89,7 +89,8 @@ class DataAxes:
     def inside(self, ranks: int) -> DataAxes:
         """Return axes that shard over this many neighbors, and replicate over the groups of them.
 
-        Over 8 shards and 2: 4 groups of 2, of which each has all of a parameter.
+        With 8 shards and 2 neighbors there are 4 groups of 2 ranks, and each group has all of a
+        parameter.
         """
         axis = self.mesh.ndim - 1
         groups = self.mesh.shape[axis] // ranks
@@ -100,7 +101,7 @@ class DataAxes:
         return DataAxes(self.mesh.unflatten(axis, (groups, ranks), names))
 
     def placements(self, shard: Placement) -> list[Placement]:
-        """One placement per data axis of a parameter that `shard` shards."""
+        """Return one placement per data axis of a parameter that `shard` shards."""
         return [Replicate()] * (self.mesh.ndim - self.sharded) + [shard] * self.sharded
 
 
@@ -138,47 +139,59 @@ class ShardedParameter:
 
     @property
     def is_on_data_axes(self) -> bool:
-        """Modules see a DTensor that is replicated over the data axes."""
+        """True if modules see a DTensor that is replicated over the data axes."""
         if self.inner is None:
             return False
         return self.styled is None or self.styled.mesh.ndim < self.inner.mesh.ndim
 
     def scattered(self, axes: DataAxes) -> Spec:
-        """The layout of gradients that are reduced over the shards, and not yet over the replicas."""
+        """Return the layout of gradients that are reduced over the shards, but not the replicas."""
         replicas = axes.mesh.ndim - axes.sharded
         return _partial_over_first(self.reduced, replicas)
 
     def keep_inside(self, axes: DataAxes, inside: DataAxes) -> None:
-        """Have a unit keep shards over the axes `inside` after a forward, in the dim that `axes` shard."""
+        """Have a unit keep shards over the axes `inside` after a forward.
+
+        They are in the dim that `axes` shard.
+        """
         placement = self.resting.placements[axes.mesh.ndim - 1]
         asked = Shard(placement.dim) if isinstance(placement, Shard | StridedShard) else None
         self.after_forward = _layouts(self.leaf, inside, self.styled, asked)
 
     def shard_after_forward(self, local: Tensor) -> Tensor:
-        """Return this rank's shard of a gathered tensor, over the ranks that keep it after a forward."""
+        """Return this rank's shard of a gathered tensor after a forward.
+
+        It is a shard over the ranks that keep the tensor then.
+        """
         resting, gathered = self.moves_after_forward()
         shard = _narrowed(local.detach(), gathered, resting)
         return shard.clone(memory_format=torch.contiguous_format)
 
     def moves_after_forward(self) -> tuple[Spec, Spec]:
-        """Return the layout of these shards, and the gathered one, in the dtype of the computation."""
+        """Return the layout of these shards, and the gathered layout.
+
+        Both are in the dtype of the computation.
+        """
         assert self.after_forward is not None, "the unit was made with an int"
         resting, gathered = self.after_forward
         dtype = self.resting.dtype
         return resting.with_(dtype=dtype), gathered.with_(dtype=dtype)
 
     def version(self) -> tuple[object, ...]:
-        """A value that changes when the parameter is written to, as a DTensor or by its shard, or gets other data."""
+        """Return a value that changes when the parameter is written to, or gets other data.
+
+        Writes may be to the DTensor or to its shard.
+        """
         shard = local_shard(self.leaf)  # type: ignore[arg-type]  # a Parameter that holds a DTensor
         return self.leaf._version, shard._version, memory_of(shard), shard.dtype
 
     def zeros(self) -> Tensor:
-        """A gradient of the leaf that changes nothing."""
+        """Return a gradient of the leaf that changes nothing."""
         leaf: Any = self.leaf
         return cast(Tensor, DTensor(torch.zeros_like(local_shard(leaf)), leaf.spec))
 
     def view(self, local: Tensor) -> Tensor:
-        """What modules see of a gathered local tensor; shares its memory."""
+        """Return the tensor that modules see of a gathered local tensor; it shares its memory."""
         return (
             local.detach()
             if self.inner is None
@@ -193,7 +206,10 @@ class ShardedParameter:
             module._parameters[name] = tensor  # type: ignore[assignment]  # a gathered parameter is no nn.Parameter
 
     def adopt(self) -> None:
-        """Take the parameter that the first module holds now: `to`, `to_empty` and `load_state_dict` may replace it."""
+        """Adopt the parameter that the first module holds now.
+
+        `to`, `to_empty` and `load_state_dict` may replace it.
+        """
         module, name = self.sites[0]
         held: Any = module._parameters.get(name)
         if held is not self.leaf:
@@ -215,7 +231,7 @@ class ShardedParameter:
         self.set_dtypes()
 
     def set_dtypes(self) -> None:
-        """Have the layouts the dtypes that follow from that of the leaf."""
+        """Set the dtypes of the layouts, which follow from the dtype of the leaf."""
         leaf = self.leaf
         precision = self.precision
         computed = (
@@ -235,7 +251,10 @@ class ShardedParameter:
             self.reduced = self.reduced.with_(dtype=reduced)
 
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
-        """The local gradient of what modules saw, dense, with layout and dtype before the reduction; None is zeros."""
+        """Return the dense local gradient of the tensor that modules saw; zeros for None.
+
+        It has the layout and dtype before the reduction.
+        """
         spec = self.partial
         if grad is None:
             return torch.zeros(
@@ -257,9 +276,10 @@ class ShardedParameter:
         return grad, spec
 
     def _summand(self, grad: DTensor) -> tuple[Tensor, Spec]:
-        """Return this rank's summand of a gradient on the data axes and those of the styles, and its layout.
+        """Return this rank's summand of a gradient, and its layout.
 
-        Where the gradient is replicated over data axes, each rank has the whole of it.
+        The gradient is on the data axes and the axes of the styles. If it is replicated over data
+        axes, each rank has the whole of it.
         """
         mesh = grad.spec.mesh
         styled = () if self.styled is None else self.styled.mesh.axis_names
@@ -279,7 +299,7 @@ class ShardedParameter:
         return (local if holders == 1 else local / holders), spec
 
     def accumulate(self, reduced: Tensor) -> None:
-        """Add a reduced local gradient to the leaf's, through its hooks if it has some."""
+        """Add a reduced local gradient to the gradient of the leaf, through hooks if it has any."""
         leaf: Any = self.leaf
         dtype = leaf.grad_dtype or leaf.dtype
         grad = reduced.to(leaf.device, dtype)
@@ -295,7 +315,7 @@ class ShardedParameter:
 
 
 def check_leaf(held: Tensor, what: str) -> None:
-    """Raise LayoutError if a module holds the result of an operation in place of a parameter."""
+    """Raise LayoutError if a module holds the result of an operation instead of a parameter."""
     if not held.is_leaf:
         raise LayoutError(
             f"{what} was replaced by the result of an operation, whose gradient would not be "
@@ -312,10 +332,10 @@ def shard_parameter(
     *,
     view: bool = False,
 ) -> ShardedParameter:
-    """The parameter, plain or on other axes, sharded over the data axes too: each rank keeps its shard of what it has.
+    """Return a parameter that is sharded over the data axes, too.
 
-    `placement` says which dim to shard, by default the first. With `view` the shard may share the
-    parameter's memory.
+    It may be plain or on other axes. Each rank keeps its shard of its part. `placement` is the dim
+    to shard, by default the first. With `view` the shard may share the parameter's memory.
     """
     precision = policies[0].for_parameter(param)
     offload = policies[1]
@@ -356,7 +376,7 @@ def shard_parameter(
 def shards_to_send(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
     """Return the shards in the dtypes of the computation and on the device of the mesh.
 
-    Those of the host go to the device all together.
+    Shards on the host are sent to the device all together.
     """
     shards: list[Tensor] = [local_shard(p.leaf).detach() for p in parameters]  # type: ignore[arg-type]  # Parameters that hold DTensors
     device = torch.device(parameters[0].gathered.mesh.device_type)
@@ -378,7 +398,10 @@ def start_to_gather(parameters: Sequence[ShardedParameter], what: str) -> Shards
 
 @torch.no_grad()
 def make_whole(parameters: Sequence[ShardedParameter]) -> None:
-    """Have the modules hold the parameters as before data axes sharded them, with gradients: one collective for all."""
+    """Have the modules hold the parameters as before data axes sharded them.
+
+    Gradients are made whole, too, in one collective for all.
+    """
     for parameter in parameters:
         parameter.adopt()
     moving = [
@@ -412,21 +435,27 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
 
 @lru_cache(maxsize=1024)
 def _partial_over_data(reduced: Spec, own: tuple[Placement, ...]) -> Spec:
-    """The layout of a gradient before its reduction, of what it is on the axes of the styles."""
+    """Return the layout of a gradient before its reduction.
+
+    Its placements on the axes of the styles are given.
+    """
     data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(own))
     return Spec(reduced.mesh, (*data, *own), reduced.shape, None, dtype=reduced.dtype)
 
 
 @lru_cache(maxsize=1024)
 def _partial_over_first(reduced: Spec, count: int) -> Spec:
-    """The layout of what is still to be summed over the first axes."""
+    """Return the layout of a tensor that is still to be summed over the first axes."""
     return reduced.with_(placements=[*[Partial()] * count, *reduced.placements[count:]])
 
 
 def _replacement(
     old: nn.Parameter, convert: Callable[[Tensor], Tensor], *, styled: bool
 ) -> nn.Parameter:
-    """A parameter of converted values and gradient, with the attributes and hooks of the one that it replaces."""
+    """Return a parameter with converted values and gradient.
+
+    It has the attributes and hooks of the parameter that it replaces.
+    """
     new = nn.Parameter(convert(old), requires_grad=old.requires_grad)
     carry_gradient(old, new, None if old.grad is None else convert(old.grad))
     if styled:
@@ -438,7 +467,7 @@ def _replacement(
 
 
 def _without_data_axes(inner: Spec, axes: DataAxes) -> Spec | None:
-    """Return the layout on the axes of styles, of a DTensor on a mesh that may have the data axes too.
+    """Return the layout on the axes of styles of a DTensor on a mesh that may have data axes.
 
     Raises:
         LayoutError: if it is not replicated over these data axes.
@@ -469,7 +498,10 @@ def _without_data_axes(inner: Spec, axes: DataAxes) -> Spec | None:
 def _layouts(
     param: nn.Parameter, axes: DataAxes, inner: Spec | None, asked: Shard | None
 ) -> tuple[Spec, Spec]:
-    """At rest, where the data axes shard what the axes of the style have left, and gathered."""
+    """Return the layout at rest, and the gathered layout.
+
+    At rest, the data axes shard the parts that the axes of the style have left.
+    """
     if asked is not None and not isinstance(asked, Shard):
         raise LayoutError(
             f"shard_placement_fn: expected a Shard or None for each parameter, got {asked!r}"
@@ -504,10 +536,10 @@ def _layouts(
 
 
 def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Placement]:
-    """The placements on the sharding data axes of a parameter that styles have placed: within its runs if it has some.
+    """Return the placements on the sharding data axes of a parameter that styles have placed.
 
-    3 runs of 8 rows, 4 of each on a rank of the style's axis: data axes shard the 4, so that every
-    rank has 3 runs.
+    They are within its runs if it has any. 3 runs of 8 rows have 4 rows each on a rank of the
+    style's axis: data axes shard the 4 rows, so that every rank has 3 runs.
     """
     shape = axes.mesh.shape[axes.mesh.ndim - axes.sharded :]
     strided = [p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim]
@@ -533,7 +565,7 @@ def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Pl
 
 
 def _narrowed(local: Tensor, source: Spec, target: Spec) -> Tensor:
-    """This rank's shard of a tensor that the data axes hold replicated, as a view."""
+    """Return this rank's shard of a tensor that is replicated over the data axes, as a view."""
     if target.coordinate is None:
         return local.new_empty(target.local_shape)
     if target.is_strided:

@@ -1,14 +1,15 @@
-"""DTensors that cross from one pipeline stage to the next, as the local tensors that torch's stages send.
+"""DTensors between pipeline stages, as the local tensors that torch's stages send.
 
-A stage's ranks and those of the next one are along the same axes of two meshes. A rank sends its
+The ranks of a stage and of the next one are along the same axes of two meshes. A rank sends its
 shard; the rank that receives it makes the same DTensor of it, on its own mesh:
 
     stage 0, mesh (tensor=2) of ranks 0, 1     DTensor [Shard(1)] -> local -+
                                                                             | torch's send and receive
     stage 1, mesh (tensor=2) of ranks 2, 3     DTensor [Shard(1)] <- local -+
 
-Gradients go back in the same layout; of partial sums each rank gets the whole gradient. The first
-forward of a stage announces the layouts of its outputs through the store of the process group.
+Gradients go back in the same layout, except that each rank gets the whole gradient of partial sums.
+The first forward of a stage announces the layouts of its outputs through the store of the process
+group.
 
 May import: _torch.
 """
@@ -36,7 +37,10 @@ GetMesh = Callable[[tuple[str, ...]], DeviceMesh]
 
 @dataclass(frozen=True, slots=True)
 class BorderLayout:
-    """The layout of one DTensor at a border, without the mesh, which the stages have one each of."""
+    """The layout of one DTensor at a border, without the mesh.
+
+    Each of the two stages has its own mesh.
+    """
 
     axes: tuple[str, ...]
     placements: tuple[Placement, ...]
@@ -46,7 +50,7 @@ class BorderLayout:
 
     @property
     def of_gradient(self) -> list[Placement]:
-        """The placements of gradients: of partial sums each rank has the whole gradient."""
+        """The placements of gradients; each rank has the whole gradient of partial sums."""
         return [Replicate() if p.is_partial() else p for p in self.placements]
 
 
@@ -61,9 +65,10 @@ class StageBorder:
 
     Args:
         stage: a stage of `torch.distributed.pipelining`.
-        number: of the pipeline among those of its process group, equal on all of its ranks.
-        get_mesh: given names of axes, the mesh of this stage's ranks; by default that of a
-            parameter.
+        number: the number of the pipeline among the pipelines of its process group, equal on all of
+            its ranks.
+        get_mesh: given names of axes, returns the mesh of this stage's ranks; by default the mesh
+            of a parameter.
     """
 
     def __init__(self, stage: Any, number: int, get_mesh: GetMesh | None) -> None:
@@ -81,7 +86,7 @@ class StageBorder:
             self._module.register_forward_hook(self._send)
 
     def _receive(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Hook: make DTensors of the local tensors that the stage before has sent."""
+        """Make DTensors of the local tensors that the previous stage has sent; a hook."""
         if self._received is None:
             self._received = pickle.loads(default_store().get(self._key_before))
         found = list(args)
@@ -91,7 +96,7 @@ class StageBorder:
         return tuple(found)
 
     def _send(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Hook: pass the local tensors on, and announce the layouts that they have."""
+        """Pass the local tensors on, and announce their layouts; a hook."""
         outputs, structure = pytree.tree_flatten(output)
         layouts = tuple(map(_layout_of, outputs))
         if self._announced is None:

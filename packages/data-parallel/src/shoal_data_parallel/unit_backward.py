@@ -1,4 +1,4 @@
-"""One backward pass over units: which are gathered, where their gradients go, and when these are delivered.
+"""One backward pass over units: which are gathered, and how their gradients are delivered.
 
 May import: gathered, leaf_hooks, reduction, unit.
 """
@@ -29,7 +29,7 @@ from .unit import Forward, Unit
 
 @dataclass(frozen=True, slots=True)
 class GradientRoutes:
-    """Where the gradients of one forward go in a pass."""
+    """The destinations of the gradients of one forward in a pass."""
 
     # by index of the parameter
     by_parameter: dict[int, GradRoute]
@@ -40,7 +40,7 @@ class GradientRoutes:
 
 
 class UnitBackward:
-    """What one backward pass has done to units, and has still to deliver."""
+    """The effects of one backward pass on units, and the gradients that it has still to deliver."""
 
     def __init__(self) -> None:
         # those of its schedules, in one order on all ranks, and which leads them
@@ -54,7 +54,10 @@ class UnitBackward:
         self._hooks = SilentHooks()
 
     def open(self, forward: Forward, views: Views | None) -> None:
-        """Prepare the backward of one forward: its parameters are there, those of the unit before are on their way."""
+        """Prepare the backward of one forward.
+
+        Its parameters are gathered, and the unit whose backward comes next starts to gather.
+        """
         unit = forward.unit
         if forward in unit.open:
             return
@@ -83,7 +86,11 @@ class UnitBackward:
             self._reductions[-1].poll()
 
     def _reach(self, forward: Forward) -> None:
-        """Take the units of a schedule into the pass: the first that does has those of reentrant checkpoints inside."""
+        """Take the units of a schedule into the pass.
+
+        If reentrant checkpoints run backwards inside of this one, the units belong to the first
+        pass.
+        """
         first_order_only(
             "fully_shard: a backward with create_graph=True; second derivatives need parameters "
             "that are not freed: differentiate the module before it is sharded, or use replicate() "
@@ -115,7 +122,10 @@ class UnitBackward:
         return GradientRoutes(routes, captured, are_kept=not unit.syncs and may_keep)
 
     def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
-        """Add a parameter's gradient to the kept one, if it stays or is reduced with that; return whether it was."""
+        """Add a parameter's gradient to the kept one; return whether it was added.
+
+        It is added if it stays kept, or is reduced with the kept one.
+        """
         unit = forward.unit
         routes = self._routes_of(forward)
         all_accumulate = {*routes.by_parameter.values()} == {"accumulate"}
@@ -126,7 +136,10 @@ class UnitBackward:
         return True
 
     def receive(self, forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
-        """Take the gradients of one forward of a unit; return what autograd is to deliver at once."""
+        """Receive the gradients of one forward of a unit.
+
+        Returns the gradients that autograd is to deliver at once.
+        """
         unit = forward.unit
         routes = self._routes_of(forward)
         captured = routes.captured
@@ -167,7 +180,10 @@ class UnitBackward:
         return self._deliver_at_once(forward, given)
 
     def _deliver_at_once(self, forward: Forward, grads: Mapping[int, Tensor]) -> list[Any]:
-        """Return the gradients for autograd to deliver; hooks of leaves that get nothing are not called."""
+        """Return the gradients for autograd to deliver.
+
+        Hooks of leaves that get no gradient are not called.
+        """
         for i in forward.trained:
             leaf = forward.unit.parameters[i].leaf
             if i in grads:
@@ -200,7 +216,10 @@ class UnitBackward:
         self._close()
 
     def _deliver(self, *, captures: bool) -> None:
-        """Deliver what this pass and those before it have reduced, as far as the user does not want it later."""
+        """Deliver the gradients that this pass and earlier ones have reduced.
+
+        Gradients that the user wants later stay in flight.
+        """
         ready: list[GroupReduction] = []
         for schedule in dict.fromkeys(unit.schedule for unit in self._units):
             if not schedule.defers_delivery and not captures:
@@ -217,7 +236,7 @@ class UnitBackward:
         deliver(ready)
 
     def fail(self) -> None:
-        """Give kept gradients back, and leave all units sharded."""
+        """Return kept gradients to their groups, and leave all units sharded."""
         for reduction in reversed(self._reductions):
             reduction.give_back()
         self._close()
@@ -233,5 +252,5 @@ class UnitBackward:
 
 
 def running_backward() -> UnitBackward:
-    """What the backward pass that is running does to units."""
+    """Return the state of units in the running backward pass."""
     return running_pass().part(UnitBackward)

@@ -1,9 +1,9 @@
-"""The passes of a unit: its parameters are gathered before its forward and before its backward, and freed after each.
+"""The passes of a unit: parameters are gathered before forward and backward, and freed after.
 
 Each forward is one node in the graph, `_GatheredUnit`, at which the gradients of all parameters
 arrive when the last of them has been computed. Hooks of autograd's nodes gather again in backward.
-Gradients are reduced beside it, and those of all units are delivered when the pass is over: a pass
-that raises leaves every `.grad` as it was.
+Gradients are reduced while backward goes on, and the gradients of all units are delivered when the
+pass is over: a pass that raises leaves every `.grad` as it was.
 
 May import: _torch, gathered, leaf_hooks, unit, unit_backward.
 """
@@ -46,7 +46,7 @@ from .unit_backward import running_backward
 
 
 def make_outermost(unit: Unit, inner: Sequence[Unit]) -> None:
-    """Have a unit become the outermost of these."""
+    """Make a unit the outermost of these units."""
     unit.frees_after_forward = bool(unit.settings.reshard_after_forward)
     for other in inner:
         other.schedule = unit.schedule
@@ -62,7 +62,10 @@ def make_outermost(unit: Unit, inner: Sequence[Unit]) -> None:
 
 
 def _before_call(unit: Unit, module: nn.Module, args: Any) -> None:
-    """Hook: expose the values that stay gathered after the unit's forward, should a module be called again."""
+    """Expose the values that stay gathered after the unit's forward; a hook.
+
+    It is for a module that is called again.
+    """
     if is_compiling() or unit.exposed is not None or unit.frees_after_forward:
         return
     forward = _enter_again(unit)
@@ -72,7 +75,7 @@ def _before_call(unit: Unit, module: nn.Module, args: Any) -> None:
 
 
 def _after_call(unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-    """Hook, also of a call that raised."""
+    """Clean up after a call, also after one that raised; a hook."""
     if is_compiling() or unit.scope.lone_call is not module:
         return
     unit.scope.lone_call = None
@@ -96,7 +99,10 @@ def as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs:
 
 @eager_only
 def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Gather before the forward of the first module; return the arguments in the dtype of the computation."""
+    """Gather before the forward of the first module.
+
+    Returns the arguments in the dtype of the computation.
+    """
     scope = unit.scope
     continues = scope.forward is not None and unit.exposed is not None and module in scope.awaited
     # `_after` leaves a block, also if gathering raises
@@ -176,7 +182,10 @@ def _leave(unit: Unit) -> None:
 
 
 def _frees_in_evaluation(unit: Unit) -> bool:
-    """An outermost unit stays gathered for its backward only, unless the user asked for more."""
+    """Return whether an outermost unit is freed after a forward without gradients.
+
+    It stays gathered for its backward only, unless the user requested more.
+    """
     return unit.settings.reshard_after_forward is None and not torch.is_grad_enabled()
 
 
@@ -184,7 +193,10 @@ def _frees_in_evaluation(unit: Unit) -> bool:
 
 
 def _begin(unit: Unit) -> Forward:
-    """Gather a unit whose forward begins, and start to gather the one that followed it the last time."""
+    """Gather a unit whose forward begins.
+
+    The unit that followed it the last time starts to gather, too.
+    """
     schedule = unit.schedule
     recomputing = in_backward()
     if not recomputing:
@@ -244,7 +256,10 @@ def _enter(unit: Unit, *, private: bool) -> Forward:
 
 
 def _enter_again(unit: Unit) -> Forward:
-    """Have the modules see what the last forward gathered, as part of that forward if it is still there."""
+    """Have the modules see the tensors that the last forward gathered.
+
+    This is a part of that forward if it still exists.
+    """
     used = unit.used
     views = used.views() if used is not None and used.gathered.has_values else None
     if used is None or views is None or used.gathered.versions != unit.versions:
@@ -261,7 +276,10 @@ def _enter_again(unit: Unit) -> Forward:
 
 
 class _GatheredUnit(Function):
-    """Sharded leaves -> what modules see of them; backward: hands the gradients to the pass."""
+    """A function from sharded leaves to the tensors that modules see.
+
+    In backward it passes the gradients to the pass.
+    """
 
     @staticmethod
     def forward(
@@ -277,7 +295,10 @@ class _GatheredUnit(Function):
 
 
 def _show_arriving(forward: Forward) -> None:
-    """Add the gradients of matrices to kept ones as soon as they are there, not when all of the unit's are."""
+    """Add the gradients of matrices to kept ones as soon as they arrive.
+
+    Otherwise they would wait for all gradients of the unit.
+    """
     views = forward.unit.exposed or Views()
     # the gradients of vectors are small
     matrices = [i for i in forward.trained if views[i].ndim > 1]
@@ -292,24 +313,28 @@ def _show_arriving(forward: Forward) -> None:
 def _take_arriving(
     forward: Forward, i: int, grads: tuple[Tensor | None], _: Any
 ) -> tuple[None] | None:
-    """Hook of a view's node: a tuple replaces the gradient that goes on, None leaves it."""
+    """Take a gradient at a view's node; a hook.
+
+    Returns a tuple, which replaces the gradient that goes on, or None, which leaves it.
+    """
     was_added = running_backward().arrive(forward, i, *grads)
     return (None,) if was_added else None
 
 
 def _guard_of(forward: Forward) -> AbstractContextManager[object]:
-    """A block for the forward of modules that see gathered parameters."""
+    """Return a block for the forward of modules that see gathered parameters."""
     needs_guard = torch.is_grad_enabled() and not forward.private
     return _guard(forward) if needs_guard else nullcontext()
 
 
 def _guard(forward: Forward) -> saved_tensors_hooks:
-    """A block in which what autograd saves of gathered parameters is gathered again before it is read.
+    """Open a block in which saved views of gathered parameters are gathered again when read.
 
-    Usually the unit's outputs have seen to that. What leaves a unit otherwise (an auxiliary loss
-    kept in an attribute) or is differentiated in two passes (first to inputs, then to parameters)
-    must not read memory that was given back. All else goes to the hooks outside, such as those of a
-    checkpoint or an offload around the unit.
+    Autograd saves the views. Usually the unit's outputs have gathered them already. A value that
+    leaves a unit otherwise (an auxiliary loss kept in an attribute), or that is differentiated in
+    two passes (first to inputs, then to parameters), must not read memory that was freed. Other
+    saved tensors go to the hooks outside, such as the hooks of a checkpoint or an offload around
+    the unit.
     """
     gathered = forward.gathered
     views = forward.views()
@@ -343,7 +368,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
 
 
 def _cast(tensors: Any, dtype: torch.dtype | None) -> Any:
-    """Floating tensors, in whatever holds them, in a dtype; None leaves them."""
+    """Convert floating tensors, in any container, to a dtype; None leaves them."""
     if dtype is None:
         return tensors
     return pytree.tree_map_only(
