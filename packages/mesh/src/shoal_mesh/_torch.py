@@ -74,7 +74,7 @@ disabled_subclasses = torch._C.DisableTorchFunctionSubclass
 _active_modes = torch._C._len_torch_dispatch_stack
 _active_mode = torch._C._get_dispatch_mode
 _KINDS = torch._C._TorchDispatchModeKey
-# What make_fx(pre_dispatch=True) includes.
+# The dispatch key that make_fx(pre_dispatch=True) includes.
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
@@ -296,8 +296,8 @@ def new_group(
         and f"{device_id.type}:gloo" in f"{full_backend_config(str(backend))},"
     ):
         device_id = None
-    # Of a default group that is bound to a device c10d splits a part, which is collective over all
-    # of its ranks.
+    # If the default group is bound to a device, c10d splits it, which is collective over all of its
+    # ranks.
     world.bound_device_id = None
     try:
         group, _ = _c10d._new_process_group_helper(
@@ -331,10 +331,10 @@ def timeout_of_any(group: ProcessGroup) -> dt.timedelta | None:
     )
 
 
-# What is called -> names with one output and one input, and names with a list of each; the first is
-# torch's own. torch 2.13 renamed three. Its own groups answer to both, but a group written in
-# Python has old ones, new ones, or only those that functional collectives call, which take lists of
-# tensors.
+# Call -> names with one output and one input, and names with a list of each; the first is torch's
+# own. torch 2.13 renamed three. Its own groups have both names, but a group written in Python has
+# the old names, the new ones, or only the names that functional collectives call, which take lists
+# of tensors.
 _CALLS = {
     "all_gather": (
         ("_allgather_base", "all_gather_single"),

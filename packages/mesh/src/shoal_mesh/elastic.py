@@ -272,7 +272,7 @@ class ElasticWorld:
         except RuntimeError:
             # of the backend, which did not reach a rank
             return False
-        # who leaves before would break what others still make
+        # a rank that leaves before would break groups that others still make
         return self._all_say("connected", own, members)
 
     def _all_say(self, word: str, own: int, members: list[Member]) -> bool:

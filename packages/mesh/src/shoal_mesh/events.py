@@ -129,8 +129,8 @@ class Observer(Protocol):
     def after(self, event: Event) -> None: ...
 
 
-# Declared mutable state: who observes, and threads inside of a collective that observers have heard
-# of.
+# Declared mutable state: the observers, and threads inside of a collective that was reported to
+# observers.
 observers: list[Observer] = []
 _inside: set[int] = set()
 

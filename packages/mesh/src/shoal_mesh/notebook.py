@@ -24,8 +24,8 @@ from .local_ranks.launch import keep_ranks
 from .local_ranks.pickle_functions import dump
 from .local_ranks.pool import kept_pool
 
-# Declared mutable state, on a rank: the variables of its cells, and those that came from the
-# notebook as they came.
+# Declared mutable state, on a rank: the variables of its cells, and the values that came from the
+# notebook, unchanged.
 _VARIABLES: dict[str, Any] = {"__name__": "__main__"}
 _SENT: dict[str, Any] = {}
 

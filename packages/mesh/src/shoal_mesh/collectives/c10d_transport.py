@@ -29,10 +29,11 @@ from ..transport import Handle, Pending, Transport, as_bytes
 
 REDUCE = {op: getattr(ReduceOp, op.upper()) for op in OPS if op}
 PLAIN = CARRIED_DTYPES | {torch.bool}  # what every backend sends and reduces
-# Of a rank's input, from which on several hosts share work: on two of two ranks gloo alone is
-# faster with 64 KiB.
+# Least bytes of a rank's input with which the ranks of several hosts share work: between two hosts
+# of two ranks, gloo alone is faster with 64 KiB.
 LEAST_BYTES = 1 << 18
-# Of a rank's part: the network has one while memory has the next, 16 MiB 146 ms instead of 170.
+# Bytes of a window of a rank's part: the network carries one window while memory carries the next.
+# This takes 146 ms instead of 170 ms for 16 MiB.
 _WINDOW_BYTES = 1 << 20
 # Reductions that NCCL has not: values are moved, and reduced on arrival.
 _ON_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
@@ -218,7 +219,7 @@ class C10dTransport(Transport):
         self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
     ) -> Handle:
         self._announce(flat, "all_to_all_v", 0)
-        # torch's fills what arrives with what is sent, 2.11's with nothing
+        # torch's fake backend fills the output with the input, and in 2.11 with nothing
         if not flat.numel() and self._fake:
             flat = out.zero_()
             send = receive

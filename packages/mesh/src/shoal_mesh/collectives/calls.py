@@ -39,8 +39,8 @@ _STRIDED = torch.strided
 # third of the time.
 ONE_SHOT_RANKS = 8
 ONE_SHOT_BYTES = 1 << 16
-# Of this size malloc takes new memory from the system each time, page by page as it is first
-# written: 20 ms for 32 MiB, eight times what copying takes. In pages of 2 MiB it takes 3.
+# For this size malloc takes new memory from the system each time, page by page as it is first
+# written: 20 ms for 32 MiB, eight times as long as copying. In pages of 2 MiB it takes 3 ms.
 LARGE_BYTES = 32 << 20
 
 

@@ -56,8 +56,8 @@ def _alike(operand: Tensor, *_: object) -> Tensor:
     return operand.new_empty(operand.shape)
 
 
-# Schema -> what runs, and what tells the shape. Results are contiguous, blocks in the order of the
-# group.
+# Schema -> the function that runs, and the function that returns the shape. Results are contiguous,
+# blocks are in the order of the group.
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce(Tensor operand, str op, str group) -> Tensor": (
         lambda operand, op, group: all_reduce(operand.contiguous(), _comm(group), op),

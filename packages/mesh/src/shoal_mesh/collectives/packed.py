@@ -142,7 +142,8 @@ def _in_one_tensor(
         # rank 2, blocks of 3: 6:9
         own = torch.cat(tensors, out=out.narrow(0, comm.rank * sizes[0], sizes[0]))
         return calls.all_gather(own, comm, background, out)
-    # Of one tensor the message is the caller's, so what is reduced in place is a copy.
+    # The message of a single tensor is the caller's memory, so it is copied if it is reduced in
+    # place.
     is_copy = len(tensors) > 1 or kind == "all_reduce" or comm.size == 1
     message = torch.cat(tensors, -1).view(-1) if is_copy else tensors[0].reshape(-1)
     tensors.clear()

@@ -43,7 +43,7 @@ HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 class WireReduction(NamedTuple):
     """A recipe to reduce one dtype with one op."""
 
-    # what the transport is asked for: "avg" only of half types
+    # the op for the transport: "avg" only for half types
     op: str
     # dtype on the wire, None for that of the tensor
     dtype: torch.dtype | None = None

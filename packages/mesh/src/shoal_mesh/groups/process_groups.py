@@ -108,7 +108,7 @@ class Comm:
         transport: the transport of tensors of the present group; None until it is decided.
     """
 
-    # called before there is one: what an import must not do
+    # called before there is a communicator: steps that an import must not do
     at_first: ClassVar[list[Callable[[], None]]] = []
 
     _group: ProcessGroup | None

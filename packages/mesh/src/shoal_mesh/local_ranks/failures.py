@@ -28,7 +28,7 @@ from .pickle_functions import dump
 MOST_LINES = 10
 # of a line of an error's message
 _MOST_CHARACTERS = 400
-# of the end of what a rank has printed
+# of the end of a rank's output
 _PRINTED_LINES = MOST_LINES - 1
 _LIBRARY_MODULE = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
@@ -63,9 +63,9 @@ class Outcome(NamedTuple):
     name: str  # of the function
     size: int  # number of ranks
     failures: Mapping[int, Failure]
-    # by rank, of those that had not returned: the stack
+    # the stacks of the ranks that had not returned, by rank
     stacks: Mapping[int, str]
-    # by rank: what it has printed, where it does not print where the parent does
+    # the output of ranks that do not print to the output of the parent, by rank
     printed: Mapping[int, str]
     # until when ranks had to return, in words
     limit: str

@@ -37,7 +37,7 @@ def dump_function(function: Any) -> bytes:
             "ranks run a function that they can import, or a plain function, got "
             f"{kind_of(function)}"
         )
-    # of what on_ranks decorates the ranks run the body
+    # ranks run the body of a function that on_ranks decorates
     if _attribute(module, qualname) is None:
         function = getattr(function, "__shoal_body__", function)
     return dump(function)

@@ -40,13 +40,13 @@ from .worker import Job
 
 R = TypeVar("R")
 _JOBS = count()  # of this process
-# seconds for the ranks to import what the function needs, before its time starts
+# seconds for the ranks to import the modules of the function, before its time starts
 _LOADING = 120.0
 # seconds that the other ranks get once one has failed: they may wait for it for ever
 _GRACE = 5.0
 
-# What takes long to import: what the parent has of it is imported once, before ranks are forked
-# (vendored too).
+# Slow imports: modules that the parent has imported are imported once, before ranks are forked
+# (vendored ones too).
 _SLOW_IMPORTS = ["hypothesis", "transformers", "torch._dynamo", "torch.distributed.checkpoint"]
 _SLOW_IMPORTS += ["pytest", "torch.testing._internal.common_methods_invocations"]  # of tests
 _LAYERS = (
@@ -167,7 +167,7 @@ class RankPool:
         require(backend, str | None, "a backend is named by a string, such as 'gloo'")
         if size < 1:
             raise MeshError(f"a pool needs at least one rank, got {size}")
-        # True is 1, which the ranks' environment has to say
+        # True is 1, which the environment of the ranks must set
         self.size = int(size)
         self.backend: str = backend or default_backend(size)
         self._show_output = show_output

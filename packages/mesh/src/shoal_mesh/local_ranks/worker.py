@@ -70,7 +70,7 @@ def serve_forks(preload: list[str]) -> None:
             importlib.import_module(name)
     # a collection would walk half a million objects in every rank, 0.3 s, and copy their pages
     gc.freeze()
-    # nobody asks how a rank has ended, so that it leaves nothing behind
+    # the exit status of a rank is discarded, so that it leaves nothing behind
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork() == 0:

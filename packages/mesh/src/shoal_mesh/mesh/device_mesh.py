@@ -352,7 +352,7 @@ class DeviceMesh(RankGrid):
             raise AxisError("concatenate needs at least one mesh")
         root = meshes[0]._get_root_mesh()
         for mesh in meshes:
-            # What is kept for a mesh is kept for its equals, so one may come back as an equal slice
+            # Caches share entries between equal meshes, so a mesh may come back as an equal slice
             # of another root.
             if mesh._get_root_mesh() != root and not (
                 {*mesh.axis_names} <= {*root.axis_names} and root[mesh.axis_names] == mesh

@@ -79,7 +79,7 @@ class RankGrid:
     axis_names: tuple[str, ...]
     # whether the mesh is for planning only and has no process groups
     is_abstract: bool
-    # what caches are keyed by: equal for equal meshes over the same groups
+    # the key of caches: equal for equal meshes over the same groups
     identity: MeshIdentity
     _TRACED = ("get_group",)
 

@@ -185,7 +185,7 @@ class MeshFields:
     choices: tuple[BackendChoice, ...]  # backend of every axis
     # the rank whose view an abstract mesh is, None for a mesh with process groups
     abstract_rank: int | None = None
-    # what gives an abstract mesh its communicators, None if it has none
+    # the function that returns communicators of an abstract mesh, or None
     connect: Callable[[tuple[int, ...]], Comm] | None = None
 
 

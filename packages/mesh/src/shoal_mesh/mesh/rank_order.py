@@ -86,7 +86,7 @@ def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
     (grouped,) = units
     before = _seconds_by_axis(shape, rank_order, costs)
     after = _seconds_by_axis(shape, grouped, costs)
-    # The last axis decides first: most bytes, those of every layer, are sent along it.
+    # The last axis decides first: most bytes, the bytes of every layer, are sent along it.
     for old, new in zip(reversed(before), reversed(after), strict=True):
         if new < _WORTHWHILE * old:
             return RankOrder(grouped, before, after)

@@ -45,17 +45,17 @@ from .recorder import record
 # of one rank in one round in the foreground; two per rank. Larger messages take several rounds.
 SLOT_BYTES = 1 << 20
 _ALL_SLOTS_BYTES = 1 << 26  # of a group with many ranks
-# For what goes on in the background: slots per rank, and bytes of each. They are large, so there is
-# one, and long under way, so gathers and reductions have a stream each: no reduction is waited for
-# when the next gather starts.
+# Streams of the background: slots per rank, and bytes of each. Slots are large, so a stream has
+# one. Collectives are long under way, so gathers and reductions have a stream each: the next gather
+# need not wait for a reduction.
 BACKGROUND = {"gathers": (1, 1 << 24), "reductions": (1, 1 << 24)}
 # "0" on any rank keeps every group that it is in with its backend
 OPT_OUT = "SHOAL_SHARED_MEMORY"
 # Flags are stored after data without a fence, which is right where stores become visible in program
 # order (TSO).
 _ORDERED = {"x86_64", "AMD64"}
-# What steps yield, instead of a request, to wait for their next slot to be free; the first one is
-# when they begin.
+# Steps yield this instead of a request to wait until their next slot is free; the first slot is
+# free when they begin.
 FREE = -1
 Steps = Iterator[int]
 # of slots, by dtype, length and blocks, kept because making them takes longer than copying 1 KiB
@@ -167,7 +167,7 @@ class Underway:
         self._steps = steps
         # a request, or FREE; None before the first and when it is complete
         self._awaited: int | None = None
-        # what the receiver of the result has raised
+        # the error of the receiver of the result
         self._error: Exception | None = None
 
     def wait(self) -> None:
@@ -327,8 +327,7 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
     point of its sequence of collectives. Untouched pages cost nothing.
     """
     token = secrets.randbits(62)
-    # A number that two ranks have in common where one can see the other's memory; 0 where nobody
-    # can see it.
+    # A number that two ranks share if one can map the other's memory; 0 if no rank can.
     host = 0 if platform.machine() not in _ORDERED or os.environ.get(OPT_OUT) == "0" else machine()
     own = _create(nbytes, token) if group.rank() == 0 else -1
     try:

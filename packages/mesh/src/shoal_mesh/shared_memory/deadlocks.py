@@ -39,7 +39,7 @@ _BOARD_BYTES = 1 << 14
 # Read and written by a process between two looks: more is a transfer that goes on.
 _BYTES_OF_TRANSFER = 1 << 20
 _OF_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
-# Whose frames are those of threads that serve a program: pools, monitors, notebooks.
+# Folders of code that runs in threads that serve a program: pools, monitors, notebooks.
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
 _LOG = logging.getLogger("shoal.deadlocks")
 
@@ -191,7 +191,8 @@ class Watcher(threading.Thread):
         before_last = self._places
         self._places = places
         if not places or places != before_last:
-            # Frames hold what their functions hold, so those of short waits are left alone.
+            # Frames keep the objects of their functions alive, so frames of short waits are not
+            # read.
             return []
         waits: list[dict[str, Any]] = []
         looks: dict[int, int] = {}

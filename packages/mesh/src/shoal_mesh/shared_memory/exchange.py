@@ -20,15 +20,15 @@ from ..transport import Flat, Handle, Receive, Sizes, Transport, as_bytes
 from .channel import FREE, Channel, ReceiveError, Steps, Stream, Underway
 from .recorder import CARRIED_DTYPES, CARRIED_OPS, name_of, number_of, request
 
-# Of more than this three or more ranks reduce one part each and read the others': less memory
-# moves, in two rounds.
+# With more bytes than this, three or more ranks reduce one part each and read the parts of the
+# others: less memory moves, in two rounds.
 _ONE_ROUND_SUM_BYTES = 1 << 16
 _PACKED_ONE_ROUND_SUM_BYTES = 1 << 20
-# Of a packed reduction in one round: 12 MiB take no longer in two than in one, and 4 MiB less
-# memory.
+# Bytes of a packed reduction in one round: 12 MiB take no longer in two rounds than in one, and 4
+# MiB less memory.
 _PACKED_WINDOW_BYTES = 1 << 23
 
-# Of an average the elements of all rows that are in float32 at a time: 1 MiB stays in the cache.
+# Elements of all rows of an average that are in float32 at a time: 1 MiB stays in the cache.
 _WIDE_ELEMENTS = 1 << 18
 
 # of two rows, and along a dim
@@ -61,7 +61,7 @@ class SharedMemoryTransport(Transport):
         if not background:
             return self
         stream = self._channel.background["reductions" if op else "gathers"]
-        # uneven: no rank knows how many rounds, before it meets others
+        # uneven: a rank learns the number of rounds from the other ranks
         if uneven or tensor.nbytes > stream.slot_bytes:
             return self._backend
         return SharedMemoryTransport(self._channel, self._backend, stream)
@@ -159,7 +159,7 @@ def _exchange(
     width = flat.element_size()
     window = stream.slot_bytes
     said = stream.peers.said
-    # a rank without any element may not know the dtype, and says 0
+    # a rank without any element may not know the dtype, and publishes 0
     dtype = number_of(flat.dtype) + 1 if flat.numel() or out.numel() else 0
     flat, out = as_bytes(flat), as_bytes(out)
     # 3 of float32: 12 bytes

@@ -24,7 +24,7 @@ from .recorder import current_purpose, describe, dump, last_of_backend, request
 
 # words of 8 bytes to a cache line, so that ranks do not write into one another's
 LINE = 8
-# what a rank that has given up writes: more than any word becomes
+# written by a rank that has given up: larger than any other word
 BROKEN = 1 << 62
 # of each rank: why it has given up, for the others to repeat
 REASON_BYTES = 1 << 12
@@ -45,9 +45,9 @@ def head_bytes(size: int, streams: int) -> int:
     They are a line for a token, and a page for each rank (`Peers`).
     """
     head = 8 * (LINE + size * _page_words(size, streams))
-    # torch's large tensors begin 64 bytes into a page of memory. Copies are slow where what is
-    # written begins a little behind what is read in such a page, either way, so slots begin half a
-    # page from there: 9152 bytes end at 14400.
+    # torch's large tensors begin 64 bytes into a page of memory. Copies in either direction are
+    # slow if the target begins a little behind the source in its page, so slots begin half a page
+    # from there: 9152 bytes end at 14400.
     return -(-head // 4096) * 4096 + 2112
 
 
@@ -88,7 +88,8 @@ class Peers:
         # by stream and rank
         self.lines = [[page + LINE * i for page in pages] for i in range(streams)]
         self._announced = [page + LINE * streams for page in pages]
-        # By parity of the round and rank: the numbers that it says in a round of the first stream.
+        # By parity of the round and rank: the numbers that it publishes in a round of the first
+        # stream.
         said = [call + LINE + ANNOUNCED for call in self._announced]
         count = _said_words(self.size)
         self.said = [
@@ -198,7 +199,7 @@ class Peers:
 
     def _check_calls(self) -> None:
         """Raise if a rank has announced another call than this rank has."""
-        # of those that have come to this call, and still say which it was
+        # calls of the ranks that have reached this call, and whose word for it is not overwritten
         said = {}
         for rank, announced in enumerate(self._announced):
             if 0 <= self.words[announced] - self._calls < ANNOUNCED:
@@ -279,8 +280,8 @@ class Peers:
                 )
             group = self._group()
             state = state_of(self._pids[rank])
-            # Counted, not timed: a job that is stopped as a whole and goes on has waited for
-            # nobody.
+            # Counted, not timed: a job that is stopped as a whole and goes on has not waited for a
+            # rank.
             stopped = stopped + 1 if state == "stopped" else 0
             if group is None or not _torch.is_live(group):
                 own = self.ranks[self.rank]

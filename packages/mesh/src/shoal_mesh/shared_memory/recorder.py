@@ -26,7 +26,7 @@ KINDS = (
     "broadcast",
     "all_reduce_by_parts",
 )
-# First what shared memory carries, then what a backend may be asked for.
+# First the ops that shared memory carries, then the ops that only backends have.
 OPS = ("", "sum", "min", "max", "product", "avg", "band", "bor", "bxor")
 CARRIED_OPS = frozenset(OPS[:6])
 DTYPES = (
@@ -36,12 +36,12 @@ DTYPES = (
 )  # fmt: skip
 _OTHER_DTYPE = 31
 CARRIED_DTYPES = frozenset(DTYPES[:8])
-# Packages whose frames are no lines of the program, by whole names: a program may be in
+# Packages whose frames do not belong to the program, by whole names: a program may be in
 # `shoal_experiments`.
 LIBRARIES = r"(shoal_(mesh|dtensor|data_parallel|context_parallel|tp_styles|shard_api|models|same_bits)|torch)"
 SWITCH = "SHOAL_POSTMORTEM"  # the folder of the files; "0" for none
 Text = str | Callable[[], str]
-# What a collective is for, as the program says it with `purpose`, innermost last.
+# The purposes of a collective, as the program states them with `purpose`, innermost last.
 PURPOSES: ContextVar[tuple[Text, ...]] = ContextVar("shoal_mesh_purposes", default=())
 # Declared mutable state: time, group, what (a request, or the arguments of one to a backend) and
 # purposes. A shorter entry is a note.
