@@ -11,7 +11,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-# Inside the block, writes to these tensors do not count: autograd takes what it saved of them for
+# Inside the block, writes to these tensors do not count: autograd treats saved values of them as
 # unchanged.
 preserving_versions: Callable[..., Any] = torch.autograd.grad_mode._unsafe_preserve_version_counter
 # The functions (pack, unpack) for tensors that autograd saves now; None without hooks.
@@ -19,7 +19,7 @@ outer_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., 
     partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 )
 
-# The innermost transform of torch.func that runs, and what records operators as a graph; or None.
+# The innermost transform of torch.func that runs, and the recorder of operators; or None.
 _innermost_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _recorder: Callable[[], object] = partial(
     torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY

@@ -70,13 +70,13 @@ class Replica:
     """A parameter of which every data-parallel rank has a replica."""
 
     leaf: nn.Parameter  # where autograd accumulates
-    # to what gradients are reduced: the parameter itself, or a shard that optimizers update
+    # the target of reduced gradients: the parameter itself, or a shard that optimizers update
     target: ShardedParameter
-    # of the shard when the replica was gathered; None if it has to be
+    # the version of the shard when the replica was gathered; None if it has to be gathered
     version: tuple[object, ...] | None = None
-    # what modules see of a leaf that is trained and whose shard they hold
+    # the tensor that modules see of a trained leaf whose shard they hold
     seen: Tensor | None = None
-    # what `ask` was given, the leaf's node, and the hook
+    # the argument of `ask`, the leaf's node, and the hook
     asked: tuple[Any, ...] = ()
 
     @property
@@ -202,7 +202,7 @@ class Bucket(Group):
 
     def __init__(self, name: str, replicas: Sequence[Replica], axes: DataAxes) -> None:
         super().__init__(name, axes)
-        # of the bucket whose flags show what forwards have written
+        # the writes of forwards, for the bucket whose flags show them
         self.writes: ForwardWrites | None = None
         self.replicas = replicas
         self.parameters = [replica.target for replica in replicas]

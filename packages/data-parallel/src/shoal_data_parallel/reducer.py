@@ -27,7 +27,8 @@ class Reducer:
     all_reduces: bool = True
     # whether modules see DTensors on the data axes, whose loss is one of all ranks
     is_on_data_axes: bool = False
-    # what summed gradients are divided by: None for the number of ranks, of a loss of all ranks 1
+    # the divisor of summed gradients; None for the number of ranks, or for 1 with a loss of all
+    # ranks
     divisor: float | None = None
 
     @property

@@ -118,17 +118,17 @@ class GroupReduction:
         self.returned = returned
         # the sums are for `Group.scattered`
         self.stops_at_replicas = group.axes.has_replicas and not group.all_reduces and not returned
-        # what the group kept and this reduction took, for a pass that fails
+        # gradients that this reduction took from the group, to be returned if the pass fails
         self._kept: Kept = {}
         self._scattered: Scattered = {}
         self._present: list[bool] = []
         self._in_flight: _ReductionInFlight | None = None
-        # what sums are divided by, and by how many ranks the collective has divided already
+        # the divisor of sums, and the number of ranks by which the collective has divided already
         self._divisor = 1.0
         self._averaged_over = 1.0
-        # of a reduction that has been waited for
+        # the gradients of a reduction that has been waited for
         self._gradients: Callable[[], list[Tensor]] | None = None
-        # of the ranks together, where this one cannot know them
+        # the flags of all ranks, if this rank cannot know them
         self._flags: Tensor | None = None
         # the group's extra flags, summed over the ranks
         self.extra: Tensor | None = None
@@ -302,7 +302,7 @@ class GroupReduction:
         self.extra = row[count:]
         if self._averages(flags.dtype):
             self.extra = self.extra * group.axes.mesh.size()
-        # A gradient that this rank has is there: nobody has to look.
+        # A gradient of this rank exists: its flag need not be read.
         if not all(self._present) or self._scattered or self.stops_at_replicas:
             self._flags = row[:count]
 

@@ -288,7 +288,7 @@ class Replicas(Reducer):
         self.dtype = dtype
         self.ignored: list[nn.Parameter] = list(ignored)  # parameters that it leaves alone
         self.gradients: GradientBuckets = GradientBuckets([], self)
-        # Of shards, which the optimizer updates, the replicas; and whether modules see these.
+        # The replicas of shards that the optimizer updates, and whether modules see the replicas.
         self.replicas: list[Replica] = []
         self._shows_replicas = False
         self._attached: list[tuple[Any, ...]] = []

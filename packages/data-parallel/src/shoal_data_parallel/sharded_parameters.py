@@ -109,7 +109,7 @@ class DataAxes:
 class ShardedParameter:
     """A parameter of a unit."""
 
-    # the modules that hold it, and under which name; none of one that stays what it is
+    # the modules that hold it, and under which name; empty for a parameter that stays unchanged
     sites: tuple[Site, ...]
     # the sharded parameter: what optimizers and checkpoints see
     leaf: nn.Parameter
@@ -283,7 +283,7 @@ class ShardedParameter:
         """
         mesh = grad.spec.mesh
         styled = () if self.styled is None else self.styled.mesh.axis_names
-        # what is neither a summand nor whole is made whole
+        # placements that are neither sums nor whole are made whole
         placements = [
             p if name in styled or p == Partial() else Replicate()
             for name, p in zip(mesh.axis_names, grad.placements, strict=True)
@@ -305,7 +305,7 @@ class ShardedParameter:
         grad = reduced.to(leaf.device, dtype)
         if isinstance(leaf, DTensor):
             grad = DTensor(grad, leaf.spec if dtype is leaf.dtype else leaf.spec.with_(dtype=dtype))
-        # those of a replica have seen the gradient of this rank's rows
+        # hooks of a replica have seen the gradient of this rank's rows
         if self.sites and grad_hooked(leaf):
             torch.autograd.backward([leaf], [grad])
         elif leaf.grad is None:
@@ -543,7 +543,7 @@ def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Pl
     """
     shape = axes.mesh.shape[axes.mesh.ndim - axes.sharded :]
     strided = [p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim]
-    # one without sizes, or of one run, says an order of axes
+    # a placement without sizes, or with one run, expresses an order of axes
     runs = next((p for p in strided if p.sizes is not None and p.split_factor > 1), None)
     if runs is None or runs.sizes is None:
         return [shard] * axes.sharded

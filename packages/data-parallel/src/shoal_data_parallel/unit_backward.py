@@ -43,11 +43,11 @@ class UnitBackward:
     """The effects of one backward pass on units, and the gradients that it has still to deliver."""
 
     def __init__(self) -> None:
-        # those of its schedules, in one order on all ranks, and which leads them
+        # the units of its schedules, in one order on all ranks, and the first unit of each schedule
         self._units: dict[Unit, Unit] = {}
-        # which stay so until their gradients have arrived, or the pass ends
+        # units that stay gathered until their gradients have arrived, or the pass ends
         self.gathered: list[Unit] = []
-        # not those that a pass around this one has opened
+        # without forwards that an enclosing pass has opened
         self._opened: set[Forward] = set()
         self._reductions: list[GroupReduction] = []
         self._routes: dict[Forward, GradientRoutes] = {}
