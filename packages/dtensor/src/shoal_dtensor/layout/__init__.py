@@ -1,4 +1,6 @@
-"""How a tensor is placed on a mesh, as immutable values: no tensor, no communication.
+"""Layouts: the placement of a tensor on a mesh as immutable values.
+
+Nothing here uses tensors or communication.
 
 May import: _torch, argument_types, errors.
 """

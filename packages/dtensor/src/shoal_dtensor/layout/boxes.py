@@ -14,38 +14,40 @@ Box = tuple[tuple[int, int], ...]
 
 
 def box_at(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
-    """The box that starts at `offsets` and spans `sizes` elements: [2, 0] and [2, 5] are ((2, 4), (0, 5))."""
+    """Return the box at `offsets` that spans `sizes`: [2, 0] and [2, 5] give ((2, 4), (0, 5))."""
     return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box of all elements of a tensor."""
+    """Return the box of all elements of a tensor."""
     return tuple((0, size) for size in shape)
 
 
 def spans(sizes: Iterable[int]) -> list[tuple[int, int]]:
-    """The (start, stop) pairs of intervals one after the other: of sizes [2, 0, 3], [(0, 2), (2, 2), (2, 5)]."""
+    """Return (start, stop) of consecutive intervals: [2, 0, 3] gives [(0, 2), (2, 2), (2, 5)]."""
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def shape_of(box: Box) -> list[int]:
-    """The sizes of a box."""
+    """Return the sizes of a box."""
     return [stop - start for start, stop in box]
 
 
 def volume(box: Box) -> int:
-    """Number of elements of a box; 1 without dims."""
+    """Return the number of elements of a box; 1 without dims."""
     return prod([stop - start for start, stop in box])
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes; None if it is empty."""
+    """Return the common part of two boxes; None if it is empty."""
     common = tuple([(max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True)])
     return common if all(i < j for i, j in common) else None
 
 
 def slices_of(box: Box, local_box: Box | None = None) -> tuple[slice, ...]:
-    """Indices of a global box inside the local tensor that holds `local_box`; by default in the global tensor.
+    """Return the slices of a global box in the local tensor that holds `local_box`.
+
+    By default the slices are in the global tensor.
 
     Example:
         >>> slices_of(((3, 5),), ((2, 6),)), slices_of(((3, 5),))
@@ -57,12 +59,12 @@ def slices_of(box: Box, local_box: Box | None = None) -> tuple[slice, ...]:
 
 
 def format_box(box: Box) -> str:
-    """The box as slices, for messages: ``[0:2, 3:5]``."""
+    """Format the box as slices, for messages: ``[0:2, 3:5]``."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Positions of two boxes that share an element, None if no two do."""
+    """Return the positions of two boxes that share an element, None if no two do."""
     filled = [i for i, box in enumerate(boxes) if volume(box) > 0]
     if len(filled) < 2:
         return None
@@ -85,7 +87,10 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def edges(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """For every dim, the sorted positions at which some non-empty box begins or ends, with 0 and the dim's size."""
+    """Return for every dim the sorted positions at which some non-empty box begins or ends.
+
+    0 and the size of the dim are among them.
+    """
     filled = [box for box in boxes if volume(box) > 0]
     # rows 0:2 and 2:5 of (5, 3): ((0, 2, 5), (0, 3))
     return tuple(
@@ -95,7 +100,7 @@ def edges(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], 
 
 
 def gap(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:
-    """A box of elements that are in none of the boxes, which do not overlap; None if they cover the shape."""
+    """Return a box of elements in none of the disjoint boxes; None if they cover the shape."""
     if sum(map(volume, boxes)) == prod(shape):  # 2 * 3 and 3 * 3 of (5, 3): 15
         return None
     for cell in product(*(list(pairwise(positions)) for positions in edges(boxes, shape))):
@@ -105,7 +110,7 @@ def gap(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:
 
 
 def grid(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-    """Shard sizes along every dim if the non-empty boxes are exactly all cells of a grid, else None."""
+    """Return shard sizes per dim if the non-empty boxes are all cells of a grid, else None."""
     # Of (5, 3) as rows 0:2 and 2:5 they are ((2, 3), (3,)).
     sizes = tuple(
         tuple(stop - start for start, stop in pairwise(positions))

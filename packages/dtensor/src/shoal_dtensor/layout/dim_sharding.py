@@ -1,12 +1,12 @@
-"""How one tensor dim is sharded over mesh axes: integers only.
+"""Shardings of one tensor dim over mesh axes, in integers only.
 
-A `DimSharding` lists the mesh axes that shard the dim, outermost first, and says where every shard
-begins and ends. Whatever the sharding (nested, uneven, ragged, any order of axes), shard `k` is one
+A `DimSharding` lists the mesh axes that shard the dim, outermost first, and the start and end of
+every shard. Whatever the sharding (nested, uneven, ragged, any order of axes), shard `k` is one
 contiguous interval, so every rank holds one box of the global tensor: redistribution, random
 numbers, checkpoints and views build on that. `(batch, sequence) -> (batch * sequence)` with the
-sequence sharded leaves every rank one run of elements for each batch entry, no interval: that is a
-`StridedDimSharding`, as `_StridedShard` of torch, but uneven and nested ones fold too. Operators to
-which the order along a dim does not matter work on it as on any sharded dim.
+sequence sharded leaves every rank one run of elements for each batch entry instead of one interval.
+The result is a `StridedDimSharding`, like torch's `_StridedShard`, but uneven and nested shardings
+fold too. Operators that do not depend on the order along a dim work on it as on any sharded dim.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def chunk_sizes(length: int, shards: int, unit: int = 1) -> tuple[int, ...]:
-    """Sizes of the `shards` that `torch.chunk` makes of `length` elements, divided only at multiples of `unit`."""
+    """Return the sizes of the `shards` of `torch.chunk`, divided only at multiples of `unit`."""
     # 10 over 4: (3, 3, 3, 1); 2 over 4: (1, 1, 0, 0)
     return _sizes(length, _step(length, shards, unit), shards)
 
 
 def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[int]:
-    """Elements of a dim on each rank of an axis: of 10, by `Shard(0, multiple_of=2)` over 4, [4, 4, 2, 0]."""
+    """Return the elements of a dim on each rank of an axis.
+
+    For 10 elements, `Shard(0, multiple_of=2)` over 4 ranks gives [4, 4, 2, 0].
+    """
     if isinstance(placement, StridedShard):
         assert placement.sizes is not None, "styles say the sizes of strided shards"
         # 3 runs, each as 2 + 1: 6 + 3
@@ -42,14 +45,14 @@ def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[
 
 
 def _step(length: int, shards: int, unit: int) -> int:
-    """Elements of the first shard: ceil-sized in units of `unit`."""
+    """Return the elements of the first shard: ceil-sized in units of `unit`."""
     units = -(-length // unit)  # 10 elements in units of 4: 3
     # 3 units over 2 shards: 2 * 4 = 8 elements
     return -(-units // shards) * unit
 
 
 def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
-    """Sizes of the shards: as many of `step` as there are, the rest, and empty ones."""
+    """Return the sizes of the shards: full ones of `step`, the rest, and empty ones."""
     full = int(length // step) if step else 0
     # 7: (3, 3) + (1, 0, 0, 0, 0), up to 4
     return ((step,) * full + (length - full * step, *(0,) * shards))[:shards]
@@ -98,14 +101,17 @@ class DimSharding:
     def chunks(
         cls, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int
     ) -> DimSharding:
-        """The sharding in shards of `step` elements, the last non-empty one shorter: 5 in steps of 2 are 2, 2, 1."""
+        """Return the sharding in shards of `step` elements, the last non-empty one shorter.
+
+        For example 5 in steps of 2 are 2, 2, 1.
+        """
         sharding: DimSharding = object.__new__(cls)
         sharding._set(axes, axis_sizes, length, min(step, length), None)
         return sharding
 
     @staticmethod
     def whole(length: int) -> DimSharding:
-        """That of a dim of which every rank has all."""
+        """Return the sharding of a dim that every rank holds whole."""
         return (
             _whole(length, length)
             if type(length) is int
@@ -138,16 +144,16 @@ class DimSharding:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of every shard: an entry per rank of the axes, so ask for one interval where that will do."""
+        """The elements of every shard: an entry per rank, so prefer one interval if possible."""
         return _sizes(self.length, self.step, self.shards) if self.ragged is None else self.ragged
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Global index of the first element of every shard."""
+        """The global index of the first element of every shard."""
         return (0, *accumulate(self.sizes[:-1]))
 
     def index(self, coordinate: Sequence[int]) -> int:
-        """The shard that the rank at a mesh coordinate holds."""
+        """Return the shard that the rank at a mesh coordinate holds."""
         shard = 0
         for axis, size in zip(self.axes, self.axis_sizes, strict=True):
             # coordinate (1, 1) on (2, 2): 1, then 1 * 2 + 1 = 3
@@ -155,7 +161,7 @@ class DimSharding:
         return shard
 
     def interval_of(self, shard: int) -> tuple[int, int]:
-        """Global `[start, stop)` of a shard."""
+        """Return the global `[start, stop)` of a shard."""
         if self.ragged is None:
             start = shard and min(shard * self.step, self.length)  # 0 times a symbol is a symbol
             # 7 in steps of 2: shard 3 is (6, 7)
@@ -164,34 +170,37 @@ class DimSharding:
         return start, start + self.ragged[shard]  # (1, 3, 3): shard 1 is (1, 4)
 
     def interval(self, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Global `[start, stop)` that the rank at a mesh coordinate holds."""
+        """Return the global `[start, stop)` that the rank at a mesh coordinate holds."""
         return self.interval_of(self.index(coordinate))
 
     def intervals(self, coordinate: Sequence[int]) -> list[tuple[int, int]]:
-        """The same in a list, which has several of a `StridedDimSharding`."""
+        """Return the interval in a list; a `StridedDimSharding` has several intervals."""
         return [self.interval(coordinate)]
 
     def size(self, coordinate: Sequence[int]) -> int:
-        """Number of elements that the rank at a mesh coordinate holds."""
+        """Return the number of elements that the rank at a mesh coordinate holds."""
         if self.even:
             return self.step
         start, stop = self.interval(coordinate)
         return stop - start
 
     def indices(self, coordinate: Sequence[int]) -> list[int]:
-        """Global indices of the elements that the rank at a mesh coordinate holds."""
+        """Return the global indices of the elements that the rank at a mesh coordinate holds."""
         return [*range(*self.interval(coordinate))]
 
     def shard_with(self, index: int) -> int:
-        """The shard that has element `index`, which is below the length."""
+        """Return the shard that has element `index`, which is below the length."""
         return index // self.step if self.ragged is None else bisect_right(self.offsets, index) - 1
 
     def scaled(self, unit: int) -> DimSharding:
-        """The same sharding where every element became `unit` elements."""
+        """Return the same sharding with `unit` elements in place of every element."""
         return self if unit == 1 else self._resized(lambda size: size * unit)  # (1, 3) * 2: (2, 6)
 
     def divided(self, unit: int) -> DimSharding | None:
-        """The same sharding counted in units of `unit` elements; None if a shard is not a whole number of units."""
+        """Return the same sharding counted in units of `unit` elements.
+
+        None if a shard is not a whole number of units.
+        """
         if unit == 1:
             return self
         # 12 in steps of 6 by 4: 6 % 4 = 2
@@ -207,7 +216,7 @@ class DimSharding:
         return DimSharding(self.axes, self.axis_sizes, tuple(map(resized, self.ragged)))
 
     def outer(self, count: int) -> DimSharding:
-        """The sharding by the `count` outermost axes alone."""
+        """Return the sharding by the `count` outermost axes alone."""
         if count == len(self.axes):
             return self
         if not count:
@@ -223,7 +232,7 @@ class DimSharding:
         return DimSharding(axes, axis_sizes, tuple(sum(self.ragged[i : i + inner]) for i in starts))
 
     def chunked(self, axis: int, ways: int, unit: int = 1) -> DimSharding:
-        """Every shard sharded further by one more axis, as `torch.chunk` does it at multiples of `unit`."""
+        """Return every shard sharded by one more axis, as `torch.chunk` at multiples of `unit`."""
         # 7 elements over (2, 2): shards of 4 and 3, both in steps of 2, so every boundary is a
         # multiple of 2.
         # 10 elements: shards of 5 in steps of 3, with boundaries at 0, 3, 5 and 8, which is ragged.
@@ -248,7 +257,10 @@ class DimSharding:
         )
 
     def in_written_order(self) -> DimSharding:
-        """The same shards with the axes as placements say their order, which do not say where axes of one rank are."""
+        """Return the same shards with the axes in the order that placements imply.
+
+        Placements do not give the position of axes of one rank.
+        """
         if 1 not in self.axis_sizes:
             return self
         sizes = dict(zip(self.axes, self.axis_sizes, strict=True))
@@ -259,19 +271,22 @@ class DimSharding:
         return sharding
 
     def rechunked(self, length: int) -> DimSharding:
-        """`length` elements, sharded over the same axes in the sizes of `torch.chunk`."""
+        """Return `length` elements sharded over the same axes in the sizes of `torch.chunk`."""
         sharding = DimSharding.whole(length)
         for axis, ways in zip(self.axes, self.axis_sizes, strict=True):
             sharding = sharding.chunked(axis, ways)
         return sharding
 
     def resharded(self, before: Callable[[int], int], length: int) -> DimSharding:
-        """`length` elements over the same axes, `before(n)` of them in the shards before the one that began at `n`."""
+        """Return `length` elements sharded over the same axes.
+
+        `before(n)` of them are in the shards before the shard that began at `n`.
+        """
         bounds = [0, *map(before, self.offsets[1:]), length]
         return DimSharding(self.axes, self.axis_sizes, tuple([b - a for a, b in pairwise(bounds)]))
 
     def placements(self, dim: int) -> dict[int, Shard | StridedShard]:
-        """The placement on tensor dim `dim` that each of the axes has, with sizes where needed."""
+        """Return the placement of each axis on tensor dim `dim`, with sizes where needed."""
         outer_shards = shards_before(self.axes, self.axis_sizes)
         placements: dict[int, Shard | StridedShard] = {}
         if self.even:
@@ -290,12 +305,15 @@ class DimSharding:
 def order_of_axes(
     dim: int, outer_shards: Mapping[int, int], mesh_shape: Sequence[int] | Mapping[int, int]
 ) -> tuple[int, ...]:
-    """Axes of a dim, outermost first: ascending, but each after axes to its right that make so many shards.
+    """Return the axes of a dim, outermost first.
 
-    `{0: 2, 1: 1}` on a mesh (4, 2) is (1, 0). Axes of one rank come as late as may be.
+    They are ascending, but each axis comes after axes to its right that make its number of outer
+    shards.
+
+    `{0: 2, 1: 1}` on a mesh (4, 2) is (1, 0). Axes of one rank come as late as possible.
 
     Raises:
-        PlacementError: if no leading part of the axes to the right makes so many.
+        PlacementError: if no leading part of the axes to the right makes this number of shards.
     """
     order: tuple[int, ...] = ()
     for axis in sorted(outer_shards, reverse=True):
@@ -319,7 +337,7 @@ def order_of_axes(
 
 
 def shards_before(axes: Sequence[int], axis_sizes: Sequence[int]) -> dict[int, int]:
-    """For each axis of a dim, the number of shards that axes to its right make before it.
+    """Return for each axis of a dim the number of shards that axes to its right make before it.
 
     Axes (2, 0, 1) of sizes (3, 2, 2): axis 2 makes 3 shards before axes 0 and 1, so {2: 1, 0: 3,
     1: 3}.
@@ -332,7 +350,10 @@ def shards_before(axes: Sequence[int], axis_sizes: Sequence[int]) -> dict[int, i
 
 
 def in_order(placement: Shard | StridedShard, outer_shards: int) -> Shard | StridedShard:
-    """The placement of an axis that shards a dim after axes to its right, which make so many shards of it."""
+    """Return the placement of an axis that shards a dim after axes to its right.
+
+    These axes make `outer_shards` shards of the dim.
+    """
     if outer_shards == 1:
         return placement
     if placement.sizes is None:
@@ -351,7 +372,10 @@ _whole = lru_cache(maxsize=4096)(partial(DimSharding.chunks, (), ()))
 def shard_dim(
     length: int, axes: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> DimSharding:
-    """The sharding of a dim of `length` elements by `axes`, outermost first, with their `Shard` placements."""
+    """Return the sharding of a dim by `axes`, outermost first, with their `Shard` placements.
+
+    The dim has `length` elements.
+    """
     sharding = DimSharding.whole(length)
     for axis in axes:
         placement = placements[axis]
@@ -376,7 +400,7 @@ def shard_dim(
 
 @dataclass(frozen=True)
 class StridedDimSharding:
-    """One tensor dim of several that were folded into it, each sharded by itself.
+    """One tensor dim that several dims were folded into, each sharded by itself.
 
     (2, 6), its second dim over 2 ranks, as one dim of 12: one level of 2 runs, each sharded as 3 +
     3
@@ -392,17 +416,17 @@ class StridedDimSharding:
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
-        """Mesh axes that shard the dim, the slowest level's first."""
+        """The mesh axes that shard the dim, the slowest level's first."""
         return tuple(axis for _, sharding in self.levels for axis in sharding.axes)
 
     @cached_property
     def even(self) -> bool:
-        """Whether all ranks hold equally much."""
+        """True if all ranks hold the same number of elements."""
         return all(sharding.even for _, sharding in self.levels)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The dims of which it was folded, those that no axis shards joined to the faster one before them."""
+        """The dims that were folded; dims that are not sharded are joined to the dim before."""
         runs = [count for count, _ in self.levels]
         starts = runs if runs[0] == 1 else [1, *runs]  # 12 elements in 2 runs: [1, 2]
         # [1, 2, 12]: dims of (2, 6)
@@ -410,7 +434,7 @@ class StridedDimSharding:
 
     @cached_property
     def _folded(self) -> list[tuple[int, DimSharding | None]]:
-        """Size and sharding of each of the dims in `shape`; None for replicated ones."""
+        """The size and sharding of each of the dims in `shape`; None for replicated ones."""
         # 12, levels of 1 and 4 runs: [3, 1]
         inner = [self.length // runs for runs, _ in self.levels[1:]] + [1]
         shardings = [
@@ -423,18 +447,18 @@ class StridedDimSharding:
         ]
 
     def size(self, coordinate: Sequence[int]) -> int:
-        """Number of elements that the rank at a mesh coordinate holds."""
+        """Return the number of elements that the rank at a mesh coordinate holds."""
         # 2 * 3 = 6
         return prod(
             n if sharding is None else sharding.size(coordinate) for n, sharding in self._folded
         )
 
     def indices(self, coordinate: Sequence[int]) -> list[int]:
-        """Global indices of the elements that the rank at a mesh coordinate holds, in its order."""
+        """Return the global indices of the elements of the rank at a coordinate, in its order."""
         return [i for start, stop in self.intervals(coordinate) for i in range(start, stop)]
 
     def intervals(self, coordinate: Sequence[int]) -> list[tuple[int, int]]:
-        """Global `[start, stop)` of every run of elements that the rank at a mesh coordinate holds, in its order."""
+        """Return the global `[start, stop)` of every run of the rank at a coordinate, in order."""
         # of the slower dims: (2, 6), its rows whole and columns 3..5, are 0..1, then 3..5 and 9..11
         runs = [(0, 1)]
         for n, sharding in self._folded:
@@ -451,20 +475,20 @@ class StridedDimSharding:
         return [(start, stop) for start, stop in runs if start < stop]
 
     def level(self, runs: int) -> DimSharding | None:
-        """The sharding of one run, where the dim is taken as so many runs; None if no axis shards it so."""
+        """Return the sharding of one of `runs` runs of the dim; None if no axis shards it so."""
         return dict(self.levels).get(runs)
 
     def runs_of(self, axis: int) -> int:
-        """In how many runs a mesh axis shards the dim."""
+        """Return the number of runs in which a mesh axis shards the dim."""
         return next(runs for runs, sharding in self.levels if axis in sharding.axes)
 
     def in_written_order(self) -> StridedDimSharding:
-        """The same shards with the axes as placements say their order."""
+        """Return the same shards with the axes in the order that placements imply."""
         levels = tuple([(runs, sharding.in_written_order()) for runs, sharding in self.levels])
         return StridedDimSharding(levels, self.length)
 
     def placements(self, dim: int) -> dict[int, Shard | StridedShard]:
-        """The placement on tensor dim `dim` that each of the axes has."""
+        """Return the placement of each axis on tensor dim `dim`."""
         by_axis: dict[int, Shard | StridedShard] = {}
         for runs, sharding in self.levels:
             if runs == 1:
@@ -485,7 +509,10 @@ AnyDimSharding = DimSharding | StridedDimSharding
 
 
 def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimSharding | None:
-    """A dim of `length` elements with these shardings (runs -> sharding of one run); None if they do not fit."""
+    """Return a dim of `length` elements with these shardings; None if they do not fit.
+
+    `levels` maps a number of runs to the sharding of one run.
+    """
     ascending = sorted(levels.items())
     if len(ascending) == 1 and ascending[0][0] == 1:
         return ascending[0][1]
@@ -500,7 +527,10 @@ def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimShardin
 def shard_any_dim(
     length: int, axes: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> AnyDimSharding:
-    """The sharding of a dim by `axes`, outermost first, as their `Shard` and `StridedShard` placements."""
+    """Return the sharding of a dim by `axes` with `Shard` and `StridedShard` placements.
+
+    The axes are given outermost first.
+    """
     if not axes:
         return DimSharding.whole(length)
     by_runs: dict[int, list[int]] = {}

@@ -1,10 +1,10 @@
-"""Placements as users write them, and as a spec keeps them.
+"""Placements in the forms that users write, and in the form that a spec stores.
 
-`PartitionSpec("dp", None)` says them per tensor dim, in the spelling of JAX's partition specs:
-placements and shard order together, translated where it enters. Users also write `Shard(-1)`,
-plain shards with a shard order beside them, or sizes that are `torch.chunk`'s. In a spec one layout
-has one spelling, so equal layouts are equal specs. The placements of a spec say the whole layout,
-the order of axes included: an axis that shards a dim after axes to its right is a `StridedShard`.
+`PartitionSpec("dp", None)` gives the placements and the shard order per tensor dim, like JAX's
+partition specs; it is translated on entry. Users also write `Shard(-1)`, plain shards with a shard
+order beside them, or sizes that are `torch.chunk`'s. In a spec one layout has one spelling, so
+equal layouts are equal specs. The placements of a spec determine the whole layout, including the
+order of axes: an axis that shards a dim after axes to its right is a `StridedShard`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DimAxes = None | Axis | tuple[Axis, ...]
 @constant_when_compiled
 @dataclass(frozen=True, slots=True, init=False)
 class PartitionSpec:
-    """For each tensor dim, the mesh axes that shard it, outermost first.
+    """The mesh axes that shard each tensor dim, outermost first.
 
     Args:
         dims: one entry per leading tensor dim: an axis name or index, a tuple of them, or None for
@@ -60,7 +60,7 @@ class PartitionSpec:
         object.__setattr__(self, "partial", tuple((partial or {}).items()))
 
     def resolve(self, mesh: DeviceMesh) -> tuple[tuple[Placement, ...], ShardOrder]:
-        """One placement per axis of `mesh`, and the order of axes on every dim that is sharded.
+        """Return one placement per axis of `mesh`, and the order of axes on every sharded dim.
 
         Raises:
             PlacementError: if an axis is used twice.
@@ -88,7 +88,7 @@ class PartitionSpec:
         return tuple(placements), tuple(order)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        """How code that torch.compile generates spells it."""
+        """Return the source text of this value in code that torch.compile generates."""
         return repr(self), {"PartitionSpec": PartitionSpec}
 
     def __repr__(self) -> str:
@@ -104,7 +104,10 @@ Placements = Sequence[Placement] | PartitionSpec
 def read_placements(
     mesh: DeviceMesh, placements: Placements | None, shard_order: ShardOrder | None = None
 ) -> tuple[tuple[Placement, ...], ShardOrder | None]:
-    """What a user passed as placements (nothing: all replicated), and the shard order that goes with it."""
+    """Return the placements that a user passed, and the shard order that goes with them.
+
+    None stands for all replicated.
+    """
     # at once: an abstract class takes 0.3 us to ask
     if type(placements) in (list, tuple):
         return tuple(placements), shard_order  # type: ignore[arg-type]  # a list or tuple
@@ -135,10 +138,10 @@ def normalize_placements(
     shard_order: ShardOrder | None = None,
     shape: Sequence[int] | None = None,
 ) -> tuple[tuple[Placement, ...], ShardOrder]:
-    """Placements with non-negative dims that say no order of axes, and the order of axes on each dim.
+    """Return placements with non-negative dims and without order, and the order of axes per dim.
 
-    Placements that say an order must agree with `shard_order`, which `Shard`s follow where it is
-    given.
+    Placements that imply an order must agree with `shard_order`. `Shard`s follow `shard_order` if
+    it is given.
     """
     if len(placements) != len(mesh_shape):
         raise PlacementIndexError(
@@ -181,7 +184,10 @@ def normalize_placements(
 
 
 def _without_order(placement: StridedShard) -> tuple[Shard | StridedShard, int]:
-    """A placement without the order that it says, and the shards that axes to its right make before it."""
+    """Return a placement without its order, and the number of shards made before it.
+
+    Axes to its right make these shards.
+    """
     dim, sizes = placement.dim, placement.sizes
     if sizes is None:
         return Shard(dim, multiple_of=placement.multiple_of), placement.split_factor
@@ -198,7 +204,7 @@ def _check_agreed(
     outer_shards: Mapping[int, int],
     mesh_shape: Sequence[int],
 ) -> None:
-    """Raise PlacementError if placements say another order of a dim's axes than a shard order does."""
+    """Raise PlacementError if placements imply another order of a dim's axes than a shard order."""
     given: dict[int, int] = {}
     for of_level in _by_runs(axes, placements).values():
         given |= shards_before(of_level, [mesh_shape[axis] for axis in of_level])
@@ -213,7 +219,10 @@ def _check_agreed(
 
 
 def _by_runs(axes: Sequence[int], placements: Sequence[Placement]) -> dict[int, list[int]]:
-    """The axes of a dim by the number of runs that they shard, ascending, each in the order given."""
+    """Return the axes of a dim by the number of runs that they shard, ascending.
+
+    The axes of each number of runs are in the given order.
+    """
     by_runs: dict[int, list[int]] = {}
     for axis in axes:
         placement = placements[axis]
@@ -229,7 +238,10 @@ def _in_runs(
     mesh_shape: Sequence[int],
     shape: Sequence[int] | None,
 ) -> StridedShard:
-    """The placement with the sizes of its runs where all axes that shard the dim have as many: no order is meant."""
+    """Return the placement with the sizes of its runs if all axes of the dim have equally many.
+
+    Then the placements do not mean an order.
+    """
     dim = placement.dim
     runs = placement.split_factor
     if shape is None or shape[dim] % runs:
@@ -255,7 +267,10 @@ def _in_runs(
 def _order_of(
     placements: Sequence[Placement], outer_shards: Mapping[int, int], mesh_shape: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """The axes that shard each dim, outermost first: ascending but for those with `outer_shards`."""
+    """Return the axes that shard each dim, outermost first.
+
+    They are ascending, except for axes with `outer_shards`.
+    """
     axes_of: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | StridedShard):
@@ -275,7 +290,7 @@ def resolved_layout(
     shape: Sequence[int],
     shard_order: ShardOrder | None,
 ) -> tuple[tuple[Placement, ...], ShardOrder, tuple[AnyDimSharding, ...]]:
-    """The placements of a tensor without needless sizes, the order of axes on each dim, and all dims' shardings."""
+    """Return the placements without needless sizes, the order of axes, and all dims' shardings."""
     normal, order = normalize_placements(
         placements, mesh_shape, len(shape), shard_order, shape=shape
     )
@@ -300,7 +315,10 @@ def resolved_layout(
 def _placements_in_order(
     sharding: AnyDimSharding, placements: Sequence[Placement]
 ) -> dict[int, Placement]:
-    """The placements of the axes that shard a dim, none of which has sizes; each says its place in the order."""
+    """Return the placements of the axes that shard a dim, each with its place in the order.
+
+    None of the placements has sizes.
+    """
     if not isinstance(sharding, DimSharding):
         return {}
     in_their_order: dict[int, Placement] = {}

@@ -1,7 +1,7 @@
-"""What a tensor looks like along one mesh axis: `Shard`, `Replicate` or `Partial`.
+"""Placements along one mesh axis: `Shard`, `Replicate` or `Partial`.
 
-Placements are data: immutable, interned (equal placements are the same object, so equality
-and hashing cost nothing) and free of any arithmetic; `dim_sharding` knows how big a shard is.
+Placements are data: immutable, interned (equal placements are the same object, so equality and
+hashing cost nothing) and free of any arithmetic; `dim_sharding` computes the sizes of shards.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _WHO_MOVES = (
 
 
 class Interned:
-    """Base of immutable values of which equal ones are the same object, so that they hash by identity."""
+    """Base of immutable values whose equal instances are one object and hash by identity."""
 
     __slots__ = ()
     # where there is a way to get another value
@@ -120,33 +120,33 @@ class Placement(Interned):
         return placement
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this axis shards a tensor dim (`dim`, when one is given)."""
+        """Tell whether this axis shards a tensor dim (`dim`, when one is given)."""
         return isinstance(self, (Shard, StridedShard)) and dim in (None, self.dim)
 
     def is_replicate(self) -> bool:
-        """Whether every rank along this axis holds the same values."""
+        """Tell whether every rank along this axis holds the same values."""
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether the value is the reduction (by `reduce_op`, when given) over this axis of what the ranks hold."""
+        """Tell whether values are to be reduced over this axis (by `reduce_op`, when given)."""
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        """How code that torch.compile generates spells it."""
+        """Return the source text of this value in code that torch.compile generates."""
         return repr(self), {type(self).__name__: type(self)}
 
 
 @constant_when_compiled
 class Shard(Placement):
-    """The axis shards tensor dim `dim`; coordinate `i` holds the `i`-th shard.
+    """The placement that shards tensor dim `dim`; coordinate `i` holds the `i`-th shard.
 
     Args:
         dim: the tensor dim; negative counts from the end and is resolved when a tensor is known.
-        sizes: how many elements each coordinate holds (a ragged shard).  Left out, they are those
-            of `torch.chunk`: ceil-sized shards, trailing ones smaller or empty.  When outer
-            axes shard the same dim, `sizes` lists every shard so far, outermost axis slowest.
-        multiple_of: divide only at multiples of so many elements (attention heads, quantisation
-            blocks).
+        sizes: how many elements each coordinate holds (a ragged shard).  When left out, they are
+            the sizes of `torch.chunk`: ceil-sized shards, trailing ones smaller or empty.  When
+            outer axes shard the same dim, `sizes` lists every shard so far, outermost axis slowest.
+        multiple_of: divide only at multiples of this number of elements (attention heads,
+            quantization blocks).
 
     Raises:
         ArgumentTypeError: if `dim` is not an integer.
@@ -183,7 +183,7 @@ class Shard(Placement):
         return cls._intern({"dim": int(dim), "sizes": sizes, "multiple_of": int(multiple_of)})
 
     def on_dim(self, dim: int) -> Shard:
-        """The same sharding of another tensor dim."""
+        """Return the same sharding of another tensor dim."""
         return (
             self if dim == self.dim else Shard(dim, sizes=self.sizes, multiple_of=self.multiple_of)
         )
@@ -192,7 +192,7 @@ class Shard(Placement):
     def local_shard_size_and_offset(
         curr_local_size: int, num_chunks: int, rank: int
     ) -> tuple[int, int]:
-        """Elements of shard `rank` of `num_chunks`, and the index of its first one, as of `torch.chunk`.
+        """Return the size of shard `rank` of `num_chunks` of `torch.chunk`, and its first index.
 
         Example:
             >>> Shard.local_shard_size_and_offset(10, 4, 3)
@@ -220,12 +220,12 @@ class Shard(Placement):
 
 @constant_when_compiled
 class StridedShard(Placement):
-    """The axis shards tensor dim `dim` after axes to its right, or in several equal runs.
+    """The placement that shards dim `dim` after axes to its right, or in several equal runs.
 
-    Without `sizes` it says an order of axes, as torch's `_StridedShard` does: mesh axes to its right
-    whose sizes multiply to `split_factor` shard the dim before it does. A parameter of
-    `fully_shard` on top of tensor parallelism has the placements `(StridedShard(0,
-    split_factor=2), Shard(0))`: the second axis shards dim 0 into 2, the first axis each of these.
+    Without `sizes` it expresses an order of axes, like torch's `_StridedShard`: mesh axes to its
+    right whose sizes multiply to `split_factor` shard the dim before it does. A parameter of
+    `fully_shard` on top of tensor parallelism has the placements `(StridedShard(0, split_factor=2),
+    Shard(0))`: the second axis shards dim 0 into 2, the first axis each of these.
 
     With `sizes` the dim is `split_factor` equal runs, and coordinate `i` holds the `i`-th shard of
     each run. A reshape makes this of a sharded dim behind another one:
@@ -242,9 +242,9 @@ class StridedShard(Placement):
         sf: short for `split_factor`, as torch spells it.
         sizes: elements of one run that each coordinate holds. When outer axes shard the runs,
             `sizes` lists every shard so far, outermost axis slowest.
-        multiple_of: divide only at multiples of so many elements, as in `Shard`.
+        multiple_of: divide only at multiples of this number of elements, as in `Shard`.
         outer_shards: with `sizes`, number of shards that axes to the right have made of each run
-            before. Ragged shards in an order of axes that is not ascending have it.
+            before. It is used for ragged shards in an order of axes that is not ascending.
 
     Raises:
         PlacementError: if `split_factor`, `multiple_of` or `outer_shards` is below 1 or a size is
@@ -306,7 +306,7 @@ class StridedShard(Placement):
         return cls._intern({"dim": int(dim), "sizes": sizes, **counts})
 
     def on_dim(self, dim: int) -> StridedShard:
-        """The same sharding of another tensor dim."""
+        """Return the same sharding of another tensor dim."""
         if dim == self.dim:
             return self
         return StridedShard(
@@ -338,7 +338,9 @@ class StridedShard(Placement):
 
 @constant_when_compiled
 class Replicate(Placement):
-    """Every rank along the axis holds the same values: all that other axes leave of the tensor.
+    """The placement of equal values on every rank along the axis.
+
+    The values are all that other axes leave of the tensor.
 
     Example:
         >>> Replicate() is Replicate()
@@ -362,13 +364,13 @@ class Replicate(Placement):
 
 @constant_when_compiled
 class Partial(Placement):
-    """The value is the reduction over the axis of what its ranks hold; nobody has it yet.
+    """The placement of values that are still to be reduced over the axis.
 
     Args:
         reduce_op: one of `REDUCE_OPS`, or `norm` and an order: with `"norm2"` the value is the
-            square root of the sum of the squares of what the ranks hold, with `"norm3.5"` likewise
-            for any order but 0 and 1 (sums) and the infinities (extrema). What the ranks hold is
-            not negative, unless all of them but one hold nothing.
+            square root of the sum of the squares of the ranks' values, with `"norm3.5"` likewise
+            for any order but 0 and 1 (sums) and the infinities (extrema). The ranks' values are not
+            negative, unless only one rank has a value other than 0.
 
     Raises:
         ArgumentTypeError: if it is not a string.
@@ -407,7 +409,7 @@ class Partial(Placement):
 
 @cache
 def norm_order(reduce_op: str) -> float | None:
-    """The order of a p-norm among the reductions (of "norm0.5" 0.5); None for any other."""
+    """Return the order of a p-norm (0.5 for "norm0.5"); None for any other reduction."""
     return float(reduce_op[4:]) if str(reduce_op).startswith("norm") else None
 
 
@@ -415,7 +417,7 @@ _SIMPLER = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}
 
 
 def _norm_op(name: str) -> str:
-    """The one spelling of a norm's name."""
+    """Return the one spelling of a norm's name."""
     try:
         order = float(name.removeprefix("norm")) if str(name).startswith("norm") else None
     except ValueError:
@@ -451,7 +453,10 @@ def _strided_shard(
 
 
 class Absent:
-    """A name of torch's class that is not here; reading it, of an instance or the class, says what does its work."""
+    """A name of torch's class that does not exist here.
+
+    Reading it, from an instance or the class, raises an error that names the replacement.
+    """
 
     def __init__(self, instead: str, name: str = "") -> None:
         self._instead = instead

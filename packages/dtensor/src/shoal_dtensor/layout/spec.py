@@ -1,4 +1,4 @@
-"""`Spec`: everything that is known about a DTensor besides its values.
+"""`Spec`: all properties of a DTensor except its values.
 
 Specs are immutable and interned: equal specs are the same object, so a cache keyed by specs hashes
 by identity, and all that follows from a spec (shardings of dims, local shape, ...) is computed
@@ -48,20 +48,20 @@ class Spec(Interned):
         shape: global shape.
         stride: global stride in elements; contiguous when left out.
         dtype: element type.
-        shard_order: pairs (tensor dim, mesh axes outermost first). Where left out, the placements
-            say the order: ascending, but for `StridedShard`s.
+        shard_order: pairs (tensor dim, mesh axes outermost first). When left out, the placements
+            determine the order: ascending, except for `StridedShard`s.
 
     Attributes:
-        placements: one per mesh axis, in one spelling for each layout. They say the whole layout: an
-            axis that shards a dim after axes to its right is a `StridedShard`.
+        placements: one per mesh axis, in one spelling for each layout. They determine the whole
+            layout: an axis that shards a dim after axes to its right is a `StridedShard`.
         shard_order: for every sharded dim, the mesh axes that shard it, outermost first.
         dim_shardings: for each tensor dim, how the mesh shards it.
-        is_strided: whether a reshape folded a sharded dim behind another one: ranks hold no box
-            (`StridedDimSharding`).
+        is_strided: whether a reshape folded a sharded dim behind another one, so that ranks do not
+            hold boxes (`StridedDimSharding`).
         partials: pairs (mesh axis, reduce op) of the axes over which values are still to be
             reduced.
-        coordinate: of this rank in the mesh; None if it is outside.
-        local_shape: of this rank's part; `(0,)` outside the mesh.
+        coordinate: the coordinate of this rank in the mesh; None if it is outside.
+        local_shape: the shape of this rank's part; `(0,)` outside the mesh.
         replicated: whether every rank of the mesh holds all of the tensor.
         even: whether every rank's part has the same shape.
         example: where torch.compile has symbols for sizes, the spec with the sizes that it traces
@@ -162,7 +162,10 @@ class Spec(Interned):
         meta: TensorMeta,
         by_dim: Mapping[int, AnyDimSharding],
     ) -> Spec:
-        """The spec whose sharded dims are sharded so, quickly made; `placements` are those of the shardings."""
+        """Return, quickly, the spec with these shardings of dims.
+
+        `placements` are the placements of the shardings.
+        """
         shape = torch.Size(meta.shape)
         stride = meta.stride
         dtype = meta.dtype
@@ -187,7 +190,7 @@ class Spec(Interned):
     def _symbolic(
         cls, mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, order: Any
     ) -> Spec:
-        """The spec of sizes among which are symbols; they become constants in dims that are not sharded evenly."""
+        """Return the spec of sizes with symbols; they become constants in dims sharded unevenly."""
         meta = TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype)
         normal, order, dims = resolved_layout(placements, mesh.shape, meta.shape, order)
         shape = settled(meta.shape)
@@ -248,7 +251,7 @@ class Spec(Interned):
         return spec
 
     def box(self, coordinate: Sequence[int]) -> Box:
-        """Per tensor dim, the global `(start, stop)` that the rank at a mesh coordinate holds.
+        """Return the global `(start, stop)` per tensor dim of the rank at a mesh coordinate.
 
         Raises:
             PlacementError: if the spec is strided.
@@ -262,9 +265,10 @@ class Spec(Interned):
         return box
 
     def boxes(self, coordinate: Sequence[int]) -> list[tuple[Box, Box]]:
-        """The global boxes that the rank at a mesh coordinate holds, each with its place in the local tensor.
+        """Return the global boxes of the rank at a coordinate, each with its place in local memory.
 
-        One box, unless the spec is strided; then as many as there are runs, empty ones left out.
+        There is one box, unless the spec is strided; then there is one box per run, and empty boxes
+        are left out.
 
         Example:
             >>> from shoal_mesh import abstract_mesh
@@ -278,7 +282,7 @@ class Spec(Interned):
         return list(zip(product(*by_dim), product(*places), strict=True))
 
     def dim_sharding(self, dim: int) -> DimSharding:
-        """How the mesh shards a tensor dim of which every rank holds one interval.
+        """Return the sharding of a tensor dim of which every rank holds one interval.
 
         Raises:
             PlacementError: if the dim is strided.
@@ -292,16 +296,19 @@ class Spec(Interned):
         )
 
     def sizes(self, dim: int) -> tuple[int, ...]:
-        """Elements of every shard of a tensor dim of which every rank holds one interval; see `dim_sharding`."""
+        """Return the sizes of all shards of a tensor dim; see `dim_sharding`."""
         return self.dim_sharding(dim).sizes
 
     def offset(self, dim: int) -> int:
-        """Global index along a tensor dim of the first element that this rank holds; see `dim_sharding`."""
+        """Return the global index of this rank's first element along a tensor dim.
+
+        See `dim_sharding`.
+        """
         return 0 if self.coordinate is None else self.dim_sharding(dim).interval(self.coordinate)[0]
 
     @property
     def local_offset(self) -> tuple[int, ...]:
-        """Global index of the first element of this rank's box; zeros outside the mesh."""
+        """The global index of the first element of this rank's box; zeros outside the mesh."""
         return (
             (0,)
             if self.coordinate is None
@@ -310,10 +317,12 @@ class Spec(Interned):
 
     @property
     def local_stride(self) -> tuple[int, ...]:
-        """Stride in elements of a dense shard of this rank: its dims in the memory order of the global tensor.
+        """The stride in elements of a dense shard of this rank.
 
-        What a rank makes up for a shard that it cannot compute has it, so that views of it succeed
-        as on other ranks.
+        Its dims have the memory order of the global tensor.
+
+        Placeholders on ranks that do not compute a shard have this stride, so that views of them
+        succeed as on other ranks.
         """
         if any(n > 1 and not step for n, step in zip(self.shape, self.stride, strict=True)):
             # an expanded tensor; its shards are plain
@@ -325,15 +334,15 @@ class Spec(Interned):
 
     @property
     def local_bytes(self) -> int:
-        """Size of this rank's part."""
+        """The size of this rank's part in bytes."""
         return self.dtype.itemsize * self.local_shape.numel()
 
     def local_shape_at(self, coordinate: Sequence[int]) -> torch.Size:
-        """Local shape on the rank at a mesh coordinate."""
+        """Return the local shape on the rank at a mesh coordinate."""
         return torch.Size([s.size(coordinate) if s.axes else s.length for s in self.dim_shardings])
 
     def same_layout(self, other: Spec) -> bool:
-        """Whether every rank holds the same box and the same partial values under both specs."""
+        """Tell whether every rank holds the same box and partial values under both specs."""
         return self is other or (
             self.mesh == other.mesh
             and self.dim_shardings == other.dim_shardings
@@ -349,7 +358,10 @@ class Spec(Interned):
         dtype: torch.dtype | None = None,
         shard_order: ShardOrder | None = None,
     ) -> Spec:
-        """A spec that differs in what is given; placements say their own order of axes, a new shape is contiguous."""
+        """Return a spec that differs in the given arguments.
+
+        Given placements determine their own order of axes, and a given shape is contiguous.
+        """
         if placements is None:
             placements = self.placements
             shard_order = shard_order or self.shard_order
@@ -361,7 +373,7 @@ class Spec(Interned):
         )
 
     def without_axes(self, axes: Collection[int]) -> Spec:
-        """The spec in which these mesh axes replicate, and the others shard and reduce as before.
+        """Return the spec in which these mesh axes replicate; the others stay as before.
 
         Args:
             axes: indices of mesh axes. Axes that shard a dim after one of them, in sizes of their
@@ -405,36 +417,36 @@ class Spec(Interned):
 
     @property
     def dim_map(self) -> list[int]:
-        """For each tensor dim the mesh axis that shards it first, -1 where none does."""
+        """The mesh axis that shards each tensor dim first, -1 for a dim that is not sharded."""
         return [sharding.axes[0] if sharding.axes else -1 for sharding in self.dim_shardings]
 
     @property
     def num_shards_map(self) -> list[int]:
-        """For each tensor dim into how many parts it is divided."""
+        """The number of parts that each tensor dim is divided into."""
         return [
             prod(self.mesh.shape[axis] for axis in sharding.axes) for sharding in self.dim_shardings
         ]
 
     @property
     def num_shards(self) -> int:
-        """Number of different parts of the tensor."""
+        """The number of different parts of the tensor."""
         return prod(self.num_shards_map)
 
     @property
     def sums(self) -> list[int]:
-        """Mesh axes over which the values are still to be reduced."""
+        """The mesh axes over which the values are still to be reduced."""
         return [axis for axis, _ in self.partials]
 
     def is_replicated(self) -> bool:
-        """Whether every rank of the mesh holds all of the tensor."""
+        """Tell whether every rank of the mesh holds all of the tensor."""
         return self.replicated
 
     def is_sharded(self) -> bool:
-        """Whether some mesh axis shards the tensor."""
+        """Tell whether some mesh axis shards the tensor."""
         return any(sharding.axes for sharding in self.dim_shardings)
 
     def shallow_copy_with_tensor_meta(self, tensor_meta: Any) -> Spec:
-        """The same layout of a tensor of another shape, stride and dtype."""
+        """Return the same layout of a tensor of another shape, stride and dtype."""
         shape, stride, dtype = tensor_meta
         return self.with_(shape=shape, stride=stride, dtype=dtype)
 
@@ -442,7 +454,7 @@ class Spec(Interned):
     def from_dim_map(
         cls, mesh: DeviceMesh, dim_map: Sequence[int], sums: Sequence[int], tensor_meta: Any
     ) -> Spec:
-        """The spec whose tensor dims are sharded by these mesh axes (-1: by none), partial sums over `sums`."""
+        """Return the spec of dims sharded by these axes (-1: by none), partial sums over `sums`."""
         placements: list[Placement] = [
             Partial() if axis in sums else Replicate() for axis in range(mesh.ndim)
         ]

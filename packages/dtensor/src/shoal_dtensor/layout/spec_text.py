@@ -1,4 +1,4 @@
-"""A `Spec` for people: in one line of text, and as a table of ranks and their elements."""
+"""A `Spec` for people: one line of text, and a table of ranks and their elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .placements import Partial
 
 
 def describe(spec: Any) -> str:
-    """A spec in one line: dtype, sizes with the mesh axes that shard them, and what is still to be reduced."""
+    """Return a spec in one line: dtype, sizes with the axes that shard them, pending reductions."""
     names = spec.mesh.axis_names
     dims = [
         f"{n}@({','.join(names[a] for a in sharding.axes)}){_sizes(sharding)}"
@@ -29,7 +29,7 @@ def describe(spec: Any) -> str:
 
 
 def _sizes(sharding: Any) -> str:
-    """How a sharding differs from an even one."""
+    """Return the text of the difference between a sharding and an even one."""
     if hasattr(sharding, "levels"):  # a StridedDimSharding
         return f" strided of {list(sharding.shape)}"
     if sharding.even:
@@ -55,12 +55,12 @@ class RankTable(NamedTuple):
     cells: Sequence[Sequence[str]]  # the ranks that hold them, as `0,1`
 
     def color(self, cell: str) -> str:
-        """One colour for each set of ranks; none for a cell that no rank holds."""
+        """Return one color for each set of ranks; none for a cell that no rank holds."""
         sets = list(dict.fromkeys(text for line in self.cells for text in line if text))
         return COLORS[sets.index(cell) % len(COLORS)] if cell else "none"
 
     def text(self) -> str:
-        """Rows and columns of element ranges, ranks in the cells."""
+        """Return rows and columns of element ranges, with ranks in the cells."""
         lines = [
             ["", *self.columns],
             *([name, *cells] for name, cells in zip(self.rows, self.cells, strict=True)),
@@ -75,7 +75,7 @@ class RankTable(NamedTuple):
 
 
 def holders(spec: Any) -> dict[Box, list[int]]:
-    """The ranks that hold each box of the tensor, boxes in order; empty ones are left out."""
+    """Return the ranks that hold each non-empty box of the tensor, boxes in order."""
     ranks: dict[Box, list[int]] = {}
     for coordinate in product(*map(range, spec.mesh.shape)):
         for box, _ in spec.boxes(coordinate):
@@ -85,7 +85,7 @@ def holders(spec: Any) -> dict[Box, list[int]]:
 
 
 def rank_table(spec: Any) -> RankTable:
-    """The table of a tensor of one or two dims; PlacementError if it has more."""
+    """Return the table of a tensor of one or two dims; raise PlacementError if it has more."""
     if spec.ndim > 2:
         raise PlacementError(
             "visualize_sharding: expected a tensor of one or two dims, got shape "
@@ -100,7 +100,10 @@ def rank_table(spec: Any) -> RankTable:
 
 
 def spec_html(spec: Any) -> str:
-    """What notebooks show: the spec in words, and of one or two dims a table of the ranks that hold each part."""
+    """Return the HTML for notebooks: the spec in words and, for one or two dims, a table.
+
+    The table has the ranks that hold each part.
+    """
     from html import escape  # 2 ms, for notebooks only
 
     head = f"<code>{escape(repr(spec))}</code>"

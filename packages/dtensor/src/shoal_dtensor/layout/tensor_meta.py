@@ -1,9 +1,9 @@
-"""What is known of a tensor without a mesh: shape, stride and dtype; sizes may be symbols.
+"""Properties of a tensor without a mesh: shape, stride and dtype; sizes may be symbols.
 
 A `torch.SymInt`, which torch.compile keeps for a size so that one graph serves every length, cannot
-be hashed, and each comparison that Python asks it for becomes a guard of the graph. What is
-interned by its sizes (`Spec`) has the expressions of symbols for its key; what is chosen by price
-is chosen, unguarded, for the sizes traced with.
+be hashed, and each comparison of it in Python becomes a guard of the graph. Values that are
+interned by their sizes (`Spec`) use the expressions of symbols as keys. Choices by price are made,
+without guards, for the sizes traced with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TensorMeta(NamedTuple):
     Attributes:
         shape: the sizes of its dims.
         stride: elements from one index of a dim to the next.
-        dtype: of its elements.
+        dtype: the dtype of the elements.
 
     Example:
         >>> TensorMeta((4, 6), (6, 1), torch.float32).ndim
@@ -39,12 +39,12 @@ class TensorMeta(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """Number of tensor dims."""
+        """The number of tensor dims."""
         return len(self.shape)
 
 
 class ShardOrderEntry(NamedTuple):
-    """One entry of a shard order under torch's names: a dim, and the mesh axes that shard it, outermost first.
+    """One entry of a shard order under torch's names: a dim and the mesh axes that shard it.
 
     Attributes:
         tensor_dim: the dim.
@@ -60,12 +60,15 @@ class ShardOrderEntry(NamedTuple):
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major stride in elements: of (2, 3, 4) it is (12, 4, 1)."""
+    """Return the row-major stride in elements: (12, 4, 1) for (2, 3, 4)."""
     return dense_stride(shape, ())
 
 
 def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | None:
-    """The order of a dense tensor's dims in memory; None if it has gaps, or overlaps but for expanded dims."""
+    """Return the order of a dense tensor's dims in memory.
+
+    None if the tensor has gaps or overlaps, apart from expanded dims.
+    """
     if tuple(stride) == contiguous_stride(shape):
         return ()
     dims = sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d]))
@@ -74,7 +77,10 @@ def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | No
 
 
 def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
-    """Stride in elements of a dense tensor whose dims are in this order in memory, 0 of expanded dims."""
+    """Return the stride in elements of a dense tensor with this order of dims in memory.
+
+    The stride of an expanded dim is 0.
+    """
     stride = [0] * len(shape)
     step = 1
     for dim in reversed(order or range(len(shape))):
@@ -85,7 +91,10 @@ def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder:
-    """Dims from the largest stride to the smallest; empty where that is row-major, and of an expanded tensor."""
+    """Return the dims from the largest stride to the smallest.
+
+    Empty for a row-major or an expanded tensor.
+    """
     if tuple(stride) == contiguous_stride(shape):
         return ()
     if any(n > 1 and step == 0 for n, step in zip(shape, stride, strict=True)):
@@ -96,7 +105,9 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder:
 
 
 def flatten(value: Any) -> Iterator[Any]:
-    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped.
+    """Yield the tensors or `TensorMeta` values in an argument or result, in order.
+
+    Lists are walked, None is skipped.
 
     Args:
         value: an argument or result of an operator.
@@ -113,12 +124,15 @@ _ONE_TENSOR = (TensorMeta, torch.Size)
 
 
 def is_list(value: Any) -> bool:
-    """Whether an argument is several values; what describes one tensor is a tuple too."""
+    """Tell whether an argument is several values; a tuple that describes one tensor is not."""
     return isinstance(value, _LISTS) and not isinstance(value, _ONE_TENSOR)
 
 
 def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """Arguments or results with `function` of each instance of `kinds` in its place, in lists and dicts, in order."""
+    """Apply `function` to each instance of `kinds` in arguments or results, in order.
+
+    Lists and dicts are walked.
+    """
     if isinstance(value, kinds):
         return function(value)
     if isinstance(value, dict):
@@ -133,7 +147,10 @@ def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any],
 
 
 def has_symbols(values: Iterable[Any]) -> bool:
-    """Whether there is a symbol among some values, tuples and lists of them; `Spec`s answer for their shapes."""
+    """Tell whether there is a symbol among some values and their nested tuples and lists.
+
+    For a `Spec` its shape counts.
+    """
     for value in values:
         kind = type(value)
         if kind is int:
@@ -146,29 +163,35 @@ def has_symbols(values: Iterable[Any]) -> bool:
 
 
 def hashable(value: Any) -> Any:
-    """A value with every symbol replaced by its expression and the environment in which that is meant."""
+    """Return a value with every symbol replaced by its expression and its environment."""
     if type(value) is torch.SymInt:
         return value.node.expr, value.node.shape_env
     return tuple(map(hashable, value)) if isinstance(value, tuple) else value
 
 
 def settled(sizes: Sequence[Any]) -> tuple[int, ...]:
-    """Sizes in which symbols that guards have made constants are integers."""
+    """Return sizes in which symbols that guards have made constants are integers."""
     return tuple(int(n) if type(n) is torch.SymInt and n.node.expr.is_number else n for n in sizes)
 
 
 def traced_with(sizes: Sequence[Any]) -> tuple[int, ...]:
-    """The sizes that the compiler traces with in place of symbols, unguarded: for choices that are right for any."""
+    """Return the sizes that the compiler traces with in place of symbols, without guards.
+
+    Use them only for choices that are correct for any sizes.
+    """
     return tuple(n if type(n) is int else int(n.node.hint) for n in sizes)
 
 
 def constant(spec: Any) -> Any:
-    """A spec with constants in place of symbols: the compiler guards each of them."""
+    """Return a spec with constants in place of symbols: the compiler guards each of them."""
     return spec.with_(shape=tuple(map(int, spec.shape)), stride=tuple(map(int, spec.stride)))
 
 
 def remembered(count: int) -> Callable[[Function], Function]:
-    """Decorator: keep what a function gave for a `Spec` or `Plan`, unless symbols would keep their compiler alive."""
+    """Decorate a function to cache its results for a `Spec` or `Plan`.
+
+    A result is not cached if symbols in it would keep their compiler alive.
+    """
 
     def decorate(function: Function) -> Function:
         cached = lru_cache(maxsize=count)(function)

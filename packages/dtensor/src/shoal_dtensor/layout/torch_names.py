@@ -1,4 +1,7 @@
-"""Functions on shapes and placements under torch's names; no communication, but in `compute_global_tensor_shape`."""
+"""Functions on shapes and placements under torch's names.
+
+Only `compute_global_tensor_shape` communicates.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,10 @@ INSTEAD = {
 
 
 class DTensorSpec:
-    """`Spec` under torch's name and arguments; what it makes is a `Spec`.
+    """`Spec` under torch's name and arguments; its instances are `Spec`s.
 
     Raises:
-        ArgumentValueError: without `tensor_meta`: a spec knows the shape of its tensor.
+        ArgumentValueError: without `tensor_meta`: a spec includes the shape of its tensor.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
@@ -71,13 +74,15 @@ def compute_local_shape_and_global_offset(
     placements: Sequence[Placement],
     skip_offset: bool = False,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's part of a tensor, and the global index of its first element.
+    """Return the shape of this rank's part of a tensor, and the index of its first element.
+
+    The index is global.
 
     Args:
         global_shape: shape of the global tensor.
         mesh: the mesh.
         placements: one per mesh axis.
-        skip_offset: give `()` for the index.
+        skip_offset: return `()` for the index.
 
     Raises:
         PlacementError: if the placements do not fit.
@@ -95,11 +100,11 @@ def compute_local_shape_and_global_offset(
 def compute_local_tensor_info(
     global_tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[list[int], list[int]]:
-    """Shape and stride of this rank's part of a tensor.
+    """Return shape and stride of this rank's part of a tensor.
 
     Args:
-        global_tensor: of which shape and stride count; every rank has the same.
-        mesh: any mesh; its rank is the one that is asked about.
+        global_tensor: the tensor whose shape and stride count; every rank has the same.
+        mesh: any mesh; the result is for its rank.
         placements: one per axis of the mesh.
 
     Raises:
@@ -124,10 +129,12 @@ def compute_local_tensor_info(
 def compute_global_tensor_shape(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> torch.Size:
-    """`V -> check`: the global shape of which every rank of a one-axis mesh holds a shard, `shape` on this rank.
+    """`V -> check`: return the global shape of a tensor whose shard has `shape` on this rank.
+
+    Every rank of a mesh with one axis holds a shard.
 
     Args:
-        shape: of this rank's local tensor.
+        shape: the shape of this rank's local tensor.
         mesh: with one axis.
         placements: one, Shard or Replicate.
 

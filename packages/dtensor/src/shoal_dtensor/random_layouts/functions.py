@@ -1,4 +1,4 @@
-"""Which torch functions draw random numbers, and which modules may call them."""
+"""Torch functions that draw random numbers, and modules that may call them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ _LAYERS = __name__.partition("dtensor.")[0]
 
 
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a torch function draws random numbers: a `dropout` that is not training does not."""
+    """Tell whether a call of a torch function draws random numbers.
+
+    For example a `dropout` that is not training does not draw.
+    """
     if name not in _NAMES:
         return False
     training = kwargs.get("training", kwargs.get("train"))
@@ -97,12 +100,18 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def drawers_of(root: nn.Module) -> list[nn.Module]:
-    """The modules of a tree whose own forward may draw, by their class or by the names in their code."""
+    """Return the modules of a tree whose own forward may draw.
+
+    They are found by their class or by the names in their code.
+    """
     return [module for module in root.modules() if _may_draw(module)]
 
 
 def active(drawer: nn.Module) -> bool:
-    """Whether a module that may draw does so now: while training, and unless its probability is 0."""
+    """Tell whether a module that may draw does so now.
+
+    It draws while training, unless its probability is 0.
+    """
     if not drawer.training or not _of_torch(drawer):
         return drawer.training
     return getattr(drawer, "p", 1) != 0 and getattr(drawer, "dropout", 1) != 0
@@ -132,7 +141,10 @@ def _may_draw(module: nn.Module) -> bool:
 
 
 def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
-    """The functions among values, and those that a method, a property, a partial call or a container leads to."""
+    """Yield the functions among values.
+
+    Functions in methods, properties, partial calls and containers are included.
+    """
     for value in values:
         if isinstance(value, FunctionType):
             if value.__name__ != "__init__" and not value.__globals__.get(
@@ -153,7 +165,10 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
 
 
 def _draws(functions: Iterable[FunctionType], children: frozenset[str]) -> bool:
-    """Whether the names in code of functions are of draws, or those in functions that they call by a global name."""
+    """Tell whether functions draw, by the names in their code.
+
+    Functions that they call by a global name are included.
+    """
     todo = [(function.__code__, function.__globals__) for function in functions]
     seen = set[CodeType]()
     while todo:
@@ -184,7 +199,10 @@ def _of_user(module: str) -> bool:
 
 @lru_cache(maxsize=1024)  # the layers of a model share their code
 def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
-    """Whether code uses the name of a draw (not of a child module), or calls attention with arguments to drop by."""
+    """Tell whether code uses the name of a draw, or calls attention with dropout arguments.
+
+    Names of child modules do not count.
+    """
     # of keyword arguments
     names = {name for names in code.co_consts if isinstance(names, tuple) for name in names}
     attends = "scaled_dot_product_attention" in code.co_names

@@ -1,13 +1,13 @@
-"""The layout of a plain local tensor between styles, kept on the tensor, and what torch functions do to it.
+"""Layouts of plain local tensors between styles, and the effect of torch functions on them.
 
-It is an attribute of the tensor object: it lives as long as the tensor, and costs nothing where
-nobody watches. What a function does is found out once per layouts: it is run on DTensors without
-memory.
+A layout is an attribute of the tensor object: it lives as long as the tensor, and costs nothing
+without a watch. The effect of a function is determined once per combination of layouts, by running
+it on DTensors without memory.
 
-Sizes in arguments are those of shards and are replaced by global ones. Only layouts are of
+Sizes in arguments are sizes of shards and are replaced by global sizes. Only layouts are of
 interest: a function that mixes the elements of shards (a softmax over sharded features) computes
-what its author wrote, and its result is a shard like its input. Everything is decided from specs
-and global sizes, so all ranks decide alike.
+the result that its author intended, and this result is a shard like its input. All decisions depend
+only on specs and global sizes, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AnyShard = Shard | StridedShard
 
 @dataclass(frozen=True, slots=True)
 class LocalLayout(TensorNote):
-    """What is known of a local tensor."""
+    """The known layout of a local tensor."""
 
     # its global tensor; None if that is unknown, or if nothing says that it is sharded
     spec: Spec | None = None
@@ -56,7 +56,7 @@ class LocalLayout(TensorNote):
 
     @property
     def plain(self) -> bool:
-        """Whether nothing says that the tensor is sharded."""
+        """True if the tensor is not known to be sharded and its layout is not unknown."""
         return self.spec is None and not self.unknown
 
 
@@ -66,7 +66,10 @@ PLAIN = LocalLayout()
 
 
 def layout_of(tensor: Tensor) -> LocalLayout:
-    """What is known of a tensor; that of a DTensor on some axes says how its local shard is placed on all of them."""
+    """Return the known layout of a tensor.
+
+    The layout of a DTensor on some axes is the placement of its local shard on all axes.
+    """
     layout: LocalLayout = getattr(tensor, _ATTRIBUTE, None) or UNSEEN
     if (
         layout.spec is None
@@ -78,17 +81,17 @@ def layout_of(tensor: Tensor) -> LocalLayout:
 
 
 def spec_of(value: Any) -> Spec | None:
-    """The spec of the global tensor of which a local one is known to be a shard; None of anything else."""
+    """Return the spec of the global tensor that a local tensor is a shard of; None if unknown."""
     return layout_of(value).spec if isinstance(value, Tensor) else None
 
 
 def note_layout(tensor: Tensor, layout: LocalLayout) -> None:
-    """Leave a layout on a tensor."""
+    """Attach a layout to a tensor."""
     setattr(tensor, _ATTRIBUTE, layout)
 
 
 def _memory_order(tensor: Tensor) -> list[int]:
-    """The dims, those with large strides first; of two with one stride, that of size 1 is the inner one."""
+    """Return the dims by descending stride; of equal strides, a dim of size 1 is the inner one."""
     # strides are symbols, which cannot be sorted; nothing is watched there
     if is_compiling():
         return list(range(tensor.ndim))
@@ -97,12 +100,15 @@ def _memory_order(tensor: Tensor) -> list[int]:
 
 
 def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The stride of a dense global tensor whose dims lie in memory as those of the local one."""
+    """Return the stride of a dense global tensor with the local tensor's memory order."""
     return dense_stride(shape, tuple(_memory_order(local)))
 
 
 def in_memory_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor, its dims in memory as those of another one: draws into it fill the same elements."""
+    """Return the tensor with the memory order of dims of another one.
+
+    Draws into it fill the same elements.
+    """
     order = _memory_order(like)
     if order == _memory_order(tensor):
         return tensor
@@ -122,7 +128,7 @@ WAY_OUT = (
 
 
 class UnknownLayoutError(Exception):
-    """Shards do not determine the layout of a result; the message says why."""
+    """The error for shards that do not determine the layout of a result, with the reason."""
 
 
 def followed(
@@ -133,7 +139,7 @@ def followed(
     outs: Sequence[Tensor],
     layouts: Sequence[LocalLayout],
 ) -> Sequence[LocalLayout]:
-    """The layouts of what a function returned, given those of its tensors."""
+    """Return the layouts of a function's results, given the layouts of its tensors."""
     for layout in layouts:
         if layout.unknown:
             taken = _taken_blocks(next(flatten(args)), layout, outs) if layout.blocks else []
@@ -176,7 +182,10 @@ def _results_of(
     kwargs: Mapping[str, Any],
     outs: Sequence[Tensor],
 ) -> list[Spec]:
-    """The specs of the tensors `outs` that a function of `Spec`s of shards, and of replicated tensors, returned."""
+    """Return the specs of the tensors `outs` that a function returned.
+
+    In the arguments, `Spec`s stand for shards and for replicated tensors.
+    """
     if name in _RESIZING:
         function = torch.reshape
         args = _resized(name, args, kwargs, outs[0])
@@ -210,7 +219,10 @@ def _run(
     kwargs: Mapping[str, Any],
     outs: Sequence[Tensor],
 ) -> list[Spec]:
-    """The specs of what the function returns for DTensors without memory, if `outs` are this rank's shards of it."""
+    """Return the specs of the function's results for DTensors without memory.
+
+    The tensors `outs` must be this rank's shards of these results.
+    """
     inputs = specs_in((args, kwargs))
 
     def shadow(value: Any) -> Any:
@@ -258,7 +270,10 @@ def _run(
 
 
 def _like_some(spec: Spec, axis: int, inputs: Sequence[Spec]) -> bool:
-    """Whether ranks along an axis hold the same fractions as of some input: not so if a function took a part of it."""
+    """Tell whether ranks along an axis hold the same fractions as of some input.
+
+    They do not if a function selected a part of the input.
+    """
     # (2, 2) is like (4, 4), half on each rank; the (3, 0) of x[:3] is not
     sizes = extents(spec, axis)
     of_inputs = [extents(each, axis) for each in inputs if each.placements[axis].is_shard()]
@@ -269,7 +284,7 @@ def _like_some(spec: Spec, axis: int, inputs: Sequence[Spec]) -> bool:
 
 @lru_cache(maxsize=1024)
 def extents(spec: Spec, axis: int) -> tuple[int, ...]:
-    """Elements of the dim that an axis shards, on each rank of the axis."""
+    """Return the elements of the dim that an axis shards, on each rank of the axis."""
     dim = getattr(spec.placements[axis], "dim", None)
     assert dim is not None, "the axis shards a dim"
     # (1, 0): the ranks along axis 1 are (1, 0) and (1, 1)
@@ -279,7 +294,7 @@ def extents(spec: Spec, axis: int) -> tuple[int, ...]:
 
 
 def shard_of(spec: Spec, axis: int) -> AnyShard | None:
-    """How an axis shards a tensor, with the sizes of all its shards; None where it does not."""
+    """Return an axis' placement with the sizes of all its shards; None if it does not shard."""
     placement = spec.placements[axis]
     if not isinstance(placement, Shard | StridedShard):
         return None
@@ -319,9 +334,11 @@ def _resized(
 
 
 def _made_like(source: Any, out: Tensor) -> Spec:
-    """The spec of a tensor that was made with sizes of its own, from a shard: a dim of a shard's size is sharded.
+    """Return the spec of a tensor that was made from a shard with explicit sizes.
 
-    Of rows (4, 6) on each of 2 ranks, `x.new_empty(4, 1)` is a shard of (8, 1), and
+    A dim of the size of a shard is sharded.
+
+    For `x` with rows (4, 6) on each of 2 ranks, `x.new_empty(4, 1)` is a shard of (8, 1), and
     `x.new_empty(1, 6)` is replicated.
     """
     if not isinstance(source, Spec) or source.is_strided:
@@ -351,12 +368,12 @@ def _made_like(source: Any, out: Tensor) -> Spec:
 
 
 def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) -> tuple[int, int]:
-    """The dim of a reshaped tensor that a sharded dim went to, and its global size.
+    """Return the dim of a reshaped tensor that a sharded dim went to, and its global size.
 
     The shards of `dim` follow each other every `local_shape[dim:].numel()` elements of memory
     order, so the dim of the result whose sizes from there on have the same product is the sharded
-    one. Where shards are of size 1 on some rank, other dims fit as well, and only a -1 says which
-    is meant.
+    one. If shards have size 1 on some rank, other dims fit as well, and only a -1 determines the
+    dim.
     """
     local = tuple(spec.local_shape)
     total = spec.shape[dim]
@@ -389,7 +406,7 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
 
 
 def _adopted(specs: Sequence[Spec], value: Any) -> Any:
-    """For a plain tensor whose sizes are those of shards: the spec of the tensor beside which it stands."""
+    """Replace a plain tensor with sizes of shards by the spec of the tensor that it goes with."""
     for spec in specs if isinstance(value, Tensor) else ():
         skip = spec.ndim - value.ndim  # (6,) beside (4, 6): its dim 0 is dim 1
         placements = [
@@ -411,7 +428,7 @@ def _adopted(specs: Sequence[Spec], value: Any) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """All of an argument that a layout can depend on, as part of a key."""
+    """Return all properties of an argument that a layout can depend on, as part of a key."""
     if isinstance(value, Tensor):
         return spec_of(value) or (value.shape, value.stride(), value.dtype)
     if type(value) in (tuple, list):
@@ -422,7 +439,7 @@ def _described(value: Any) -> Any:
 
 
 def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -> list[LocalLayout]:
-    """The blocks that views of a fused output are, each; none if some view is another part of it."""
+    """Return the block of a fused output that each view is; none if a view is another part."""
     taken: list[LocalLayout] = []
     blocks = dict(
         zip(spans(spec.local_shape[-1] for spec in layout.blocks), layout.blocks, strict=True)

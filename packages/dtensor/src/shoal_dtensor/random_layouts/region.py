@@ -1,8 +1,8 @@
-"""`DrawRegion`: the forward of a module under which code may draw; while it may, its forward is watched.
+"""`DrawRegion`: the watched forward of a module under which code may draw.
 
-Modules of a parallel tree that contain such code get one, so that recomputation of any of them in
-backward is watched like the first forward. Where nothing draws (eval mode, a probability of 0) it
-passes the call on.
+Modules of a parallel tree that contain such code get a `DrawRegion`, so that recomputation of any
+of them in backward is watched like the first forward. If nothing draws (eval mode, a probability of
+0), it only calls the module's forward.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ current_watch: Callable[[], Watch | None] = _watch.get
 
 
 def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
-    """Have the random numbers that a parallel module's code draws be those of one device.
+    """Make the random numbers that a parallel module's code draws equal to those of one device.
 
-    Along `batch_axes`, those of data parallelism if there are any, its inputs are shards of a
-    batch.
+    Along `batch_axes`, the axes of data parallelism, if any, its inputs are shards of a batch.
     """
     unwatch_draws(root)
     if batch_axes is not None:
@@ -110,7 +109,7 @@ class DrawRegion(ModuleForward):
         return self.under(watch, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, unwatched."""
+        """Run the module's forward, unwatched."""
         module = self.module
         return (
             type(module).forward(module, *args, **kwargs)
@@ -119,7 +118,7 @@ class DrawRegion(ModuleForward):
         )
 
     def watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The module's forward under a watch of its own."""
+        """Run the module's forward under a watch of its own."""
         recomputes = backward_number() != -1
         lowered = _lowered(self.module)
         # modules in it may have become parallel since
@@ -157,7 +156,7 @@ class DrawRegion(ModuleForward):
             _watch.reset(token)
 
     def under(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The module's forward under a watch."""
+        """Run the module's forward under a watch."""
         before = watch.saving_state
         watch.saving_state = saving_state()
         try:
@@ -199,7 +198,10 @@ def _lowered(root: nn.Module) -> dict[nn.Module, ModuleForward]:
 
 
 def _batch_axes(root: nn.Module) -> DeviceMesh | None:
-    """The axes over which a module gets shards of a batch: those of the first module in its tree that knows some."""
+    """Return the axes over which a module gets shards of a batch.
+
+    They are taken from the first module in its tree that has them.
+    """
     return next(
         (vars(module)[_BATCH_AXES] for module in root.modules() if _BATCH_AXES in vars(module)),
         None,
@@ -209,7 +211,7 @@ def _batch_axes(root: nn.Module) -> DeviceMesh | None:
 def _axes_of(
     batch: DeviceMesh | None, lowered: Mapping[nn.Module, ModuleForward]
 ) -> list[DeviceMesh]:
-    """The axes that shard the activations of a tree: those of its batch, and those of its styles."""
+    """Return the axes that shard the activations of a tree: axes of its batch and its styles."""
     meshes = [] if batch is None else [batch]
     for outer in lowered.values():
         chain = [outer]

@@ -1,12 +1,12 @@
-"""`Watch`: while it is active, torch functions leave layouts on local tensors, and those that draw, draw as DTensors.
+"""`Watch`: while active, torch functions propagate layouts of local tensors and draw as DTensors.
 
-    h = up(x)            the style says: h is sharded along its last dim
-    a = act(h)           so is a
-    d = dropout(a)       this rank's shard of the dropout of the DTensor of which a is this rank's shard
+    h = up(x)            the style declares: h is sharded along its last dim
+    a = act(h)           a is sharded in the same way
+    d = dropout(a)       d is this rank's shard of the dropout of the DTensor that has the shard a
 
-Only torch functions that modules call are seen, once each, not the operators in them; what lowered
-modules compute is not. What a function does to layouts is worked out once per function and layouts
-(`follow`).
+Only torch functions that modules call are watched, once each, not the operators in them; the
+computation of lowered modules is not watched. The effect of a function on layouts is computed once
+per function and layouts (`follow`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .layouts import (
 
 
 class Watch(FunctionMode):
-    """Follows the layouts of local tensors on a mesh of all axes on which styles shard, and draws as one device."""
+    """A mode that follows layouts of local tensors on all axes of styles, and draws as one device."""
 
     def __init__(self, mesh: DeviceMesh, axes: Mapping[DeviceMesh, int]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Watch(FunctionMode):
     # --- inputs -----------------------------------------------------------------------------------
 
     def enter_batch(self, tensors: Sequence[Tensor], axes: DeviceMesh) -> None:
-        """Note that plain tensors with as many rows as the first are this rank's rows of a batch."""
+        """Note that plain tensors with as many rows as the first are rows of a batch."""
         rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
         if max(rows, default=-1) < 0:
             return
@@ -125,7 +125,7 @@ class Watch(FunctionMode):
         kwargs: Mapping[str, Any],
         outs: Sequence[Tensor],
     ) -> None:
-        """Leave layouts on what a function returned."""
+        """Attach layouts to the tensors that a function returned."""
         tensors = [*flatten((*args, *kwargs.values()))]
         layouts = [layout_of(tensor) for tensor in tensors]
         if all(layout.plain for layout in layouts):
@@ -143,7 +143,10 @@ class Watch(FunctionMode):
             note_layout(out, layout)
 
     def written(self, name: str, target: Tensor, sources: Sequence[Any]) -> None:
-        """A function wrote to a tensor; if that was not known to be sharded, it is not known to be anything now."""
+        """Note that a function wrote to a tensor, whose layout may become unknown.
+
+        If the tensor was not known to be sharded, its layout is unknown from now on.
+        """
         others = [each for each in sources if isinstance(each, Tensor) and each is not target]
         if spec_of(target) is None and not all(layout_of(each).plain for each in others):
             note_layout(target, LocalLayout(unknown=f"{name} wrote shards to it"))
@@ -151,7 +154,10 @@ class Watch(FunctionMode):
     # --- modules ----------------------------------------------------------------------------------
 
     def call(self, forward: ModuleForward, *args: Any, **kwargs: Any) -> Any:
-        """What a module with a style returns, with its layout; only functions of the module's own code are watched."""
+        """Run a module with a style and return its result with its layout.
+
+        Only functions of the module's own code are watched.
+        """
         source = next(flatten((*args, *kwargs.values())), None)
         with unwatched_functions():
             self._check(forward, args, source)
@@ -171,7 +177,10 @@ class Watch(FunctionMode):
         return out
 
     def _check(self, forward: ModuleForward, args: Sequence[Any], source: Tensor | None) -> None:
-        """Refuse inputs that were drawn as replicated and are shards, and a forward that draws on one axis alone."""
+        """Raise an error for inputs that were drawn as replicated and are shards.
+
+        A forward that draws on one axis alone raises too.
+        """
         for value, arrives in zip(args, forward.input_layouts(), strict=False):
             drawn = type(value) is Tensor and layout_of(value).drawn
             spec = spec_of(value) if drawn and isinstance(arrives, Shard) else None
@@ -201,7 +210,10 @@ class Watch(FunctionMode):
             )
 
     def note_spec(self, local: Tensor, spec: Spec, source: Tensor | None = None) -> None:
-        """A tensor is (the shard of) a DTensor on one axis; on the others it is placed like `source`."""
+        """Note that a tensor is a DTensor, or its shard, on one axis.
+
+        On the other axes it is placed like `source`.
+        """
         if spec.mesh not in self.axes or spec.partials:
             return
         # a DTensor on its own mesh draws by itself
@@ -258,7 +270,10 @@ class Watch(FunctionMode):
     def placed(
         self, local: Tensor, axis: int, shard: AnyShard | None, source: Tensor | None
     ) -> LocalLayout:
-        """The layout of a local tensor that is sharded so along one axis, and along the others as `source` is."""
+        """Return the layout of a local tensor with `shard` along one axis.
+
+        Along the other axes it is placed like `source`.
+        """
         around = UNSEEN if source is None else layout_of(source)
         if around.unknown and self.mesh.ndim > 1:
             return around
@@ -311,7 +326,7 @@ class Watch(FunctionMode):
     # --- draws ------------------------------------------------------------------------------------
 
     def draw(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a function that draws returns: this rank's shard of what one device draws; or all ranks refuse it."""
+        """Return this rank's shard of the random result of one device, or raise on all ranks."""
         tensors = [*flatten((*args, *kwargs.values()))]
         layouts = [layout_of(tensor) for tensor in tensors]
         for tensor, layout in zip(tensors, layouts, strict=True):
@@ -388,7 +403,7 @@ class Watch(FunctionMode):
 
 
 def _local(drawn: Any, like: Spec, name: str) -> Any:
-    """This rank's shard of a result, sharded like the function's first argument."""
+    """Return this rank's shard of a result, sharded like the function's first argument."""
     if not isinstance(drawn, DTensor):
         return drawn
     placements = like.placements

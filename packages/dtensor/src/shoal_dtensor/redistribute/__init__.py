@@ -1,4 +1,6 @@
-"""From any placement to any placement: `plan` decides, `run` executes, neither knows the other.
+"""Redistribution between any two placements: `plan` decides, `run` executes.
+
+Planning and execution do not depend on each other.
 
 May import: errors, layout.
 """

@@ -1,7 +1,7 @@
-"""Which block of the tensor goes from which rank to which, and its way there.
+"""Blocks of a tensor that ranks exchange, and their exchange.
 
-What a rank needs and does not have comes from a rank that has it. Where several do, they take
-turns.
+A rank receives each block that it needs and does not have from a rank that has it. Several ranks
+that have the block take turns.
 
     S(0) -> S(1) of a 4 x 4 tensor on 2 ranks          rank 0 has rows 0 and 1, rank 1 rows 2 and 3
     rank 0 wants columns 0 and 1: it keeps rows 0 and 1 of them, rank 1 sends rows 2 and 3: 4 elements, not 8
@@ -31,7 +31,7 @@ Shards = Sequence[tuple[Box, Tensor]]
 
 
 class Blocks(NamedTuple):
-    """What one member of an exchange does."""
+    """The blocks that one member of an exchange sends, receives and keeps."""
 
     # (member, global box) in member order, those of one member in the order of the boxes
     sends: tuple[Block, ...]
@@ -41,7 +41,9 @@ class Blocks(NamedTuple):
 
 
 def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
-    """What member `me` sends, receives and keeps, given what the members have before and shall have after.
+    """Return the blocks that member `me` sends, receives and keeps.
+
+    `before` and `after` are the boxes of the members before and after the exchange.
 
     Example:
         >>> rows, columns = [[((0, 1), (0, 2))], [((1, 2), (0, 2))]], [[((0, 2), (0, 1))], [((0, 2), (1, 2))]]
@@ -69,13 +71,13 @@ def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
 
 
 def flows(before: Holdings, after: Holdings) -> Iterator[Flow]:
-    """Every (sender, receiver, block) of an exchange."""
+    """Yield every (sender, receiver, block) of an exchange."""
     for box, holders in _holders(before).items():
         yield from _turns(box, holders, after)
 
 
 def _holders(before: Holdings) -> dict[Box, list[int]]:
-    """Members that hold each box; empty boxes left out."""
+    """Return the members that hold each box; empty boxes are left out."""
     holders: dict[Box, list[int]] = {}
     for member, boxes in enumerate(before):
         for box in boxes:
@@ -86,7 +88,7 @@ def _holders(before: Holdings) -> dict[Box, list[int]]:
 
 
 def _turns(box: Box, holders: Sequence[int], after: Holdings) -> Iterator[Flow]:
-    """Who gives which part of a box to whom: the holders take turns."""
+    """Yield the flows of the parts of a box; its holders take turns."""
     turn = 0
     for taker, wanted in enumerate(after):
         if taker in holders:
@@ -97,24 +99,26 @@ def _turns(box: Box, holders: Sequence[int], after: Holdings) -> Iterator[Flow]:
 
 
 def _parts(box: Box, wanted: Sequence[Box]) -> list[Box]:
-    """What a box has of others."""
+    """Return the parts that a box has in common with others."""
     return [common for each in wanted if (common := intersect(box, each)) is not None]
 
 
 def boxes_of_rank(spec: Spec, rank: int) -> list[Box]:
-    """What a global rank holds: one box, none if it is not in the mesh."""
+    """Return the one box that a global rank holds; no box if the rank is not in the mesh."""
     coordinate = spec.mesh.coordinate_of(rank)
     return [] if coordinate is None else [spec.box(coordinate)]
 
 
 def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | None) -> None:
-    """Copy from the shards that the ranks hold to those that they want, of any number of tensors, by one all-to-all.
+    """Copy from the shards that ranks hold to the shards that they want, by one all-to-all.
+
+    The shards may belong to any number of tensors.
 
     All ranks call it with the same tensors.
 
     Args:
-        moves: for every tensor what this rank sends, receives and keeps, the shards it holds, and
-            those it wants, which are written in place. All of one dtype.
+        moves: for every tensor the blocks that this rank sends, receives and keeps, the shards it
+            holds, and the shards it wants, which are written in place. All of one dtype.
         comm: the ranks, as members of the blocks; None is one process without a group.
 
     Example:
@@ -142,7 +146,7 @@ def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | Non
 
 
 def _part(shards: Shards, box: Box) -> Tensor:
-    """The view of the shard that has a box."""
+    """Return a view of the box in the shard that contains it."""
     outer, local = next((outer, local) for outer, local in shards if intersect(outer, box) == box)
     # rows 5:7 of the shard with 4:8: local[1:3]
     return local[slices_of(box, outer)]

@@ -1,8 +1,8 @@
-"""`plan(src, dst)`: the cheapest redistribution, as data; `price(src, dst)`: its expected time.  Executes nothing.
+"""Planning: `plan(src, dst)` returns the cheapest redistribution, `price(src, dst)` its time.
 
-Plans are pure: the same specs and topology give the same plan on every rank, whatever was planned
-before. The search plans on one mesh, between specs under which every rank holds a box; other plans
-are made of such plans.
+Plans are pure: the same specs and topology give the same plan on every rank, regardless of earlier
+calls. The search plans on one mesh, between specs under which every rank holds a box; all other
+plans are composed of such plans.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CACHE_SIZE = 4096  # plans; one takes about 2 kB
 def plan(
     src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit: int | None = None
 ) -> Plan:
-    """The cheapest plan that turns `src` into `dst`.
+    """Return the cheapest plan that turns `src` into `dst`.
 
     Args:
-        src: how the tensor is placed now.
-        dst: how it shall be placed: same shape and dtype; on the same mesh or another.
-        topology: latency and bandwidth of every mesh axis; the mesh's own when left out.
+        src: the present spec of the tensor.
+        dst: the wanted spec of the tensor: same shape and dtype; on the same mesh or another.
+        topology: latency and bandwidth of every mesh axis; the topology of the mesh when left out.
         memory_limit: bytes that a rank may hold at the worst moment: source shard, destination
             shard and buffers.
 
@@ -62,7 +62,10 @@ def plan(
 
 
 def _moves_equal_blocks(step: Step) -> bool:
-    """Whether what a step does follows from the symbolic size of a rank's shard: not blocks that differ by rank."""
+    """Tell whether a step depends only on the symbolic size of a rank's shard.
+
+    It does not if blocks differ by rank.
+    """
     if step.src.example is None or step.dst.example is None:
         return False
     if step.name == "Exchange":
@@ -76,7 +79,10 @@ def _moves_equal_blocks(step: Step) -> bool:
 def _plan(
     src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None, version: int
 ) -> Plan:
-    """The plan over the given links, else those that the meshes have: the version stands for them."""
+    """Return the plan over the given links, else over the links of the meshes.
+
+    `version` stands for the links of the meshes in the cache's key.
+    """
     _check(src, dst)
 
     def within(one: Spec, other: Spec) -> Plan:
@@ -95,12 +101,15 @@ def _plan(
 
 
 def price(src: Spec, dst: Spec) -> float:
-    """Expected seconds of the cheapest plan; of sizes that are symbols for those that the compiler traces with."""
+    """Return the expected seconds of the cheapest plan.
+
+    For symbolic sizes, return the time for the sizes that the compiler traces with.
+    """
     return 0.0 if src is dst else plan(src.example or src, dst.example or dst).seconds
 
 
 def seconds(mesh: DeviceMesh, axes: tuple[int, ...], received: int) -> float:
-    """Expected seconds of one collective over mesh axes in which each rank receives so many bytes."""
+    """Return the expected seconds of a collective in which each rank receives `received` bytes."""
     return links_of(mesh).seconds(mask_of(axes), received)
 
 
@@ -112,7 +121,10 @@ def alternatives(
     topology: Topology | None = None,
     memory_limit: int | None = None,
 ) -> list[Plan]:
-    """The `count` cheapest plans that differ, cheapest first: what `plan` chose and what it rejected."""
+    """Return the `count` cheapest plans that differ, cheapest first.
+
+    The first is the plan that `plan` chooses, the others are the plans that it rejects.
+    """
     _check(src, dst)
     if src.is_strided or dst.is_strided:
         return [plan(src, dst, topology=topology, memory_limit=memory_limit)]
@@ -126,7 +138,7 @@ def cache_clear() -> None:
 
 
 def links_of(mesh: DeviceMesh, topology: Topology | None = None) -> Links:
-    """Latency and bandwidth of every axis: the given ones, else the mesh's own."""
+    """Return the given latency and bandwidth of every axis, or the values of the mesh."""
     return _links(mesh, topology, 0 if topology is not None else topology_version())
 
 
@@ -164,7 +176,10 @@ UnfoldedShape = list[tuple[int, ...]]
 
 
 def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> Plan:
-    """The plan between two specs on one mesh of which one at least is folded; `within` plans between any."""
+    """Return the plan between two specs on one mesh of which one at least is folded.
+
+    `within` plans between any two specs.
+    """
     for spec in (src, dst):
         one = _viewed(src, _unfolded_shape(spec))
         two = _viewed(dst, _unfolded_shape(spec))
@@ -178,7 +193,7 @@ def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) ->
 
 
 def _gather_strided(spec: Spec, *others: Spec) -> Spec:
-    """`spec` with the dims that are folded, in it or in others, held whole by every rank."""
+    """Return `spec` with dims that are folded, in it or in `others`, held whole by every rank."""
     shardings = zip(*[each.dim_shardings for each in (spec, *others)], strict=True)
     axes = {
         axis
@@ -192,14 +207,14 @@ def _gather_strided(spec: Spec, *others: Spec) -> Spec:
 
 
 def unfold_spec(spec: Spec) -> Spec:
-    """The spec of the same memory with the dims that were folded, of which every rank holds a box."""
+    """Return the spec of the same memory with its dims unfolded, so that every rank holds a box."""
     unfolded = _viewed(spec, _unfolded_shape(spec))
     assert unfolded is not None, "a strided dim is sharded as the dims that it was folded of"
     return unfolded
 
 
 def _concatenated(*plans: Plan) -> Plan:
-    """One plan after another."""
+    """Return one plan that runs `plans` one after another."""
     steps = tuple(step for plan in plans for step in plan.steps)
     seconds = sum(plan.seconds for plan in plans)
     sent = sum(plan.bytes_sent for plan in plans)
@@ -214,7 +229,7 @@ def _concatenated(*plans: Plan) -> Plan:
 
 
 def _unfolded_shape(spec: Spec) -> UnfoldedShape:
-    """What the dims of a spec were before they were folded."""
+    """Return the dims that each dim of a spec was folded from."""
     return [
         sharding.shape if isinstance(sharding, StridedDimSharding) else (n,)
         for sharding, n in zip(spec.dim_shardings, spec.shape, strict=True)
@@ -222,7 +237,10 @@ def _unfolded_shape(spec: Spec) -> UnfoldedShape:
 
 
 def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
-    """The same placement of the same elements under the view's shape; None if ranks would hold no boxes there."""
+    """Return the same placement of the same elements under the view's shape.
+
+    None if ranks would not hold boxes there.
+    """
     by_dim: dict[int, AnyDimSharding] = {}
     stride: list[int] = []
     for sharding, step, sizes in zip(spec.dim_shardings, spec.stride, view, strict=True):
@@ -262,7 +280,10 @@ EXACT_RANKS = 32
 def _plan_across(
     src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan], memory_limit: int | None
 ) -> Plan:
-    """The cheapest of the ways reduce - transfer - spread; `within` plans on one mesh, each within the limit."""
+    """Return the cheapest plan of the form reduce - transfer - spread between two meshes.
+
+    `within` plans on one mesh, each within the limit.
+    """
     of_src, of_dst = ([axis for axis, _ in spec.partials] for spec in (src, dst))
     copies = [
         axis
@@ -285,7 +306,10 @@ def _plan_across(
 
 
 def _reduced(spec: Spec, axes: list[int]) -> Iterator[Spec]:
-    """The spec with `axes` and partials replicated, then with `axes` sharding the first dim that they shard evenly."""
+    """Yield the spec with `axes` and partials replicated, then the spec with `axes` sharding a dim.
+
+    It is the first dim that the axes shard evenly.
+    """
     placements = [
         Replicate() if a in axes or isinstance(p, Partial) else p
         for a, p in enumerate(spec.placements)

@@ -1,4 +1,4 @@
-"""From one rank's plain tensors to shards on every rank."""
+"""Distribution of one rank's plain tensors as shards on every rank."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ _Entry = tuple[torch.Tensor, "Spec", torch.Tensor]
 
 
 def shard_of(tensor: torch.Tensor, spec: Spec, source: int | None) -> torch.Tensor:
-    """`V -> placements`: this rank's shard of the plain tensor that one rank has; arguments as for `Scatter`."""
+    """`V -> placements`: return this rank's shard of the plain tensor that one rank has.
+
+    The arguments are those of `Scatter`.
+    """
     with scattering(source) as scatter:
         return scatter.shard(tensor, spec)
 
 
 @contextmanager
 def scattering(source: int | None) -> Iterator[Scatter]:
-    """A block at whose end the shards have their values, also if it raises."""
+    """Yield a `Scatter` whose shards are filled at the end of the block, even if it raises."""
     scatter = Scatter(source)
     try:
         yield scatter
@@ -73,10 +76,12 @@ class Scatter:
         ] = {}
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-        """This rank's shard of a global tensor, in memory of its own, which has its values once `send` has been called.
+        """Return this rank's shard of a global tensor, in memory of its own.
 
-        On other ranks than the source the tensor is anything of its shape and dtype. PlacementError
-        if values are to be partial, or the source is no coordinate of the mesh.
+        The shard has its values once `send` has been called.
+
+        On other ranks than the source the tensor is anything of its shape and dtype. Raise
+        PlacementError if values are to be partial, or the source is not a coordinate of the mesh.
         """
         if spec.partials:
             raise PlacementError(
@@ -126,7 +131,10 @@ class Scatter:
 
 
 def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> None:
-    """Scatter exact boxes over the axes that shard, in the source's plane; then broadcast to the other planes."""
+    """Scatter exact boxes over the axes that shard, then broadcast to the other planes.
+
+    The boxes are scattered in the plane of the source.
+    """
     spec = entries[0][1]
     mesh = spec.mesh
     here = spec.coordinate

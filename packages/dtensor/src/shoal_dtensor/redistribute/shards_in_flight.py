@@ -1,4 +1,4 @@
-"""Redistributions that travel together: of local shards, beside computation, and of DTensors asked for one by one."""
+"""Redistributions that travel together: of local shards in flight, and of DTensors in a batch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .steps import Plan
 
 
 class ShardsInFlight:
-    """Local tensors under way to other layouts; `wait()` gives them, again and again the same.
+    """Local tensors in flight to other layouts; `wait()` returns them, the same ones every time.
 
-    With `copies` the shards may be written to meanwhile: what is read later is sent from a copy.
-    The first round of collectives (for most plans the only one) is under way when the object has
-    been made. What later rounds need is not there yet, so they run when the results are asked for.
+    With `copies` the shards may be written to in the meantime: shards that are read later are sent
+    from a copy. The constructor starts the first round of collectives (the only one for most
+    plans). Later rounds need its results, so they run in `wait()`.
     """
 
     __slots__ = ("_after", "_copies", "_messages", "_results", "_rounds", "_tensors")
@@ -48,7 +48,7 @@ class ShardsInFlight:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Start the next round of collectives; behind the last one, do the local steps that remain."""
+        """Start the next round of collectives; after the last one, do the remaining local steps."""
         if self._rounds:
             messages = self._rounds[0]
             self._rounds = self._rounds[1:]
@@ -72,24 +72,26 @@ class ShardsInFlight:
         self._go_on()
 
     def reach_last_round(self) -> bool:
-        """Wait for all rounds but the last (were there any?): then `wait` starts nothing that other ranks wait for."""
+        """Wait for all rounds but the last; return whether there were any.
+
+        After that, `wait` does not start a collective that other ranks wait for.
+        """
         waits = bool(self._rounds)
         while self._rounds:
             self._finish_round(tuple)
         return waits
 
     def poll(self) -> None:
-        """Take what has arrived, if that needs no waiting; results are there when `wait` is called."""
+        """Process arrived data if that needs no waiting; `wait` returns the results."""
         for _, pending in self._messages:
             pending.is_completed()
 
     def wait(self, memory: Callable[[], Sequence[Tensor]] | None = None) -> list[Tensor]:
-        """The local tensors in their new layouts, in the order in which they were given.
+        """Return the local tensors in their new layouts, in the order in which they were given.
 
         Args:
-            memory: gives the tensors to write the results to, of their shapes and dtypes, each with
-                memory of its own; called when what the collectives have received is here. Fresh
-                tensors when left out.
+            memory: returns the tensors to write the results to, of their shapes and dtypes, each
+                with memory of its own; called when all data has arrived. New tensors when left out.
         """
         if self._results is None:
             places: Places = tuple if memory is None else cache(memory)
@@ -105,17 +107,18 @@ class ShardsInFlight:
 def redistribute_shards(
     shards: Iterable[Tensor], moves: Sequence[tuple[Spec, Spec]]
 ) -> ShardsInFlight:
-    """`src -> dst` of many local shards together, in as few collectives as possible, beside what follows.
+    """`src -> dst`: redistribute many local shards together, in as few collectives as possible.
+
+    The collectives overlap with the computation that follows.
 
     For modules that hold local tensors themselves; DTensors have `redistribute`, and `coalesce()`
     for many. It is not differentiable. All ranks pass the same moves in the same order.
 
     Args:
         shards: this rank's local tensors, each of its source's local shape. They must not be
-            written to before the results are there. Those of an iterator are let go of when they
+            written to before the results have arrived. Shards of an iterator are released when they
             have been sent.
-        moves: for each, the spec that it has and the spec that it is to have: of one global shape
-            and dtype.
+        moves: for each shard, its present spec and its wanted spec: of one global shape and dtype.
 
     Raises:
         RedistributeError: if a move is impossible.
@@ -136,7 +139,7 @@ def redistribute_shards(
 
 
 def given_away(shards: list[Tensor]) -> Iterator[Tensor]:
-    """The tensors of a list, which holds them no longer: for those that are not to live beside what has been sent."""
+    """Yield the tensors of a list and remove them from it, so that they can be freed once sent."""
     while shards:
         yield shards.pop(0)
 
@@ -149,7 +152,7 @@ _Source = tuple[Tensor, tuple[int, int]] | None
 
 
 class CoalescedBatch:
-    """Redistributions that have been asked for, and the DTensors that wait for them."""
+    """Requested redistributions, and the DTensors that wait for them."""
 
     __slots__ = ("_asked", "_in_flight", "_waiting")
 
@@ -163,7 +166,10 @@ class CoalescedBatch:
         self._in_flight: ShardsInFlight | None = None
 
     def add(self, plan: Plan, local: Tensor, source: Tensor, result: Any) -> None:
-        """Ask for one more, for which the DTensor `result` waits; `local` is the local tensor of `source`."""
+        """Add a redistribution, for which the DTensor `result` waits.
+
+        `local` is the local tensor of `source`.
+        """
         self.wait_for(len(self._asked), result)
         if source.is_inference() or local.is_inference():
             # nothing would show a write to it
@@ -173,11 +179,11 @@ class CoalescedBatch:
             self._asked.append((plan, local, (source, versions)))
 
     def wait_for(self, at: int, result: Any, present: Tensor | None = None) -> None:
-        """Have another DTensor wait for a redistribution, or for its sum with a local tensor that is there."""
+        """Let another DTensor wait for a redistribution, or for its sum with `present`."""
         self._waiting.append((ref(result), at, present))
 
     def position_of(self, tensor: Any) -> int | None:
-        """Which redistribution brings the local tensor of a DTensor; None if a sum does."""
+        """Return the position of the redistribution that a DTensor waits for; None for a sum."""
         return next(
             (
                 at
@@ -188,10 +194,10 @@ class CoalescedBatch:
         )
 
     def start(self, *, copies: bool = False) -> None:
-        """Have all that has been asked for under way; with `copies` sources may be written to from now on.
+        """Start all requested redistributions; with `copies` sources may be written to from now on.
 
         Raises:
-            RedistributeError: a source has been written to since it was asked for.
+            RedistributeError: a source has been written to since its redistribution was requested.
         """
         for i, (asked, local, source) in enumerate(self._asked):
             if source is not None and (source[0]._version, local._version) != source[1]:
@@ -208,7 +214,10 @@ class CoalescedBatch:
         self._in_flight.reach_last_round()
 
     def flush(self) -> None:
-        """Run all that has been asked for, and give those that wait what arrives; errors as for `start`."""
+        """Run all requested redistributions and set the local tensors of the waiting DTensors.
+
+        It raises the same errors as `start`.
+        """
         if self._asked:
             with purpose("; ".join([plan.purpose for plan, *_ in self._asked])):
                 self.start()
@@ -234,13 +243,13 @@ _CURRENT: ScopedValue[CoalescedBatch | None] = ScopedValue(
 
 
 def current_batch() -> CoalescedBatch | None:
-    """The batch of the innermost `coalesce()`, None outside."""
+    """Return the batch of the innermost `coalesce()`, None outside."""
     return _CURRENT.get() if _CURRENT.blocks else None
 
 
 @contextmanager
 def coalesce() -> Iterator[CoalescedBatch]:
-    """Have the redistributions of a block travel together, in as few collectives as possible.
+    """Let the redistributions of a block travel together, in as few collectives as possible.
 
     They run when the block ends, or as soon as a result is used. Like everything collective, all
     ranks must do the same in the same order.

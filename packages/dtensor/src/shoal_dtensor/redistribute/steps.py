@@ -1,8 +1,8 @@
 """The steps of a redistribution, as data.
 
-A step leads from one spec to the next.  It says what happens, over which mesh axes, what it is
-expected to take and how many bytes the busiest rank receives; it does nothing itself.  `kernels`
-turns a step into what one rank does, `run` executes it, `explain` prints it.
+A step leads from one spec to the next.  It records its kind, its mesh axes, its expected time and
+the bytes that the busiest rank receives; it does nothing itself.  `kernels` turns a step into the
+kernel of one rank, `run` executes it, `explain` prints it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 class Step:
     """One step: every rank goes from its box under `src` to its box under `dst`.
 
-    Its name says what happens:
+    Its name is its kind:
 
         AllGather      S -> R: every rank gets the boxes of the others over `axes`, which shard `dims`
         ReduceScatter  P -> S: reduce over `axes`, each rank keeping its part of `dims`
         AllReduce      P -> R: reduce over `axes`, every rank keeping all
         AllToAll       S(i) -> S(j), all shards equally large; `dims` are i and j
-        Exchange       any sharding -> any sharding: one all-to-all in which each rank receives exactly what it lacks
+        Exchange       any sharding -> any sharding: one all-to-all in which each rank receives exactly the elements it lacks
         Transfer       any sharding on one mesh -> any sharding on another: an exchange among the ranks of both
 
     and without communication:
 
         Slice          R -> S: each rank keeps its own part
-        MakePartial    R or S -> P: each rank holds its values where they belong, elsewhere what the reduction ignores
+        MakePartial    R or S -> P: each rank holds its values in place, elsewhere the reduction's neutral value
         Scale          P(sum) <-> P(avg): multiply by the number of ranks (`factor`) or divide by it
         Reshape        the same elements under another shape, which folds dims or unfolds them
     """
@@ -55,11 +55,11 @@ class Step:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks exchange anything."""
+        """True if ranks exchange data in the step."""
         return self.name in _COMMUNICATING
 
     def detail(self) -> str:
-        """Arguments of the step in words, for reports."""
+        """Return the arguments of the step in words, for reports."""
         match self.name:
             case "AllGather":
                 return f" dims {list(self.dims)}"
@@ -79,7 +79,7 @@ class Step:
         return ""
 
     def line(self) -> str:
-        """The step in one line: `AllGather over (tp) dims [0]  3.0 MiB  29.5 us`."""
+        """Return the step in one line: `AllGather over (tp) dims [0]  3.0 MiB  29.5 us`."""
         names = self.src.mesh.axis_names
         over = f" over ({', '.join(names[a] for a in self.axes)})" if self.axes else ""
         head = f"{self.name}{over}{self.detail()}"
@@ -95,7 +95,7 @@ _COMMUNICATING = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """How to get from `src` to `dst`."""
+    """The steps from `src` to `dst`."""
 
     src: Spec
     dst: Spec
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def slices(self) -> bool:
-        """Whether what the last step makes is a part of the tensor that was there before it."""
+        """True if the result of the last step is a part of the tensor before it."""
         # AllReduce, Slice, Reshape: yes
         kept = [step for step in self.steps if step.name != "Reshape"]
         return not kept or kept[-1].name == "Slice"
@@ -145,7 +145,10 @@ class Plan:
 
 
 def layout(spec: Spec) -> str:
-    """Placements, with the shard order where it is not ascending: `[S(0), S(0)] order 0:(1,0)`."""
+    """Return the placements as text, with the shard order where it is not ascending.
+
+    For example `[S(0), S(0)] order 0:(1,0)`.
+    """
     text = f"[{', '.join(map(str, spec.placements))}]"
     odd = [
         f"{dim}:({','.join(map(str, axes))})"
@@ -156,7 +159,7 @@ def layout(spec: Spec) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes for people.
+    """Format a number of bytes for people.
 
     Example:
         >>> format_bytes(512), format_bytes(3 * 2**20)
@@ -170,7 +173,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time for people: `2.5 us`, `250.0 ms`."""
+    """Format a time for people: `2.5 us`, `250.0 ms`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,7 +1,7 @@
-"""Who sends how many bytes to whom, exactly: for reports, pictures and lower bounds.
+"""Exact numbers of bytes between ranks, for reports, pictures and lower bounds.
 
-Ring and tree algorithms route the same bytes over other links; what a rank has to receive in
-total does not depend on that, so blocks are counted as if sent directly.
+Ring and tree algorithms route the same bytes over other links; the total that a rank has to receive
+does not depend on the links, so blocks are counted as if sent directly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from .steps import Plan, Step
 
 
 def plan_traffic(plan: Plan) -> dict[tuple[int, int], float]:
-    """Bytes by (sender, receiver) over all steps of a plan, ranks of the mesh counted row-major."""
+    """Return the bytes by (sender, receiver) over all steps of a plan.
+
+    Ranks of the mesh are counted row-major.
+    """
     traffic: dict[tuple[int, int], float] = {}
     for step in filter(attrgetter("communicates"), plan.steps):
         itemsize = wire_itemsize(step.op, step.src.dtype)
@@ -34,7 +37,7 @@ def plan_traffic(plan: Plan) -> dict[tuple[int, int], float]:
 
 
 def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-    """Elements that the rank at `c` receives from each other rank of its group."""
+    """Return the elements that the rank at `c` receives from each other rank of its group."""
     group = members(step.src, step.axes, c)
     match step.name:
         case "ReduceScatter":
@@ -47,7 +50,7 @@ def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 
 
 def least_bytes(src: Spec, dst: Spec) -> float:
-    """Bytes that a rank has to receive at least, averaged over the ranks, whatever the algorithm."""
+    """Return a lower bound on the bytes that a rank receives on average with any algorithm."""
     mesh = src.mesh
     free = [
         axis

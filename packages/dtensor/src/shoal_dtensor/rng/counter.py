@@ -1,10 +1,11 @@
-"""Values from a key and an element's global index alone, by Philox: the "counter" mode.
+"""The "counter" mode: values from a key and an element's global index alone, by Philox.
 
 The last tensor dim is divided into blocks of four values (two where a value needs more than 32
 bits); the block's number and the number of its row, counted over the leading dims, are Philox's
-counter. So a shard costs what it holds, and the mesh does not matter. Arithmetic is in float64, so
-that CPU and CUDA round to the same float32 but for last-bit differences of their logarithms and
-cosines; uniform, Bernoulli and integer values are exactly equal.
+counter. The cost is therefore proportional to the size of the shard, and the mesh does not matter.
+Arithmetic is in float64, so that CPU and CUDA round to the same float32 but for last-bit
+differences of their logarithms and cosines; uniform, Bernoulli and integer values are exactly
+equal.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def fill_counter(
     *,
     operand: Tensor | None = None,
 ) -> None:
-    """Fill `local`, the box of a tensor of that shape, by two 32-bit words; `operand`: `bernoulli_`'s probabilities."""
+    """Fill `local`, the box of a tensor of shape `shape`, with two 32-bit words as the key.
+
+    `operand` holds the probabilities of `bernoulli_`.
+    """
     if local.numel() == 0:
         return
     if local.is_complex():
@@ -93,18 +97,21 @@ def _values(
 
 
 def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of each block; of `bernoulli_` without arguments the uniform ones to hold against the operand."""
+    """Return the values of each block.
+
+    For `bernoulli_` without arguments, return uniform values to compare with the operand.
+    """
     first, second = (partial(_arg, fill, position) for position in (0, 1))
     # of the two values of a block that need more than 32 bits
     high = words[..., 0::2]
     low = words[..., 1::2]
 
     def opened() -> Tensor:
-        """Two values a block, in the open interval (0, 1), from 52 bits each."""
+        """Return two values per block in the open interval (0, 1), from 52 bits each."""
         return ((high << 20) + (low >> 12)).double().add_(0.5).mul_(2.0**-52)
 
     def standard_normal(dtype: torch.dtype) -> Tensor:
-        """Box and Muller's transform, in float64."""
+        """Return standard normal values by Box and Muller's transform, in float64."""
         if dtype == torch.float64:
             both = opened()
             uniform = both[..., :1]
@@ -151,7 +158,7 @@ def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _integer_range(fill: Fill, dtype: torch.dtype) -> tuple[int, int]:
-    """First value and number of values of `random_`, as torch documents them."""
+    """Return the first value and the number of values of `random_`, as torch documents them."""
     if fill.args and fill.args[-1] is not None:
         start, stop = (
             (0, int(fill.args[0]))
@@ -180,12 +187,14 @@ def _arg(fill: Fill, position: int, default: float) -> float:
 
 
 def philox(counter: Sequence[Any], key: tuple[int, int]) -> list[Any]:
-    """Four random words for every counter, of integers or of integer tensors on any device with 64-bit integers.
+    """Return four random words for every counter.
+
+    Counters are integers, or integer tensors on any device with 64-bit integers.
 
     The generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): ten
     rounds of two 32 x 32-bit products turn a 128-bit counter and a 64-bit key, of 32-bit words with
-    the least significant first, into four words in `[0, 2**32)`; of int64 tensors among the
-    counter's words, those of the shape to which they broadcast.
+    the least significant first, into four words in `[0, 2**32)`; if int64 tensors are among the
+    counter's words, the results have their broadcast shape.
 
     Example:
         >>> [f"{word:08x}" for word in philox((0, 0, 0, 0), (0, 0))]

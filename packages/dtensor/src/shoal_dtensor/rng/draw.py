@@ -1,4 +1,4 @@
-"""`draw`: fill a rank's box of a global tensor with random numbers, as the mode in force says."""
+"""`draw`: fill a rank's box of a global tensor with random numbers in the present random mode."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def draw(
     out: Tensor | None = None,
     operand: Tensor | None = None,
 ) -> Tensor:
-    """This rank's box of a global random tensor; the same call on every rank makes one global tensor.
+    """Return this rank's box of a global random tensor.
 
-    In the default mode its values, and the generator's state afterwards, are those of `fill` on the
-    plain global tensor, bit for bit. Every rank of the program may call it, also one with an empty
-    box or outside the mesh. The numbers go to the box `out`, else to a new one on the mesh's
-    device; a `bernoulli_` may have the box's probabilities as its operand. A partial tensor is a
-    PlacementError, as random addends do not have the sum's distribution.
+    The same call on every rank makes one global tensor.
+
+    In the default mode its values, and the generator's state afterwards, equal those of `fill` on
+    the plain global tensor, bit for bit. Every rank of the program may call it, also one with an
+    empty box or outside the mesh. The numbers go to the box `out`, else to a new one on the mesh's
+    device; a `bernoulli_` may have the box's probabilities as its operand. A partial tensor raises
+    PlacementError, because random addends do not have the distribution of the sum.
     """
     if spec.partials:
         raise PlacementError(
@@ -72,7 +74,10 @@ def draw(
 
 
 def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Tensor) -> None:
-    """Fill this rank's box of a `native_dropout`'s mask: True where an element, of an input of this dtype, stays."""
+    """Fill this rank's box of a mask of `native_dropout`: True where an element is kept.
+
+    `dtype` is the dtype of the input.
+    """
     if out.device.type != "cpu" and 0.0 < chance < 1.0 and current_mode().mode == "single_device":
         draw(spec, Fill("dropout_mask", (chance, dtype), granule=16), out=out)
     else:
@@ -80,7 +85,7 @@ def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Ten
 
 
 def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:
-    """Uninitialised memory for this rank's box, its dims in memory as the global stride has them."""
+    """Return uninitialized memory for this rank's box, dims in the order of the global stride."""
     memory = memory_order_of(spec)
     place = spec.mesh.device_type if device is None else device
     if spec.coordinate is None:
@@ -94,7 +99,12 @@ def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:
 def _own_part(
     memory: MemoryOrder, spec: Spec, coordinate: tuple[int, ...], axes: tuple[int, ...]
 ) -> tuple[MemoryOrder, int]:
-    """What the ranks at this rank's coordinates on `axes` hold together, as one tensor, and the number of these."""
+    """Return the part that ranks at this rank's coordinates on `axes` hold, and a number.
+
+    The number is the row-major index of these coordinates.
+
+    The part is described as one tensor, with this rank's box in it.
+    """
     shape = []
     box = []
     for dim in memory.order:

@@ -1,7 +1,9 @@
-"""The order in which one device fills a global tensor, and the place of a rank's box in it.  Integers only.
+"""The order in which one device fills a global tensor, and a rank's box in this order.
+
+All computations are on integers.
 
 torch's random kernels walk a tensor in memory order: dims by descending stride, not by number. The
-walk is a flat range; `stretches` says which parts of a stretch of it belong to a box.
+walk is a flat range; `stretches` yields the parts of a subrange that belong to a box.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ class MemoryOrder(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the global tensor."""
+        """The number of elements of the global tensor."""
         return prod(self.shape)
 
     @property
     def span(self) -> tuple[int, int]:
-        """The shortest flat range `[first, last + 1)` of the walk that has the whole box; `(0, 0)` for an empty box."""
+        """The shortest flat range `[first, last + 1)` of the walk that contains the whole box.
+
+        It is `(0, 0)` for an empty box.
+        """
         if volume(self.box) == 0:
             return 0, 0
         first = 0
@@ -44,22 +49,28 @@ class MemoryOrder(NamedTuple):
         return first, last + 1
 
     def arranged(self, local: Tensor) -> Tensor:
-        """A view of the rank's local tensor with its dims in walking order."""
+        """Return a view of the rank's local tensor with its dims in walking order."""
         return local.permute(self.order) if self.has(local) else local
 
     def has(self, local: Tensor) -> bool:
-        """Whether the rank has a box; a rank outside the mesh has an empty tensor of one dim, whatever the tensor."""
+        """Tell whether the rank has a box; outside the mesh it has an empty tensor of one dim."""
         return local.ndim == len(self.order)
 
     def restored(self) -> list[int]:
-        """Where each of the tensor's dims stands in walking order: what permutes back what `arranged` has permuted."""
+        """Return the position of each tensor dim in walking order.
+
+        Permuting by these positions reverts the permutation of `arranged`.
+        """
         # order (1, 2, 0): [2, 0, 1]
         return sorted(range(len(self.order)), key=lambda position: self.order[position])
 
 
 @remembered(1024)
 def memory_order_of(spec: Spec) -> MemoryOrder:
-    """Where this rank's box is under `spec`, and the order of filling; an empty box for a rank outside the mesh."""
+    """Return the memory order of the tensor of `spec`, with this rank's box.
+
+    The box is empty for a rank outside the mesh.
+    """
     order = dims_by_stride(spec.shape, spec.stride)
     box = ((0, 0),) * spec.ndim if spec.coordinate is None else spec.box(spec.coordinate)
     contiguous = is_contiguous(spec.shape, spec.stride)
@@ -69,7 +80,10 @@ def memory_order_of(spec: Spec) -> MemoryOrder:
 
 
 def dims_by_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Dims by descending stride; dims of one element go first, because where they stand does not matter."""
+    """Return the dims by descending stride; dims of one element go first.
+
+    The position of a dim of one element does not matter.
+    """
     # (2, 3, 4) of stride (1, 8, 2): (1, 2, 0)
     return tuple(
         sorted(range(len(shape)), key=lambda dim: (1, -stride[dim]) if shape[dim] > 1 else (0, 0))
@@ -77,7 +91,10 @@ def dims_by_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ..
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor of that shape and stride is row-major; strides of one-element dims do not count."""
+    """Tell whether a tensor of this shape and stride is row-major.
+
+    Strides of one-element dims do not count.
+    """
     dense = contiguous_stride(shape)  # (2, 3, 4): 12, 4, 1
     return 0 in shape or all(
         n == 1 or s == step for n, s, step in zip(shape, stride, dense, strict=True)
@@ -87,10 +104,12 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def stretches(
     shape: Sequence[int], box: Box, start: int, stop: int, flat: Tensor, held: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parts of `box` in the flat range `[start, stop)` of a row-major walk over `shape`: views of both tensors.
+    """Yield the parts of `box` in the flat range `[start, stop)` of a row-major walk over `shape`.
 
-    `flat` has the elements of the range, `held` those of the box. A range of a walk over n dims is
-    at most 2n - 1 boxes: partial rows at both ends and whole rows between them.
+    Each part is a pair of views of the two tensors.
+
+    `flat` has the elements of the range, `held` the elements of the box. A range of a walk over n
+    dims is at most 2n - 1 boxes: partial rows at both ends and whole rows between them.
     """
     for base, block in _blocks(tuple(shape), start, stop):
         if (wanted := intersect(block, box)) is not None:
@@ -101,7 +120,7 @@ def stretches(
 def _blocks(
     shape: tuple[int, ...], start: int, stop: int, base: int = 0
 ) -> Iterator[tuple[int, Box]]:
-    """The boxes that a flat range is made of, in order, each with its distance from the range's first element."""
+    """Yield the boxes of a flat range in order, each with its distance from the range's start."""
     # Of (3, 4), elements 2..9 are the end of row 0, all of row 1 and the start of row 2: 2..3,
     # 4..7, 8..9.
     if not shape:

@@ -1,4 +1,4 @@
-"""What draws depend on beside their arguments: the mode in force, and generators, on whose state ranks agree."""
+"""The state that draws depend on: the random mode, and generators on which ranks must agree."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RandomMode:
     outside: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
 
     def hold_in_recomputation(self) -> None:
-        """Hold too where backward runs again what a checkpoint inside of the block runs now."""
+        """Apply this mode also where backward recomputes a checkpoint inside the block."""
         if self.outside is not None:
             recomputed_in(self, partial(_current.entered, self), self.outside)
 
@@ -59,7 +59,7 @@ def _checked(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
 
 
 def set_random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> None:
-    """Set how random operators draw from here on, in this thread; arguments and errors as for `random_mode`.
+    """Set the random mode of this thread; see `random_mode` for arguments and errors.
 
     Example:
         >>> set_random_mode("local")
@@ -69,12 +69,15 @@ def set_random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> None:
 
 
 def get_random_mode() -> Mode:
-    """The name of the mode that is in force in this thread; see `random_mode`."""
+    """Return the name of the mode that is in force in this thread; see `random_mode`."""
     return _current.get().mode
 
 
 def draws_at_once(device_type: str) -> bool:
-    """Whether a traced draw is one node for any sizes; elsewhere where a shard begins in the stream takes integers."""
+    """Tell whether a traced draw is one node for any sizes.
+
+    In other modes and on other devices, the start of a shard in the stream must be an integer.
+    """
     return current_mode().mode == "local" or (
         current_mode().mode == "single_device" and device_type == "cpu"
     )
@@ -82,21 +85,22 @@ def draws_at_once(device_type: str) -> bool:
 
 @contextmanager
 def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
-    """Inside the block, random operators on sharded tensors draw as `mode` says; blocks nest.
+    """Let random operators on sharded tensors draw by `mode` inside the block; blocks nest.
 
-    What `torch.utils.checkpoint` runs again in backward draws by the mode of its first run; else a
-    backward pass draws by the mode in which it is started.
+    Code that `torch.utils.checkpoint` runs again in backward draws by the mode of its first run;
+    otherwise a backward pass draws by the mode in which it is started.
 
     Args:
         mode: "single_device": the values that one device would have drawn, bit for bit, on any mesh
             (the default). "counter": values that follow from the generator's state and the
-            element's global index alone; not those of one device, but the same on every mesh and on
-            CPU and CUDA, at a cost that depends on the shard only. "per_axis": every coordinate of
-            `axes` has a stream of its own; over the other axes as on one device. An axis that does
-            not shard a tensor leaves it alone: replicas stay equal. "local": every rank draws its
-            own part from its own generator, apart from the others; nothing is checked.
-        axes: mesh axes for "per_axis", by name or index; a mesh that has none of them draws as on
-            one device.
+            element's global index alone; they differ from the values of one device, but are the
+            same on every mesh and on CPU and CUDA, at a cost that depends on the shard only.
+            "per_axis": every coordinate of `axes` has a stream of its own; over the other axes as
+            on one device. An axis that does not shard a tensor leaves it alone: replicas stay
+            equal. "local": every rank draws its own part from its own generator, apart from the
+            others; nothing is checked.
+        axes: mesh axes for "per_axis", by name or index; a mesh without any of these axes draws as
+            on one device.
 
     Raises:
         ValueError: if the mode is unknown, or axes are given or missing against it.
@@ -126,7 +130,7 @@ _in_step: WeakKeyDictionary[DeviceMesh, dict[str, Callable[[], object]]] = WeakK
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator of a device; an error if torch's module for it shows none."""
+    """Return the default generator of a device; raise an error if torch's module shows none."""
     if device.type == "cpu":
         return torch.default_generator
     if not has_generators(device.type):
@@ -137,12 +141,12 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def has_generators(device_type: str) -> bool:
-    """Whether the generators of a type of device can be seen: of cpu, cuda, xpu and others, not of meta."""
+    """Tell whether torch exposes the generators of a device type: cpu, cuda, xpu, but not meta."""
     return device_type == "cpu" or hasattr(module_of(device_type), "default_generators")
 
 
 def key_of(generator: torch.Generator | None) -> tuple[int, int]:
-    """Two 32-bit words that follow from a generator's state, which moves on by one draw."""
+    """Return two 32-bit words that follow from a generator's state; advance it by one draw."""
     # The default is the CPU's, whatever the tensor's device: a program draws the same keys on CPU
     # and CUDA.
     if generator is None or generator.device.type == "cpu":
@@ -171,8 +175,9 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
     Checked at the first call for a mesh only (one all-gather of 8 bytes), at every call inside a
     `lockstep()` block, or `always`. A mesh without process groups, or that this rank is not in, is
     not checked. In threads other than the main one, which may come in any order, the first call of
-    each generator is checked: of the default generator, which they share, the seed, of another its
-    state. A check that is due inside `communication("forbid")` is an error.
+    each generator is checked: for the default generator, which threads share, the seed is compared,
+    for any other generator its state. A check that is due inside `communication("forbid")` is an
+    error.
     """
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
@@ -245,14 +250,14 @@ def _describe(mesh: DeviceMesh, prints: Sequence[int], generator: torch.Generato
 
 
 def get_rng_state(device: torch.device | str | None = None) -> dict[str, Tensor]:
-    """The states of the default generators, as plain tensors for a checkpoint.
+    """Return the states of the default generators, as plain tensors for a checkpoint.
 
     In the default mode every rank has the same state, so one rank's copy serves any number of
     ranks.
 
     Args:
-        device: whose state is taken besides the CPU's, under the name of its type; this rank's
-            accelerator when left out, where there is one.
+        device: the device to save besides the CPU, under the name of its type; this rank's
+            accelerator, if there is one, when left out.
 
     Raises:
         RandomStateError: torch's module for the device shows no generator.
@@ -273,11 +278,11 @@ def get_rng_state(device: torch.device | str | None = None) -> dict[str, Tensor]
 
 
 def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str | None = None) -> None:
-    """Put back what `get_rng_state` returned; the part of a device that is not here is left alone.
+    """Restore the result of `get_rng_state`; ignore the parts of devices that are not present.
 
     Args:
         state: the states by type of device.
-        device: whose state is set besides the CPU's; this rank's accelerator when left out.
+        device: the device to restore besides the CPU; this rank's accelerator when left out.
 
     Raises:
         RandomStateError: if the state has no CPU part, or torch's module for the device shows no
@@ -298,7 +303,10 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str | None
 
 
 def _beside_the_cpu(device: torch.device | str | None) -> tuple[str, Any] | None:
-    """The type of a device beside the CPU that is here, and torch's module for it; if asked for, it has generators."""
+    """Return the type of a present device besides the CPU, and torch's module for it.
+
+    A requested device must have generators.
+    """
     chosen = (
         torch.accelerator.current_accelerator(check_available=True)
         if device is None

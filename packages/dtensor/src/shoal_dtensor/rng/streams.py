@@ -1,9 +1,9 @@
-"""The streams of torch's CPU and CUDA generators, entered at a rank's own elements.
+"""Streams of torch's CPU and CUDA generators, positioned at a rank's own elements.
 
 No kernel is imitated: torch's own fill parts of the global tensor with the generator where one
-device would have it, and a rank draws the parts that touch its box. That a distribution can be
-drawn in parts is not taken on trust: it is probed once per distribution, with a generator of our
-own, and what fails the probe is drawn in one go (`fill_whole`).
+device would have it, and a rank draws the parts that touch its box. Whether a distribution can be
+drawn in parts is tested once per distribution, with a separate generator. A distribution that fails
+the test is drawn as a whole (`fill_whole`).
 
 CPU: the Mersenne twister cannot jump cheaply, so chunks without own elements are skipped at the
 price of raw draws (1.6 ns per word, against 3 to 30 ns for a value).
@@ -11,8 +11,8 @@ price of raw draws (1.6 ns per word, against 3 to 30 ns for a value).
 CUDA: thread `t` of a launch reads subsequence `t` of Philox from the generator's offset on, and a
 launch has at most as many threads as the device runs at once. A large tensor is therefore filled in
 rounds: round `k` fills the same number of consecutive elements (of the walk, see `memory_order`)
-from offset + `k * step`, in the same way. So round `k` alone is what torch itself fills when the
-generator's offset is moved there. Size and step are measured on the device.
+from offset + `k * step`, in the same way. Therefore torch itself fills round `k` alone when the
+generator's offset is moved to the start of the round. Size and step are measured on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .state import generator_of
 
 
 class Fill(NamedTuple):
-    """One of torch's in-place random methods with its arguments, such as `Fill("random_", (0, 6))`."""
+    """One of torch's in-place random methods with its arguments: `Fill("random_", (0, 6))`."""
 
     # the method: `uniform_`, `normal_`, `bernoulli_`, `exponential_`, `cauchy_`, `geometric_`,
     # `log_normal_` or `random_`; or `dropout_mask`, what the device's dropout kernel keeps, with
@@ -49,7 +49,7 @@ class Fill(NamedTuple):
         generator: torch.Generator | None = None,
         operand: Tensor | None = None,
     ) -> None:
-        """Fill a plain tensor in place; the operand of `bernoulli_` has a probability for every element."""
+        """Fill a plain tensor in place; `bernoulli_`'s operand has a probability per element."""
         if self.name == "dropout_mask":
             chance, dtype = self.args
             _dropout_mask(target, chance, dtype, generator)
@@ -63,14 +63,14 @@ class Fill(NamedTuple):
 
     @property
     def _has_bounds(self) -> bool:
-        """Whether these are integers from a first to a last one, both of which are given."""
+        """True if the values are integers from a given first to a given last one."""
         return self.name == "random_" and len(self.args) == 2 and self.args[1] is not None
 
 
 def _integers_between(
     like: Tensor, start: int, stop: int, generator: torch.Generator | None
 ) -> Tensor:
-    """The values of `like.random_(start, stop)` as a new tensor, by operators that a graph can name.
+    """Return the values of `like.random_(start, stop)` as a new tensor, by traceable operators.
 
     `random_` with two bounds is the overload `aten.random_.from`. `from` is a keyword of Python, so
     the code that torch generates for a graph with this overload is a SyntaxError.
@@ -83,7 +83,10 @@ def _integers_between(
 def _dropout_mask(
     mask: Tensor, chance: float, dtype: torch.dtype, generator: torch.Generator | None
 ) -> None:
-    """What `native_dropout` keeps of a tensor like `mask`; it takes no generator, so another one is lent its place."""
+    """Fill `mask` with the elements that `native_dropout` keeps of a tensor like it.
+
+    `native_dropout` does not take a generator, so the state of another generator is swapped in.
+    """
     source = torch.ones(mask.shape, dtype=dtype, device=mask.device)
     default = generator_of(mask.device)
     if generator is None or generator is default:
@@ -105,7 +108,10 @@ def fill_stream(
     generator: torch.Generator | None,
     operand: Tensor | None = None,
 ) -> None:
-    """Fill `local`, this rank's box, as one device fills the global tensor, and leave the generator as it would."""
+    """Fill `local`, this rank's box, as one device fills the global tensor; advance the generator.
+
+    Afterwards the generator has the state that it would have on one device.
+    """
     # The dims of the box, and of its probabilities in `operand`, are in the tensor's own order.
     in_order = (
         memory.has(local)
@@ -127,7 +133,10 @@ def fill_whole(
     generator: torch.Generator | None,
     operand: Tensor | None,
 ) -> None:
-    """Draw the global tensor and keep the box: right by any law of a device; nothing is probed, so it can be traced."""
+    """Draw the global tensor and keep this rank's box.
+
+    This is correct on any device, and traceable because nothing is measured.
+    """
     on_cpu = local.device.type == "cpu"
     whole = _scratch(memory.shape, local, memory.contiguous or not on_cpu)
     own = tuple([slice(start, stop) for start, stop in memory.box])
@@ -145,7 +154,7 @@ def fill_whole(
 
 
 def _scratch(shape: tuple[int, ...], like: Tensor, contiguous: bool) -> Tensor:
-    """A tensor of that shape; when not `contiguous`, one that torch does not take for contiguous either."""
+    """Return a tensor of this shape, for torch not contiguous unless `contiguous`."""
     if contiguous:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     return torch.empty((*shape, 2), dtype=like.dtype, device=like.device)[..., 0]
@@ -162,7 +171,7 @@ _PROBE = 83
 
 
 class Law(NamedTuple):
-    """How a distribution that gives the same values in chunks consumes the generator."""
+    """The consumption of the generator by a distribution that gives the same values in chunks."""
 
     # chunks start at multiples of it, and the last has at least so many elements
     unit: int
@@ -177,7 +186,7 @@ def fill_cpu(
     generator: torch.Generator | None,
     operand: Tensor | None = None,
 ) -> None:
-    """`fill_stream` on the CPU, in bounded memory."""
+    """Run `fill_stream` on the CPU, in bounded memory."""
     law = None
     if type(local) is Tensor and memory.numel > CHUNK:
         law = law_of(
@@ -216,7 +225,7 @@ def fill_cpu(
 
 
 def skip_words(words: int, generator: torch.Generator | None) -> None:
-    """Draw so many 32-bit words and forget them."""
+    """Draw this number of 32-bit words and discard them."""
     # 7 words: 3 numbers of 64 bits, 1 of 8, which takes a word
     pairs, odd = divmod(words, 2)
     scratch = torch.empty(min(pairs, CHUNK), dtype=torch.int64, device="cpu")
@@ -232,10 +241,13 @@ def skip_words(words: int, generator: torch.Generator | None) -> None:
 def law_of(
     fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtype | None = None
 ) -> Law | None:
-    """How `fill` consumes the generator, found by drawing from one of our own; None if chunks give other values."""
+    """Return the consumption of the generator by `fill`, measured on a separate generator.
+
+    None if drawing in chunks gives other values.
+    """
 
     def trial(*ends: int) -> tuple[Tensor, Tensor]:
-        """Values and end state of a draw that is divided at `ends`."""
+        """Return the values and the end state of a draw that is divided at `ends`."""
         generator = _primed()
         values = _scratch((ends[-1],), torch.empty(0, dtype=dtype, device="cpu"), contiguous)
         odds = None if operand is None else torch.full_like(values, 0.5, dtype=operand)
@@ -260,7 +272,7 @@ def law_of(
 
 
 def _primed() -> torch.Generator:
-    """A seeded generator that also holds the spare value that torch's scalar normal keeps."""
+    """Return a seeded generator that also holds the spare value of torch's scalar normal."""
     generator = torch.Generator().manual_seed(20)
     torch.empty(1, dtype=torch.float64, device="cpu").normal_(generator=generator)
     return generator
@@ -275,7 +287,7 @@ _INDEX_LIMIT = 1 << 31
 
 
 class Rounds(NamedTuple):
-    """How a distribution uses up the generator's offset on one device."""
+    """The size and offset step of a round of a distribution on one device."""
 
     size: int  # elements that one round fills
     step: int  # by how much a round moves the offset
@@ -288,7 +300,10 @@ def fill_cuda(
     generator: torch.Generator | None,
     operand: Tensor | None = None,
 ) -> None:
-    """`fill_stream` on CUDA, by the rounds that touch the box; torch's kernel for an operand has none."""
+    """Run `fill_stream` on CUDA, by the rounds that touch the box.
+
+    torch's kernel with an operand does not work in rounds.
+    """
     residue = memory.numel % fill.granule
     rounds = None
     if operand is None and memory.numel < _INDEX_LIMIT:
@@ -331,13 +346,16 @@ def fill_cuda(
 def rounds_of(
     fill: Fill, dtype: torch.dtype, device: torch.device, residue: int = 0
 ) -> Rounds | None:
-    """Size and step of a round, measured; None if drawing round by round does not give what one draw gives."""
+    """Return the measured size and offset step of a round.
+
+    None if drawing round by round gives other values than one draw.
+    """
     # The residue is the number of the tensor's elements modulo the distribution's granule.
     generator = _private_generator(device)
     scratch = torch.empty(2 * _LARGEST + 1, dtype=dtype, device=device)
 
     def advance(numel: int) -> int:
-        """By how much a draw of so many elements moves the offset."""
+        """Return the change of the offset by a draw of this number of elements."""
         before = generator.get_offset()
         fill(scratch[:numel], generator)
         return int(generator.get_offset() - before)

@@ -1,4 +1,4 @@
-"""What each operator may do on one mesh axis: one table per family, merged in `default`.
+"""Rules of operators: the ways to run each on one mesh axis, in tables merged in `default`.
 
 May import: _torch, errors, host_memory, layout, redistribute, rng, scopes.
 """

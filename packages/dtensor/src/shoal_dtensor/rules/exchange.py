@@ -1,8 +1,8 @@
-"""Exchange of the ranges of a sharded dim that ranks want: one all-to-all with exact blocks; windows and their halos.
+"""Exchange of ranges of a sharded dim by one all-to-all with exact blocks; windows and halos.
 
-An operator like `roll` or `repeat` puts every shard of a dim at some places of its result. Who
-sends what to whom follows from those and from the ranges that ranks want. `roll` by 1 of 6 elements
-on 2 ranks puts 0:3 at 1 and at -5:
+An operator like `roll` or `repeat` puts every shard of a dim at some places of its result. The
+blocks that each rank sends and receives follow from these places and from the ranges that the ranks
+want. `roll` by 1 of 6 elements on 2 ranks puts 0:3 at 1 and at -5:
 
     rank 0: a b c  ->  f a b        sends c to rank 1
     rank 1: d e f  ->  c d e        sends f to rank 0
@@ -13,8 +13,8 @@ rows with kernel 3 and padding 1, sharded as 4 + 4 on 2 ranks (`-` is padding):
     rank 0 holds  0 1 2 3        computes outputs 0..3, reads  - 0 1 2 3 4    row 4 is its halo, from rank 1
     rank 1 holds  4 5 6 7        computes outputs 4..7, reads  3 4 5 6 7 -    row 3 is its halo, from rank 0
 
-Transposed, with stride 2, kernel 3 and padding 1, input `i` adds to the outputs 2i-1, 2i, 2i+1. Of
-4 inputs and 7 outputs:
+Transposed, with stride 2, kernel 3 and padding 1, input `i` adds to the outputs 2i-1, 2i, 2i+1.
+With 4 inputs and 7 outputs:
 
     rank 0 holds  0 1            computes outputs 0..3, reads  0 1 2          input 2 adds to output 3
     rank 1 holds  2 3            computes outputs 4..6, reads  2 3
@@ -50,7 +50,7 @@ Block = tuple[int, int, int]
 
 
 def _blocks(places: Sequence[int], size: int, wanted: Interval) -> list[Block]:
-    """What a range has of a shard that is put at each of `places`."""
+    """Return the parts of the range `wanted` in a shard that is put at each of `places`."""
     # 3:6 at 4, of 3:6: 4, 4, 6
     parts = [(at, max(at, wanted[0]), min(at + size, wanted[1])) for at in places]
     # 0, 1, 2
@@ -60,11 +60,13 @@ def _blocks(places: Sequence[int], size: int, wanted: Interval) -> list[Block]:
 
 
 class Relocation:
-    """The exchange from the shards of a dim to the ranges that ranks want; every rank of the dim's axes takes part.
+    """The exchange from the shards of a dim to the ranges that ranks want.
 
-    Every shard is put at some places of a dim, of which each shard's rank wants a range; these may
-    overlap, and reach over the ends. If nothing `moves`, every rank has what it wants, at its
-    place: then there is no collective.
+    Every rank along the axes of the dim takes part.
+
+    Every shard is put at some places of a dim, and the rank of each shard wants a range of that
+    dim. The ranges may overlap and reach over the ends of the dim. If nothing `moves`, every rank
+    already has its range in place, and no collective is started.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Relocation:
         }
 
     def forwards(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """What this rank wants, out of the shards; `fill` where nothing was put."""
+        """Exchange shards; return the range that this rank wants, `fill` where nothing is put."""
         if not self.moves:
             return _padded(x, self._widths, fill)
         shape = self._shape(x, self.wanted[1] - self.wanted[0])
@@ -115,7 +117,7 @@ class Relocation:
         return result
 
     def backwards(self, gradient: Tensor) -> Tensor:
-        """The gradient of this rank's shard: what all ranks' gradients say of it, added up."""
+        """Return the gradient of this rank's shard, summed over the gradients of all ranks."""
         if not self.moves:
             return _padded(gradient, self._widths, sign=-1).contiguous()
         total = gradient.new_zeros(self._shape(gradient, self.size))
@@ -151,12 +153,12 @@ class Relocation:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Which inputs every output reads along a dim.  As a map of shardings: which outputs a shard computes.
+    """The inputs that each output reads along a dim; as a map of shardings, the outputs of a shard.
 
     Output `o` reads inputs `o * stride - padding + dilation * j` for `j` below `kernel`; a shard
     computes the outputs whose windows have their middle in it. Transposed, input `i` adds to the
     outputs `i * stride - padding + dilation * j`; a shard of n inputs computes `n * stride`
-    outputs, the last one also what is left.
+    outputs, and the last shard also computes the remaining outputs.
 
     Example:
         >>> Windows(8, 8, kernel=3, padding=1)(DimSharding((0,), (2,), (5, 3))).sizes
@@ -179,7 +181,7 @@ class Windows:
 
     @property
     def reach(self) -> int:
-        """How far the last element of a window is from its first."""
+        """The distance from the first to the last element of a window."""
         return self.dilation * (self.kernel - 1)
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
@@ -187,7 +189,7 @@ class Windows:
         return sharding.resharded(self._before, self.outputs)
 
     def _before(self, position: int) -> int:
-        """How many outputs belong to the inputs before `position`."""
+        """Return the number of outputs that belong to the inputs before `position`."""
         if position >= self.length:
             return self.outputs
         if position == 0:
@@ -201,7 +203,10 @@ class Windows:
         return min(max(outputs, 0), self.outputs)
 
     def reads(self, outputs: Interval) -> Interval:
-        """What a range of some outputs reads; windows of inputs may reach over both ends of the input."""
+        """Return the range of inputs that a range of outputs reads.
+
+        Windows over inputs may reach over both ends of the input.
+        """
         start, stop = outputs
         if not self.transposed:
             return start * self.stride - self.padding, (
@@ -213,19 +218,19 @@ class Windows:
         return self.clipped((first, last))
 
     def clipped(self, inputs: Interval) -> Interval:
-        """What a range has of the inputs."""
+        """Return the part of a range that is inside the input."""
         start = min(max(inputs[0], 0), self.length)
         return start, max(start, min(inputs[1], self.length))
 
     def reached(self, inputs: Interval) -> Interval:
-        """The outputs that a range of inputs reaches, of a transposed operator."""
+        """Return the range of outputs that a range of inputs reaches, for a transposed operator."""
         start = inputs[0] * self.stride - self.padding  # inputs 0:3, stride 2, padding 1: -1
         # -1 + 2 * 2 + 3 = 6
         return start, start + (inputs[1] - inputs[0] - 1) * self.stride + self.reach + 1
 
 
 def per_dim(call: OpCall, name: str, count: int) -> list[int]:
-    """An argument with a number for each of `count` spatial dims, or one for all."""
+    """Return an argument as a list with one number for each of `count` spatial dims."""
     value = call.get(name, [1])
     return [*value] * (count if len(value) == 1 else 1)  # [2] for 3 dims: [2, 2, 2]
 
@@ -238,7 +243,10 @@ def windows_of(
     *,
     transposed: bool = False,
 ) -> dict[int, Windows]:
-    """The windows along every spatial dim, the last ones, of a call with a stride, a padding and perhaps a dilation."""
+    """Return the windows along every spatial dim (the last dims) of a call.
+
+    The call has a stride and a padding, and may have a dilation.
+    """
     count = len(kernel)
     stride = per_dim(call, "stride", count) if call["stride"] else kernel
     padding = per_dim(call, "padding", count)
@@ -258,7 +266,7 @@ def windows_of(
 
 
 def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | None:
-    """The traffic of windows along a sharded dim of `source`; None where they need no halo, however it is sharded.
+    """Return the traffic of windows along a sharded dim of `source`; None if they need no halos.
 
     Example:
         Windows of 2 that do not overlap, of 4 inputs: sharded as 3 + 1 the second one needs an
@@ -283,12 +291,12 @@ def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | No
 
 @lru_cache(maxsize=4096)
 def _needs_halo(windows: Windows) -> bool:
-    """Whether any sharding makes shards read of each other, as the one of single inputs then does."""
+    """Tell whether shards read each other under any sharding; test shards of one input each."""
     return _reads_others(windows, DimSharding((0,), (windows.length,), (1,) * windows.length))
 
 
 def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
-    """Whether any shard reads what it does not hold."""
+    """Tell whether any shard reads inputs that the shard does not hold."""
     reads = map(windows.clipped, _wanted(windows, sharding))
     pairs = zip(spans(sharding.sizes), reads, strict=True)
     return any(
@@ -297,7 +305,7 @@ def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
 
 
 def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
-    """What each shard's windows read; an empty range of the shard where it has none."""
+    """Return the range that each shard's windows read; an empty range if a shard has no windows."""
     pairs = zip(spans(sharding.sizes), spans(windows(sharding).sizes), strict=True)
     # -1:5, 3:9
     return [
@@ -342,7 +350,10 @@ class Halos:
         return bool(self.exchanges)
 
     def unpadded(self, call: OpCall, count: int) -> dict[str, list[int]]:
-        """The paddings of `call` for its `count` last dims: none along these, where the shard is padded."""
+        """Return the paddings of `call` for its last `count` dims, 0 along the dims of these halos.
+
+        The shard itself is padded along the dims of the halos.
+        """
         names = [
             name for name in call.bound if self.exchanges and name in ("padding", "output_padding")
         ]
@@ -353,30 +364,36 @@ class Halos:
         return paddings
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """This rank's shard with the border rows of others, and `fill` beyond the ends of the input."""
+        """Return this rank's shard with border rows of other ranks; `fill` beyond the ends."""
         for exchange in self.exchanges.values():
             x = exchange.forwards(x, fill)
         return x
 
     def return_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient of this rank's shard, out of that of what `fetch` returns."""
+        """Return the gradient of this rank's shard, given the gradient of the result of `fetch`."""
         for exchange in reversed(self.exchanges.values()):
             gradient = exchange.backwards(gradient)
         return gradient
 
     def cropped(self, outputs: Tensor) -> Tensor:
-        """This rank's outputs, out of those that the operator makes of what `fetch` returns."""
+        """Return this rank's outputs, given the operator's outputs for the result of `fetch`."""
         return _padded(outputs, self._widths)
 
     def uncropped(self, gradient: Tensor) -> Tensor:
-        """The gradient of what the operator makes of what `fetch` returns, out of that of this rank's outputs."""
+        """Return the gradient of the operator's outputs, given the gradient of this rank's outputs.
+
+        The operator's outputs are its outputs for the result of `fetch`.
+        """
         return _padded(gradient, self._widths, sign=-1)
 
 
 def _padded(
     x: Tensor, widths: Mapping[int, tuple[int, int]], fill: float = 0.0, sign: int = 1
 ) -> Tensor:
-    """`x` with so many elements more at the start and end of dims, or fewer where `sign` and width say so."""
+    """Return `x` padded by `widths` at the ends of dims; cropped where a width is negative.
+
+    The widths are multiplied by `sign`.
+    """
     # torch begins with the last
     pad = [sign * n for dim in reversed(range(x.ndim)) for n in widths.get(dim, (0, 0))]
     return torch.constant_pad_nd(x, pad, fill) if any(pad) else x

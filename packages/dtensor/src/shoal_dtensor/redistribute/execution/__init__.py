@@ -1,4 +1,4 @@
-"""Running plans on this rank: kernels, one plan at once, and messages in which many travel.
+"""Execution of plans on this rank: kernels, single plans, and messages that serve many plans.
 
 May import: blocks, steps.
 """

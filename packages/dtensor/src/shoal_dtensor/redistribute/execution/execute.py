@@ -1,10 +1,10 @@
-"""Running plans on this rank: `run(plan, local)` one at once, messages many together.  Decides nothing.
+"""Execution of plans on this rank: `run(plan, local)` for one plan, messages for many together.
 
 The first run of a plan resolves every step to one function of the local tensor; later runs only
 call them. Plans that travel together advance side by side, from one communicating step to the next.
-Those that do the same kind of step over the same ranks travel as one message, in which the blocks
-of all tensors for a member follow one another. What travels together follows from the plans alone,
-so it is the same on all ranks.
+Plans that do the same kind of step over the same ranks travel as one message, in which the blocks
+of all tensors for a member follow one another. The plans alone determine which tensors travel
+together, so all ranks send the same messages.
 
     all-gather of a and b, whose shards have 2 and 3 elements, over 2 ranks:   [a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1]
 """
@@ -53,7 +53,10 @@ REMEMBERED = 4096  # plans, as many as `plan` remembers
 
 
 def run(plan: Plan, local: Tensor) -> Tensor:
-    """The local tensor under `plan.dst`, in memory of its own; `local` itself without steps or outside the mesh."""
+    """Return the local tensor under `plan.dst`, in memory of its own.
+
+    Return `local` itself if the plan does not have steps or this rank is outside the mesh.
+    """
     for stage in _program(plan):
         local = stage(local)
     return local
@@ -61,7 +64,7 @@ def run(plan: Plan, local: Tensor) -> Tensor:
 
 @remembered(REMEMBERED)
 def _program(plan: Plan) -> tuple[Stage, ...]:
-    """The stages of a plan on this rank."""
+    """Return the stages of a plan on this rank."""
     stages = [
         stage_of(work, step.src.mesh)
         for work, step in zip(kernels_of(plan), plan.steps, strict=True)
@@ -71,13 +74,16 @@ def _program(plan: Plan) -> tuple[Stage, ...]:
 
 @remembered(REMEMBERED)
 def kernels_of(plan: Plan) -> tuple[Kernel, ...]:
-    """What this rank does in each step; nothing outside the mesh."""
+    """Return the kernel of each step of a plan on this rank; it does nothing outside the mesh."""
     _LOG.debug("%s", plan)
     return tuple(kernel(step, step.src.coordinate) for step in plan.steps)
 
 
 def closing(plan: Plan) -> tuple[Stage, ...]:
-    """What remains after the last step: a slice becomes a tensor of its own, memory order follows the global stride."""
+    """Return the stages after the last step.
+
+    A slice becomes a tensor of its own, and the memory order follows the global stride.
+    """
     if not plan.steps or plan.dst.coordinate is None:
         return ()
     if plan.slices:  # a slice must not keep the whole alive
@@ -88,7 +94,7 @@ def closing(plan: Plan) -> tuple[Stage, ...]:
 
 
 def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
-    """One step as a function of the local tensor."""
+    """Return one step as a function of the local tensor."""
     prepare = work.prepare
     finish = work.finish
     if work.collective is None:
@@ -100,7 +106,7 @@ def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
 
 
 def bind(collective: CollectiveCall, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:
-    """A collective as a function of the buffer; `more` is passed on (`async_op`)."""
+    """Return a collective as a function of the buffer; `more` is passed on (`async_op`)."""
     more["comm"] = comm_of(collective, mesh)
     kind = collective.kind
     sizes = collective.sizes
@@ -123,7 +129,7 @@ _UNEVEN: dict[str, _Function] = {"all_gather": all_gather_v, "reduce_scatter": r
 
 
 def comm_of(collective: CollectiveCall, mesh: DeviceMesh) -> Comm:
-    """The communicator that a collective runs over."""
+    """Return the communicator that a collective runs over."""
     return comm_over(collective.ranks) if collective.ranks else mesh.comm(collective.axes)
 
 
@@ -131,7 +137,10 @@ def comm_of(collective: CollectiveCall, mesh: DeviceMesh) -> Comm:
 
 
 def in_memory_order(spec: Spec, row_major: Stage = torch.Tensor.contiguous) -> Stage:
-    """A function that gives a local tensor the memory order of the global stride, by one that makes it row-major."""
+    """Return a function that gives a local tensor the memory order of the global stride.
+
+    It calls `row_major`, which makes a tensor row-major.
+    """
     order = memory_order(spec.shape, spec.stride)
     if not order:
         return row_major
@@ -147,7 +156,10 @@ MAX_ELEMENTS = 256
 
 
 def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> Tensor:
-    """What `run` gives; of a small partial norm the DTensor `owner` keeps it until a write (`fresh`: gives a copy)."""
+    """Return the result of `run`; the DTensor `owner` caches the result for a small partial norm.
+
+    The cache is dropped at a write to `owner`. With `fresh`, return a copy.
+    """
     if (
         not plan.src.partials
         or not _is_norm(plan.src, owner)
@@ -164,14 +176,17 @@ def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) ->
 
 
 def write_back(plan: Plan, result: Tensor, owner: Any) -> None:
-    """Write to the DTensor `owner` what an operator made of its values under a layout from which `plan` leads."""
+    """Write the result of an operator to the DTensor `owner`.
+
+    The operator computed the result under the layout from which `plan` leads.
+    """
     owner._local_tensor.copy_(run(plan, result))
     if _is_norm(plan.dst, owner):
         increment_version(owner)  # `foreach` operators do not
 
 
 def _is_norm(spec: Spec, owner: Any) -> bool:
-    """Whether a tensor is a partial norm and counts how often it is written to."""
+    """Tell whether a tensor is a partial norm and counts the writes to it."""
     return (
         bool(spec.partials)
         and norm_order(spec.partials[0][1]) is not None
@@ -188,7 +203,7 @@ _SENT = torch.empty(0, device="cpu")
 
 
 class Leg(NamedTuple):
-    """A plan's local steps up to a collective, and that."""
+    """The local steps of a plan up to and including its next collective."""
 
     # of the plan among those that advance together
     position: int
@@ -202,7 +217,10 @@ class Leg(NamedTuple):
 
 
 def rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
-    """What plans, one for each tensor, send together, and what they do then; `packs`: also a tensor that is alone."""
+    """Return the messages that plans, one for each tensor, send together, and the steps after them.
+
+    With `packs`, a tensor that is sent alone is packed too.
+    """
     symbolic = any(plan.src.example is not None for plan in plans)
     return (_rounds_of.__wrapped__ if symbolic else _rounds_of)(plans, devices, packs)
 
@@ -222,7 +240,10 @@ def _rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs
 
 
 def _legs(index: int, plan: Plan) -> tuple[list[Leg | None], tuple[Stage, ...]]:
-    """The legs of a plan, None for a step in which this rank's group has nothing to exchange; and what remains."""
+    """Return the legs of a plan, and the stages after its last leg.
+
+    A leg is None for a step in which this rank's group has nothing to exchange.
+    """
     legs: list[Leg | None] = []
     before: list[Stage] = []
     for step, work in zip(plan.steps, kernels_of(plan), strict=True):
@@ -247,7 +268,10 @@ def _legs(index: int, plan: Plan) -> tuple[list[Leg | None], tuple[Stage, ...]]:
 
 
 def _key(leg: Leg, device: torch.device) -> object:
-    """What steps that travel together have in common; meshes of other shapes may have the same communicator."""
+    """Return the key that steps of one message share.
+
+    Meshes of other shapes may have the same communicator.
+    """
     step = leg.step
     name = "Exchange" if step.name in ("AllToAll", "Transfer") else step.name
     ops = step.op, leg.call.op
@@ -255,7 +279,7 @@ def _key(leg: Leg, device: torch.device) -> object:
 
 
 class Message:
-    """One collective for a leg of each of several plans: all that is known of it before there are tensors."""
+    """One collective for a leg of each of several plans, prepared before there are tensors."""
 
     __slots__ = (
         "_arrivals",
@@ -287,9 +311,11 @@ class Message:
         self._received: list[int] = [*map(sum, zip(*self._arrivals, strict=True))]
 
     def send(self, tensors: list[Tensor], *, copies: bool = False) -> Pending[Flat] | Pending:
-        """Start the collective with the local tensors of all plans; those that gather or reduce are taken out.
+        """Start the collective with the local tensors of all plans.
 
-        With `copies` they may be written to as soon as this returns.
+        Tensors that are gathered or reduced are removed from the list.
+
+        With `copies` the tensors may be written to as soon as this returns.
         """
         buffers = []
         for leg in self._legs:
@@ -323,7 +349,7 @@ class Message:
         return start_packed(self._kind, parts, comm, self._sent, op=op)
 
     def _is_read_at_start(self, local: Tensor) -> bool:
-        """Whether nothing reads a local tensor after `send` has returned."""
+        """Tell whether a local tensor is not read after `send` has returned."""
         if self._kind == "all_reduce" or is_traced(local):
             # it reduces a copy; a compiler orders reads and writes
             return True
@@ -335,7 +361,7 @@ class Message:
     def receive(
         self, pending: Pending[Flat] | Pending, tensors: list[Tensor], places: Places
     ) -> None:
-        """Wait, and put what each leg gets where `tensors` has that plan's local tensor."""
+        """Wait, and store each leg's result in `tensors`, in place of its plan's local tensor."""
 
         def unpack(arrived: Sequence[Tensor] | Tensor) -> None:
             for leg, got in zip(self._legs, self._parts(arrived, places), strict=True):
@@ -344,7 +370,7 @@ class Message:
         pending.then(unpack).wait()
 
     def _parts(self, arrived: Sequence[Tensor] | Tensor, places: Places) -> Sequence[Tensor]:
-        """What its own collective would have given each leg."""
+        """Return for each leg the result that its own collective would return."""
         if self._is_call:
             assert isinstance(arrived, Tensor), "a call gives one tensor"
             return [arrived]
@@ -356,7 +382,10 @@ class Message:
         return [part.view(leg.call.shape) for part, leg in zip(arrived, self._legs, strict=True)]
 
     def _joined(self, arrived: Sequence[Tensor] | Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """The blocks from all members for each leg; where they are its plan's result, in the wanted tensor."""
+        """Return the blocks from all members for each leg, joined.
+
+        If they are the result of the plan, they are joined in the wanted tensor.
+        """
         shapes = [leg.call.shape for leg in self._legs]
         size = self._comm.size
         fits = [
@@ -396,7 +425,7 @@ Rounds = tuple[tuple[tuple[Message, ...], ...], tuple[tuple[Stage, ...], ...]]
 
 
 def _block_sizes(leg: Leg, size: int) -> Sequence[int]:
-    """Elements of each member's block of what a leg sends."""
+    """Return the number of elements of each member's block in the buffer that a leg sends."""
     if leg.call.sizes:
         row = prod(leg.call.shape[1:])
         return [length * row for length in leg.call.sizes]

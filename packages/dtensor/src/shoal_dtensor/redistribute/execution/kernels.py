@@ -1,4 +1,4 @@
-"""What a step is on one rank: prepare a buffer, one collective, finish.
+"""Kernels: a step on one rank, as a preparation of a buffer, one collective, and a conclusion.
 
 `kernel(step, coordinate)` resolves a step to integers once. `prepare` and `finish` work on plain
 local tensors; the collective between them is data: the same kernels run over process groups, merged
@@ -33,7 +33,7 @@ Coordinate = tuple[int, ...]
 
 
 class CollectiveCall(NamedTuple):
-    """One call of shoal_mesh's collectives.  The blocks of its members follow one another along dim 0."""
+    """One call of a collective of shoal_mesh; its members' blocks are in order along dim 0."""
 
     # all_gather, reduce_scatter, all_reduce or all_to_all
     kind: str
@@ -51,12 +51,12 @@ class CollectiveCall(NamedTuple):
 
 
 def unchanged(local: Tensor) -> Tensor:
-    """The `prepare` of a step that communicates the local tensor as it is."""
+    """Return the local tensor: the `prepare` of a step that communicates the tensor as it is."""
     return local
 
 
 def received(got: Tensor, local: Tensor) -> Tensor:
-    """The `finish` of a step whose collective gives the result."""
+    """Return the received tensor: the `finish` of a step whose collective gives the result."""
     return got
 
 
@@ -71,14 +71,20 @@ class Kernel(NamedTuple):
 
 
 def kernel(step: Step, coordinate: Coordinate | None) -> Kernel:
-    """What the rank at a coordinate of the step's mesh does; nothing if it is outside (None), but for a transfer."""
+    """Return the kernel of a step for the rank at a coordinate of the step's mesh.
+
+    It does nothing if the rank is outside the mesh (None), except for a transfer.
+    """
     if coordinate is None and step.name != "Transfer":
         return Kernel()
     return _KERNELS[step.name](step, coordinate)
 
 
 def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coordinate]:
-    """Coordinates of the ranks that differ from one only along `axes`, row-major in the order of `axes`."""
+    """Return the coordinates of ranks that differ from `coordinate` only along `axes`.
+
+    They are row-major in the order of `axes`.
+    """
     # On (2, 2, 2), over axes 2 and 0 from (0, 1, 0): (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1).
     coordinates = []
     for position in product(*(range(spec.mesh.shape[axis]) for axis in axes)):
@@ -88,7 +94,7 @@ def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coo
 
 
 def blocks_of(step: Step, coordinate: Coordinate) -> Blocks:
-    """Who sends what to whom in an exchange, members counted along the step's axes."""
+    """Return the blocks of this rank in an exchange, with members counted along the step's axes."""
     group = members(step.src, step.axes, coordinate)
     src, dst = (spec.example or spec for spec in (step.src, step.dst))
     blocks = exchange_blocks(
@@ -132,7 +138,10 @@ def _reshape(step: Step, coordinate: Coordinate) -> Kernel:
 
 
 def _make_partial(step: Step, coordinate: Coordinate) -> Kernel:
-    """R or S -> P: every element is held once along the axes; or as often as it was, if the reduction ignores that."""
+    """Return the kernel of R or S -> P: every element is held once along the axes.
+
+    Elements may be held any number of times for reductions that ignore duplicates.
+    """
     before = step.src.box(coordinate)
     after = step.dst.box(coordinate)
     ops = {axis: op for axis, op in step.dst.partials if axis in step.axes}
@@ -180,7 +189,10 @@ def _scale(step: Step, coordinate: Coordinate) -> Kernel:
 
 
 def _gather_or_scatter(step: Step, coordinate: Coordinate) -> Kernel:
-    """AllGather and ReduceScatter: blocks of the ranks along the axes make up, or are parts of, a larger box."""
+    """Return the kernel of an AllGather or a ReduceScatter.
+
+    The blocks of the ranks along the axes make up, or are parts of, a larger box.
+    """
     gathers = step.name == "AllGather"
     fine, coarse = (step.src, step.dst) if gathers else (step.dst, step.src)
     # then this rank's box stands for all
@@ -234,7 +246,7 @@ def _all_reduce(step: Step, coordinate: Coordinate) -> Kernel:
 
 
 def _reducing(step: Step, coordinate: Coordinate) -> Kernel:
-    """A reduction; that of a norm is a sum of powers, of which the root is taken."""
+    """Return the kernel of a reduction; for a norm, a sum of powers, of which the root is taken."""
     kernel_of = _gather_or_scatter if step.name == "ReduceScatter" else _all_reduce
     order = norm_order(step.op)
     dtype = step.src.dtype
@@ -279,7 +291,7 @@ def _exchange(step: Step, coordinate: Coordinate) -> Kernel:
 
 
 def transfer_kernel(step: Step, rank: int) -> Kernel:
-    """What a global rank does in a transfer; nothing if it is on neither mesh."""
+    """Return the kernel of a global rank in a transfer; it does nothing outside both meshes."""
     if rank not in step.ranks:
         return Kernel()
     me = step.ranks.index(rank)
@@ -300,7 +312,7 @@ def _moved(
     axes: tuple[int, ...] = (),
     ranks: tuple[int, ...] = (),
 ) -> Kernel:
-    """Packing, an exchange of blocks among `size` members, and unpacking."""
+    """Return a kernel that packs, exchanges blocks among `size` members, and unpacks."""
     sends = [0] * size
     receives = [0] * size
     for counts, moves in ((sends, blocks.sends), (receives, blocks.receives)):
@@ -337,7 +349,10 @@ def _moved(
 def _grid_of_blocks(
     fine: Spec, coarse: Spec, dims: Sequence[int], block: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """A regular grid over `dims` of blocks: its sizes, then those of a block, and where these are in the tensor."""
+    """Return the sizes of a regular grid over `dims`, then of a block, and their order.
+
+    The order is the position of each of these sizes in the tensor.
+    """
     # 2 x 3 blocks of (4, 5, 6) over dims 0 and 1: [2, 3, 4, 5, 6], and in the tensor they are dims
     # [0, 2, 1, 3, 4].
     # from 2 shards to 8: 4 blocks
@@ -352,10 +367,11 @@ def _grid_of_blocks(
 
 
 def _reduction(step: Step) -> tuple[str, Callable[[Tensor, Tensor], Tensor]]:
-    """The reduction of a step's collective, and the division after it.
+    """Return the reduction of a step's collective, and the division after it.
 
-    A sum over some axes and an average over others is a sum, divided afterwards. In a half type
-    that sum may leave the range, so all is averaged, and multiplied by the ranks of the sum.
+    A sum over some axes and an average over others is a sum, divided afterwards. In a half type the
+    sum may overflow, so the collective averages over all axes and the result is multiplied by the
+    number of ranks of the sum.
     """
     divisor = step.divisor
     dtype = step.src.dtype
@@ -400,7 +416,10 @@ _KERNELS: dict[str, Callable[[Step, Any], Kernel]] = {
 
 
 def powers(part: Tensor, order: float) -> Tensor:
-    """What is summed up; RedistributeError if the tensor is not of real floating-point numbers."""
+    """Return the powers that are summed for a norm.
+
+    Raise RedistributeError if the tensor is not of real floating-point numbers.
+    """
     if not part.is_floating_point():
         raise RedistributeError(f"a partial norm is of floating-point numbers, got {part.dtype}")
     wide = part.double()
@@ -408,13 +427,13 @@ def powers(part: Tensor, order: float) -> Tensor:
 
 
 def root(total: Tensor, order: float, dtype: torch.dtype) -> Tensor:
-    """The norm, from the sum of the powers."""
+    """Return the norm, given the sum of the powers."""
     size = total.abs()
     return (size.sqrt_() if order == 2 else size.pow_(1 / order)).copysign_(total).to(dtype)
 
 
 def identity_of(op: str, dtype: torch.dtype) -> float | int | bool:
-    """The value that a reduction ignores."""
+    """Return the neutral value of a reduction."""
     order = norm_order(op)
     if order is not None:
         return 0.0 if order > 0 else float("inf")

@@ -1,4 +1,4 @@
-"""Which plan is cheapest: the states between two layouts, the edges between them with their cost, and the search.
+"""The search for the cheapest plan: states between two layouts, edges with costs, and A*.
 
 May import: steps.
 """

@@ -1,9 +1,9 @@
-"""The edges of the search: one function per kind, the only place where its time, bytes and memory are said.
+"""The edges of the search: one function per kind, which computes its time, bytes and memory.
 
 Time is latency + received bytes / bandwidth. Boxes are the largest, ranks the busiest. A collective
 over several axes runs at the pace of its slowest axis. Copies on the device (packing blocks,
 gathering along an inner dim) are counted too, at `COPY_SPEEDUP` times the fastest link, so that
-among equals the plan that copies less wins.
+among plans of equal time the plan that copies less wins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Edge(NamedTuple):
-    """One edge of the search: what `plan` makes a step of."""
+    """One edge of the search, which `plan` turns into a step."""
 
     kind: str  # name of the step class
     # mesh axes, in the order of the collective's blocks
@@ -34,7 +34,10 @@ class Edge(NamedTuple):
 
 
 def reshard(space: Space, before: State, after: State) -> list[Edge]:
-    """S(i) -> S(j): what can be sliced is sliced first, then at most one collective over all axes that change."""
+    """Return the edges of S(i) -> S(j): slice first, then at most one collective.
+
+    The collective is over all axes that change.
+    """
     changed: list[int] = []
     leaving = 0
     entering = 0
@@ -80,7 +83,7 @@ def reshard(space: Space, before: State, after: State) -> list[Edge]:
 def _exchange(
     space: Space, before: State, after: State, changed: list[int], involved: int, received: int
 ) -> Edge:
-    """An exchange among the ranks that hold different shards, or among all that want different ones."""
+    """Return an exchange among the ranks that hold, or that want, different shards."""
     links = space.links
     held = before.box
     wanted = after.box
@@ -115,7 +118,10 @@ def _exchange(
 
 
 def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
-    """Bytes of the busiest rank, which lacks `received`, if an exchange stays among `ranks` with different parts."""
+    """Return the bytes of the busiest rank, which lacks `received`, in an exchange.
+
+    The exchange stays among `ranks` ranks with different parts.
+    """
     # Each replica serves itself, so a rank may send all it has, `before` bytes, to the `copies`
     # ranks that want it.
     # 4 ranks, 2 * 16 asked for, 8 lacked: 24
@@ -123,7 +129,10 @@ def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
 
 
 def _transposed(before: State, after: State, changed: list[int]) -> tuple[int, int] | None:
-    """(from, to) if the innermost axes of one dim become the innermost of the other that changes, all even."""
+    """Return (from, to) if the innermost axes of one dim move to the only other changed dim.
+
+    They become its innermost axes, and all shards are even.
+    """
     old = before.dims
     new = after.dims
     if not all(dims[dim].even for dim in changed for dims in (old, new)):
@@ -142,7 +151,7 @@ def _transposed(before: State, after: State, changed: list[int]) -> tuple[int, i
 
 
 def all_reduce(space: Space, before: State) -> Edge:
-    """P -> R over all axes that are left: 2 * (n - 1) / n of the box comes to each of n ranks."""
+    """Return the edge P -> R over all pending axes: each rank gets 2 * (n - 1) / n of the box."""
     axes = before.pending
     wide = space.widening
     ways = space.links.ranks(axes)
@@ -163,7 +172,10 @@ def all_reduce(space: Space, before: State) -> Edge:
 
 
 def reduce_scatter(space: Space, before: State, after: State) -> Edge:
-    """P -> S over the axes that are no longer pending, each rank keeping its shard: (n - 1) / n of the box comes."""
+    """Return the edge P -> S over the axes that are no longer pending.
+
+    Each rank keeps its shard and receives (n - 1) / n of the box.
+    """
     mask = before.pending & ~after.pending
     wide = space.widening
     box = before.box
@@ -187,7 +199,10 @@ def reduce_scatter(space: Space, before: State, after: State) -> Edge:
 
 
 def joined(space: Space, before: State) -> Iterator[Edge]:
-    """S -> P of axes that one collective reduces with the pending ones; local.  Axes reduced before stay so."""
+    """Yield local edges S -> P of axes that one collective reduces with the pending axes.
+
+    Axes that are already reduced stay reduced.
+    """
     # mesh (2, 2), P, S(1) -> S(0), S(0) of a small tensor: one reduce-scatter over both axes
     # instead of one and an all-to-all: half the latency for twice the bytes.
     reduced = space.start.pending | space.kept & before.becoming
@@ -203,11 +218,13 @@ def joined(space: Space, before: State) -> Iterator[Edge]:
 
 
 def converted(space: Space, before: State) -> list[Edge]:
-    """R or S -> P, then P(sum) <-> P(avg): values become partial as in the destination, locally; [] if they cannot yet.
+    """Return the local edges R or S -> P, then P(sum) <-> P(avg); [] if they are not possible yet.
+
+    The values become partial as in the destination.
 
     Axes that become partial must be innermost: then the shards of their ranks fill the coarser
-    shard, and the rest of it is what the reduction ignores. Of a coarser shard only what the goal's
-    replicated axes leave is kept:
+    shard, and the rest of it has the neutral value of the reduction. Only the part of a coarser
+    shard that the goal's replicated axes leave is kept:
 
         mesh (2, 2), 8 columns: R, S(1) -> S(1), P         rank      (0, 0)    (0, 1)    (1, 0)    (1, 1)
         it has columns                                               0 1 2 3   4 5 6 7   0 1 2 3   4 5 6 7
@@ -235,7 +252,7 @@ def converted(space: Space, before: State) -> list[Edge]:
 def _local(
     space: Space, kind: str, before: State, after: State, axes: tuple[int, ...] = ()
 ) -> Edge:
-    """A step without communication, which writes the new local tensor."""
+    """Return a step without communication, which writes the new local tensor."""
     changed = _changed(before, after)
     axes = axes or _inner(before.dims, after.dims, changed)
     return Edge(
@@ -250,7 +267,7 @@ def _local(
 
 
 def _sliced(space: Space, before: State, goal: Dims) -> State:
-    """The state after dims have been sharded towards `goal` by axes that are neither used nor pending."""
+    """Return the state with dims sharded towards `goal` by axes not used and not pending."""
     taken = before.used | before.pending
     dims = []
     for old, new in zip(before.dims, goal, strict=True):
@@ -265,7 +282,7 @@ def _sliced(space: Space, before: State, goal: Dims) -> State:
 
 
 def _without(dims: Dims, axes: int) -> Dims | None:
-    """The shardings without some axes; None if one of them is not innermost."""
+    """Return the shardings without some axes; None if one of the axes is not innermost."""
     coarse = []
     for sharded in dims:
         coarse += [outer for outer in sharded.lineage if outer.mask == sharded.mask & ~axes]
@@ -274,12 +291,12 @@ def _without(dims: Dims, axes: int) -> Dims | None:
 
 
 def _changed(before: State, after: State) -> tuple[int, ...]:
-    """The dims whose sharding differs."""
+    """Return the dims whose sharding differs."""
     return tuple(
         [d for d, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a is not b]
     )
 
 
 def _inner(coarse: Dims, fine: Dims, of: Sequence[int]) -> tuple[int, ...]:
-    """The axes that shard some dims further: by axis 0, and by 0, 1 and 2: (1, 2)."""
+    """Return the axes that shard some dims further: by axis 0, and by 0, 1 and 2: (1, 2)."""
     return tuple([axis for dim in of for axis in fine[dim].axes[len(coarse[dim].axes) :]])

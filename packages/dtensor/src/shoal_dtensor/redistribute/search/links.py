@@ -11,7 +11,7 @@ COPY_SPEEDUP = 10.0
 
 
 class Links:
-    """What the search needs to know about a mesh; a group over several axes is a mask, see `mask_of`."""
+    """The links of a mesh in the form that the search uses; for masks of axes, see `mask_of`."""
 
     def __init__(
         self, sizes: tuple[int, ...], latency: tuple[float, ...], bandwidth: tuple[float, ...]
@@ -32,27 +32,30 @@ class Links:
             ]
 
     def ranks(self, axes: int) -> int:
-        """Number of ranks of a group over `axes`."""
+        """Return the number of ranks of a group over `axes`."""
         return self._groups[axes][0]
 
     def seconds(self, axes: int, received: float) -> float:
-        """Time of one collective over `axes` in which the busiest rank receives so many bytes."""
+        """Return the time of a collective over `axes` in which ranks get up to `received` bytes."""
         _, latency, bandwidth = self._groups[axes]
         return latency + received / bandwidth
 
     def copy(self, copied: float) -> float:
-        """Time of copying so many bytes on the device; 0.0 if that is less than a hundredth of a collective's start."""
+        """Return the time of copying so many bytes on the device.
+
+        Return 0.0 if it is less than a hundredth of the latency of a collective.
+        """
         # below, of two ways with equal collectives the direct one is taken
         seconds = copied / self._copy_bandwidth
         return seconds if seconds > self._negligible else 0.0
 
 
 def mask_of(axes: Iterable[int]) -> int:
-    """A set of axes as bits: axes 0 and 2 are 0b101."""
+    """Return a set of axes as bits: axes 0 and 2 are 0b101."""
     return sum([1 << axis for axis in axes])
 
 
 @lru_cache(maxsize=1024)
 def axes_of(mask: int) -> tuple[int, ...]:
-    """The axes of a mask, ascending: of 0b101 they are (0, 2)."""
+    """Return the axes of a mask, ascending: (0, 2) for 0b101."""
     return tuple([axis for axis in range(mask.bit_length()) if mask >> axis & 1])

@@ -1,10 +1,11 @@
-"""The cheapest way between two specs: A* over the layouts of `Candidates`, by the edges of `edges`.
+"""A* search for the cheapest path between two specs, over the layouts of `Candidates`.
 
-`Bound` says what the rest of a way takes at least. A state is left aside only if every way through
-it provably takes as long as one that is known. So where the search looked at all layouts and ended
-by itself, no sequence of these edges takes less in the cost model. After `MOST_PRICED` prices it
-stops with the best way so far, and `Plan.floor` is how fast any way could be at best. Of ways that
-take equally long the first one is taken, direct ones first, so every rank gets the same plan.
+`Bound` is an admissible lower bound on the remaining cost. A state is pruned only if no path
+through it can beat a known complete path. If the search considers all layouts and ends by itself,
+its plan is therefore optimal for these edges in the cost model. After `MOST_PRICED` prices the
+search stops with the best path so far, and `Plan.floor` is a lower bound on the cost of every path.
+Among paths of equal cost the first one is chosen, direct paths first, so every rank gets the same
+plan.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Edges = tuple[Edge, ...]
 def cheapest_plans(
     src: Spec, dst: Spec, links: Links, memory_limit: int | None = None, wanted: int = 1
 ) -> list[Plan]:
-    """The cheapest plan that stays within `memory_limit` bytes, and up to `wanted` - 1 others that were found."""
+    """Return the cheapest plan within `memory_limit` bytes, and up to `wanted` - 1 other plans."""
     space = Space(src.example or src, dst.example or dst, links)
     search = _Search(space, memory_limit, wanted)
     floor = search.run()
@@ -77,7 +78,7 @@ def cheapest_plans(
 
 
 def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
-    """The spec of a state."""
+    """Return the spec of a state."""
     placements: dict[int, Placement] = dict.fromkeys(range(src.mesh.ndim), Replicate())
     # P, R -> R, P at first: axis 0
     for axis in axes_of(state.pending | space.partial & ~state.becoming):
@@ -91,7 +92,7 @@ def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
 
 
 def _step(here: Spec, there: Spec, edge: Edge) -> Step:
-    """The step for an edge."""
+    """Return the step for an edge."""
     ops = dict(here.partials)
     sizes = here.mesh.shape
     summed, averaged = (
@@ -120,14 +121,14 @@ def _step(here: Spec, there: Spec, edge: Edge) -> Step:
 
 
 class _Trail(NamedTuple):
-    """A way from a start to a state: seconds until there, and the edges that lead there."""
+    """A path from a start to a state: its cost in seconds and its edges."""
 
     seconds: float
     here: State
     edges: Edges
 
     def then(self, hop: list[Edge]) -> _Trail:
-        """The way and some more edges."""
+        """Return the path extended by some edges."""
         seconds = self.seconds
         for edge in hop:
             seconds += edge.seconds
@@ -152,11 +153,14 @@ class _Search:
         self.near: dict[tuple[int, int, int], list[tuple[float, State]]] = {}
 
     def run(self) -> float:
-        """Fill `found`; seconds that any way takes at least, unless it is among them."""
+        """Fill `found`; return a lower bound on the cost of every path that is not in it."""
         return min([self.search(_Trail(0.0, start, ())) for start in self.starts()])
 
     def starts(self) -> Iterator[State]:
-        """The source; and where axes that are partial at both ends are reduced and made partial again."""
+        """Yield the source, and states where axes partial at both ends are reduced first.
+
+        These axes are made partial again at the end.
+        """
         # mesh (4 fast, 2 slow), P, S(0) -> P, R: to reduce-scatter over the fast axis first leaves
         # a quarter to gather over the slow one, and making values partial again costs no
         # communication.
@@ -174,7 +178,7 @@ class _Search:
                 )
 
     def search(self, start: _Trail) -> float:
-        """Look for ways from one start; seconds that any of them takes at least, unless it is among those found."""
+        """Search paths from one start; return a lower bound on the cost of paths not in `found`."""
         self.candidates = Candidates(self.space, start.here)
         self.most = MOST_PRICED if self.candidates.complete else MOST_PRICED // 3
         floor = inf if self.candidates.complete else self.bound(start.here)
@@ -196,11 +200,11 @@ class _Search:
         return floor
 
     def is_over(self) -> bool:
-        """Whether the best way so far has to do."""
+        """Tell whether the search has used up its prices and has found a path."""
         return self.priced >= self.most and bool(self.found)
 
     def reduced(self, trail: _Trail) -> _Trail:
-        """Offer the plain reduction, to where the goal has the axes: often nothing beats it."""
+        """Offer the path of the plain reduction to the goal's axes, often the best path."""
         space = self.space
         here = trail.here
         if here.pending:
@@ -212,7 +216,11 @@ class _Search:
         return trail
 
     def settle(self, trail: _Trail) -> None:
-        """Offer plain ways with nothing left to reduce, one speed or one axis after the other: no plan is worse."""
+        """Seed the search with simple paths that leave nothing to reduce.
+
+        They move the axes of one speed, or one axis, after the other. The result is never worse
+        than these paths.
+        """
         space = self.space
         here = trail.here
         bandwidth = self.space.links.bandwidth
@@ -238,7 +246,7 @@ class _Search:
                 last = self.offer(last.then(reshard(space, here, after)))
 
     def expand(self, trail: _Trail) -> None:
-        """Offer the states to which one hop may be worth it, those first that are nearest to the goal."""
+        """Offer the states that one hop may profitably lead to, nearest to the goal first."""
         seconds, here, _ = trail
         if here.pending:
             self.reduce(trail)
@@ -259,7 +267,7 @@ class _Search:
                 self.offer(trail.then(reshard(self.space, here, after)))
 
     def reduce(self, trail: _Trail) -> None:
-        """Offer what reductions lead to."""
+        """Offer the states that reductions lead to."""
         space = self.space
         here = trail.here
         # An all-reduce takes all axes that are left: two in a row could leave replicas that differ
@@ -276,7 +284,7 @@ class _Search:
                 self.offer(trail.then([reduce_scatter(space, here, after)]))
 
     def nearest(self, here: State) -> list[tuple[float, State]]:
-        """States with the same axes to reduce and to become partial, those first that are nearest to the goal."""
+        """Return states with the same pending and becoming axes, nearest to the goal first."""
         key = here.pending, here.becoming, here.scaled
         near = self.near.get(key)
         if near is None:
@@ -288,7 +296,7 @@ class _Search:
         return near
 
     def offer(self, trail: _Trail) -> _Trail:
-        """Take note of a way to a state, of its conversion and, with nothing to reduce, of the way to the goal."""
+        """Record a path to a state, its conversion and, if nothing is pending, the path on."""
         seconds, here, edges = trail
         bound = seconds + self.bound(here)
         if bound >= self.worst or self.reached.get(here, inf) <= seconds:
@@ -312,7 +320,7 @@ class _Search:
         return trail
 
     def note(self, trail: _Trail) -> None:
-        """Remember a whole way if it is among the best, unless it takes too much memory."""
+        """Keep a complete path if it is among the best, unless it exceeds the memory limit."""
         seconds, _, edges = trail
         if seconds >= self.worst * _ALIKE or (
             self.limit is not None and self.peak(edges) > self.limit
@@ -325,13 +333,19 @@ class _Search:
             self.worst = self.found[-1][0]
 
     def peak(self, edges: Edges) -> int:
-        """Bytes at the worst moment: the caller holds the source box throughout, once while it is the input."""
+        """Return the bytes at the worst moment of some edges.
+
+        The caller holds the source box throughout; it is counted once while it is the input.
+        """
         box = self.space.start.box
         return max([box, *[edge.peak + (box if i else 0) for i, edge in enumerate(edges)]])
 
 
 class Bound:
-    """Seconds from a state to the goal, at least: the slowest start, and what comes over links of each speed."""
+    """Admissible lower bound on the seconds from a state to the goal.
+
+    It accounts for the slowest latency and for the bytes received over links of each speed.
+    """
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -350,7 +364,7 @@ class Bound:
         self._fastest = speeds[-1] if speeds else inf
 
     def seconds(self, here: State) -> float:
-        """Seconds from a state to the goal, at least."""
+        """Return a lower bound on the seconds from a state to the goal."""
         links = self.space.links
         moving = self.space.moving(here)
         leaving = here.pending | here.leaving & ~here.becoming
@@ -381,15 +395,15 @@ class Bound:
         return max(seconds, links.seconds(leaving, 0) + lacking / self._fastest)
 
     def _volume(self, here: State, moving: int, level: int) -> float:
-        """Bytes that a rank receives at least, on average, through collectives over axes of a level.
+        """Return a lower bound on the average bytes that a rank receives over axes of a level.
 
-        These axes divide the mesh into islands, over the others all is fast. 4 islands of 2 ranks,
-        8 rows, S(0) over the islands -> R: an island has 2 rows and needs 8; 6 come to its 2 ranks,
-        3 rows to each.
+        These axes divide the mesh into islands, and the other axes are faster. 4 islands of 2
+        ranks, 8 rows, S(0) over the islands -> R: an island has 2 rows and needs 8; 6 come to its 2
+        ranks, 3 rows to each.
 
-        To add up p values that lie on different islands and leave the result on q of them, every
-        element has to come p - 1 times to be added and q - 1 times to be held. P -> R over 4 ranks:
-        3 + 3 times, 6 / 4 of it to each rank.
+        To add up p values on different islands and leave the result on q of them, every element has
+        to come p - 1 times to be added and q - 1 times to be held. P -> R over 4 ranks: 3 + 3
+        times, 6 / 4 of it to each rank.
         """
         ranks = self.space.links.ranks
         wanted = self.space.goal.used

@@ -1,11 +1,11 @@
-"""The search space between two specs: what a state is, and how its dims may be sharded.
+"""The search space between two specs: states, and possible shardings of their dims.
 
-A state says, for each tensor dim, how mesh axes shard it; which axes are still to be reduced; and
-which are still to become partial as in the destination. Every other axis is replicated, or partial
-at both ends.
+A state holds the mesh axes that shard each tensor dim, the axes that are still to be reduced, and
+the axes that are still to become partial as in the destination. Every other axis is replicated, or
+partial at both ends.
 
-The shardings of a dim are a tree. Below each are those that divide its shards by one more axis:
-like torch.chunk, or with explicit sizes of the source or the destination. Equal ones are one
+The shardings of a dim form a tree. The children of a sharding divide its shards by one more axis:
+like torch.chunk, or with explicit sizes of the source or the destination. Equal shardings are one
 object. A set of axes is a mask, one bit for each. Axes of size 1 are left out: nothing ever happens
 on them.
 
@@ -39,7 +39,11 @@ _LINEAR = frozenset({"sum", "avg"})
 
 
 class ShardedDim:
-    """One sharding of a dim: the shards of `outer` (None: whole) divided like torch.chunk, or as in `sharding`."""
+    """One sharding of a dim: the shards of `outer` divided by one more axis.
+
+    They are divided like torch.chunk, or as in `sharding`. If `outer` is None, the whole dim is
+    divided.
+    """
 
     __slots__ = ("_ranks", "_sharding", "axes", "even", "longest", "mask", "outers")
 
@@ -71,14 +75,14 @@ class ShardedDim:
 
     @property
     def sharding(self) -> DimSharding:
-        """What the axes make of the dim; made when it is asked for, as it may have an entry for every rank."""
+        """The `DimSharding` of the dim; made on first use, as it may have an entry per rank."""
         if self._sharding is None:
             self._sharding = self.outers[-1].sharding.chunked(self.axes[-1], self._ranks)
         return self._sharding
 
     @property
     def lineage(self) -> tuple[ShardedDim, ...]:
-        """The coarser shardings and this one; entry n is by n axes."""
+        """The coarser shardings and this sharding; entry n is by n axes."""
         return *self.outers, self
 
 
@@ -86,7 +90,7 @@ Dims = tuple[ShardedDim, ...]
 
 
 class Change(NamedTuple):
-    """What becomes of a dim between two shardings."""
+    """The change of a dim between two shardings."""
 
     # axes of the old one, and of the new one, inside of what both have in common
     leaving: int
@@ -96,7 +100,7 @@ class Change(NamedTuple):
 
 
 class State:
-    """A layout on the way: the sharding of each tensor dim, and what is to happen to the other axes."""
+    """A layout on the path: the sharding of each tensor dim, and changes due on other axes."""
 
     __slots__ = ("becoming", "box", "dims", "leaving", "made", "pending", "scaled", "used")
 
@@ -121,7 +125,7 @@ class State:
 
 
 class Space:
-    """States between `src` and `dst`, which describe the same tensor on the same mesh."""
+    """The states between `src` and `dst`, which describe the same tensor on the same mesh."""
 
     def __init__(self, src: Spec, dst: Spec, links: Links) -> None:
         src, dst = _over_large_axes(src), _over_large_axes(dst)
@@ -176,7 +180,7 @@ class Space:
                 )
 
     def _dims_of(self, spec: Spec) -> Dims:
-        """How a spec shards its dims."""
+        """Return the sharding of each dim of a spec."""
         dims = []
         for dim, sharded in enumerate(self.whole):
             sharding = spec.dim_sharding(dim)
@@ -190,18 +194,18 @@ class Space:
         return tuple(dims)
 
     def moving(self, here: State) -> int:
-        """The axes over which anything may still happen: all but those that are partial as in `dst`."""
+        """Return the axes that may still change: all but those that are partial as in `dst`."""
         # P, S(0) -> P, R: axis 1, 0b10
         return self.large & ~(self.partial & ~(here.pending | here.becoming))
 
     def scattered(self, before: State, dims: Dims) -> State:
-        """The state after pending axes were reduced that shard a dim now."""
+        """Return the state after the reduction of the pending axes that shard a dim now."""
         used = sum(sharded.mask for sharded in dims)
         return self.state(dims, before.pending & ~used, before.becoming, before.scaled)
 
 
 def _over_large_axes(spec: Spec) -> Spec:
-    """The spec with axes of one rank replicated."""
+    """Return the spec with axes of one rank replicated."""
     sizes = spec.mesh.shape
     if 1 not in sizes:
         return spec
@@ -220,7 +224,7 @@ def _change(old: ShardedDim, new: ShardedDim) -> Change:
 
 
 def _held(old: ShardedDim, new: ShardedDim) -> float:
-    """The smallest fraction of a rank's new interval of a dim that is in its old one."""
+    """Return the smallest fraction of a rank's new interval of a dim that is in its old one."""
     if new in old.outers:
         # 8 on (2, 2), by both axes -> by one: 2 / 4
         return old.longest / max(1, new.longest) if old.even else 0.0
@@ -238,12 +242,15 @@ def _held(old: ShardedDim, new: ShardedDim) -> float:
 
 
 def wire_itemsize(op: str, dtype: torch.dtype) -> int:
-    """Bytes of an element while it is reduced."""
+    """Return the bytes of an element while it is reduced."""
     return dtype.itemsize if norm_order(op) is None else torch.float64.itemsize
 
 
 def _commute(ops: set[str]) -> bool:
-    """Whether these reductions may be done in any order: sum and average commute, any other one with itself."""
+    """Tell whether these reductions may be done in any order.
+
+    Sum and average commute; any other reduction commutes only with itself.
+    """
     return len(ops) < 2 or ops <= _LINEAR
 
 
@@ -251,11 +258,11 @@ def _commute(ops: set[str]) -> bool:
 
 
 class Candidates:
-    """The layouts that one hop of the search may lead to, on ways from one start.
+    """The layouts that one hop of the search may lead to, on paths from one start.
 
-    Of few axes all of them: every order of every subset of the axes on every tensor dim. Where
-    those are too many, an axis is replicated or on one of a few dims: where it is, where it goes,
-    and where it may wait meanwhile, being neither in the way nor idle; and on a dim axes are in the
+    For few axes these are all layouts: every order of every subset of the axes on every tensor dim.
+    If these are too many, an axis is replicated or shards one of a few dims: its present dim, its
+    dim in the goal, and a dim where it may shard in the meantime. On a dim the axes are in the
     order of the source or of the destination.
     """
 
@@ -270,7 +277,7 @@ class Candidates:
         self.complete = layouts <= MOST_LAYOUTS  # whether all of them are looked at
 
     def inside(self, outer: Dims, axes: int) -> list[Dims]:
-        """The layouts that shard `outer` further by some of these axes, first that by none of them."""
+        """Return layouts that shard `outer` further by some of these axes, `outer` itself first."""
         chosen = axes_of(axes)
         dims = range(len(outer))
         found: list[Dims] = []
@@ -288,7 +295,7 @@ class Candidates:
         return found
 
     def scattered(self, here: State) -> Dims:
-        """The layout with pending axes where the goal has them, inside of the others."""
+        """Return the layout with pending axes where the goal has them, inside the other axes."""
         # S(1): [[], [0]]
         pending = [
             [axis for axis in goal.axes if here.pending >> axis & 1] for _, goal in self.ends
@@ -298,7 +305,10 @@ class Candidates:
         )
 
     def settled(self, here: State, axes: int, *, nested: bool) -> Dims:
-        """The layout with these axes as in the goal and the others as they are, inside of those or ascending."""
+        """Return the layout with these axes as in the goal and the other axes as they are.
+
+        The axes are inside the others (`nested`) or ascending.
+        """
         dims = []
         for whole, old, (_, goal) in zip(self.space.whole, here.dims, self.ends, strict=True):
             # goal by axis 0, here by 1, axis 0 settled: [0]
@@ -308,7 +318,7 @@ class Candidates:
         return tuple(dims)
 
     def _ordered(self, dim: int, outer: ShardedDim, axes: tuple[int, ...]) -> list[ShardedDim]:
-        """The shards of a dim divided by all of these axes."""
+        """Return the shardings that divide the shards of a dim by all of these axes."""
         start, goal = (end.axes for end in self.ends[dim])
         orders: Iterable[tuple[int, ...]] = permutations(axes)
         if not self.complete:
@@ -318,14 +328,17 @@ class Candidates:
         )
 
     def _extended(self, outer: ShardedDim, order: Iterable[int]) -> list[ShardedDim]:
-        """Shards divided by these axes in this order: like torch.chunk, and last with explicit sizes."""
+        """Return shards divided by these axes in order, like torch.chunk or with explicit sizes.
+
+        The sharding with explicit sizes is last.
+        """
         found = [outer]
         for axis in order:
             found = [inner for each in found for inner in self.space.inside(each, axis)]
         return found
 
     def _places(self, axis: int) -> tuple[int, ...]:
-        """Tensor dims that an axis may shard: where it does, where it shall, and one to wait on."""
+        """Return the dims that an axis may shard: its present dim, its goal, and one to wait on."""
         own = [d for d, (start, goal) in enumerate(self.ends) if axis in start.axes + goal.axes]
         waiting = [
             d
@@ -338,5 +351,8 @@ class Candidates:
 
 
 def _in_order(axes: tuple[int, ...], known: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes in a known order, those that are not in it last: (0, 1, 2) in the order of (2, 0) are (2, 0, 1)."""
+    """Return the axes in a known order, unknown axes last.
+
+    For example (0, 1, 2) in the order of (2, 0) is (2, 0, 1).
+    """
     return tuple(sorted(axes, key=lambda axis: known.index(axis) if axis in known else len(known)))

@@ -1,7 +1,9 @@
-"""Sharding of operators that select by values (nonzero, unique, masked_select), and of searches and counts of values.
+"""Sharding of operators that select by values, and of searches and counts of values.
 
-Of what is selected each rank has its own results. Every rank gathers them all, in global order, so
-the result is replicated and as long as on one device.
+Operators that select by values are for example nonzero, unique and masked_select.
+
+Each rank selects from its own shard. Every rank then gathers the results of all ranks in global
+order, so the result is replicated and has the same length as on one device.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ from ..shape.views import expand
 
 
 def gathered(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor]:
-    """The results of all ranks along mesh axes, one after the other; their number differs from rank to rank."""
+    """Gather the results of all ranks along mesh axes, one after the other.
+
+    The number of results differs from rank to rank.
+    """
     comm = spec.mesh.comm(axes)
     counts = all_gather(
         upload([len(results[0])], device_of_numbers(comm, results[0].device)), comm
@@ -48,7 +53,10 @@ def gathered(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor
 def in_global_order(
     spec: Spec, axes: tuple[int, ...], positions: Tensor, *results: Tensor
 ) -> list[Tensor]:
-    """Global positions, `(count, ndim)`, of those in every rank's shard, in row-major order, and results likewise."""
+    """Gather positions and results of all ranks and sort them in row-major order of the positions.
+
+    Positions are global, of shape `(count, ndim)`.
+    """
     positions = positions + upload(spec.local_offset, positions.device, positions.dtype)
     positions, *results_of_all = gathered(spec, axes, positions, *results)
     strides = upload(contiguous_stride(spec.shape), positions.device, positions.dtype)
@@ -57,18 +65,24 @@ def in_global_order(
 
 
 def selected_by(mask: Tensor, spec: Spec, axes: tuple[int, ...], x: Tensor) -> Tensor:
-    """What a sharded mask selects of `x`, on every rank; `spec` is that of the mask, or sharded like it."""
+    """Return the elements of `x` that a sharded mask selects, on every rank.
+
+    `spec` is the spec of the mask, or of a tensor that is sharded like the mask.
+    """
     positions = mask.nonzero()
     return in_global_order(spec, axes, positions, x[positions.unbind(1)])[1]
 
 
 def assumed_result_bytes(call: OpCall) -> Traffic:
-    """The traffic of gathering results, whose number nobody knows yet: fewer than the input's elements."""
+    """Return the assumed traffic of gathering results: fewer bytes than the input has elements.
+
+    The number of results is unknown before the operator runs.
+    """
     return lambda ranks: max(call["self"].shape[0], 1) if call["self"].ndim else 1
 
 
 def _sparse(local_call: LocalCall) -> LocalFunction:
-    """In a backward pass it is the gradient of an embedding: dense, as no DTensor is sparse."""
+    """Return the dense gradient of an embedding if the call is in a backward pass."""
     op = local_call.call.op
 
     def run(
@@ -82,7 +96,10 @@ def _sparse(local_call: LocalCall) -> LocalFunction:
 
 
 def nonzero(call: OpCall) -> Iterator[Row]:
-    """And `masked_select`, and `unique` unless it says where each element is, which is as large as the input."""
+    """Yield the rows of `nonzero`, `masked_select`, and `unique` without inverse indices.
+
+    The inverse indices of `unique` are as large as the input.
+    """
     source = call["self"]
     mask = call.get("mask")
     traffic = assumed_result_bytes(call)
@@ -100,7 +117,7 @@ def _nonzero(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalF
 
 @where_sharded
 def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """Values = unique of the values of all shards; counts = sums over shards."""
+    """Compute the unique values of the values of all shards; sum the counts over shards."""
     counted = bool(local_call.call.get("return_counts"))
     count = len(local_call.call.schema.returns)
 
@@ -118,7 +135,10 @@ def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFu
 
 
 def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
-    """The mask is replicated: every rank counts on it how many elements were taken before each of its own."""
+    """Copy the source elements of this rank's shard, with the mask replicated.
+
+    Every rank counts on the mask the elements that are taken before each of its own elements.
+    """
     spec = local_call.outputs[0]
     is_written = bool(local_call.call.written)
     here = slices_of(box_at(spec.local_offset, spec.local_shape))
@@ -138,7 +158,7 @@ def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _check_count(mask: Tensor, source: Tensor) -> None:
-    """Refuse a source with fewer elements than the mask selects."""
+    """Raise an error if the source has fewer elements than the mask selects."""
     present = source.numel()
     check_values(
         mask.sum() <= present,
@@ -147,7 +167,10 @@ def _check_count(mask: Tensor, source: Tensor) -> None:
 
 
 def searchsorted(call: OpCall) -> Iterator[Row]:
-    """And `bucketize`: how many boundaries are below a value is the sum over shards; a sorter has global indices."""
+    """Yield the rows of `searchsorted` and `bucketize`: counts of boundaries add up over shards.
+
+    A sorter has global indices, so boundaries with a sorter are not sharded.
+    """
     boundaries = "boundaries" if "boundaries" in call.bound else "sorted_sequence"
     last = call[boundaries].ndim - 1
     for d in range(call["self"].ndim if isinstance(call["self"], TensorMeta) else last):
@@ -158,7 +181,7 @@ def searchsorted(call: OpCall) -> Iterator[Row]:
 
 
 def isin(call: OpCall) -> Iterator[Row]:
-    """Whether a value is in any shard of the set or, inverted, in none."""
+    """Yield the rows of `isin`: a value is in any shard of the set or, inverted, in none."""
     in_any_shard = P("min" if call["invert"] else "max")
     if isinstance(elements := call.get("elements"), TensorMeta):
         yield from (call.row(elements=S(d), out=S(d)) for d in range(elements.ndim))
@@ -175,7 +198,10 @@ def histc(call: OpCall) -> Iterator[Row]:
 
 
 def _histc(local_call: LocalCall) -> LocalFunction | None:
-    """A count is the sum over shards; without given bounds, those of all elements."""
+    """Count the shard's elements in bins; without given bounds, use the bounds of all elements.
+
+    A count is the sum over shards.
+    """
     call = local_call.call
     spec = local_call["self"]
     axes = sharding_axes(spec)
@@ -199,7 +225,10 @@ def _histc(local_call: LocalCall) -> LocalFunction | None:
 
 
 def bincount(call: OpCall) -> Iterator[Row]:
-    """The result's length is data-dependent; the largest minimum known is 64 bins."""
+    """Yield the row of `bincount`, whose result has a data-dependent length.
+
+    The traffic is estimated for at least 64 bins.
+    """
     yield call.row(
         self=S(0), weights=S(0), traffic=lambda ranks: 8 * max(int(call["minlength"]), 64)
     )
@@ -207,7 +236,7 @@ def bincount(call: OpCall) -> Iterator[Row]:
 
 @where_sharded
 def _bincount(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """Counts of the shard, as many as the shard with the largest value needs, summed over shards."""
+    """Sum the counts of the shards, for as many bins as the shard with the largest value needs."""
 
     def run(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         top = x.max() + 1 if x.numel() else torch.zeros((), dtype=x.dtype, device=x.device)

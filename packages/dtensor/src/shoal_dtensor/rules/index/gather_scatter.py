@@ -1,8 +1,10 @@
-"""Sharding of reads and writes along one dim: gather, index_select, embeddings; scatter, index_add, index_copy.
+"""Sharding of reads and writes along one dim by index.
 
-Reading along a sharded dim, every rank looks up what falls into its shard and leaves zeros for the
-rest, a partial sum. Writing, the written tensor keeps its sharding, and every rank writes what
-falls into its shard; adding is linear, so sharded sources leave a partial sum.
+Reads are gather, index_select and embeddings; writes are scatter, index_add and index_copy.
+
+To read along a sharded dim, every rank looks up the indices in its shard and returns zeros for the
+other indices, which makes a partial sum. To write, the written tensor keeps its sharding, and every
+rank writes the elements in its shard. Adding is linear, so sharded sources leave a partial sum.
 """
 
 from __future__ import annotations
@@ -48,18 +50,18 @@ from ..language.rule import (
 
 
 def lookup_partial(source: TensorMeta) -> P:
-    """What lookups that leave zeros for the elements of other ranks add up to."""
+    """Return the placement of lookups that leave zeros for the elements of other ranks."""
     return P("max" if source.dtype == torch.bool else "sum")
 
 
 def lookup(
     local_call: LocalCall, place: int, local: Callable[[Any], tuple[Any, Tensor]], behind: int = 0
 ) -> LocalFunction:
-    """Element below = sum over shards of (element if it is in the shard, else 0).
+    """Sum over shards the elements found in each shard, with 0 for an element of another shard.
 
-    Behind its source the operator takes the indices as argument `place`, which `local` makes
-    positions in the shard, with whether they are. Of the result's dims, so many are `behind` those
-    of the indices.
+    The indices are the operator's argument `place` after its source. `local` converts them to
+    positions in the shard and a mask of the indices that are in the shard. The result has `behind`
+    dims after the dims of the indices.
     """
     call = local_call.call
     shape = local_call.outputs[0].local_shape
@@ -76,12 +78,12 @@ def lookup(
 
 
 def _per_element(call: OpCall) -> bool:
-    """Whether there is an index for every element; else one, of one dim, for whole slices."""
+    """Tell whether every element has an index; else one index of one dim selects whole slices."""
     return any(name in call.op.__name__ for name in ("gather", "scatter"))
 
 
 def _by_index(call: OpCall, *along: Row) -> Iterator[Row]:
-    """Rows for the dims that indices are not along, and those for the dim that they are along."""
+    """Yield rows for the dims that indices are not along, then the rows `along` the other dim."""
     per_element = _per_element(call)
     source = _source(call)
     operands = [call[name].shape for name in ("self", "index", source) if name]
@@ -99,7 +101,7 @@ def _by_index(call: OpCall, *along: Row) -> Iterator[Row]:
 
 
 def gather(call: OpCall) -> Iterator[Row]:
-    """And `index_select`."""
+    """Yield the rows of `gather` and `index_select`."""
     dim = call.dim()
     of_index = (
         [call.row(index=S(dim if _per_element(call) else 0), out=S(dim))]
@@ -118,17 +120,17 @@ def _gather(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 
 def scatter(call: OpCall) -> Iterator[Row]:
-    """And `index_copy` and its like."""
+    """Yield the rows of `scatter`, `index_copy` and similar operators."""
     return _by_index(call, call.row(self=S(call.dim()), out=S(call.dim())))
 
 
 def _source(call: OpCall) -> str:
-    """The name of the tensor whose elements are written; none of a number, or of `index_fill`."""
+    """Return the name of the tensor whose elements are written; "" for a number or `index_fill`."""
     return next((name for name in ("src", "source") if isinstance(call.get(name), TensorMeta)), "")
 
 
 def scatter_add(call: OpCall) -> Iterator[Row]:
-    """And `index_add`: linear in target and source together."""
+    """Yield the rows of `scatter_add` and `index_add`, linear in target and source together."""
     index = call["index"]
     source = _source(call)
     per_element = _per_element(call)
@@ -144,7 +146,7 @@ def scatter_add(call: OpCall) -> Iterator[Row]:
 
 @along_dim
 def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """What falls outside the shard goes to one more position at its end, which is then dropped."""
+    """Scatter the elements of this shard; write others to an extra last position and drop it."""
     # The in-place form of any operator, of the same overload: `src` of `src_out`.
     name, _, overload = local_call.call.op.__name__.partition(".")
     write = getattr(
@@ -165,7 +167,7 @@ def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 
 def _write_slices(local_call: LocalCall) -> LocalFunction | None:
-    """Only the slices that fall into the shard are written."""
+    """Write only the slices that fall into the shard."""
     call = local_call.call
     spec = local_call["self"]
     if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
@@ -186,7 +188,7 @@ def _write_slices(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _length(call: OpCall) -> int:
-    """The number of elements along the dim that indices are along."""
+    """Return the number of elements along the indexed dim."""
     source: TensorMeta = call["self"]
     return source.shape[call.dim()] if source.ndim else 1
 
@@ -203,14 +205,14 @@ MAX = 2  # the mode of `embedding_bag`
 
 @partial(where_sharded, dims=lambda call: (0,))
 def _embedding(local_call: LocalCall, weight: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """With a sharded vocabulary, whose indices do not count from the end."""
+    """Look up rows of a sharded vocabulary, whose indices do not count from the end."""
     return lookup(
         local_call, 0, partial(local_positions, spec=weight, dim=0, from_end=False), behind=1
     )
 
 
 def _rows(call: OpCall) -> int:
-    """The number of rows of a table."""
+    """Return the number of rows of a table."""
     table: TensorMeta = call["weight"]
     return table.shape[0]
 
@@ -225,7 +227,10 @@ def embedding_dense_backward(call: OpCall) -> Iterable[Row]:
 
 
 def embedding_bag(call: OpCall) -> Iterator[Row]:
-    """By embedding dim, which the places of maxima have too; forwards by vocabulary unless a maximum is taken."""
+    """Yield rows that shard the embedding dim, like indices of maxima, or the vocabulary.
+
+    The vocabulary is sharded only in a forward call that does not take a maximum.
+    """
     of_maxima = S(1) if call["mode"] == MAX else R
     if "grad" in call.places:
         yield call.row(grad=S(1), maximum_indices=of_maxima, out=S(1))
@@ -236,7 +241,10 @@ def embedding_bag(call: OpCall) -> Iterator[Row]:
 
 
 def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
-    """With a sharded vocabulary: two rows of zeros are added, one for indices of other ranks, one for padding."""
+    """Sum bags of a sharded vocabulary, with two rows of zeros added to the shard.
+
+    One row is for indices of other ranks, one for padding.
+    """
     weight = local_call["weight"]
     call = local_call.call
     if not sharding_axes(weight, (0,)):
@@ -264,7 +272,7 @@ def one_hot(call: OpCall) -> Iterator[Row]:
 
 
 def _one_hot(local_call: LocalCall) -> LocalFunction:
-    """The operator itself, which compares the indices with the number of classes on the CPU only."""
+    """Run the operator itself, which compares indices with the class count only on the CPU."""
     call = local_call.call
     op = call.op
     classes = call["num_classes"]

@@ -1,8 +1,8 @@
 """Sharding of `x[indices]` and `x[indices] = values` with index tensors, and of `take` and `put`.
 
 Dims that are not indexed keep their sharding. Along an indexed dim every rank looks up the indices
-that fall into its shard: reading sums that up with zeros elsewhere, writing reaches the one rank
-that has the element.
+that fall into its shard. A read sums the elements of all ranks, with zeros for elements of other
+ranks. A write changes only the shard of the rank that has the element.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from .gather_scatter import lookup, lookup_partial
 
 
 class IndexedDims(NamedTuple):
-    """Where the dims of `x[indices]` come from.
+    """The correspondence between the dims of `x[indices]`, `x` and the indices.
 
-    Of an x of shape (2, 3, 4, 5), `x[:, i, j]` with i and j of shape (6, 7) has the shape (2, 6, 7,
+    For x of shape (2, 3, 4, 5), `x[:, i, j]` with i and j of shape (6, 7) has the shape (2, 6, 7,
     5): `indexed` is ((1,), (2,)), `kept` is ((0, 0), (3, 3)), `first` is 1 and `ndim` is 2.
     """
 
@@ -68,7 +68,7 @@ def _is_mask(index: TensorMeta | Tensor) -> bool:
 
 
 def indexed_dims(source: TensorMeta, indices: Sequence[TensorMeta | None]) -> IndexedDims:
-    """The dims of `source[indices]`; masks count as the one-dimensional index tensors that they become."""
+    """Return the dims of `source[indices]`; a mask counts as the index tensors that replace it."""
     indexed: list[tuple[int, ...]] = []
     dim = 0
     ndim = 0
@@ -106,7 +106,7 @@ def index(call: OpCall) -> Iterator[Row]:
 
 
 def _index(local_call: LocalCall) -> LocalFunction | None:
-    """Element below = sum over shards of (element if all its indices are in the shard, else 0), all-reduced."""
+    """Sum over shards the elements whose indices are all in the shard, with 0 for the others."""
     call = local_call.call
     spec = local_call["self"]
     where = indexed_dims(call["self"], call["indices"])
@@ -134,7 +134,7 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _index_checks(call: OpCall) -> dict[str, list[Check]]:
-    """Of each index tensor that its elements are in the dim; of a mask nothing, as its shape says all."""
+    """Return checks that the elements of each index tensor are in the dim; a mask needs none."""
     tensors = [index for index in call["indices"] if index is not None]
     indexed = indexed_dims(call["self"], call["indices"]).indexed
     checks: list[Check] = []
@@ -150,7 +150,10 @@ def _pass(index: Tensor) -> None:
 
 
 def _checked(local_call: LocalCall, function: LocalFunction | None) -> LocalFunction | None:
-    """The local function; on a rank with an empty shard it first compares the indices, as no kernel does there."""
+    """Return the local function; on a rank with an empty shard, check the indices before it.
+
+    Kernels do not compare indices with the size of the dim if the shard is empty.
+    """
     if not any(0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs):
         return function
     call = local_call.call
@@ -167,7 +170,7 @@ def _checked(local_call: LocalCall, function: LocalFunction | None) -> LocalFunc
 
 
 def index_put(call: OpCall) -> Iterator[Row]:
-    """Written is `self`: rows shard it, and values alike where they are as wide."""
+    """Yield the rows of `index_put`: shard `self`, and also the values along the dims they span."""
     source, *indices, values = call.tensors
     where = indexed_dims(source, call["indices"])
     ndim = source.ndim - sum(map(len, where.indexed)) + where.ndim
@@ -191,7 +194,7 @@ def index_put(call: OpCall) -> Iterator[Row]:
 
 
 def _same_everywhere(call: OpCall, where: IndexedDims) -> bool:
-    """Whether a single mask says where one value goes that does not depend on the place."""
+    """Tell whether one mask selects the elements that are all set to the same value."""
     _, *indices, values = call.tensors
     if len(indices) != 1 or not _is_mask(indices[0]):
         return False
@@ -200,7 +203,7 @@ def _same_everywhere(call: OpCall, where: IndexedDims) -> bool:
 
 
 def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
-    """One value wherever a mask is true: each rank takes the elements of the mask that belong to its shard."""
+    """Write one value wherever the mask is true in this rank's shard."""
     op = local_call.call.op
     spec = local_call.inputs[0]
     mask = local_call.inputs[1]
@@ -222,7 +225,7 @@ def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
 
 
 def _index_put(local_call: LocalCall) -> LocalFunction | None:
-    """Of all positions to write to, those in this rank's shard."""
+    """Write only the positions that are in this rank's shard."""
     call = local_call.call
     spec = local_call.inputs[0]
     where = indexed_dims(call["self"], call["indices"])
@@ -279,7 +282,10 @@ def _in_shard(  # noqa: PLR0913  # all that is written
     first: int,
     adds: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    """Positions and rows that write only what is local; as many as before, for no host knows how many are."""
+    """Return positions and rows that write only local elements.
+
+    There are as many as before, because the host does not know the number of local elements.
+    """
     if 0 in x.shape or not len(is_local):
         return [p[:0] for p in positions], rows[:0]
     column = is_local.view(-1, *[1] * (rows.ndim - 1))
@@ -308,7 +314,7 @@ def take(call: OpCall) -> Iterator[Row]:
 
 
 def _flat_positions(index: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Flat global indices as flat local ones, and whether they are local."""
+    """Convert flat global indices to flat local ones; also return whether they are local."""
     here = [-start for start in spec.local_offset]
     return moved_between_boxes(
         from_the_front(index, spec.shape.numel()), spec.shape, spec.local_shape, here

@@ -1,4 +1,4 @@
-"""How a rule is written: rows, factor notation, tables, and what local functions share.
+"""The language of rules: rows, factor notation, tables and helpers of local functions.
 
 May import: nothing.
 """

@@ -1,4 +1,4 @@
-"""What local functions share: replaced arguments, reductions, indices."""
+"""Helpers of local functions: replaced arguments, reductions, indices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .rule import (
 
 
 def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, ...]:
-    """The mesh axes that shard any of the tensor dims `dims`, ascending.
+    """Return the mesh axes that shard any of the tensor dims `dims`, ascending.
 
     Args:
         spec: the spec of a tensor.
@@ -48,12 +48,12 @@ def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, .
 
 
 def shard_index(spec: Spec, dim: int) -> int:
-    """Which of the shards of a sharded dim this rank has; outside of the mesh the first."""
+    """Return the index of this rank's shard of a sharded dim; 0 outside the mesh."""
     return spec.dim_sharding(dim).index(spec.coordinate or (0,) * spec.mesh.ndim)
 
 
 def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "sum") -> Tensor:
-    """`tensor` reduced over mesh axes of `spec`'s mesh; itself when there are none.
+    """Reduce `tensor` over axes of `spec`'s mesh; return `tensor` itself if there are none.
 
     Args:
         tensor: a local tensor, of the same shape on all ranks along the axes.
@@ -71,22 +71,24 @@ def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "su
 
 
 def bytes_of(*tensors: TensorMeta) -> int:
-    """How many bytes global tensors have together."""
+    """Return the total number of bytes of global tensors."""
     return sum(prod(t.shape) * t.dtype.itemsize for t in tensors)  # (4, 6) of float32: 96
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over shards are taken: of half types, whose sums may leave the range, float32."""
+    """Return the dtype for sums over shards: float32 for half types, whose sums may overflow."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def wide_bytes_of(*tensors: TensorMeta) -> int:
-    """How many bytes global tensors have together in their `wide_dtype`."""
+    """Return the total number of bytes of global tensors in their `wide_dtype`."""
     return sum(prod(t.shape) * wide_dtype(t.dtype).itemsize for t in tensors)
 
 
 def all_reduce_traffic(nbytes: float) -> Traffic:
-    """The traffic of a row that all-reduces `nbytes` bytes: a reduce-scatter and an all-gather.
+    """Return the traffic of a row that all-reduces `nbytes` bytes.
+
+    An all-reduce is counted as a reduce-scatter and an all-gather.
 
     Example:
         >>> all_reduce_traffic(100)(4)
@@ -96,11 +98,13 @@ def all_reduce_traffic(nbytes: float) -> Traffic:
 
 
 def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
-    """The two rows of a mean along a factor, given the one of its sum; only its first result is a mean.
+    """Yield the two rows of a mean along a factor, given the row of its sum.
 
-    Even shards leave the average of their means, as torch does. The means of uneven shards do not
-    average: there the mean is all-reduced, for a rank's summand would read as another mean by
-    `to_local`. Means of half types are all-reduced in float32.
+    Only the first result is a mean.
+
+    Even shards leave the average of their means, as in torch. The mean of uneven shards is not the
+    average of their means, so it is all-reduced: `to_local` would show a rank's summand as if it
+    were the mean. Means of half types are all-reduced in float32.
     """
     mine = row.traffic or (lambda ranks: 0.0)
     reduced = all_reduce_traffic(wide_bytes_of(call.outputs[0]))
@@ -111,7 +115,9 @@ def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
 
 
 def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """From this rank's part of a sum over shards by `axes`, divided by the global count, to the mean of `mean_rows`.
+    """Return a function from this rank's part of a mean to the mean of `mean_rows`.
+
+    This rank's part is its part of a sum over shards by `axes`, divided by the global count.
 
     The part is in the `wide_dtype` of the mean.
     """
@@ -131,12 +137,12 @@ def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tens
 
 
 def functional(call: OpCall) -> Any:
-    """The default overload of the operator's functional form."""
+    """Return the default overload of the operator's functional form."""
     return getattr(torch.ops.aten, call.op.__name__.split(".")[0].removesuffix("_")).default
 
 
 def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
-    """The operator with some of its arguments, by schema name, replaced by `changes`."""
+    """Return the operator with the arguments named in `changes` replaced."""
     op = call.op
     # view(self, size): size is 1
     places = {name: i for i, name in enumerate((*call.schema.inputs, *call.schema.outs))}
@@ -161,7 +167,10 @@ def where_sharded(
     local: Callable[[LocalCall, Spec, tuple[int, ...]], LocalFunction | None],
     dims: Callable[[OpCall], Sequence[int]] | None = None,
 ) -> Local:
-    """Decorator: called, for the functional form, only where mesh axes shard the first tensor by one of `dims`."""
+    """Decorate a local function to be called only where `dims` of the first tensor are sharded.
+
+    The function is called for the operator's functional form.
+    """
 
     @wraps(local)
     def decide(local_call: LocalCall) -> LocalFunction | None:
@@ -175,7 +184,10 @@ def where_sharded(
 
 
 def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Local:
-    """Decorator, as `where_sharded` by the argument `dim`: called with the spec of the first tensor and that dim."""
+    """Decorate a local function like `where_sharded`, for the dim that the argument `dim` names.
+
+    The function receives the spec of the first tensor and that dim.
+    """
     return where_sharded(
         lambda local_call, spec, axes: local(local_call, spec, local_call.call.dim()),
         lambda call: () if call.get("dim") is None else call.dims(),
@@ -186,7 +198,9 @@ def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Local:
 
 
 def check_values(is_valid: Tensor, message: str) -> None:
-    """Refuse values, on the ranks that have them, that are not all valid; on an accelerator the device does it later.
+    """Raise an error on the ranks that have values if some are not valid.
+
+    On an accelerator the device raises the error later.
 
     Compiled code raises a RuntimeError when it runs.
     """
@@ -197,11 +211,11 @@ def check_values(is_valid: Tensor, message: str) -> None:
 
 
 def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
-    """Refuse indices into `length` elements that are out of range.
+    """Raise an error for indices into `length` elements that are out of range.
 
-    A rank looks up only the indices that fall into its shard, so no kernel would notice one that
-    falls nowhere. Ranks with empty shards check too: all ranks with the same indices raise. On an
-    accelerator the device reports it later, as plain indexing does; compiled code raises
+    A rank looks up only the indices that fall into its shard, so no kernel would notice an index
+    that is in no shard. Ranks with empty shards check too: all ranks with the same indices raise.
+    On an accelerator the device reports it later, as plain indexing does; compiled code raises
     RuntimeError when it runs.
     """
     message = f"out of bounds for a dim of {length} elements"
@@ -212,7 +226,10 @@ def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
 
 
 def check_indices(index: Tensor, length: int, *, from_end: bool = False) -> None:
-    """Refuse indices that are not 0 to `length - 1`, nor `-length` to -1 if they may count from the end."""
+    """Raise an error for indices outside 0 to `length - 1`.
+
+    Indices from `-length` to -1 are valid too if they may count from the end (`from_end`).
+    """
     lowest = -length if from_end else 0
     check_bounds(index, (index >= lowest) & (index < length), length)
 
@@ -220,18 +237,18 @@ def check_indices(index: Tensor, length: int, *, from_end: bool = False) -> None
 def index_check(
     call: OpCall, argument: str, length: Callable[[OpCall], int], *, from_end: bool = False
 ) -> dict[str, list[Check]]:
-    """The `checks` of a rule whose argument has indices into `length` elements."""
+    """Return the `checks` of a rule whose argument has indices into `length` elements."""
     return {argument: [partial(check_indices, length=length(call), from_end=from_end)]}
 
 
 def compares_indices(
     local: Local, argument: str, length: Callable[[OpCall], int], *, from_end: bool = False
 ) -> Local:
-    """Decorator: where `local` leaves a call to the kernel, errors are the same on all ranks.
+    """Decorate `local` to raise the same index errors on all ranks where it runs the kernel.
 
-    A kernel that has no element to read or write compares no index, so a rank with an empty shard
-    would go on where the others raise. For a shard of a few columns some kernels raise a
-    RuntimeError where others raise an IndexError: `OperatorIndexError` is both.
+    A kernel without elements to read or write does not compare indices, so a rank with an empty
+    shard would continue where the other ranks raise. For a shard of a few columns some kernels
+    raise a RuntimeError where other kernels raise an IndexError: `OperatorIndexError` is both.
 
     Args:
         local: of a rule; the function that it returns compares the indices itself.
@@ -268,7 +285,7 @@ def compares_indices(
 
 
 def from_the_front(index: Tensor, length: int) -> Tensor:
-    """Valid indices into `length` elements, those that count from the end (-1 is the last) counted from the front."""
+    """Convert valid indices that count from the end (-1 is the last) to count from the front."""
     check_indices(index, length, from_end=True)
     return torch.where(index < 0, index + length, index)  # [-1, 2] into 5: [4, 2]
 
@@ -276,7 +293,10 @@ def from_the_front(index: Tensor, length: int) -> Tensor:
 def local_positions(
     index: Tensor, spec: Spec, dim: int, *, from_end: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The local positions of global indices into a sharded dim, and whether they are local; others get position 0."""
+    """Return local positions of global indices into a sharded dim, and whether they are local.
+
+    An index that is not local gets position 0.
+    """
     # Of 8 elements on 2 ranks, the indices 1, 5, -1 are positions 0, 1, 3 on rank 1, and only the
     # first is not local.
     if from_end:  # else no index may count from the end
@@ -286,7 +306,10 @@ def local_positions(
 
 
 def in_shard(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor]:
-    """As `local_positions`, of indices that count from the front and may be out of range: those are not local."""
+    """Return local positions and whether they are local, for indices that count from the front.
+
+    Indices may be out of range: they are not local. See `local_positions`.
+    """
     position = index - spec.offset(dim)  # 1, 5, 7 on the rank with 4:8: -3, 1, 3
     is_local = (position >= 0) & (position < spec.local_shape[dim])  # False, True, True
     return position.masked_fill(~is_local, 0), is_local
@@ -295,7 +318,9 @@ def in_shard(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor]:
 def moved_between_boxes(
     index: Tensor, source: Sequence[int], target: Sequence[int], shift: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Flat positions in one box as flat positions in another, and whether they are in it; others get one of its edge.
+    """Convert flat positions in one box to flat positions in another; tell whether they are inside.
+
+    A position outside the other box becomes a position at its edge.
 
     Positions are in row-major order; along every dim they are larger in the other box by `shift`.
 

@@ -25,7 +25,7 @@ Dim = tuple[str, ...]
 
 
 class NotationError(ShoalTensorError, ValueError):
-    """A pattern cannot be read, or does not fit the operands of a call."""
+    """The error for a pattern that cannot be parsed or does not fit the operands of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Pattern:
     """A parsed pattern: for each operand its dims, each a tuple of factor names, slowest first.
 
     Attributes:
-        text: what was parsed.
-        inputs: of each tensor input the dims.
-        outputs: of each tensor output the dims.
+        text: the source of the pattern.
+        inputs: the dims of each tensor input.
+        outputs: the dims of each tensor output.
     """
 
     text: str
@@ -45,7 +45,7 @@ class Pattern:
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Pattern:
-    """The operands of a pattern.
+    """Parse a pattern into the dims of its operands.
 
     Args:
         text: inputs and outputs around `->`, operands separated by commas, their dims by spaces.
@@ -81,7 +81,10 @@ def _operand(part: str, text: str) -> tuple[Dim, ...]:
 
 
 def _spread(dims: tuple[Dim, ...], ndim: int, pattern: Pattern) -> list[Dim]:
-    """Replace `...` by one factor per dim it stands for, named from the right so that operands align."""
+    """Replace `...` by one factor per dim it stands for.
+
+    Factors are named from the right so that operands align.
+    """
     # 4 dims as "... m k": 2, named ...1 ...0
     free = ndim - len(dims) + ((ELLIPSIS,) in dims)
     if free < 0 or (free != 0 and (ELLIPSIS,) not in dims):
@@ -102,7 +105,7 @@ def factor_rows(
     replicated: Sequence[str] = (),
     reduce: str = "sum",
 ) -> list[Row]:
-    """One row per factor that may be sharded.
+    """Return one row per factor that may be sharded.
 
     Args:
         pattern: the parsed pattern.
@@ -144,7 +147,7 @@ def factor_rows(
 def _factor_sizes(
     pattern: Pattern, dims: Sequence[list[Dim]], tensors: Sequence[TensorMeta]
 ) -> dict[str, int]:
-    """The extent of every factor; broadcast operands (size 1) do not count."""
+    """Return the extent of every factor; broadcast operands (size 1) do not count."""
     sizes: dict[str, int] = {}
     for operand, tensor in zip(dims, tensors, strict=True):
         for dim, n in zip(operand, tensor.shape, strict=True):
@@ -174,7 +177,10 @@ def _factor_sizes(
 
 
 def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]) -> Entry | None:
-    """The placement of an operand when factor `name` is sharded; None if its shards would not be contiguous."""
+    """Return the placement of an operand when factor `name` is sharded.
+
+    None if the operand's shards would not be contiguous.
+    """
     for i, dim in enumerate(dims):
         if name in dim:
             position = dim.index(name)
@@ -188,7 +194,7 @@ def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]
 
 
 def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
-    """For each operand in which the operator is linear: the row where it alone, and the outputs, are partial.
+    """Return the rows that are partial in one linear operand and in the outputs.
 
     Args:
         linear: indices of the inputs, each of which the operator is linear in by itself.
@@ -209,7 +215,7 @@ def product(
     local: Callable[[LocalCall], LocalFunction | None] | None = None,
     skip_empty: bool = False,
 ) -> Rule:
-    """The rule that a pattern describes.
+    """Return the rule that a pattern describes.
 
     Args:
         text: the pattern.
@@ -249,13 +255,13 @@ def product(
 
 
 def aligned(meta: TensorMeta, dim: int, ndim: int, unit: int = 1) -> Entry:
-    """The entry of a tensor that is broadcast to `ndim` dims of which `dim` is sharded."""
+    """Return the entry of a tensor that is broadcast to `ndim` dims of which `dim` is sharded."""
     own = dim - (ndim - meta.ndim)
     return S(own, unit) if own >= 0 and meta.shape[own] != 1 else R
 
 
 def alike(call: OpCall, *fixed: int) -> Iterator[Row]:
-    """One row per dim that is not `fixed`, which shards it in all operands and results."""
+    """Yield one row per dim that is not `fixed`, which shards it in all operands and results."""
     for d in range(call.outputs[0].ndim):
         if d not in fixed:
             yield call.row(dict.fromkeys((*call.places, "out"), S(d)))
@@ -272,7 +278,9 @@ def pointwise(
     monotone: bool = False,
     partial: Partials | None = None,
 ) -> Rule:
-    """The rule of an elementwise operator with broadcasting: every dim may be sharded, in all operands alike.
+    """Return the rule of an elementwise operator with broadcasting.
+
+    Every dim may be sharded, in all operands alike.
 
     Args:
         linear: operands in which it is linear when the others are fixed (`mul`: each; `neg`: the

@@ -1,4 +1,4 @@
-"""Calls of operators on global tensors, what their schemas say, and rows: the ways to run one along one mesh axis."""
+"""Calls of operators on global tensors, operator schemas, and rows: ways to run a call."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ShardingMap = Callable[[DimSharding], DimSharding]
 
 @dataclass(frozen=True, slots=True)
 class S:
-    """The axis shards tensor dim `dim`, at multiples of `unit` elements.
+    """The entry of a tensor whose dim `dim` the axis shards at multiples of `unit` elements.
 
-    Behind a row stands one factor of the operator. An entry `S(dim, unit)` says that `unit`
+    Every row shards one factor of the operator. An entry `S(dim, unit)` means that `unit`
     consecutive elements of the dim belong to one step of the factor, so all S entries of a row are
-    sharded at the same factor steps. With `runs`, the dim is so many equal runs, and the factor is
-    what one of them holds (see `StridedDimSharding`).
+    sharded at the same factor steps. With `runs`, the dim consists of this number of equal runs,
+    and the factor is the contents of one run (see `StridedDimSharding`).
 
     Attributes:
         dim: the tensor dim.
         unit: elements of the dim per step of the factor.
         runs: equal runs of the dim that are all sharded alike.
-        map: for outputs whose shards are not multiples of the input's (of a slice, each shard keeps
-            what it has of the selected range), and for inputs sharded as such outputs: from the
+        map: for outputs whose shards are not multiples of the input's (for a slice, each shard
+            keeps its part of the selected range), and for inputs sharded as such outputs: from the
             factor's sharding to this dim's, over the same axes. `unit` is not used then.
     """
 
@@ -61,7 +61,9 @@ Traffic = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to run an operator along one mesh axis; written by `OpCall.row`, with entries by argument name.
+    """One way to run an operator along one mesh axis.
+
+    `OpCall.row` makes rows from entries by argument name.
 
     Attributes:
         inputs: one entry per tensor input, in schema order, lists expanded, None arguments left
@@ -83,14 +85,14 @@ class Row:
 
 
 class RowError(ShoalTensorError, ValueError):
-    """A row names an argument that the operator does not have, or gives a list the wrong number of entries."""
+    """The error for a row with an unknown argument name or a wrong number of entries for a list."""
 
 
 @lru_cache(maxsize=256)
 def partial_rows(
     partials: tuple[Partial, ...], together: frozenset[int], tensors: int, results: int
 ) -> list[Row]:
-    """A row for each partial placement, which the inputs `together` and all results have."""
+    """Return a row per partial placement, shared by the inputs `together` and all results."""
     return [
         Row(tuple([partial if i in together else R for i in range(tensors)]), (partial,) * results)
         for partial in partials
@@ -101,7 +103,7 @@ _TENSOR_KINDS = ("TensorType", "ListType")
 
 
 class OpSchema:
-    """One overload, as rules and dispatch need to know it.
+    """The schema of one overload, in the form that rules and dispatch use.
 
     `add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)` reads `self`,
     `other` and `alpha`, writes `self`, and its only return is `self`.
@@ -111,19 +113,19 @@ class OpSchema:
 
     Attributes:
         inputs: names of the arguments that are read, in order; `out=` arguments are not among them.
-        positional: those of them that have a position.
+        positional: the names in `inputs` that have a position.
         defaults: the values of the arguments that have a default.
         outs: names of the `out=` arguments.
         written: names of the inputs that are written in place.
-        unmarked: names of those that are written although the schema does not say so, when the
-            operator trains.
+        unmarked: names of the inputs that are written in training although the schema does not mark
+            them.
         returns: names of the returned tensors or lists of tensors: the schema's, else `out`, or
             `out0`, `out1`, ...
         is_list: for each of `returns` whether it is a list of tensors.
         returned_inputs: for each of `returns` the written input or `out=` argument that it is, or
             None.
-        entry_names: what a row may name: inputs, results by their names and places, and `out` for
-            all results.
+        entry_names: the names that a row may use: inputs, results by their names and places, and
+            `out` for all results.
         returns_only_tensors: whether nothing but tensors is returned (or nothing at all).
         is_view: whether an output aliases an input that is not written.
         is_random: whether it uses a random number generator.
@@ -174,7 +176,7 @@ class OpSchema:
 
 @cache
 def schema_of(op: OpOverload) -> OpSchema:
-    """The schema of an overload; one value for the whole process.
+    """Return the schema of an overload; one value for the whole process.
 
     Args:
         op: such as `torch.ops.aten.mm.default`.
@@ -187,7 +189,7 @@ _ALL_PARTIALS = (*map(P, REDUCE_OPS), ANY_NORM)
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an operator on global tensors, values left out.
+    """One call of an operator on global tensors, without their values.
 
     Attributes:
         op: the overload.
@@ -210,7 +212,7 @@ class OpCall:
 
     @cached_property
     def schema(self) -> OpSchema:
-        """What the operator's schema says."""
+        """The operator's schema."""
         return schema_of(self.op)
 
     @cached_property
@@ -227,17 +229,20 @@ class OpCall:
         return self.bound[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument named `name`, or `default` if the schema has none."""
+        """Return the argument named `name`, or `default` if the schema does not have it."""
         return self.bound.get(name, default)
 
     def dim(self, name: str = "dim", of: int = 0) -> int:
-        """The dim argument `name`, resolved to a non-negative dim of tensor input `of`."""
+        """Return the dim argument `name` as a non-negative dim of tensor input `of`."""
         ndim = max(self.tensors[of].ndim, 1)
         value = self.bound[name]
         return int(value) % ndim
 
     def dims(self, name: str = "dim", of: int = 0) -> tuple[int, ...]:
-        """The dims argument `name` (an int, a list, or None or empty for all), resolved and ascending."""
+        """Return the dims argument `name`, resolved and ascending.
+
+        The argument is an int, a list, or None or empty for all dims.
+        """
         ndim = self.tensors[of].ndim
         value = self.bound.get(name)
         if value is None or (isinstance(value, list | tuple) and not value):
@@ -249,7 +254,7 @@ class OpCall:
 
     @cached_property
     def places(self) -> dict[str, range]:
-        """For each argument that is read: the indices of its tensors in `tensors`; none for None and numbers."""
+        """The indices in `tensors` of each argument that is read; empty for None and numbers."""
         values = [self.bound.get(name) for name in self.schema.inputs]
         sizes = [1 if isinstance(value, TensorMeta) else len([*flatten(value)]) for value in values]
         return {
@@ -258,10 +263,11 @@ class OpCall:
 
     @cached_property
     def results(self) -> dict[str, range]:
-        """For each result: the indices of its tensors among the outputs.
+        """The indices of each result's tensors among the outputs.
 
         Results are named as the schema's returns. An operator that returns nothing and writes to
-        its inputs has these for results. Those that a mask argument leaves out have no index.
+        its inputs has the written inputs for results. Results that a mask argument leaves out have
+        no index.
         """
         schema = self.schema
         if not schema.returns:
@@ -285,15 +291,15 @@ class OpCall:
 
     @cached_property
     def written(self) -> tuple[int, ...]:
-        """Indices (into `tensors`) of the inputs that the operator reads and writes (in-place operators)."""
+        """The indices (into `tensors`) of inputs that the operator reads and writes in place."""
         return tuple([i for name in self.schema.written for i in self.places[name]])
 
     @cached_property
     def updated(self) -> tuple[int, ...]:
-        """Indices of the inputs that the operator writes although its schema does not say so: running statistics.
+        """The indices of inputs written although the schema does not mark them: running statistics.
 
-        Their layout is not constrained. What is not sharded as a row asks is redistributed,
-        written, and sent back.
+        The layout of these inputs is not constrained. An input that is not sharded as the row
+        requires is redistributed, written, and sent back.
         """
         if not self.get("training", True):
             return ()
@@ -301,21 +307,21 @@ class OpCall:
 
     @cached_property
     def rewritten(self) -> tuple[int, ...]:
-        """Indices of the outputs that are inputs written in place; `out=` targets are not among them."""
+        """The indices of outputs that are inputs written in place, without `out=` targets."""
         return tuple([output for _, output in self.fixed if output is not None])
 
     @cached_property
     def fixed(self) -> tuple[tuple[int, int | None], ...]:
-        """Pairs (input, output): the inputs written in place, each with the output that it is, or None."""
+        """Pairs of an input written in place and the output that it is, or None."""
         outputs = {owner: i for i, owner in enumerate(self.aliased)} if self.written else {}
         return tuple([(i, outputs.get(i)) for i in self.written])
 
     @cached_property
     def aliased(self) -> tuple[int | None, ...]:
-        """For each output the flat index of the tensor that it is, or None.
+        """The flat index, for each output, of the tensor that the output is, or None.
 
-        Indices beyond the inputs are `out=` arguments: of an operator with two inputs, 2 is the
-        first.
+        Indices beyond the inputs are `out=` arguments: for an operator with two inputs, 2 is the
+        first of them.
         """
         if not any(self.schema.returned_inputs):
             return (None,) * len(self.outputs)
@@ -326,7 +332,7 @@ class OpCall:
 
     @property
     def has_data_dependent_shape(self) -> bool:
-        """Whether the operator returns tensors whose shapes depend on values."""
+        """True if the operator returns tensors whose shapes depend on values."""
         return bool(self.schema.returns) and not self.outputs
 
     # --- rows -------------------------------------------------------------------------------------
@@ -341,7 +347,7 @@ class OpCall:
         ordered: bool = False,
         **named: Entry | Sequence[Entry],
     ) -> Row:
-        """A row with entries by argument name; what is not named is replicated.
+        """Return a row with entries by argument name; tensors without an entry are replicated.
 
         Inputs have the names of the schema's arguments; an entry for one that is None or a number
         is ignored. Results have the names of the schema's returns; a single unnamed one is `out`,
@@ -387,7 +393,7 @@ class OpCall:
         return Row(tuple(given), tuple(results), even, traffic, ordered=ordered)
 
     def _entries(self, name: str, given: Entry | Sequence[Entry], count: int) -> Sequence[Entry]:
-        """The entries of `count` tensors, given one for all or a sequence."""
+        """Return the entries of `count` tensors, given one for all or a sequence."""
         if not isinstance(given, list | tuple):
             return [given] * count  # type: ignore[list-item]  # the only sequences are lists and tuples
         if len(given) != count:
@@ -397,16 +403,17 @@ class OpCall:
         return given
 
     def linear(self, *names: str) -> Iterator[Row]:
-        """For each argument named that is given: the rows in which it alone, and all results, are sums or averages."""
+        """Yield the rows in which one given argument and all results are sums or averages."""
         for name in names:
             if self.places.get(name):
                 yield from self.keeping_partials(name, ops=("sum", "avg"))
 
     def keeping_partials(self, *names: str, ops: Sequence[str] = REDUCE_OPS) -> Iterator[Row]:
-        """The rows in which these arguments and all results are partial alike.
+        """Yield the rows in which these arguments and all results are partial alike.
 
-        For operators that only move elements: those commute with every reduction (partial norms
-        included, unless `ops` says which reductions they commute with).
+        Use it for operators that only move elements, because they commute with every reduction,
+        partial norms included. `ops` restricts the rows to the reductions that the operator
+        commutes with.
         """
         together = frozenset([i for name in names for i in self.places[name]])
         count = sum([len(place) for place in self.results.values()])

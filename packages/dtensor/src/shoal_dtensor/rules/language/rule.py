@@ -1,12 +1,13 @@
-"""How an operator may be sharded: a row function, and where needed the local function that runs on shards.
+"""Sharding rules: a row function and, where needed, a local function that runs on shards.
 
-A rule reads global shapes and arguments and yields rows; a row says how each tensor input and
-output is placed along one mesh axis. Rules know no mesh, cost or communication: the propagator
-gives each mesh axis one row and prices what the inputs need to get there.
+A rule reads global shapes and arguments and yields rows; a row gives the placement of each tensor
+input and output along one mesh axis. Rules do not depend on a mesh, on costs or on communication:
+the propagator chooses one row for each mesh axis and estimates the cost of redistributing the
+inputs to it.
 
 Row functions are generators, named after the operator (`OpCall.row`). The same function serves the
 functional, the in-place and the `out=` form; for operators that only write to their inputs
-(`_foreach_add_`) `out` means what is written.
+(`_foreach_add_`) `out` means the written inputs.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Kind = Literal["plain", "each", "dynamic", "copy"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalCall:
-    """A call whose sharding is decided, as seen by the rank that runs it.
+    """A call whose sharding is decided, on the rank that runs it.
 
     Attributes:
         call: the global call.
@@ -66,14 +67,14 @@ class LocalCall:
     outputs: tuple[Spec, ...]
 
     def __getitem__(self, name: str) -> Spec:
-        """The spec of the tensor argument `name`."""
+        """Return the spec of the tensor argument `name`."""
         (index,) = self.call.places[name]
         return self.inputs[index]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """How an operator may be sharded.
+    """The sharding rule of an operator.
 
     Attributes:
         rows: the rows for a call; the row where everything is replicated is always implied.
@@ -82,31 +83,30 @@ class Rule:
             operator, with the operator's own arguments (tensors local); None to run the operator
             itself.
         skip_empty: whether a rank that has an empty shard runs nothing, because the kernel refuses
-            empty tensors or has no neutral value for them. It contributes what leaves the reduction
-            of each output as it is (0 to a sum, -inf to a maximum). Rows that communicate run on
+            empty tensors or has no neutral value for them. It contributes the neutral value of the
+            reduction of each output (0 to a sum, -inf to a maximum). Rows that communicate run on
             every rank all the same.
-        kind: what else distinguishes the operator, if anything. "each": a `foreach` operator: lists
-            are walked in step, and `rows` describes one element's call. "dynamic": output shapes
-            are data-dependent: the local function's outputs are taken as they come. "copy": a view
-            operator of which the local function's result does not alias its input.
+        kind: the kind of an operator that is not an ordinary one. "each": a `foreach` operator:
+            lists are walked in step, and `rows` describes one element's call. "dynamic": output
+            shapes are data-dependent: the local function's outputs are taken as they come. "copy":
+            a view operator whose local function returns a result that does not alias its input.
         by_value: whether numbers among the arguments influence `rows` or `local`. Where they do not
             (pointwise and optimizer operators), only their types key the cache, so a learning rate
             adds no entry per step.
         unordered: whether only the sizes of shards matter, not where in the dim they are, to every
             row whose entries are plain `S(dim)` and to `local` under them. Such rows also run on
             strided dims (`StridedDimSharding`).
-        sizes: for operators that ask of sizes no more than which are equal to each other, to 0 or
-            to 1, and whose outputs have sizes of their inputs: the names of arguments that are
-            lists of sizes. A run on few elements then shows the outputs for all such shapes. None
-            where sizes matter otherwise.
+        sizes: the names of arguments that are lists of sizes, if the output sizes depend only on
+            equalities among the input sizes, 0 and 1. A run on tiny tensors then gives the outputs
+            for all shapes with the same equalities. None if sizes matter otherwise.
         linear: names of arguments, with spaces between them, in each of which alone the operator is
-            linear: a partial sum or average of one makes all results such.
+            linear: if it is a partial sum or average, all results are too.
         checks: for operators that refuse some values of an argument, such as indices: by the
             argument's name, for each tensor in it, the function that refuses them. It is called
             where a tensor that all ranks have is sliced, because each rank's kernel would compare
             its own slice only.
-        moves: names of arguments of which the operator only moves elements to the results: if all
-            of them are partial alike, the results are too, whatever the reduction.
+        moves: names of arguments whose elements the operator only moves to the results: if all of
+            them are partial alike, the results are too, whatever the reduction.
     """
 
     rows: Callable[[OpCall], Iterable[Row]]
@@ -121,10 +121,10 @@ class Rule:
     checks: Callable[[OpCall], Mapping[str, Sequence[Check]]] | None = None
 
     def rows_of(self, call: OpCall) -> list[Row]:
-        """The rows for a call, but for those in which a conversion of dtypes would come before a reduction and may not.
+        """Return the rows for a call whose reductions may come after its conversions of dtypes.
 
-        An operator that writes to inputs and returns nothing keeps those in which every written
-        input already has the placement of the result.
+        For an operator that writes to inputs and returns nothing, return only the rows in which
+        every written input already has the placement of the result.
         """
         rows = [*self.rows(call), *(call.linear(*self.linear.split()) if self.linear else ())]
         if self.moves:
@@ -141,13 +141,13 @@ class Rule:
 
 
 def reducible_later(rows: list[Row], call: OpCall) -> list[Row]:
-    """The rows whose partial values may be reduced after the operator has converted them to its result's dtype.
+    """Return the rows whose partial values may be reduced after a conversion to the result's dtype.
 
-    Partial sums are not narrowed: each addend would be rounded, and where addends cancel the sum
-    would be far off: of 1e9 + 1 and -1e9 comes 1, and 0 once both are float32. Nor are those of
-    integers widened: in int8, 100 + 100 wraps. No average of integers or truth values is left
-    pending, for they can not hold n times a value on one of n ranks. No sum is of what torch can
-    only move.
+    Partial sums are not narrowed, because each addend would be rounded, and where addends cancel
+    the sum would be wrong: 1e9 + 1 and -1e9 add up to 1, but to 0 if both are float32. Partial sums
+    of integers are not widened, because they may have wrapped: 100 + 100 in int8. Averages of
+    integers or truth values are not left pending, because n times a value may not fit into the
+    dtype. Sums are not left partial for dtypes that torch can move but not add.
     """
     sources = [meta.dtype for meta in call.tensors]
     results = [meta.dtype for meta in call.outputs] or [sources[i] for i in call.written]
@@ -175,7 +175,7 @@ def reducible_later(rows: list[Row], call: OpCall) -> list[Row]:
 
 
 def _commutes(op: str, source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether converting and then reducing with `op` gives what reducing and then converting does."""
+    """Tell whether a conversion of dtypes commutes with the reduction `op`."""
     if source == target:
         return True
     if op in ("max", "min"):
@@ -196,13 +196,13 @@ def _has_fractions(dtype: torch.dtype) -> bool:
 
 
 def adds_up(dtype: torch.dtype) -> bool:
-    """Whether torch adds numbers of a dtype, and not only moves them."""
+    """Tell whether torch adds numbers of a dtype, and does not only move them."""
     small_float = dtype.is_floating_point and dtype.itemsize == 1
     return not small_float and dtype not in (torch.uint16, torch.uint32, torch.uint64)
 
 
 def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
-    """Rows with a copy for each of `norms` in the place of every one that names `ANY_NORM`.
+    """Return the rows, with one copy per norm in `norms` of each row that names `ANY_NORM`.
 
     Args:
         rows: of a rule, some of which have `ANY_NORM` among their entries.
@@ -223,7 +223,7 @@ def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
 
 
 def replicated(call: OpCall) -> Iterable[Row]:
-    """No row: every rank runs the operator on whole tensors."""
+    """Return no rows: every rank runs the operator on whole tensors."""
     return ()
 
 
@@ -231,7 +231,7 @@ def replicated(call: OpCall) -> Iterable[Row]:
 
 
 def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> LocalFunction | None:
-    """What a rank runs instead of the operator; None for the operator itself.
+    """Return the function that a rank runs instead of the operator; None for the operator itself.
 
     Args:
         rule: of the operator.
@@ -254,7 +254,10 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
 
 
 def contribution(local_call: LocalCall) -> LocalFunction:
-    """A function of the operator's arguments that returns what leaves the reduction of each output as it is."""
+    """Return a function that returns the neutral value of the reduction of each output.
+
+    The function takes the operator's arguments.
+    """
     call = local_call.call
     outputs = local_call.outputs
     values = [
@@ -285,7 +288,7 @@ def contribution(local_call: LocalCall) -> LocalFunction:
 
 
 def nothing_of(local_call: LocalCall) -> LocalFunction:
-    """The local call of ranks outside of the mesh: they have no elements, and take part in no collective."""
+    """Return the local call of ranks outside the mesh: no elements and no collectives."""
     call = local_call.call
     if call.schema.returns_only_tensors:
         return contribution(local_call) if call.schema.returns else lambda *args, **kwargs: None
@@ -299,7 +302,10 @@ def nothing_of(local_call: LocalCall) -> LocalFunction:
 
 
 def in_every_form(call: OpCall, function: LocalFunction) -> LocalFunction:
-    """`function`, written for the functional form, in the form of the operator (`out=`, in-place, or as it is)."""
+    """Adapt `function`, written for the functional form, to the operator's form.
+
+    The form is `out=`, in-place or functional.
+    """
     outs = call.schema.outs
     if any(output is not None for _, output in call.fixed):
         return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
@@ -324,19 +330,20 @@ Table = dict[OpOverload, Rule]
 
 
 class DuplicateRuleError(ShoalTensorError, ValueError):
-    """Two tables give a rule for one operator."""
+    """The error for two tables that give a rule for one operator."""
 
 
 def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
-    """A table from `aten` names to rules.
+    """Return a table of rules by overload, given rules by `aten` names.
 
     Each key is a space-separated list of names. A name stands for all overloads that take tensors,
-    functional and `out=`, and those of the in-place twin `name_`; `name.overload` stands for that
-    one, `name.start*` for those that begin so, and both come before a plain name. Names that this
-    version of torch lacks are skipped, and so are overloads that no call with a DTensor leads to:
-    those with a list to write to (`_foreach_add.List_out`), TorchScript's own for lists and dicts
-    of tensors, and those that take a dim by its name (torch 2.11 has them; no DTensor has named
-    dims). With `unordered`, all rules are (see `Rule`).
+    functional and `out=`, and for the overloads of the in-place twin `name_`; `name.overload`
+    stands for that overload, `name.start*` for all overloads that begin with `start`, and both come
+    before a plain name. Names that this version of torch lacks are skipped, and so are overloads
+    that no call with a DTensor leads to: overloads with a list to write to
+    (`_foreach_add.List_out`), TorchScript's own overloads for lists and dicts of tensors, and
+    overloads that take a dim by its name (torch 2.11 has them; a DTensor cannot have named dims).
+    With `unordered`, all rules are (see `Rule`).
 
     Args:
         rules: rules by lists of names.
@@ -373,12 +380,12 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
 
 
 def backward(names: str) -> str:
-    """The names of the gradients of operators, for `family`."""
+    """Return the names of the gradients of operators, for `family`."""
     return " ".join(f"{name}_backward" for name in names.split())
 
 
 def _tensor_overloads(name: str) -> Iterator[Any]:
-    """The overloads that take tensors, fill no list and take no dim by its name."""
+    """Yield the overloads that take tensors, fill no list and take no dim by its name."""
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         op = getattr(packet, overload)
@@ -393,7 +400,7 @@ def _tensor_overloads(name: str) -> Iterator[Any]:
 
 
 def merge(**tables: Table) -> Table:
-    """One table out of several, each named.
+    """Merge several tables, each named, into one.
 
     Args:
         **tables: rules by operator, under the names that the error gives.
@@ -416,7 +423,9 @@ def merge(**tables: Table) -> Table:
 
 @contextmanager
 def overlay(table: Table) -> Iterator[None]:
-    """Inside the block, rules of `table` come before all others; blocks nest, and threads do not see each other's.
+    """Put the rules of `table` before all others inside the block.
+
+    Blocks nest. A thread does not observe the tables of another thread.
 
     Args:
         table: a rule for each operator overload.

@@ -1,4 +1,6 @@
-"""Rules of arithmetic: pointwise and optimizers, linear algebra, reductions, sorting, creation and random numbers.
+"""Rules of arithmetic: pointwise and optimizer operators, linear algebra, reductions and others.
+
+The others are sorting, creation and random numbers.
 
 May import: language.
 """

@@ -2,8 +2,8 @@
 
 Any sharding of random numbers is free: each rank fills its own box of the global tensor
 (`rng.draw`), and how the values relate to the mesh is up to the random mode, read when the operator
-runs. Addends are never drawn: they would not add up to the distribution asked for. Operators whose
-use of the generator is data-dependent are replicated.
+runs. Random numbers are never partial sums, because drawn addends would not add up to the requested
+distribution. Operators whose use of the generator is data-dependent are replicated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..language.rule import (
 
 
 def fill(call: OpCall) -> Iterator[Row]:
-    """Sharded as the first input, of which only the sizes are read, along dims that are as long."""
+    """Yield rows like the first input's, along dims of equal size; only its sizes are read."""
     source = call["self"].shape
     result = call.outputs[0].shape
     for d, n in enumerate(source):
@@ -59,7 +59,10 @@ def fill(call: OpCall) -> Iterator[Row]:
 
 
 def _fills(name: str, *parameters: str | float) -> Rule:
-    """The rule of an operator that is one fill, in any form, by numbers or names of the operator's own arguments."""
+    """Return the rule of an operator that is one fill, in any form.
+
+    The parameters of the fill are numbers or names of the operator's own arguments.
+    """
 
     def local(local_call: LocalCall) -> LocalFunction:
         values = [
@@ -92,7 +95,7 @@ def _fills(name: str, *parameters: str | float) -> Rule:
 
 
 def _bernoulli(local_call: LocalCall) -> LocalFunction:
-    """The probabilities are `p`, or without one the tensor itself."""
+    """Draw with probabilities `p` or, without `p`, with the tensor itself as probabilities."""
     (spec,) = local_call.outputs
 
     def run_fill(
@@ -106,7 +109,10 @@ def _bernoulli(local_call: LocalCall) -> LocalFunction:
 
 
 def _normal(local_call: LocalCall) -> LocalFunction:
-    """Normal numbers with means or deviations as tensors: torch scales and moves standard ones, in that order."""
+    """Draw normal numbers with means or deviations given as tensors.
+
+    As in torch, standard normal numbers are scaled and then shifted.
+    """
     (spec,) = local_call.outputs
 
     def run_fill(
@@ -141,7 +147,10 @@ def _native_dropout(local_call: LocalCall) -> LocalFunction:
 
 
 def multinomial(call: OpCall) -> Iterator[Row]:
-    """A matrix of probabilities may be sharded by rows; it is gathered inside, for the generator's order."""
+    """Yield the row that shards a matrix of probabilities by rows.
+
+    The matrix is gathered inside the local function, because of the order of the generator.
+    """
     if call["self"].ndim == 2:
         size = bytes_of(call["self"])
         yield call.row(self=S(0), out=S(0), traffic=lambda ranks: size * (ranks - 1) / ranks)
@@ -149,7 +158,7 @@ def multinomial(call: OpCall) -> Iterator[Row]:
 
 @where_sharded
 def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """The operator on the gathered input; each rank keeps its shard of the result."""
+    """Run the operator on the gathered input; each rank keeps its shard of the result."""
     op = local_call.call.op
     (result,) = local_call.outputs
     gather = plan(spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
@@ -169,7 +178,7 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
 
 
 def _local_size(local_call: LocalCall) -> LocalFunction | None:
-    """This rank's size, and where a stride is asked for, strided in the global order of dims."""
+    """Run the operator with this rank's size; a requested stride keeps the global order of dims."""
     (spec,) = local_call.outputs
     call = local_call.call
     stride = {"stride": spec.local_stride} if "stride" in call.bound else {}

@@ -1,8 +1,8 @@
-"""Sharding of linear algebra: products, distances, dense factorisations and solvers, Fourier transforms.
+"""Sharding of linear algebra: products, distances, factorizations, solvers, Fourier transforms.
 
 A factor in both inputs and the output of a product shards all three; a factor only in the inputs is
 summed: partial output. An added matrix (`addmm`) must then be a partial sum too, so that it is
-counted once. Of factorisations, batch dims may be sharded; of transforms, the dims that are not
+counted once. For factorizations, batch dims may be sharded; for transforms, the dims that are not
 transformed.
 """
 
@@ -36,7 +36,10 @@ from ..language.rule import (
 
 
 def _added(text: str, name: str = "self") -> Rule:
-    """`beta * c + alpha * (product)`; `c` is the argument `name`, which has the last dims of the output."""
+    """Return the rule of `beta * c + alpha * (product)`.
+
+    `c` is the argument `name`, which has the last dims of the output.
+    """
 
     def rows(call: OpCall) -> Iterator[Row]:
         pattern = parse(text)
@@ -60,7 +63,10 @@ def _added(text: str, name: str = "self") -> Rule:
 
 
 def _added_alone(local_call: LocalCall) -> LocalFunction | None:
-    """A rank without elements of a factor has only the added operand (the kernels do not agree on its shape then)."""
+    """Return only the added operand on a rank without elements of a factor.
+
+    Kernels differ in the shape that they return for empty factors.
+    """
     spec, empty = (
         local_call.outputs[0],
         any(0 in spec.local_shape for spec in local_call.inputs[1:]),
@@ -79,7 +85,7 @@ _WITH_BIAS = _added("... k, n k -> ... n", "bias")
 
 
 def linear(call: OpCall) -> Iterator[Row]:
-    """`x @ w.T + b`."""
+    """Yield the rows of `x @ w.T + b`."""
     vector = call["weight"].ndim == 1
     if call["bias"] is not None and not vector:
         yield from _WITH_BIAS.rows(call)
@@ -90,7 +96,7 @@ def linear(call: OpCall) -> Iterator[Row]:
 
 
 def matmul(call: OpCall) -> Iterator[Row]:
-    """`a @ b` for any numbers of dims; a vector is a matrix with one dim missing."""
+    """Yield the rows of `a @ b` for any numbers of dims; a vector is a matrix without one dim."""
     a, b = call.tensors
     left = "k" if a.ndim == 1 else "m k" if a.ndim == 2 else "... m k"
     right = "k" if b.ndim == 1 else "k n" if b.ndim == 2 else "... k n"
@@ -101,7 +107,10 @@ def matmul(call: OpCall) -> Iterator[Row]:
 
 
 def kron(call: OpCall) -> Iterator[Row]:
-    """Dim by dim from the right, each pair of dims becomes one; an operand with fewer dims has none on the left."""
+    """Yield the rows of `kron`, which merges dims pairwise from the right.
+
+    An operand with fewer dims lacks dims on the left.
+    """
     ndims = [tensor.ndim for tensor in call.tensors]
     places = range(max(ndims))
     first, second = (
@@ -116,7 +125,7 @@ def kron(call: OpCall) -> Iterator[Row]:
 
 
 def batched(call: OpCall) -> Iterator[Row]:
-    """Rows for leading dims that all operands share; the last two dims of the inputs are matrices."""
+    """Yield rows for leading dims that all operands share; the last two dims are matrices."""
     # An operand whose batch dim is broadcast (size 1) gives no row; one without batch dims (pivots)
     # is replicated.
     main = max(call.tensors, key=lambda t: t.ndim)
@@ -130,21 +139,24 @@ def batched(call: OpCall) -> Iterator[Row]:
 
 @where_sharded
 def _trace(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """The trace is the sum over shards of the part of the diagonal that crosses them."""
+    """Sum over shards the part of the global diagonal that crosses each shard."""
     # rows 2:4 of (4, 4): 2 and 0, so the shard's (0, 2) and (1, 3)
     row, column = spec.local_offset
     return lambda matrix, *_, **__: matrix.diagonal(row - column).sum()
 
 
 def linalg_cross(call: OpCall) -> Iterator[Row]:
-    """Elementwise but for its dim of three."""
+    """Yield elementwise rows, except for the dim of three."""
     dim = call.dim("dim", 0 if call["self"].ndim >= call["other"].ndim else 1)
     elementwise = product("..., ... -> ...", linear=(0, 1))
     yield from (row for row in elementwise.rows(call) if row.outputs[0] != S(dim))
 
 
 def trilinear(call: OpCall) -> Iterator[Row]:
-    """Each operand lacks the dims that it is expanded by; some dims of the product are summed."""
+    """Yield the rows of `_trilinear`, whose operands lack the dims that they are expanded by.
+
+    Some dims of the product are summed.
+    """
     dims = range(call["i1"].ndim + len(call["expand1"]))
     gone = ("expand1", "expand2", "expand3", "sumdim")
     i1, i2, i3, out = (" ".join(f"d{d}" for d in dims if d not in call[name]) for name in gone)

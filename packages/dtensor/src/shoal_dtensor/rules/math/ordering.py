@@ -1,8 +1,8 @@
-"""Sharding of operators that compare along a dim: sort, median, topk and argmax, and cumulative ones.
+"""Sharding of operators that compare along a dim: sort, median, topk, argmax, cumulative ones.
 
 Along a sharded dim the shards are exchanged for complete columns and back. Where few values of a
-shard matter, every rank gathers those: the candidates of `topk` and `argmax`, the totals of the
-shards before it.
+shard matter, every rank gathers only these values: the candidates of `topk` and `argmax`, the
+totals of the shards before its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .reduction import rows_along
 
 
 def sort(call: OpCall) -> Iterator[Row]:
-    """And `median` and its like, whose results every rank has."""
+    """Yield the rows of `sort`, and of `median` and its like, whose results every rank has."""
     yield from rows_along(call, None)
     result = S if "sort" in call.op.__name__ else lambda dim: R
     # what all ranks send to make columns of shards, and back
@@ -47,7 +47,10 @@ def sort(call: OpCall) -> Iterator[Row]:
 
 @along_dim
 def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """Each rank has some complete columns; of what they give it gets its shard or, of a median and its like, all.
+    """Sort complete columns on each rank, between two exchanges of shards.
+
+    After the second exchange a rank has its shard of the result or, for `median` and its like, all
+    of it.
 
     A (6, 4) tensor sharded by rows on 2 ranks, before and after the first of two all-to-alls:
 
@@ -74,7 +77,7 @@ def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         all_to_all_blocks([[block] for block in blocks], comm, [[part] for part in out])
 
     def shared(result: Tensor) -> Tensor:
-        """This rank's shard of a result, or all of it, from that of its columns."""
+        """Return this rank's shard of a result, or all of it, given the result of its columns."""
         if name != "sort":
             values = all_gather_v(result.contiguous(), spec.mesh.comm(sharding.axes), columns).view(
                 rest
@@ -94,14 +97,17 @@ def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 
 def topk(call: OpCall) -> Iterator[Row]:
-    """And `argmax` and its like: every rank gathers candidates, each a value and its index."""
+    """Yield the rows of `topk`, `argmax` and their like: every rank gathers candidates.
+
+    A candidate is a value and its index.
+    """
     candidates = prod(call.outputs[0].shape) * (call["self"].dtype.itemsize + 8)
     yield from rows_along(call, R, lambda ranks: candidates * (ranks - 1), ordered=True)
 
 
 @along_dim
 def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """The k best of the k best of each shard."""
+    """Select the k best of the k best values of each shard."""
     k, largest, ordered = (local_call.call[name] for name in ("k", "largest", "sorted"))
     axes = spec.dim_sharding(dim).axes
     offers = [min(k, n) for n in spec.sizes(dim)]
@@ -122,7 +128,7 @@ def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     dims=lambda call: range(call["self"].ndim) if call["dim"] is None else call.dims(),
 )
 def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """The first best of the shards' first best, along a dim or, without one, in the flattened tensor."""
+    """Return the first best of the shards' first best values, along a dim or flattened."""
     call = local_call.call
     result = local_call.outputs[0]
     dim = None if call["dim"] is None else call.dim()
@@ -158,7 +164,7 @@ def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
 
 
 def cumulative(call: OpCall) -> Iterator[Row]:
-    """Every dim may be sharded; along the scanned one a total per column is gathered."""
+    """Yield one row per dim; along the scanned dim a total per column is gathered."""
     source = call["self"]
     dim = call.dim()
     columns = prod(n for d, n in enumerate(source.shape) if d != dim)
@@ -174,7 +180,7 @@ Scan = tuple[Tensor, ...]
 
 
 def _extreme(wins: Callable[[Tensor, Tensor], Tensor], before: Scan, here: Scan) -> Scan:
-    """The running extreme and its index; of equal ones the last, and NaN beats all."""
+    """Return the running extreme and its index; the last of equal values wins, NaN beats all."""
     (end, place) = before
     (values, indices) = here
     later = wins(values, end) & (end == end) | (values != values)  # NaN != NaN
@@ -193,7 +199,7 @@ _SCANS: dict[str, Callable[[Scan, Scan], Scan]] = {
 
 @along_dim
 def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """A local scan, combined with the ends of the shards before, which every rank gathers."""
+    """Scan locally and combine with the ends of the shards before, which every rank gathers."""
     scan_shard = functional(local_call.call)
     axes = spec.dim_sharding(dim).axes
     combine = _SCANS[scan_shard.__name__.removesuffix(".default")]
@@ -202,7 +208,7 @@ def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     ]
 
     def ends(scanned: Tensor) -> Tensor:
-        """The last element of every shard's scan, anything for an empty shard."""
+        """Gather the last element of every shard's scan; an empty shard sends any value."""
         n = scanned.shape[dim]
         shape = [1 if d == dim else size for d, size in enumerate(scanned.shape)]
         end = scanned.narrow(dim, n - 1, 1) if n else scanned.new_zeros(shape)

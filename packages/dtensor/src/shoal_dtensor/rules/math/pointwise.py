@@ -1,7 +1,7 @@
 """Sharding of elementwise operators, on one mesh axis.
 
-Every dim may be sharded, in all operands alike (the rows of `pointwise`). What differs is what
-happens to partial values: linear operators pass partial sums on, increasing ones partial extrema,
+Every dim may be sharded, in all operands alike (the rows of `pointwise`). Operators differ in their
+treatment of partial values: linear operators pass partial sums on, increasing ones partial extrema,
 and choosing ones (`where`, `copy_`) any reduction that gives `x` for equal values `x`. Scalars
 never influence a row, only whether an operand is a number.
 """
@@ -40,7 +40,10 @@ IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives
 
 
 def _partial(call: OpCall, ops: Iterable[str], *groups: tuple[int, ...]) -> PartialRows:
-    """For each reduction and each group of operands, `()` for all: that those and the result are partial."""
+    """Return, per reduction and group, the placements where the group and the result are partial.
+
+    The group `()` stands for all operands.
+    """
     every = range(len(call.tensors))
     pairs = [(P(op), group or every) for op in ops for group in groups]
     return [
@@ -49,14 +52,14 @@ def _partial(call: OpCall, ops: Iterable[str], *groups: tuple[int, ...]) -> Part
 
 
 def _number_operands(call: OpCall) -> int:
-    """How many of the first two operands are numbers (or lists of them, for `foreach` operators)."""
+    """Count the numbers among the first two operands (lists for `foreach` operators)."""
     values = [call.get(name) for name in call.schema.inputs[:2]]
     firsts = [value[0] if isinstance(value, list) and value else value for value in values]
     return sum(isinstance(value, Number) for value in firsts)
 
 
 def _offset(local_call: LocalCall) -> LocalFunction | None:
-    """A number that is added to a partial sum, or put into it: the first coordinate takes it, the others take 0."""
+    """Add a number to a partial sum, or put it there, on the first coordinate only; elsewhere 0."""
     call = local_call.call
     result = local_call.outputs[0]
     axes = [axis for axis, op in result.partials if op == "sum"]
@@ -76,7 +79,7 @@ def _offset(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _sums(call: OpCall) -> PartialRows:
-    """`a + b`: partial sums on both sides; an average on one side and a fixed value on the other."""
+    """Return partials of `a + b`: two sums, or an average and a fixed value."""
     # Not partial extrema, though addition is increasing: in int8, 100 + 50 wraps to -106 on the
     # rank that has the maximum, and in floats an all-infinite shard gives inf - inf.
     name = call.op.__name__.partition(".")[0]
@@ -90,13 +93,19 @@ def _sums(call: OpCall) -> PartialRows:
 
 
 def _negated(call: OpCall) -> PartialRows:
-    """The smallest integer has no negative, and unsigned ones wrap: only floats are decreasing."""
+    """Return partials of `neg`: of floats, a maximum becomes a minimum and vice versa.
+
+    The smallest integer has no negative, and unsigned integers wrap.
+    """
     is_floating = call.tensors[0].dtype.is_floating_point
     return [((P("max"),), P("min")), ((P("min"),), P("max"))] if is_floating else []
 
 
 def _chosen(call: OpCall) -> PartialRows:
-    """`where`: one of the operands behind the condition is chosen for every element, not by its value."""
+    """Return partials of `where`, which chooses elements of operands behind the condition.
+
+    The choice does not depend on the values of these operands.
+    """
     chosen = range(1, len(call.tensors))
     is_number = len(chosen) < 2 and any(isinstance(value, Number) for value in call.bound.values())
     rows = _partial(call, () if is_number else REDUCE_OPS, (*chosen,))
@@ -110,7 +119,10 @@ def _masked_fill(call: OpCall) -> PartialRows:
 
 
 def _replaced(call: OpCall) -> PartialRows:
-    """Values taken from the second tensor, if there is one; old values do not matter."""
+    """Return partials of operators that replace values by the second tensor, if there is one.
+
+    The old values do not matter.
+    """
     # Not partial norms: what is written to them must pass `write_back`, for they remember what they
     # were reduced to.
     both = (
@@ -120,19 +132,25 @@ def _replaced(call: OpCall) -> PartialRows:
 
 
 def _extremum(op: str) -> Rule:
-    """The larger (smaller) of two values, each fixed or a partial `op`; not `fmax`, which drops a NaN that wins."""
+    """Return the rule of the larger (smaller) of two values, each fixed or a partial `op`.
+
+    The rule is not for `fmax`, which drops a NaN that wins the reduction.
+    """
     return pointwise(
         partial=lambda call: _partial(call, [op], (), *((i,) for i in range(len(call.tensors))))
     )
 
 
 def _joint(op: str) -> Partials:
-    """`op` of two partial values that are to be reduced with the same `op`."""
+    """Return a function for `op` of two partial values that are reduced with the same `op`."""
     return lambda call: [] if _number_operands(call) else _partial(call, [op], ())
 
 
 def _linear_in(*groups: tuple[int, ...], averages: Sequence[tuple[int]]) -> Rule:
-    """Linear in the operands of each group together; an average of one of `averages` may meet fixed others."""
+    """Return the rule of an operator that is linear in the operands of each group together.
+
+    An average of one of `averages` may be combined with fixed other operands.
+    """
     return pointwise(
         partial=lambda call: (
             _partial(call, ["sum", "avg"], *groups) + _partial(call, ["avg"], *averages)
@@ -141,7 +159,10 @@ def _linear_in(*groups: tuple[int, ...], averages: Sequence[tuple[int]]) -> Rule
 
 
 def _linear_unless_rounded(call: OpCall) -> PartialRows:
-    """Linear in the first operand, if that is a tensor and the result is not rounded, as one of integers is."""
+    """Return partials of an operator that is linear in its first operand if that is a tensor.
+
+    Results of integers are rounded, so they have no partials.
+    """
     result = (call.outputs or call.tensors)[0].dtype
     is_rounded = call.get("rounding_mode") is not None or not (
         result.is_floating_point or result.is_complex
@@ -160,7 +181,7 @@ def equal(call: OpCall) -> Iterator[Row]:
 
 
 def _equal(local_call: LocalCall) -> LocalFunction:
-    """Equal if the shards of every rank are."""
+    """Tell whether the shards of all ranks are equal."""
     exact = local_call.call.op is torch.ops.aten.equal.default
     axes = tuple(sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}))
 
@@ -246,7 +267,7 @@ _RULES: dict[str, Rule] = {
 
 
 def _with_numbers(rule: Rule) -> Rule:
-    """`rule` for operators whose last tensor holds a number for each element of the lists."""
+    """Adapt `rule` to operators whose last tensor holds a number for each element of the lists."""
 
     def rows(call: OpCall) -> Iterator[Row]:
         for row in rule.rows(replace(call, tensors=call.tensors[:-1])):
@@ -269,7 +290,10 @@ _TERNARY = ("_foreach_addcdiv", "_foreach_addcmul")
 
 
 def fused_optimizer(call: OpCall) -> Iterator[Row]:
-    """A parameter, its gradient and its state are sharded alike; step counts, rates and scales are replicated."""
+    """Yield rows that shard a parameter, its gradient and its state alike.
+
+    Step counts, rates and scales are replicated.
+    """
     shared = {a.name for a in call.op._schema.arguments if "List" not in str(a.type)} | {
         "state_steps"
     }
@@ -281,7 +305,7 @@ def fused_optimizer(call: OpCall) -> Iterator[Row]:
 
 
 def unscale(call: OpCall) -> Iterator[Row]:
-    """An infinity anywhere is reported everywhere."""
+    """Yield rows that report an infinity on one rank to all ranks."""
     for d in range(call.tensors[0].ndim):
         yield call.row(
             self=S(d), out0=S(d), traffic=all_reduce_traffic(call["found_inf"].dtype.itemsize)
@@ -289,7 +313,7 @@ def unscale(call: OpCall) -> Iterator[Row]:
 
 
 def _unscale(local_call: LocalCall) -> LocalFunction | None:
-    """found_inf = maximum over shards of found_inf."""
+    """Unscale the shard; all-reduce `found_inf` as a maximum over shards."""
     *gradients, found_inf, _scale = local_call.inputs
     axes = tuple(sorted({axis for spec in gradients for axis in sharding_axes(spec)}))
     op = local_call.call.op

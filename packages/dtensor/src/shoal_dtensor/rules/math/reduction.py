@@ -48,7 +48,7 @@ from ..language.rule import (
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
-    """The dims that the call reduces."""
+    """Return the dims that the call reduces."""
     if (
         call.get("dim") == []
         and not call.get("keepdim")
@@ -69,7 +69,10 @@ def rows_along(
     ordered: bool = False,
     **results: Entry,
 ) -> Iterator[Row]:
-    """One row per input dim; sharding one that the call works along gives `result`, or no row if that is None."""
+    """Yield one row per input dim; a dim that the call works along gives `result`.
+
+    If `result` is None, the dims that the call works along have no row.
+    """
     dims = reduced_dims(call)
     ndim = call["self"].ndim
     keeps = call.outputs[0].ndim == ndim
@@ -81,7 +84,10 @@ def rows_along(
 
 
 def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
-    """Sharding a reduced dim leaves `P(op)`; the partial values `passed` in pass through."""
+    """Return a rule that leaves `P(op)` where a reduced dim is sharded.
+
+    Partial values of the reductions `passed` pass through.
+    """
 
     def rows(call: OpCall) -> Iterator[Row]:
         # which no collective does
@@ -93,7 +99,7 @@ def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
 
 
 def _count(local_call: LocalCall) -> int:
-    """How many global elements go into one result."""
+    """Return the number of global elements that are reduced to one result."""
     return prod(local_call.inputs[0].shape[dim] for dim in reduced_dims(local_call.call))
 
 
@@ -104,7 +110,7 @@ def mean(call: OpCall) -> Iterator[Row]:
 
 @by_reduced_dims
 def _mean(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction | None:
-    """The operator itself over even shards; over uneven ones the sum over ranks of (local sum / global count)."""
+    """Run the operator itself over even shards; over uneven ones, add local sum / global count."""
     dims = list(reduced_dims(local_call.call))
     count = _count(local_call)
     if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
@@ -116,7 +122,10 @@ def _mean(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunc
 
 
 def var(call: OpCall) -> Iterator[Row]:
-    """And `logsumexp`: two all-reduces, as a partial variance would read as another one by `to_local`."""
+    """Yield rows of variances and `logsumexp`, with two all-reduces.
+
+    They are not left partial, because `to_local` would show a rank's part as if it were the result.
+    """
     has_no_maximum = "logsumexp" in call.op.__name__ and call.outputs[0].dtype.is_complex
     yield from rows_along(
         call, None if has_no_maximum else R, lambda ranks: 2 * wide_bytes_of(*call.outputs)
@@ -125,7 +134,7 @@ def var(call: OpCall) -> Iterator[Row]:
 
 @by_reduced_dims
 def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """Variance = (sum over shards of (x - mean) ** 2) / divisor, with the global mean; the deviation is its root."""
+    """Compute (sum over shards of (x - mean) ** 2) / divisor, with the global mean, or its root."""
     call = local_call.call
     count = _count(local_call)
     dims = list(reduced_dims(local_call.call))
@@ -162,7 +171,10 @@ def _order(call: OpCall) -> float:
 
 
 def norm(call: OpCall) -> Iterator[Row]:
-    """A norm over a sharded dim is a partial norm; partial norms are reduced before their norm is taken."""
+    """Yield rows of norms: a norm over a sharded dim is a partial norm.
+
+    Partial norms are reduced before their norm is taken.
+    """
     # The norm of partial norms is partial too, but clipping returns it, and `to_local` would read a
     # rank's part.
     order = _order(call)
@@ -171,7 +183,7 @@ def norm(call: OpCall) -> Iterator[Row]:
 
 
 def _norm(local_call: LocalCall) -> LocalFunction:
-    """The operator itself, but for empty shards in a list, of which there is no extremum."""
+    """Run the operator itself, except for empty shards in a list, which do not have an extremum."""
     order = _order(local_call.call)
     op = local_call.call.op
     is_list = local_call.call.schema.is_list == (True,)
@@ -194,7 +206,7 @@ def _norm(local_call: LocalCall) -> LocalFunction:
 
 @by_reduced_dims
 def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
+    """Compute log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
     dims = reduced_dims(local_call.call)
     dtype = local_call.outputs[0].dtype
     wide = wide_dtype(dtype)
@@ -211,14 +223,17 @@ def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Loca
 
 
 def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
-    """The maximum along dims of which some are sharded; -inf of no elements."""
+    """Return the maximum along dims of which some are sharded; -inf if there are no elements."""
     shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
     largest = x.amax(tuple(dims), keepdim=True) if x.numel() else x.new_full(shape, -inf)
     return all_reduced(largest, spec, sharding_axes(spec, dims), "max")
 
 
 def segment_reduce(call: OpCall) -> Iterator[Row]:
-    """Segments are along `axis`; lengths have the dims before it, all of which the kernel reads."""
+    """Yield rows for the dims behind `axis`, the dim of the segments.
+
+    Lengths have the dims before `axis`, all of which the kernel reads.
+    """
     for d in range(int(call["axis"]) % call["data"].ndim + 1, call["data"].ndim):
         yield call.row(
             {name: S(d) for name in ("grad", "output", "data") if name in call.bound}, out=S(d)
@@ -226,7 +241,10 @@ def segment_reduce(call: OpCall) -> Iterator[Row]:
 
 
 def softmax(call: OpCall) -> Iterator[Row]:
-    """All operands alike; along the normalised dim the maximum and the sum of each row are all-reduced, or one sum."""
+    """Yield rows that shard all operands alike, with all-reduces along the normalized dim.
+
+    The maximum and the sum of each row are all-reduced; for a gradient, only one sum.
+    """
     result = call.outputs[0]
     dim = call.dim()
     is_gradient = "grad_output" in call.places
@@ -242,14 +260,14 @@ def softmax(call: OpCall) -> Iterator[Row]:
 
 @along_dim
 def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """The softmax or its logarithm, or the gradient of either, with the maxima and sums of all shards."""
+    """Compute a softmax, its logarithm, or the gradient of either, with global maxima and sums."""
     axes = spec.dim_shardings[dim].axes
     dtype = local_call.outputs[0].dtype
     wide = wide_dtype(dtype)
     is_log = "log_softmax" in local_call.call.op.__name__
 
     def forwards(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """exp(x - max over shards) / sum over shards of exp(x - max over shards), or the logarithm of it."""
+        """Compute exp(x - max) / sum of exp(x - max) over all shards, or its logarithm."""
         x = x.to(dtype)
         shifted = x - _largest(x, spec, (dim,))
         weights = shifted.exp()
@@ -257,7 +275,7 @@ def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         return (shifted - total.log() if is_log else weights / total).to(dtype)
 
     def backwards(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
-        """G * y - y * (sum over shards of g * y); of the logarithm g - exp(y) * (sum over shards of g)."""
+        """Compute g * y - y * (sum of g * y); of the logarithm g - exp(y) * (sum of g)."""
         weighted, weights = (gradient, output.exp()) if is_log else (gradient * output, output)
         total = all_reduced(weighted.sum(dim, keepdim=True, dtype=wide), spec, axes)
         return (weighted - weights * total).to(dtype)

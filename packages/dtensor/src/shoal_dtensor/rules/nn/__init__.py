@@ -1,4 +1,4 @@
-"""Rules of neural network operators: normalisation, convolution, operators on images, attention, losses.
+"""Rules of neural network operators: norms, convolution, operators on images, attention, losses.
 
 May import: exchange, language.
 """

@@ -1,9 +1,9 @@
 """Sharding of fused scaled-dot-product attention: by batch and by head, forward and backward.
 
-Where several query heads share a head of keys, they go along with it. Queries may also be sharded
-along their sequence while keys and values are replicated; where a causal mask asks for positions,
-only the kernel that takes a mask instead. Kernels whose random state is an output (dropout inside)
-run replicated: their streams cannot be split.
+Query heads that share a head of keys stay on the rank of that head. Queries may also be sharded
+along their sequence while keys and values are replicated; with a causal mask, which depends on
+positions, only for the kernel that takes a mask instead. Kernels whose random state is an output
+(dropout inside) run replicated: their streams cannot be split.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GRADIENTS = ("query", "key", "value", "attn_bias")
 
 
 def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
-    """The entry of an argument when a dim of the query is sharded; masks broadcast from the right."""
+    """Return an argument's entry if a dim of the query is sharded; masks align on the right."""
     meta = call[name]
     query = call["query"]
     if name in MASKS:
@@ -50,7 +50,10 @@ def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
 
 
 def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
-    """Dims of the query that may be sharded, each with the query heads per head of keys: batch, heads, sequence."""
+    """Yield the dims of the query that may be sharded, each with the query heads per head of keys.
+
+    The dims are batch, heads and sequence.
+    """
     query = call["query"].shape
     key = call["key"].shape
     value = call["value"].shape
@@ -74,14 +77,16 @@ def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
 
 
 def _is_bookkeeping(meta: TensorMeta, call: OpCall) -> bool:
-    """Whether an output is random state or sequence lengths rather than attention."""
+    """Tell whether an output is random state or sequence lengths rather than attention."""
     return meta.ndim < int(call["query"].ndim) - 1
 
 
 def attention(call: OpCall) -> Iterator[Row]:
-    """And its gradients, which are sharded as their inputs; those of replicated inputs are summed.
+    """Yield rows of attention and of its gradients, which are sharded as their inputs.
 
-    The gradient of a mask that broadcasts has no row.
+    The gradients of replicated inputs are summed.
+
+    The gradient of a mask that broadcasts does not have a row.
     """
     first = next(iter(call.places))
     present = dict(zip(GRADIENTS, call.results.values(), strict=False))
@@ -105,7 +110,7 @@ def attention(call: OpCall) -> Iterator[Row]:
 
 
 def _attend(local_call: LocalCall) -> LocalFunction | None:
-    """Under a causal mask the operator without it, forwards or backwards, and with this rank's rows of the mask."""
+    """Run the operator on this rank's rows of a causal mask, given as an ordinary mask."""
     call = local_call.call
     query = local_call["query"]
     dim = query.ndim - 2

@@ -1,7 +1,8 @@
 """Sharding of losses.
 
-A mean over even shards is the average of theirs, over uneven ones it is all-reduced. Negative
-log-likelihood also runs with sharded classes: each rank looks up the targets whose class it has.
+A mean over even shards is the average of their means; a mean over uneven shards is all-reduced.
+Negative log-likelihood also runs with sharded classes: each rank looks up the targets whose class
+it has.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SUM = 2
 
 
 def loss(call: OpCall) -> Iterator[Row]:
-    """Without reduction elementwise; else every sharded dim leaves a partial sum."""
+    """Yield elementwise rows without reduction; else every sharded dim leaves a partial sum."""
     if call["reduction"] == NONE:
         yield from pointwise().rows(call)
     else:
@@ -62,7 +63,7 @@ def loss(call: OpCall) -> Iterator[Row]:
 
 
 def _loss(local_call: LocalCall) -> LocalFunction | None:
-    """The operator itself over even shards; else mean below = sum over shards of (this shard's sum / global count)."""
+    """Run the operator itself over even shards; else sum (this shard's sum / global count)."""
     call = local_call.call
     is_mean = local_call.call["reduction"] == MEAN
     axes = (
@@ -100,7 +101,7 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
 def _loss_of_half_type(
     local_call: LocalCall, count: int, finish: Callable[[Tensor], Tensor]
 ) -> LocalFunction:
-    """As `_loss`, where a sum of half types would leave the range: sums are taken in float32."""
+    """Run `_loss` with sums in float32, for half types whose sums would overflow."""
     call = local_call.call
     spec = local_call["self"]
     if "grad_output" in call.places:
@@ -121,7 +122,7 @@ def _loss_of_half_type(
 
 
 def sample_loss(call: OpCall) -> Iterator[Row]:
-    """`multi_margin_loss` and the like: the batch may be sharded; classes belong together."""
+    """Yield rows of `multi_margin_loss` and the like: the batch may be sharded, classes may not."""
     if call["self"].ndim < 2:
         return
     is_backward = "grad_output" in call.places
@@ -138,7 +139,10 @@ def _class_dim(call: OpCall) -> int:
 
 
 def nll_loss(call: OpCall) -> Iterator[Row]:
-    """Batch and spatial dims, then classes; the total weight of the targets is all-reduced where it is returned."""
+    """Yield rows for batch and spatial dims, then for classes.
+
+    The total weight of the targets is all-reduced where it is returned.
+    """
     classes = _class_dim(call)
     source = call["self"]
     reduces = call["reduction"] != NONE
@@ -168,7 +172,7 @@ _IGNORED = -100  # no position in a shard
 
 
 def _target_check(call: OpCall) -> dict[str, list[Check]]:
-    """Targets are classes, or the index that is ignored."""
+    """Return the check that targets are classes or the ignored index."""
     ignored = call["ignore_index"]
     count = call["self"].shape[_class_dim(call)]
 
@@ -179,7 +183,10 @@ def _target_check(call: OpCall) -> dict[str, list[Check]]:
 
 
 def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tensor]:
-    """From targets to their positions among this rank's classes, `_IGNORED` where another rank has the class."""
+    """Return a function from targets to positions among this rank's classes.
+
+    A target whose class is on another rank becomes `_IGNORED`.
+    """
     call = local_call.call
     classes = _class_dim(call)
     ignored = call["ignore_index"]
@@ -195,7 +202,7 @@ def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tenso
 
 @where_sharded
 def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """Mean below = sum over shards of (this shard's weighted losses / total weight of all shards)."""
+    """Sum over shards (this shard's weighted losses / total weight of all shards) for a mean."""
     call = local_call.call
     over_classes = sharding_axes(spec, (_class_dim(local_call.call),))
     kernel = functional(call)
@@ -222,7 +229,10 @@ def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
 def _mean_nll_of_half_type(
     local_call: LocalCall, axes: tuple[int, ...], targets_here: Callable[[Tensor], Tensor]
 ) -> LocalFunction:
-    """As `_nll_loss`, where the sums would leave the range: losses and weights in one all-reduce in float32."""
+    """Run `_nll_loss` with losses and weights in one all-reduce in float32.
+
+    Sums of half types would overflow.
+    """
     call = local_call.call
     spec = local_call.inputs[0]
     kernel = functional(call)
@@ -244,7 +254,7 @@ def _mean_nll_of_half_type(
 
 
 def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
-    """With sharded classes: the gradient of the targets whose class this rank has."""
+    """Compute, with sharded classes, the gradient of the targets whose class this rank has."""
     call = local_call.call
     spec = local_call.inputs[1]
     if not sharding_axes(spec, (_class_dim(call),)):

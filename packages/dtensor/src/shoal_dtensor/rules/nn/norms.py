@@ -1,9 +1,9 @@
 """Sharding of norms: layer norm and RMS norm, of trailing dims; group norm; batch norm.
 
-Dims that no statistic is over are free, channels of groups at the groups' borders. Where a dim is
-sharded that statistics are over, a norm is computed in plain torch around an all-reduce of them:
-batch norm is synchronised. Gradients of weight and bias are partial sums where what they are summed
-over is sharded.
+Dims that the statistics do not reduce may be sharded, channels only at the borders of groups. Where
+a dim that the statistics reduce is sharded, the norm is computed in plain torch around an
+all-reduce of the statistics: batch norm is synchronized. Gradients of weight and bias are partial
+sums where a dim that they are summed over is sharded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..language.rule import (
 
 
 def _dims(call: OpCall) -> tuple[list[int], list[int]]:
-    """The dims of the input that every statistic is over, and those that weight and bias have."""
+    """Return the input's dims that every statistic reduces, and the dims of weight and bias."""
     ndim = call["input"].ndim
     if "normalized_shape" in call.bound:
         last = [*range(ndim - len(call["normalized_shape"]), ndim)]  # (8, 6, 5) over (6, 5): [1, 2]
@@ -51,12 +51,18 @@ def _dims(call: OpCall) -> tuple[list[int], list[int]]:
 
 
 def _unit(call: OpCall) -> int:
-    """Channels that share statistics: 6 channels in 3 groups of 2 are 3 steps, so a rank has 2, 4 or 6 channels."""
+    """Return the number of channels that share statistics.
+
+    6 channels in 3 groups of 2 are 3 steps, so a rank has 2, 4 or 6 channels.
+    """
     return call["C"] // call["group"] if "group" in call.bound else 1
 
 
 def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
-    """For every dim of the input, last those of statistics: its entry, that of weight and bias, that of statistics."""
+    """Yield for every dim the entries of the input, of weight and bias, and of the statistics.
+
+    The dims that the statistics reduce come last.
+    """
     over, parameters = _dims(call)
     free = [d for d in range(call["input"].ndim) if d not in over]
     for d in (*free, *over):
@@ -66,7 +72,7 @@ def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
 
 
 def _is_training(call: OpCall) -> bool:
-    """Whether a norm uses the batch's own statistics, as all but batch norms always do."""
+    """Tell whether a norm uses the batch's own statistics; only batch norms may not."""
     names = ("training", "train", "update")
     return next(
         (bool(call[name]) for name in names if name in call.bound),
@@ -75,7 +81,7 @@ def _is_training(call: OpCall) -> bool:
 
 
 def norm(call: OpCall) -> Iterator[Row]:
-    """And its gradients, by the input and by weight and bias."""
+    """Yield the rows of a norm and of its gradients, by the input and by weight and bias."""
     is_gradient = "grad_out" in call.places
     training = _is_training(call)
     made = call.outputs[1:]
@@ -104,9 +110,9 @@ def norm(call: OpCall) -> Iterator[Row]:
 
 
 class Statistics:
-    """What the statistics of a norm are over.
+    """The dims, shape and count that the statistics of a norm reduce.
 
-    Of an input (8, 6, 5), sharded by its last dim into 3 + 2 elements, rank 0 has (8, 6, 3). A
+    If an input (8, 6, 5) is sharded by its last dim into 3 + 2 elements, rank 0 has (8, 6, 3). A
     group norm of 3 groups splits that into (8, 3, 6), with statistics (8, 3, 1) over 10 elements
     each, and parameters (6, 1).
     """
@@ -132,13 +138,13 @@ class Statistics:
             self.dims = [2]
 
     def means(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """For each tensor of `shape` the means over `dims` of all ranks; one all-reduce for all."""
+        """Return the means over `dims` of all ranks for each tensor, with one all-reduce."""
         # 2 of (8, 3, 6): (2, 8, 3, 1)
         sums = torch.stack([value.sum(self.dims, keepdim=True) for value in values])
         return (all_reduced(sums, self.spec, self.axes) / self.count).unbind()
 
     def given(self, statistic: Tensor) -> Tensor:
-        """A statistic that an operator is given, or returns, shaped to be broadcast to `shape`."""
+        """Reshape a statistic that an operator is given, or returns, to broadcast to `shape`."""
         # (8, 3, 6): (8, 3, 1)
         return statistic.reshape([1 if d in self.dims else n for d, n in enumerate(self.shape)])
 
@@ -159,12 +165,15 @@ def _norm(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In the dtype in which statistics are computed."""
+    """Convert `x` to the dtype in which statistics are computed."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
-    """Mean = (sum over shards of x) / count; variance = (sum over shards of (x - mean) ** 2) / count."""
+    """Normalize with mean = (sum of x) / count, variance = (sum of (x - mean) ** 2) / count.
+
+    The sums are sums over all shards.
+    """
     call = local_call.call
     names = call.schema.positional
     parameters = statistics.parameters
@@ -203,7 +212,10 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
 
 
 def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
-    """The two means of the gradient that the input's needs are sums over shards / count; of RMS norm it needs one."""
+    """Compute the input's gradient from two means, which are sums over shards / count.
+
+    The gradient of RMS norm needs only one mean.
+    """
     call = local_call.call
     names = call.schema.positional
     mask = call["output_mask"]
@@ -237,7 +249,10 @@ def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalF
 
 
 def _with_given(local_call: LocalCall) -> LocalFunction | None:
-    """A batch norm with given statistics: the kernel on this shard, and nothing in place of statistics of the batch."""
+    """Run the kernel of a batch norm with given statistics on this shard.
+
+    The outputs for the statistics of the batch are empty.
+    """
     if _is_training(local_call.call) or not sharding_axes(local_call["input"]):
         return None
     op = getattr(torch.ops.aten, local_call.call.op.__name__.split(".")[0])  # without `out=`

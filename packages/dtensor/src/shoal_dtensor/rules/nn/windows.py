@@ -1,13 +1,12 @@
-"""Sharding of operators on images: convolution, pooling, resampling, moves of elements between dims.
+"""Sharding of operators on images: convolution, pooling, resampling, moves between dims.
 
-The dims before the spatial ones are free; of a convolution output channels are, and input channels
-leave partial sums. Along a spatial dim, ranks fetch the border rows that their windows read; other
-spatial dims are replicated. Resampling to a multiple of a sharded dim enlarges the shard with the
-rows beside it, and leaves out what the halos gave; at the ends of the dim nothing is added, so the
-kernel does there what it does with the global tensor. Linear, by 2:
+The dims before the spatial dims may be sharded. In a convolution output channels may be sharded
+too, and sharded input channels leave partial sums. Along a spatial dim, ranks fetch the border rows
+that their windows read; other spatial dims are replicated. Resampling to a multiple of a sharded
+dim enlarges the shard with the adjacent rows, and drops the outputs of the halos. At the ends of
+the dim nothing is added, so the kernel treats the ends as in the global tensor. Linear, by 2:
 
-    rank 1 holds rows 4 5 6 7, reads 3 4 5 6 7 8, enlarges them to 12 rows, and keeps rows 2..9 of
-    those
+    rank 1 holds rows 4 5 6 7, reads 3 4 5 6 7 8, enlarges them to 12 rows, keeps rows 2..9 of these
 """
 
 from __future__ import annotations
@@ -32,12 +31,15 @@ from ..language.rule import LocalCall, LocalFunction, Rule, Table, backward, con
 
 
 def spatial_dims(call: OpCall) -> int:
-    """How many spatial dims an operator has, by its name: 2 for `max_pool2d`."""
+    """Return the number of spatial dims of an operator, by its name: 2 for `max_pool2d`."""
     return next(n for n in (1, 2, 3) if f"{n}d" in call.op.__name__)
 
 
 def planes(call: OpCall) -> Iterator[Row]:
-    """Rows for the leading dims that all operands share: windows, and pads that reflect, read all of the others."""
+    """Yield rows for the leading dims that all operands share.
+
+    Windows, and pads that reflect, read all of the other dims.
+    """
     operands = (*call.tensors, *call.outputs)
     free = min(t.ndim for t in operands) - spatial_dims(call)
     differ = [
@@ -61,7 +63,7 @@ def _takes_maximum(call: OpCall) -> bool:
 
 
 def _windows(call: OpCall) -> dict[int, Windows]:
-    """For every spatial dim its windows; averages only where every window counts alike."""
+    """Return the windows of every spatial dim; for averages, only if every window counts alike."""
     # the targets would be those of the shards with halos
     if call.schema.outs:
         return {}
@@ -92,7 +94,10 @@ def _windows(call: OpCall) -> dict[int, Windows]:
 
 
 def _enlarging(call: OpCall) -> dict[int, Windows]:
-    """For every spatial dim that becomes a multiple of itself its windows: each input makes as many outputs."""
+    """Return the windows of every spatial dim that is enlarged to a multiple of itself.
+
+    Each input makes the same number of outputs.
+    """
     if call.get("align_corners") or "scale_factors" in call.bound:
         return {}
     gradient = call.get("grad_output")
@@ -116,7 +121,10 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
 
 
 def windowed(call: OpCall) -> Iterator[Row]:
-    """Rows of planes, then one per spatial dim: what has the result's size is sharded as its windows are."""
+    """Yield the rows of planes, then one row per spatial dim.
+
+    Tensors of the result's size are sharded as its windows are.
+    """
     is_gradient = "grad_output" in call.places
     yield from planes(call)
     for dim, windows in _windows(call).items():
@@ -128,7 +136,10 @@ def windowed(call: OpCall) -> Iterator[Row]:
 
 
 def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
-    """The operator with the sizes of shards with halos, without padding along the dims with halos, which are theirs."""
+    """Run the operator on shards with halos, without padding along the dims with halos.
+
+    The shards themselves are padded along these dims.
+    """
     call = local_call.call
     spatial = spatial_dims(local_call.call)
     if "upsample" in call.op.__name__:
@@ -147,7 +158,10 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
 
 
 def _windowed(local_call: LocalCall) -> LocalFunction | None:
-    """The operator on a shard with halos; of the gradient, what others' outputs read of the shard comes from them."""
+    """Run the operator, or its gradient, on a shard with halos.
+
+    The gradient by elements that other ranks' outputs read comes from these ranks.
+    """
     call = local_call.call
     source = local_call.inputs[0]
     result = local_call.outputs[0]
@@ -185,7 +199,7 @@ def _windowed(local_call: LocalCall) -> LocalFunction | None:
 
 
 def fractional_max_pool(call: OpCall) -> Iterator[Row]:
-    """The random samples have batch and channels too, spelt (N, C, spatial)."""
+    """Yield the rows of a fractional max-pool, whose random samples are (N, C, spatial)."""
     source = call["self"]
     samples = call["random_samples"]
     # of (C, H, W): 1, so channels, 0, are dim 1
@@ -196,7 +210,7 @@ def fractional_max_pool(call: OpCall) -> Iterator[Row]:
 
 
 def _images(text: str, replicated: str = "") -> Rule:
-    """A product of which sizes matter, linear in its first operand."""
+    """Return the rule of a product in which sizes matter, linear in its first operand."""
     return replace(product(text, linear=(0,), replicated=replicated, skip_empty=True), sizes=None)
 
 
@@ -206,7 +220,7 @@ Case = dict[str, Any]
 
 
 def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
-    """Entries of input, weight, bias and `out`, case by case, with what the local function communicates."""
+    """Yield entries of input, weight, bias and `out`, each with the local function's traffic."""
     source = call["input"]
     channel = _channel(call)
     groups = call["groups"]
@@ -231,7 +245,10 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
 
 
 def _convolved(call: OpCall) -> dict[int, Windows]:
-    """For every spatial dim its windows; none where `out=` targets would be those of the shards with halos."""
+    """Return the windows of every spatial dim; none for `out=` targets.
+
+    The targets would have to be of the size of shards with halos.
+    """
     result = call.get("grad_output") or call.outputs[0]
     has_targets = bool(call.schema.outs) and (call["transposed"] or "output_mask" in call.bound)
     if has_targets or 0 in call["weight"].shape:
@@ -242,7 +259,7 @@ def _convolved(call: OpCall) -> dict[int, Windows]:
 
 
 def _channel(call: OpCall) -> int:
-    """The dim of channels, which is the first one where there is no batch."""
+    """Return the dim of channels, which is the first one if there is no batch."""
     return 1 if call["input"].ndim == call["weight"].ndim else 0
 
 
@@ -254,7 +271,10 @@ def convolution(call: OpCall) -> Iterator[Row]:
 
 
 def convolution_backward(call: OpCall) -> Iterator[Row]:
-    """The gradient is sharded as the result (replicated where that is summed); replicated inputs get partial sums."""
+    """Yield rows whose gradient is sharded as the result, replicated if the result is summed.
+
+    Replicated inputs get partial sums.
+    """
     for case, traffic in _cases(call):
         is_summed = isinstance(case["out"], P)
         gradients = [case.get(name, P("sum")) for name in ("input", "weight", "bias")]
@@ -266,13 +286,16 @@ def convolution_backward(call: OpCall) -> Iterator[Row]:
 
 
 def _local_groups(call: OpCall, weight: Spec) -> int:
-    """How many groups this rank has."""
+    """Return the number of groups on this rank."""
     groups = int(call["groups"])
     return groups if groups == 1 else weight.local_shape[0] // max(weight.shape[0] // groups, 1)
 
 
 def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
-    """A result in the memory format of the global one, where the operands' shards suggest another to the kernel."""
+    """Return a result in the memory format of the global result.
+
+    The operands' shards may suggest another format to the kernel.
+    """
     convolve = _convolve(local_call)
     result = local_call.outputs[0]
     is_contiguous = [
@@ -286,7 +309,7 @@ def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _convolve(local_call: LocalCall) -> LocalFunction | None:
-    """Of nothing it is the bias; to what is cropped or filled up the bias is added afterwards."""
+    """Convolve a shard; add the bias after cropping or filling, and return it alone if empty."""
     call = local_call.call
     (source, weight) = local_call.inputs[:2]
     shape = local_call.outputs[0].local_shape
@@ -313,7 +336,10 @@ def _convolve(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
-    """Of nothing the gradients are zeros, but for the bias, which depends on no operand."""
+    """Compute the gradients; if a shard is empty they are zeros, except for the bias.
+
+    The gradient of the bias does not depend on an operand.
+    """
     call = local_call.call
     (gradient, source, weight) = local_call.inputs
     halos = Halos(source, _convolved(call))

@@ -1,13 +1,15 @@
-"""Sharding of operators that put tensors together, move whole dims or look at diagonals: cat, pad, roll, repeat, tril.
+"""Sharding of operators that join tensors, move whole dims or use diagonals.
 
-Along a dim that grows, the sharded operand stays where it is, and its first and last shard take in
-what comes before and after it: `cat([a, x, b])` with x of 4 rows on 2 ranks is a, x[:2] on rank 0
-and x[2:], b on rank 1. To roll, flip or repeat a sharded dim, each rank sends exactly the ranges
-that others need.
+For example cat, pad, roll, repeat and tril.
 
-Of a diagonal, a view, rows and columns may be sharded; where both are, by different mesh axes, an
-element is held by the rank whose rows and columns both have it: of a (4, 4) matrix on 2 x 2 ranks,
-two ranks hold the diagonal.
+Along a dim that grows, the sharded operand stays in place, and its first and last shard grow by the
+elements before and after it: `cat([a, x, b])` with x of 4 rows on 2 ranks is a, x[:2] on rank 0 and
+x[2:], b on rank 1. To roll, flip or repeat a sharded dim, each rank sends exactly the ranges that
+others need.
+
+A diagonal is a view of a matrix whose rows and columns may be sharded. If both are sharded, by
+different mesh axes, an element is held by the rank whose rows and columns both contain it: on 2 x 2
+ranks, two ranks hold the diagonal of a (4, 4) matrix.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def cat(call: OpCall) -> Iterator[Row]:
 
 
 def _cat(local_call: LocalCall) -> LocalFunction | None:
-    """Along the dim, a rank joins what it holds of the operands that its shard of the result covers."""
+    """Join the parts of the operands that this rank's shard of the result covers."""
     # Of two operands that different axes shard, one has all its elements on one coordinate; a rank
     # there may hold them, and those of replicated operands, without being the one that joins them.
     (result,) = local_call.outputs
@@ -87,7 +89,7 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _pads(call: OpCall) -> dict[int, tuple[int, int]]:
-    """For every padded dim how much it grows at its start and its end."""
+    """Return the growth of every padded dim at its start and at its end."""
     # (1, 2, 0, 3) of 2 dims: {1: (1, 2), 0: (0, 3)}
     pad = [int(n) for n in call["pad"]]
     ndim = call["self"].ndim
@@ -111,7 +113,10 @@ def constant_pad_nd(call: OpCall) -> Iterator[Row]:
 
 
 def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
-    """Each rank pads only the ends that it holds; a negative width takes elements off the shards that reach there."""
+    """Pad only the ends that this rank holds.
+
+    A negative width takes elements off the shards at that end.
+    """
     # Of 6 elements on 2 ranks, with pad (2, -4), rank 0 pads by (2, -1) and rank 1 by (0, -3).
     source = local_call["self"]
     (result,) = local_call.outputs
@@ -131,12 +136,12 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _a_shard(call: OpCall) -> Traffic:
-    """A rank receives at most its shard of the result."""
+    """Return the traffic of receiving at most the rank's shard of the result."""
     return lambda ranks: bytes_of(call.outputs[0]) / ranks
 
 
 def _turns(call: OpCall) -> dict[int, int]:
-    """By how much every dim that roll or flip rearranges is rolled; no dim where the flattened tensor is."""
+    """Return the shift of every dim that roll or flip rearranges; empty for a flattened tensor."""
     source = call["self"]
     turns = dict[int, int]()
     for d, shift in zip(call["dims"], call.get("shifts") or [0] * len(call["dims"]), strict=False):
@@ -160,7 +165,9 @@ def _moved(
     *,
     always: bool = False,
 ) -> LocalFunction | None:
-    """Rearrange the sharded dims between ranks, then the others locally: dims are independent of each other.
+    """Rearrange the sharded dims between ranks, then the other dims locally.
+
+    The dims are independent of each other.
 
     Where no dim moves, `rest` takes the place of the operator only if it `always` does.
     """
@@ -174,7 +181,7 @@ def _moved(
 
 
 def _flipped_bytes(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """A flip of numbers of one byte, which torch has in float8 for some shapes only: shards may have others."""
+    """Flip numbers of one byte; torch flips float8 only for shapes that shards may not have."""
     flipped: Tensor = x.view(torch.uint8).flip([*dims])
     return flipped.view(x.dtype)
 
@@ -208,7 +215,7 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
 
 @dataclass(frozen=True, slots=True)
 class RepeatMap:
-    """A dim that became `times` as long, in the shards of `torch.chunk`."""
+    """The map to the sharding of a dim that is `times` as long, in the shards of `torch.chunk`."""
 
     times: int
 
@@ -252,7 +259,7 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _beside_matrix(call: OpCall, ndim: int) -> list[int]:
-    """The other dims of a tensor of `ndim` dims that has the rows and columns."""
+    """Return the other dims of a tensor of `ndim` dims that has the rows and columns."""
     matrix = {int(call["dim1"]) % ndim, int(call["dim2"]) % ndim}
     return [d for d in range(ndim) if d not in matrix]
 
@@ -272,7 +279,7 @@ def diagonal(call: OpCall) -> Iterator[Row]:
 
 
 def _diagonal(local_call: LocalCall) -> LocalFunction | None:
-    """The diagonal of the shard that is on the global diagonal."""
+    """Return the diagonal of the shard that is on the global diagonal."""
     call = local_call.call
     spec = local_call["self"]
     one = call.dim("dim1")
@@ -285,7 +292,7 @@ def _diagonal(local_call: LocalCall) -> LocalFunction | None:
 
 
 def diag_embed(call: OpCall) -> Iterator[Row]:
-    """And `diagonal_backward`: the other dims of a matrix around a diagonal."""
+    """Yield rows of `diag_embed` and `diagonal_backward`, for the other dims of the matrix."""
     yield from same_dims(call, enumerate(_beside_matrix(call, call.outputs[0].ndim)))
 
 
@@ -295,7 +302,7 @@ def diagonal_scatter(call: OpCall) -> Iterator[Row]:
 
 
 def _tril(local_call: LocalCall) -> LocalFunction | None:
-    """The global diagonal, as the shard that starts at (row, column) counts it."""
+    """Shift the diagonal for the shard that starts at (row, column)."""
     row, column = local_call["self"].local_offset[-2:]
     diagonal = local_call.call["diagonal"] + row - column  # rows 2:4 of (4, 4): 0 + 2 - 0
     return None if row == column else with_arguments(local_call.call, diagonal=diagonal)

@@ -1,12 +1,12 @@
-"""Sharding of slices, selections and splits, of their gradients, and of writes into a slice, out of place.
+"""Sharding of slices, selections, splits, their gradients, and writes into a slice out of place.
 
 A slice of a sharded dim stays sharded, a view of local storage. A selected index is held by one
 coordinate, which has all of the result. Gradients are put into zeros, the other way round: many
-shardings of the longer dim fit, and that of `torch.chunk` is preferred, which the forward input
-most likely had.
+shardings of the longer dim fit, and the sharding of `torch.chunk` is preferred, because the forward
+input most likely had it.
 
-Each map is a value (hashable, printable) from the sharding of one dim to that of another, over the
-same mesh axes.
+Each map is a value (hashable, printable) from the sharding of one dim to the sharding of another
+dim, over the same mesh axes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ aten: Any = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class SliceMap:
-    """Each shard keeps its elements at `start`, `start + step`, ... below `stop`, `unit` elements for each.
+    """The map to a slice: shards keep elements `start`, `start + step`, ... below `stop`.
 
-    Of a selected index, the shard that has it holds all elements of some dim of the result, the
-    others none. A range that reaches over the ends of the dim makes it longer: what it adds belongs
-    to the first and the last shard.
+    Every selected element is `unit` elements of the result.
+
+    For a selected index, the shard that has the index holds all elements of some dim of the result,
+    and the other shards hold no elements. A range that reaches over the ends of the dim makes it
+    longer: the added elements belong to the first and the last shard.
 
     Example:
         >>> sharding = DimSharding((0,), (2,), (4, 4))
@@ -71,17 +73,19 @@ class SliceMap:
         return sharding.resharded(self.before, self.before(self.stop)).scaled(self.unit)
 
     def before(self, position: int) -> int:
-        """How many selected elements are before `position`."""
+        """Return the number of selected elements before `position`."""
         # x[1::3], before 8: 1, 4, 7, so 3
         return max(0, -(-(min(position, self.stop) - self.start) // self.step))
 
 
 @dataclass(frozen=True, slots=True)
 class SliceGradMap:
-    """The inverse of `SliceMap(start, ..., step)`: each shard of `length` elements has what it had of the slice.
+    """The inverse of `SliceMap(start, ..., step)`, for shards of `length` elements in total.
 
-    Of a slice of one element, the shard that has this element holds all others too unless
-    `torch.chunk` has it there.
+    Each shard has the elements of the slice that it had before.
+
+    For a slice of one element, the shard that has this element holds all other elements too, unless
+    `torch.chunk` places the element on that shard.
     """
 
     length: int
@@ -105,7 +109,7 @@ class SliceGradMap:
 
 
 def selection(call: OpCall, length: int) -> SliceMap:
-    """The range that a slice selects of `length` elements, as Python's slices do, or an index as a slice of one."""
+    """Return the range of `length` elements that a slice selects; an index is a slice of one."""
     if "index" in call.bound:
         at = call["index"] % length
         return SliceMap(at, at + 1)
@@ -120,7 +124,7 @@ def selection(call: OpCall, length: int) -> SliceMap:
 
 
 def _selected_here(call: OpCall, spec: Spec, dim: int) -> tuple[int, int, tuple[int, int, int]]:
-    """How many selected elements are before this rank's shard, how many in it, and the slice as the shard sees it."""
+    """Return counts of selected elements before and in this shard, and the local slice."""
     selected = selection(call, spec.shape[dim])
     offset = spec.offset(dim)
     # 1:7, shard 4:8: 3, 6
@@ -140,7 +144,7 @@ def _selected_here(call: OpCall, spec: Spec, dim: int) -> tuple[int, int, tuple[
 
 
 def slice_(call: OpCall) -> Iterator[Row]:
-    """The results of `split` are slices that follow each other."""
+    """Yield the rows of slices and of `split`, whose results are slices that follow each other."""
     source = call["self"]
     dim = call.dim()
     if "start" in call.bound:
@@ -173,7 +177,7 @@ def _after(dim: int, removed: int) -> int:
 
 
 def select(call: OpCall) -> Iterator[Row]:
-    """`unbind` selects every index."""
+    """Yield the rows of `select` and `unbind`, which selects every index."""
     source = call["self"]
     dim = call.dim()
     is_one = "index" in call.bound
@@ -230,7 +234,10 @@ def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 
 def slice_backward(call: OpCall) -> Iterator[Row]:
-    """And `select_backward`: the gradient of what one coordinate holds goes back to where it was taken from."""
+    """Yield the rows of `slice_backward` and `select_backward`.
+
+    A gradient held by one coordinate goes back to the place that the elements were taken from.
+    """
     dim = int(call["dim"]) % len(call["input_sizes"])
     is_one = "index" in call.bound
     gradient = call["grad_output"]
@@ -245,7 +252,7 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
 
 
 def _slice_backward(local_call: LocalCall) -> LocalFunction:
-    """Zeros, but for what the shard has of the slice, or for the selected index."""
+    """Fill zeros with the shard's part of the slice, or with the selected index."""
     call = local_call.call
     grad = local_call["grad_output"]
     target = local_call.outputs[0]
@@ -265,7 +272,7 @@ def _slice_backward(local_call: LocalCall) -> LocalFunction:
 
 
 def slice_scatter(call: OpCall) -> Iterator[Row]:
-    """`select_scatter` too, whose source lacks the dim."""
+    """Yield the rows of `slice_scatter` and `select_scatter`, whose source lacks the dim."""
     dim = call.dim()
     is_one = "index" in call.bound
     for d in range(call["self"].ndim):
@@ -276,7 +283,7 @@ def slice_scatter(call: OpCall) -> Iterator[Row]:
 
 @along_dim
 def _slice_scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    """Every rank replaces what its shard has of the slice."""
+    """Replace this shard's part of the slice."""
     is_one = "index" in local_call.call.bound
     first, count, bounds = _selected_here(local_call.call, spec, dim)
 

@@ -1,11 +1,11 @@
-"""Sharding of views that rearrange dims: reshapes, permutations, broadcasts, windows and reinterpretations.
+"""Sharding of views: reshapes, permutations, broadcasts, windows and reinterpretations.
 
-Every local call is a view of local storage, so what is written through the result reaches its base.
-A sharding that has no row is gathered by the propagator, which marks the result as no view of its
-input.
+Every local call is a view of local storage, so a write through the result changes its base. An
+input whose sharding does not have a row is gathered by the propagator, which records that the
+result is not a view of its input.
 
-A reshape keeps the row-major order of elements. Of dims that are merged and split together the
-slowest one stays sharded, at multiples of both dims' steps: (6, 4) -> (4, 6) has steps of 4 and 6
+A reshape keeps the row-major order of elements. When dims are merged and split together, the
+slowest dim stays sharded, at multiples of both dims' steps: (6, 4) -> (4, 6) has steps of 4 and 6
 elements, so shards are multiples of 12, which are 3 source rows or 2 target rows. Shards of a
 faster dim become equal runs (`StridedDimSharding`) where the dims before it are merged with it: (4,
 6) -> (24,) by columns has 4 runs of 6, and splitting them makes it plain again.
@@ -34,7 +34,7 @@ from ..language.rule import (
 
 
 def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, range]]:
-    """The shortest runs of source dims and target dims that have equally many elements.
+    """Return the shortest runs of source dims and target dims that have equally many elements.
 
     Dims of size 1 go with the run that follows them; trailing ones form a run of their own.
 
@@ -64,7 +64,7 @@ def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, ra
 
 
 def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple[S, S]]:
-    """Every way in which a sharded source dim is a sharded target dim after the reshape, the preferred ones first.
+    """Return pairs of a sharded source dim and its target dim after a reshape, best first.
 
     Example:
         >>> reshape_mappings((4, 6), (24,)), reshape_mappings((6, 4), (4, 6))
@@ -101,7 +101,7 @@ def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple
 def _group_mappings(
     dims: range, results: range, source: Sequence[int], target: Sequence[int], *, in_runs: bool
 ) -> Iterator[tuple[S, S]]:
-    """Shardings of the slowest dims of a group or, `in_runs`, of one of several equal runs."""
+    """Yield shardings of the slowest dims of a group or, `in_runs`, of one of several runs."""
     # Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4,
     # 3), dim 1 of each: there are 2 and 4 rows, so 4 runs of 3 elements, of which a row of the
     # source has 2 and one of the target 1.
@@ -128,7 +128,10 @@ def _group_mappings(
 
 
 def _lcm(one: int, other: int) -> int:
-    """The least common multiple; of symbols only where one is a multiple of the other, else they become constants."""
+    """Return the least common multiple; for symbols, only if one is a multiple of the other.
+
+    Otherwise the symbols become constants.
+    """
     if type(one) is int and type(other) is int:
         return lcm(one, other)
     for multiple, divisor in ((one, other), (other, one)):
@@ -138,19 +141,19 @@ def _lcm(one: int, other: int) -> int:
 
 
 def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:
-    """One row per pair (dim of the first argument, dim of every output) that are sharded alike."""
+    """Yield a row per pair of a dim of the first argument and an output dim, sharded alike."""
     first = next(iter(call.places))
     yield from (call.row({first: S(d)}, out=S(target)) for d, target in pairs)
 
 
 def view(call: OpCall) -> Iterator[Row]:
-    """The row-major order of elements stays: rows of any reshape, from its global shapes."""
+    """Yield the rows of any reshape, from global shapes; the row-major order of elements stays."""
     for source, target in reshape_mappings(call["self"].shape, call.outputs[0].shape):
         yield call.row(self=source, out=target)
 
 
 def _view(local_call: LocalCall) -> LocalFunction:
-    """Tensor methods, which cost less than the overloads."""
+    """View the tensor by a tensor method, which costs less than the overload."""
     shape = local_call.outputs[0].local_shape
     if local_call.call.op is torch.ops.aten._unsafe_view.default:
         return lambda x, size: x.reshape(shape)
@@ -158,7 +161,7 @@ def _view(local_call: LocalCall) -> LocalFunction:
 
 
 def _squeezed(call: OpCall) -> list[int]:
-    """The dims that go: of those asked for, the ones that are 1 globally; locally others may be."""
+    """Return the dims to remove: requested dims that are 1 globally; others may be 1 locally."""
     source = call["self"]
     if "dim" in call.bound and call["dim"] in ((), []):
         # an empty list asks for none, where reductions take it for all
@@ -167,7 +170,11 @@ def _squeezed(call: OpCall) -> list[int]:
 
 
 def squeeze(call: OpCall) -> Iterator[Row]:
-    """A sharded dim that goes is held by one coordinate, which then holds everything: any other dim can say so."""
+    """Yield the rows of `squeeze`, including rows that shard a removed dim.
+
+    A sharded dim of one element is held by one coordinate, which then holds the whole result, as a
+    shard of any other dim.
+    """
     gone = _squeezed(call)
     ndim = call["self"].ndim
     others = [d for d in range(ndim) if d not in gone]  # (3, 1, 4) without dim 1: [0, 2]
@@ -184,7 +191,7 @@ def _squeeze(local_call: LocalCall) -> LocalFunction:
 
 
 def unsqueeze(call: OpCall) -> Iterator[Row]:
-    """And `stack`."""
+    """Yield the rows of `unsqueeze` and `stack`."""
     ndim = call.outputs[0].ndim
     dim = int(call["dim"]) % ndim
     # at 1 of 2 dims: 0 -> 0, 1 -> 2
@@ -192,7 +199,10 @@ def unsqueeze(call: OpCall) -> Iterator[Row]:
 
 
 def view_dtype(call: OpCall) -> Iterator[Row]:
-    """A wider dtype takes several elements of the last dim for one, a narrower one makes several of one."""
+    """Yield the rows of a view as a wider or narrower dtype.
+
+    A wider dtype merges several elements of the last dim, a narrower dtype splits one element.
+    """
     source = call["self"]
     target = call.outputs[0]
     yield from same_dims(call, ((d, d) for d in range(source.ndim - 1)))
@@ -206,7 +216,7 @@ def view_dtype(call: OpCall) -> Iterator[Row]:
 
 
 def permute(call: OpCall) -> Iterator[Row]:
-    """And `transpose`, and `t`, of at most two dims."""
+    """Yield the rows of `permute`, `transpose`, and `t`, for at most two dims."""
     ndim = call["self"].ndim
     dims = [*map(int, call.get("dims", range(ndim)))]
     if "dims" not in call.bound and ndim:
@@ -217,7 +227,7 @@ def permute(call: OpCall) -> Iterator[Row]:
 
 
 def expand(call: OpCall) -> Iterator[Row]:
-    """And `masked_scatter`, whose target is broadcast to the mask's shape."""
+    """Yield the rows of `expand` and of `masked_scatter`, whose target is broadcast to the mask."""
     source = call["self"]
     target = call.outputs[0]
     new = target.ndim - source.ndim  # (3,) -> (2, 3): 1, so dim 0 is dim 1
@@ -232,7 +242,10 @@ def _expand(local_call: LocalCall) -> LocalFunction:
 
 
 def unfold(call: OpCall) -> Iterator[Row]:
-    """And its gradient: windows that do not overlap and leave nothing over are a split; others need neighbours'."""
+    """Yield the rows of `unfold` and its gradient.
+
+    Windows without overlap and remainder are a split; other windows need elements of neighbors.
+    """
     # 12 elements in windows of 3 every 4: window i is elements 4i to 4i + 2, so shards of elements
     # are of 4, 8 or 12.
     is_gradient = "grad_in" in call.places
@@ -252,14 +265,17 @@ def unfold(call: OpCall) -> Iterator[Row]:
 
 
 def view_as_real(call: OpCall) -> Iterator[Row]:
-    """And `view_as_complex`: all dims but the one of two, real and imaginary part."""
+    """Yield the rows of `view_as_real` and `view_as_complex`, except for the dim of two.
+
+    The dim of two holds the real and the imaginary part.
+    """
     yield from same_dims(
         call, ((d, d) for d in range(min(call["self"].ndim, call.outputs[0].ndim)))
     )
 
 
 def with_input_sizes(local_call: LocalCall) -> LocalFunction:
-    """The gradient of a view, whose operator takes the sizes of its input: this rank's."""
+    """Run the gradient of a view with the sizes of this rank's input."""
     return with_arguments(local_call.call, input_sizes=local_call.outputs[0].local_shape)
 
 
