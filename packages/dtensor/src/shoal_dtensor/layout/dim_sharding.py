@@ -78,10 +78,10 @@ class DimSharding:
     axis_sizes: tuple[int, ...]
     length: int  # global number of elements
     step: int  # elements of the longest shard
-    # elements of every shard where those are not `step` up to the end; None otherwise
+    # elements of every shard if they are not `step` up to the end; None otherwise
     ragged: tuple[int, ...] | None
     # number of shards, empty ones too
-    # compiled code reads what the class itself has
+    # compiled code reads the default from the class
     shards: int = field(default=1, compare=False, repr=False)
     # whether all shards are equally large
     even: bool = field(default=True, compare=False, repr=False)
@@ -138,7 +138,7 @@ class DimSharding:
             even=even,
         )
 
-    # lengths may be symbols, which have none
+    # lengths may be symbols, which cannot be hashed
     def __hash__(self) -> int:
         return hash((self.axes, self.axis_sizes, self.ragged))
 
@@ -542,7 +542,7 @@ def shard_any_dim(
     if list(by_runs) == [1]:
         return shard_dim(length, axes, placements, mesh_shape)
     levels: dict[int, DimSharding] = {}
-    # a symbol becomes a constant: what folds is decided by divisors
+    # a symbol becomes a constant, because folding depends on its divisors
     length = int(length)
     for runs, of_level in by_runs.items():
         plain = [Shard(0, sizes=p.sizes) if isinstance(p, StridedShard) else p for p in placements]

@@ -303,7 +303,7 @@ def resolved_layout(
         if len(sharding.axes) > 1:
             sharding = sharding.in_written_order()
         if has_sizes:
-            # sizes are dropped that say what `torch.chunk` does anyway
+            # sizes equal to those of `torch.chunk` are dropped
             canonical |= sharding.placements(dim)
         else:
             canonical |= _placements_in_order(sharding, normal)

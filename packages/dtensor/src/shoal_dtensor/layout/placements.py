@@ -472,4 +472,4 @@ class Absent:
 for _name in _TORCH_METHODS:
     setattr(Placement, _name, Absent(_WHO_MOVES, _name))
 
-PICKLED = (Replicate, Partial, _shard, _strided_shard)  # what pickled placements are made of
+PICKLED = (Replicate, Partial, _shard, _strided_shard)  # the globals of pickled placements

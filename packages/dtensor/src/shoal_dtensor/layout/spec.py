@@ -85,7 +85,7 @@ class Spec(Interned):
         "tensor_meta",
     )  # fmt: skip
     _CHANGED_BY: ClassVar[str] = "; use with_()"
-    # called before there is a DTensor: what an import must not do
+    # called before the first DTensor is made: setup that an import must not do
     at_first: ClassVar[list[Callable[[], object]]] = []
     _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
 
@@ -119,7 +119,7 @@ class Spec(Interned):
         try:
             shape = torch.Size(shape)
             stride = contiguous_stride(shape) if stride is None else tuple(stride)
-            # what is no mesh is refused below
+            # an argument that is not a mesh is refused below
             identity = getattr(mesh, "identity", None)
             key = (identity, tuple(placements), shape, stride, dtype, shard_order)
             spec = cls._interned.get(key)
@@ -198,8 +198,8 @@ class Spec(Interned):
         dtype = meta.dtype
         if not has_symbols((shape, stride)):
             return cls(mesh, normal, shape, stride, dtype, order)
-        # Each recorder has its own: what a spec has computed of its symbols is known to the one
-        # that saw it.
+        # Each recorder has its own spec: expressions that a spec computes from symbols belong to
+        # the recorder that was active.
         key = hashable((mesh.identity, normal, shape, stride, dtype, order, recorder_of_sizes()))
         spec = cls._interned.get(key)
         if spec is None:
@@ -413,7 +413,7 @@ class Spec(Interned):
     def _repr_html_(self) -> str:
         return spec_html(self)
 
-    # What downstream code reads of torch's `DTensorSpec`.
+    # The attributes of torch's `DTensorSpec` that downstream code reads.
 
     @property
     def dim_map(self) -> list[int]:

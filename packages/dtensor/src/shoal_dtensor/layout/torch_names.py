@@ -17,7 +17,7 @@ from .placements import Placement
 from .spec import Spec
 from .tensor_meta import TensorMeta
 
-# Names of torch's stack that are not here, and what does their work.
+# Names of torch's stack that are not here, and their replacements.
 _RULES = (
     "register_rule and register_sharding say how an operator is sharded, `explain` and "
     "`cache_info` what was decided"
@@ -52,7 +52,7 @@ class DTensorSpec:
 
     from_dim_map: Callable[..., Spec] = Spec.from_dim_map
 
-    def __new__(  # type: ignore[misc]  # it makes what it stands for
+    def __new__(  # type: ignore[misc]  # it makes a `Spec`
         cls,
         mesh: DeviceMesh,
         placements: Sequence[Placement],

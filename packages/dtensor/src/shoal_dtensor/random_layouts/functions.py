@@ -63,7 +63,7 @@ _BY_ARGUMENT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward
 _NAMES = (
     _DROPOUTS | _FILLS | _RECURRENT | _BY_ARGUMENT.keys() | {"rrelu", "rrelu_", "rrelu_with_noise"}
 )
-# What code calls that may draw; attention and recurrent functions are known by the dropout that
+# Names of functions that may draw; attention and recurrent functions are found by the dropout that
 # they are given.
 _CALLED = _FILLS | {"rrelu", "rrelu_"}
 
@@ -185,7 +185,7 @@ def _draws(functions: Iterable[FunctionType], children: frozenset[str]) -> bool:
             ]
             named += (vars(module).get(name) for module in modules for name in code.co_names)
         else:
-            # a library's own tables and objects say nothing of what this call does
+            # a library's own tables and objects do not determine the effect of this call
             named = [each for each in named if isinstance(each, FunctionType)]
         todo += ((constant, scope) for constant in code.co_consts if isinstance(constant, CodeType))
         todo += ((function.__code__, function.__globals__) for function in _functions(named))

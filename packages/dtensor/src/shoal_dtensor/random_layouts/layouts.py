@@ -44,7 +44,7 @@ AnyShard = Shard | StridedShard
 class LocalLayout(TensorNote):
     """The known layout of a local tensor."""
 
-    # its global tensor; None if that is unknown, or if nothing says that it is sharded
+    # its global tensor; None if it is unknown, or if the tensor is not known to be sharded
     spec: Spec | None = None
     # why the layout is unknown; empty otherwise
     unknown: str = ""
@@ -246,7 +246,7 @@ def _run(
                 if isinstance(out, Tensor)
             ]
     except Exception as error:
-        # of any type: what the function says of DTensors is the reason
+        # of any type: the function's error about DTensors is the reason
         raise UnknownLayoutError(str(error).partition("\n")[0]) from error
     if len(results) != len(outs) or not all(isinstance(result, DTensor) for result in results):
         raise UnknownLayoutError("it returns something else for DTensors")

@@ -127,7 +127,7 @@ class DrawRegion(ModuleForward):
             self.meshes = tuple(dict.fromkeys((*self.meshes, *_axes_of(self.batch, lowered))))
         joint = self.meshes[0] if len(self.meshes) == 1 else DeviceMesh.concatenate(self.meshes)
         axes = {mesh: axis for axis, mesh in enumerate(self.meshes)}
-        # what acts on several axes shards its inputs along the first
+        # a style on several axes shards its inputs along the first
         for forward in lowered.values():
             axes.setdefault(forward.mesh, axes[_single_axes(forward.mesh)[0]])
         # imported with the first forward that draws
@@ -181,7 +181,7 @@ class DrawRegion(ModuleForward):
             self.arrived.clear()
 
 
-# A watch follows single calls, so what it watches runs uncompiled.
+# A watch follows single calls, so a watched forward runs uncompiled.
 _uncompiled: Any = eager_only(DrawRegion.watched)
 
 

@@ -48,7 +48,7 @@ from .layouts import (
 
 
 class Watch(FunctionMode):
-    """A mode that follows layouts of local tensors on all axes of styles, and draws as one device."""
+    """A mode that follows layouts of local tensors on the axes of styles; draws as one device."""
 
     def __init__(self, mesh: DeviceMesh, axes: Mapping[DeviceMesh, int]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Watch(FunctionMode):
         rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
         if max(rows, default=-1) < 0:
             return
-        # The rows of all ranks are asked for, in one small collective, since a batch may not divide
+        # The rows of all ranks are gathered in one small collective, because a batch may not divide
         # by the ranks.
         local = torch.tensor([rows], device=axes.device_type)
         comm = axes.comm(tuple(range(axes.ndim)))
@@ -367,7 +367,7 @@ class Watch(FunctionMode):
             )
         first = layout_of(args[0])
         target = args[0] if name.endswith("_") or kwargs.get("inplace") else None
-        # what autograd does not record is drawn into its memory
+        # a draw that autograd does not record writes to the target's memory
         if target is not None:
             args = (target.clone() if target.requires_grad else target.detach(), *args[1:])
             note_layout(args[0], first)

@@ -33,7 +33,7 @@ Shards = Sequence[tuple[Box, Tensor]]
 class Blocks(NamedTuple):
     """The blocks that one member of an exchange sends, receives and keeps."""
 
-    # (member, global box) in member order, those of one member in the order of the boxes
+    # (member, global box) in member order, blocks of one member in the order of the boxes
     sends: tuple[Block, ...]
     receives: tuple[Block, ...]  # (member, global box) likewise
     # the parts of its own boxes that it keeps

@@ -257,7 +257,7 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
                 by_dim[len(stride)] = divided
             stride.append(step * inner)  # 24 elements as (4, 6): [6, 1]
         if levels:
-            return None  # 3 runs are no dim of (4, 6)
+            return None  # 3 runs are not a dim of (4, 6)
     placements: dict[int, Placement] = dict(enumerate(spec.placements))
     for dim, sharding in by_dim.items():
         placements |= sharding.placements(dim)
@@ -269,8 +269,8 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
 
 # --- from one mesh to another ---------------------------------------------------------------------
 #
-# What is partial is reduced on the source mesh; then one `Transfer` carries every block from a rank
-# that has it to those that need it; replicas may each receive a part and gather the rest, if links
+# Partial values are reduced on the source mesh; then one `Transfer` carries every block from a rank
+# that has it to ranks that need it; replicas may each receive a part and gather the rest, if links
 # are better used so.
 
 # up to so many ranks a transfer is priced by its exact blocks (32 ranks: about 2 ms)

@@ -19,7 +19,7 @@ from .plan import unfold_spec
 
 # of the tensors that are sent together, which are alive until then
 BUCKET_BYTES = 1 << 24
-# the tensor, and what is to be its shard
+# the tensor, its spec, and the shard to fill
 _Entry = tuple[torch.Tensor, "Spec", torch.Tensor]
 
 
@@ -69,7 +69,7 @@ class Scatter:
     def __init__(self, source: int | None) -> None:
         self._source = source
         self._bytes = 0
-        # What travels together: of one mesh, the same axes that shard and that copy, one dtype and
+        # Tensors that travel together: one mesh, the same sharding and copying axes, one dtype and
         # device.
         self._waiting: dict[
             tuple[object, tuple[int, ...], torch.dtype, torch.device], list[_Entry]

@@ -52,7 +52,7 @@ class ShardsInFlight:
         if self._rounds:
             messages = self._rounds[0]
             self._rounds = self._rounds[1:]
-            # later rounds send what the first one has brought
+            # later rounds send data that the first round has received
             copies = self._copies
             self._copies = False
             self._messages = [
@@ -64,7 +64,7 @@ class ShardsInFlight:
                 self._tensors[i] = stage(self._tensors[i])
 
     def _finish_round(self, places: Places) -> None:
-        # each is dropped with what it has received before the next is unpacked
+        # each message is freed with its received data before the next is unpacked
         while self._messages:
             message, pending = self._messages[0]
             message.receive(pending, self._tensors, places)
@@ -157,11 +157,11 @@ class CoalescedBatch:
     __slots__ = ("_asked", "_in_flight", "_waiting")
 
     def __init__(self) -> None:
-        # What to do with which local tensor, and which source was asked for.
+        # The plan, the local tensor, and the source of each request.
         self._asked: list[tuple[Plan, Tensor, _Source]] = []
-        # A DTensor, which nobody may need any more, the position of the redistribution that it
-        # waits for, and the local tensor to which what arrives is added in place; None if that is
-        # its local tensor itself.
+        # A DTensor, which may have been freed, the position of the redistribution that it
+        # waits for, and the local tensor to which the result is added in place; None if the
+        # result itself becomes the local tensor.
         self._waiting: list[tuple[ReferenceType[Any], int, Tensor | None]] = []
         self._in_flight: ShardsInFlight | None = None
 

@@ -24,7 +24,7 @@ class Step:
         ReduceScatter  P -> S: reduce over `axes`, each rank keeping its part of `dims`
         AllReduce      P -> R: reduce over `axes`, every rank keeping all
         AllToAll       S(i) -> S(j), all shards equally large; `dims` are i and j
-        Exchange       any sharding -> any sharding: one all-to-all in which each rank receives exactly the elements it lacks
+        Exchange       any sharding -> any sharding: one all-to-all in which each rank receives only missing elements
         Transfer       any sharding on one mesh -> any sharding on another: an exchange among the ranks of both
 
     and without communication:
@@ -111,8 +111,8 @@ class Plan:
     # first).
     floor: float = 0.0
     collectives: int = field(init=False, repr=False)  # number of steps that communicate
-    purpose: str = field(init=False, repr=False)  # what its collectives are for, in words
-    # that and their number, if any, for the recorder
+    purpose: str = field(init=False, repr=False)  # the purpose of its collectives, in words
+    # the purpose and their number, if any, for the recorder
     note: tuple[str, int] | None = field(init=False, repr=False)
     # not None where sizes are symbols (see `Spec`)
     example: Spec | None = field(init=False, repr=False)

@@ -79,7 +79,7 @@ def least_bytes(src: Spec, dst: Spec) -> float:
         return (
             src.dtype.itemsize * prod(src.shape) * kept * (values - 1 + max(1, holders) - 1) / ranks
         )
-    # what boxes under `dst` have and boxes under `src` have not
+    # the elements of boxes under `dst` that are not in boxes under `src`
     total = 0
     for c in product(*(range(1 if axis in free else n) for axis, n in enumerate(mesh.shape))):
         wanted = dst.box(c)

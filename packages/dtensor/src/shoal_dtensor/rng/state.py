@@ -124,7 +124,7 @@ _NO_GENERATORS = (
     "random numbers on {}: torch's module for it has no default_generators, so ranks cannot agree "
     "on a state"
 )
-# The default group under which the ranks of a mesh were last found to agree, by what they compared:
+# The default group under which the ranks of a mesh last agreed, by the compared state:
 # in another default group some ranks may be new.
 _in_step: WeakKeyDictionary[DeviceMesh, dict[str, Callable[[], object]]] = WeakKeyDictionary()
 
@@ -183,7 +183,7 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
         return
     always = always or in_lockstep()
     try:
-        # what the check is about: in the main thread, one stands for all
+        # the compared state: in the main thread, one stands for all
         about = ""
         if in_other_threads(mesh):
             shared = generator is generator_of(generator.device)

@@ -36,7 +36,7 @@ class Fill(NamedTuple):
     """One of torch's in-place random methods with its arguments: `Fill("random_", (0, 6))`."""
 
     # the method: `uniform_`, `normal_`, `bernoulli_`, `exponential_`, `cauchy_`, `geometric_`,
-    # `log_normal_` or `random_`; or `dropout_mask`, what the device's dropout kernel keeps, with
+    # `log_normal_` or `random_`; or `dropout_mask`, the mask of the device's dropout kernel, with
     # arguments (chance to drop, dtype of the input)
     name: str
     args: tuple[Any, ...] = ()  # its arguments before `generator`
@@ -202,7 +202,7 @@ def fill_cpu(
     drawn = 0
     start = 0
     while start < memory.numel:
-        # The last chunk takes what would be less than a unit: 2 * 65536 + 5 elements in units of 16
+        # The last chunk includes a rest of less than a unit: 2 * 65536 + 5 elements in units of 16
         # are two chunks.
         stop = memory.numel if memory.numel - start - CHUNK < law.unit else start + CHUNK
         if (first < stop and start < last) or not law.words or stop == memory.numel:

@@ -139,7 +139,7 @@ class Relocation:
     def _exchange(
         self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor
     ) -> None:
-        # a rank that has and gets nothing knows the dtype
+        # so that a rank that sends and receives nothing has the dtype
         blocks[self.index].append(source.narrow(self.dim, 0, 0))
         out[self.index].append(result.narrow(self.dim, 0, 0))
         all_to_all_blocks(blocks, self.spec.mesh.comm(self.spec.dim_sharding(self.dim).axes), out)
@@ -175,8 +175,8 @@ class Windows:
     padding: int = 0
     dilation: int = 1
     transposed: bool = False  # whether windows are of outputs
-    # inputs on either side that an output reads besides those that reach it, which interpolation
-    # does
+    # more inputs on either side that an output reads besides the inputs of its window; only
+    # interpolation reads them
     beside: int = 0
 
     @property
@@ -318,14 +318,14 @@ class Halos:
     """The halos of a shard of an input along all sharded dims along which windows run."""
 
     def __init__(self, spec: Spec, windows: Mapping[int, Windows]) -> None:
-        # By dim: what fetches what this rank's windows read of the input, and returns the gradient
-        # of it.
+        # By dim: the exchange that fetches the inputs of this rank's windows, and returns the
+        # gradient of these inputs.
         self.exchanges: dict[int, Relocation] = {}
-        # How many outputs the operator, which knows nothing of the others, makes too few at the
-        # start and at the end; negative where it makes too many.
+        # Outputs missing at the start and at the end because the operator reads only the local
+        # window; negative where it computes too many.
         self._widths: dict[int, tuple[int, int]] = {}
-        # The sizes of the shard with its halos and with what is beyond the ends of the input, and
-        # where it begins.
+        # The sizes of the shard with its halos and with padding beyond the ends of the input, and
+        # its start.
         self.shape = [*spec.local_shape]
         self.first = [0] * spec.ndim
         for dim, along in windows.items():

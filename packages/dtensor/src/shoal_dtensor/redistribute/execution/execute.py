@@ -150,8 +150,8 @@ def in_memory_order(spec: Spec, row_major: Stage = torch.Tensor.contiguous) -> S
 
 # --- partial norms --------------------------------------------------------------------------------
 
-# A partial norm is asked for several times (is it finite? what to divide by? its backward): it is
-# reduced once. of a norm that is remembered: a total, or one for each row of a small weight
+# A partial norm is read several times (is it finite? the divisor, its backward), so it is
+# reduced once. The most elements of a cached norm: a total, or one for each row of a small weight
 MAX_ELEMENTS = 256
 
 
@@ -205,10 +205,10 @@ _SENT = torch.empty(0, device="cpu")
 class Leg(NamedTuple):
     """The local steps of a plan up to and including its next collective."""
 
-    # of the plan among those that advance together
+    # of the plan among the plans that advance together
     position: int
     before: tuple[Stage, ...]  # the local steps
-    # what communicates; `kernel` and `call` are this rank's part of it
+    # the step that communicates; `kernel` and `call` are this rank's part of it
     step: Step
     kernel: Kernel
     call: CollectiveCall
@@ -301,8 +301,8 @@ class Message:
         # equal blocks are the rows of a matrix
         self._in_rows: bool = not any(call.sizes for call in calls)
         self._is_call: bool = len(legs) == 1 and (self._kind == "all_to_all" or not packs)
-        # For each leg the elements for each member (of a gather those of each), and from each; and
-        # of all legs in all.
+        # For each leg the elements sent to each member (in a gather, of each) and received from it;
+        # and the totals of all legs.
         self._blocks = [_block_sizes(leg, self._comm.size) for leg in legs]
         self._arrivals = [
             call.receives or sizes for call, sizes in zip(calls, self._blocks, strict=True)
@@ -353,7 +353,7 @@ class Message:
         if self._kind == "all_reduce" or is_traced(local):
             # it reduces a copy; a compiler orders reads and writes
             return True
-        # Of an exchange the blocks that stay are read with those that arrive.
+        # In an exchange the blocks that stay are read together with the blocks that arrive.
         is_kept = self._kind == "all_to_all"
         op = "" if self._kind == "all_gather" else self._legs[0].call.op
         return self._is_call and not is_kept and is_read_at_start(local, self._comm, op)

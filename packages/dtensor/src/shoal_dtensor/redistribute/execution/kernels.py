@@ -40,11 +40,11 @@ class CollectiveCall(NamedTuple):
     # mesh axes of the communicator, in the order of its members
     axes: tuple[int, ...]
     op: str = "sum"  # reduction
-    # lengths of the members' blocks if they differ (of an all_to_all those sent to each)
+    # lengths of the members' blocks if they differ (for an all_to_all, of the blocks sent)
     sizes: tuple[int, ...] = ()
-    # of an all_to_all with sizes: lengths of the blocks received from each
+    # for an all_to_all with sizes: lengths of the blocks received from each
     receives: tuple[int, ...] = ()
-    # of what it gives, -1 for the length of the blocks: flat, if nothing else is said
+    # shape of the result, -1 for the length of the blocks: flat by default
     shape: tuple[int, ...] = (-1,)
     # global ranks of the communicator where it is not along axes of one mesh
     ranks: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class Kernel(NamedTuple):
     prepare: Callable[[Tensor], Tensor] = unchanged  # local tensor -> buffer to communicate
     # None for a local step: then `finish` does all
     collective: CollectiveCall | None = None
-    # (what the collective gave, local tensor) -> new local tensor
+    # (result of the collective, local tensor) -> new local tensor
     finish: Callable[[Tensor, Tensor], Tensor] = received
 
 
@@ -409,7 +409,7 @@ _KERNELS: dict[str, Callable[[Step, Any], Kernel]] = {
 
 # --- what a reduction does to values --------------------------------------------------------------
 #
-# The powers of a norm travel as float64, so that squares of what fits the type do not overflow
+# The powers of a norm travel as float64, so that squares of values of the type do not overflow
 # (torch's own norm of float32 values from 2e19 on is infinite).  In float64 itself they overflow
 # where the plain norm does.  The sign is kept beside the power: a value that one rank holds alone
 # comes back as it is.

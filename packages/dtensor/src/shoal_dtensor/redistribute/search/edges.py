@@ -124,7 +124,7 @@ def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
     """
     # Each replica serves itself, so a rank may send all it has, `before` bytes, to the `copies`
     # ranks that want it.
-    # 4 ranks, 2 * 16 asked for, 8 lacked: 24
+    # 4 ranks, 2 * 16 wanted, 8 lacked: 24
     return max(received, min(before * copies, (ranks - 1) * received))
 
 

@@ -59,7 +59,7 @@ def cheapest_plans(
         :wanted
     ]:
         between = [_spec(src, dst, space, edge.after) for edge in edges[:-1]]
-        # not one where there is no edge
+        # without edges there is no spec between
         ends = zip((src, *between), (*between, dst), edges, strict=False)
         steps = tuple([_step(here, there, edge) for here, there, edge in ends])
         received = sum(edge.received for edge in edges)
@@ -143,13 +143,13 @@ class _Search:
         bound = Bound(space)
         self.bound = cache(bound.seconds)
         self.fastest_start = bound.start
-        # trails to go on with, by seconds of what they may lead to
+        # trails to extend, by the lower bound on the cost of paths through them
         self.heap: list[tuple[float, int, _Trail]] = []
-        # of what is equally good the first is taken: no two trails are ever compared
+        # breaks ties in favor of the first trail, so that trails are never compared
         self.ticket = count()
         self.priced = 0
         self.found: list[tuple[float, int, Edges]] = []  # whole ways, in order of cost
-        self.worst = inf  # what a way has to beat
+        self.worst = inf  # the cost that a path has to beat
         self.near: dict[tuple[int, int, int], list[tuple[float, State]]] = {}
 
     def run(self) -> float:
@@ -355,7 +355,7 @@ class Bound:
         links = space.links
         # Seconds of the fastest start of a collective.
         self.start: float = min([links.latency[a] for a in axes], default=0.0)
-        # The axes that are no faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow),
+        # The axes that are not faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow),
         # (0b11, fast)
         speeds = sorted({links.bandwidth[a] for a in axes})
         self._levels = [
@@ -384,7 +384,7 @@ class Bound:
                     before = volume
         if here.pending or here.becoming:
             return seconds
-        # A rank lacks what its two shards have not in common, which is at most the shorter length
+        # The part that two shards have in common has at most the shorter length
         # of each dim. 8 x 8, S(0) -> S(1) over 2 ranks: a rank needs 4 x 8 elements, of which it
         # has 4 x 4.
         common = self.space.itemsize
@@ -407,7 +407,7 @@ class Bound:
         """
         ranks = self.space.links.ranks
         wanted = self.space.goal.used
-        # what still becomes partial is one island with all that it adds up to
+        # axes that still become partial are on one island with their sum
         between = level & ~here.becoming
         if here.pending:
             values = ranks(here.pending & level)

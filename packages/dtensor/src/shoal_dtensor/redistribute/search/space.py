@@ -92,7 +92,7 @@ Dims = tuple[ShardedDim, ...]
 class Change(NamedTuple):
     """The change of a dim between two shardings."""
 
-    # axes of the old one, and of the new one, inside of what both have in common
+    # axes of the old and of the new sharding, inside their common outer axes
     leaving: int
     entering: int
     # the smallest fraction of its new shard that a rank has
@@ -119,7 +119,7 @@ class State:
             leaving |= space.change(sharded, wanted).leaving
             box *= sharded.longest  # 4 bytes, at most 1 x 6 elements: 24
         self.used: int = used  # axes that shard a dim
-        # those that take part in a collective on any way to the goal, if not `becoming`
+        # axes that take part in a collective on every path to the goal, if not `becoming`
         self.leaving: int = leaving
         self.box: int = box  # bytes of the largest local box
 

@@ -259,7 +259,7 @@ DATA_DEPENDENT: Table = family(
             replicated, kind="dynamic"
         ),
         "nonzero_static.default": Rule(replicated),
-        # No DTensor has a sparse layout: what comes of it is a plain tensor, the same on every
+        # A DTensor cannot have a sparse layout: the result is a plain tensor, the same on every
         # rank.
         "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(
             replicated, kind="dynamic"

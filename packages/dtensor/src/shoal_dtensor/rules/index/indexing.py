@@ -213,7 +213,7 @@ def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
         mask_here = indices[place]
         assert mask_here is not None, "the mask is where the call had it"
-        # the mask has at least what x has, but for a rank without elements of x
+        # the mask covers the shard of x, except on a rank without elements of x
         for j, d in sharded:
             size = spec.local_shape[d]
             mask_here = mask_here.narrow(
@@ -296,7 +296,7 @@ def _in_shard(  # noqa: PLR0913  # all that is written
             torch.where(is_local, p, at % x.shape[d]) for p, d in zip(positions, dims, strict=True)
         ]
         return spread, torch.where(column, rows, rows.new_full((), -0.0))  # -0.0 + -0.0 is -0.0
-    # The others write what the last local one writes, or what is there if none is.
+    # The others repeat the write of the last local one, or keep the old value if none is local.
     last = (is_local * torch.arange(1, len(is_local) + 1, device=x.device)).argmax(0, keepdim=True)
     there = [p.index_select(0, last) for p in positions]
     present = torch.ops.aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)

@@ -37,7 +37,7 @@ def sort(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `sort`, and of `median` and its like, whose results every rank has."""
     yield from rows_along(call, None)
     result = S if "sort" in call.op.__name__ else lambda dim: R
-    # what all ranks send to make columns of shards, and back
+    # the bytes that all ranks send to make columns of shards, and back
     nbytes = bytes_of(*call.tensors, *call.outputs)
     for d in call.dims() if "dim" in call.bound else ():
         yield call.row(
@@ -139,7 +139,7 @@ def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
     behind_all = spec.shape.numel()
 
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
-        if not (x.numel() if dim is None else x.shape[dim]):  # an empty shard has none to offer
+        if not (x.numel() if dim is None else x.shape[dim]):  # an empty shard has no candidate
             value = x.new_full(result.local_shape, worst)
             index = x.new_full(result.local_shape, behind_all, dtype=torch.int64)
         elif dim is None:
@@ -175,7 +175,7 @@ def cumulative(call: OpCall) -> Iterator[Row]:
         )
 
 
-# what a cumulative operator returns: values, and of `cummax` and `cummin` their indices
+# the results of a cumulative operator: values and, for `cummax` and `cummin`, their indices
 Scan = tuple[Tensor, ...]
 
 

@@ -74,7 +74,7 @@ def _offset(local_call: LocalCall) -> LocalFunction | None:
         or not any(result.coordinate[axis] for axis in axes)
     ):
         return None
-    # a number's type has a say in the result's dtype
+    # a number's type influences the result's dtype
     return with_arguments(call, **{name: type(call[name])(0)})
 
 
@@ -83,7 +83,7 @@ def _sums(call: OpCall) -> PartialRows:
     # Not partial extrema, though addition is increasing: in int8, 100 + 50 wraps to -106 on the
     # rank that has the maximum, and in floats an all-infinite shard gives inf - inf.
     name = call.op.__name__.partition(".")[0]
-    # A number makes a partial sum a value that users read: only what is written in place stays
+    # A number makes a partial sum a value that users read: only a result written in place stays
     # partial (`_offset`).
     whole = bool(_number_operands(call)) and (name.startswith("_foreach") or not name.endswith("_"))
     fixed = [(0,), (1,)] if len(call.tensors) == 2 and name != "rsub" else []
@@ -123,8 +123,8 @@ def _replaced(call: OpCall) -> PartialRows:
 
     The old values do not matter.
     """
-    # Not partial norms: what is written to them must pass `write_back`, for they remember what they
-    # were reduced to.
+    # Not partial norms: writes to them must pass through `write_back`, because they cache the
+    # result of their reduction.
     both = (
         _partial(call, REDUCE_OPS, ()) if len(call.tensors) == 2 else _partial(call, ["sum"], (0,))
     )
@@ -161,7 +161,7 @@ def _linear_in(*groups: tuple[int, ...], averages: Sequence[tuple[int]]) -> Rule
 def _linear_unless_rounded(call: OpCall) -> PartialRows:
     """Return partials of an operator that is linear in its first operand if that is a tensor.
 
-    Results of integers are rounded, so they have no partials.
+    Rounded results, as of integers or with a `rounding_mode`, do not have partials.
     """
     result = (call.outputs or call.tensors)[0].dtype
     is_rounded = call.get("rounding_mode") is not None or not (
@@ -223,7 +223,7 @@ _RULES: dict[str, Rule] = {
     "addcmul": _linear_in((0, 1), (0, 2), averages=[(0,)]),
     "addcdiv": _linear_in((0, 1), averages=[(0,)]),
     "conj_physical _conj_physical resolve_conj resolve_neg": _LINEAR,
-    # The marks that say "conjugate later" are not looked at below a tensor subclass: compute now.
+    # The flags for a pending conjugation are ignored below a tensor subclass: compute now.
     "_conj": replace(_LINEAR, local=lambda local_call: torch.conj_physical, kind="copy"),
     "_neg_view": replace(_LINEAR, local=lambda local_call: torch.neg, kind="copy"),
     "rad2deg deg2rad": _LINEAR_RISING,
@@ -276,7 +276,7 @@ def _with_numbers(rule: Rule) -> Rule:
     return replace(rule, rows=rows)
 
 
-# Those of them that torch has for lists, which run element by element.
+# The operators that torch also has for lists, which run element by element.
 _LISTS = {
     f"_foreach_{name}": replace(rule, kind="each", local=None)
     for names, rule in _RULES.items()

@@ -188,7 +188,7 @@ def _norm(local_call: LocalCall) -> LocalFunction:
     op = local_call.call.op
     is_list = local_call.call.schema.is_list == (True,)
     has_empty = is_list and any(0 in spec.local_shape for spec in local_call.inputs)
-    neutral = 0.0 if order >= 0 else inf  # what has this norm counts for nothing
+    neutral = 0.0 if order >= 0 else inf  # the value that does not change this norm
 
     def run(shards: Any, *args: Any, **kwargs: Any) -> Any:
         if sums_are_in_tree() and 0 < order < inf:
@@ -251,7 +251,7 @@ def softmax(call: OpCall) -> Iterator[Row]:
     rows = prod(n for d, n in enumerate(result.shape) if d != dim)
     numbers = wide_dtype(result.dtype).itemsize + (0 if is_gradient else result.dtype.itemsize)
     traffic = all_reduce_traffic(rows * numbers)
-    # Of integers there is no kernel: all ranks get the error of the global tensor.
+    # There is no kernel for integers: all ranks raise the error of the global tensor.
     for d in range(result.ndim if result.dtype.is_floating_point else 0):
         yield call.row(
             dict.fromkeys((*call.places, "out"), S(d)), traffic=traffic if d == dim else None

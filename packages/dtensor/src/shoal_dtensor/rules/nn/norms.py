@@ -92,7 +92,7 @@ def norm(call: OpCall) -> Iterator[Row]:
             call.get("rstd") or TensorMeta((source_meta.shape[1],), (1,), source_meta.dtype),
         ) * 2
     traffic = all_reduce_traffic(bytes_of(*made)) if training else None
-    # Tensors beside the input and the gradient; what some overloads reserve is empty.
+    # Tensors beside the input and the gradient; reserved outputs of some overloads are empty.
     vectors = [name for name, place in call.places.items() if place and call[name].shape != (0,)]
     for source, parameters, statistics in _shardings(call):
         entries = {name: statistics if name in ("mean", "rstd") else parameters for name in vectors}
@@ -187,7 +187,7 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
         bias = given.get("bias")
         centred = _wide(x).reshape(statistics.shape)
         made = []
-        # RMS norm, which has none, takes 0 for the mean
+        # RMS norm, which does not have a mean, uses 0
         if "bias" in given:
             made = [*statistics.means(centred)]
             centred = centred - made[0]
@@ -197,13 +197,13 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
         result = result if weight is None else result * weight.reshape(parameters)
         result = result if bias is None else result + bias.reshape(parameters)
         if "momentum" in given:
-            # Running statistics, alike on every rank; those of the variance are unbiased.
+            # Running statistics, equal on every rank; the running variance is unbiased.
             # of 10 elements: 10 / 9
             unbiased = variance * (statistics.count / max(statistics.count - 1, 1))
             for name, value in (("running_mean", made[0]), ("running_var", unbiased)):
                 if (running := given.get(name)) is not None:
                     running.lerp_(value.reshape(-1).to(running.dtype), given["momentum"])
-            # what some overloads reserve for their gradient
+            # the reserved output that some overloads need for their gradient
             made.append(x.new_empty(0))
         pairs = zip((result, *made), outputs, strict=False)
         return tuple(t.to(spec.dtype).reshape(spec.local_shape) for t, spec in pairs)

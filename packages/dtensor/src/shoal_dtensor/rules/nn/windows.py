@@ -64,7 +64,7 @@ def _takes_maximum(call: OpCall) -> bool:
 
 def _windows(call: OpCall) -> dict[int, Windows]:
     """Return the windows of every spatial dim; for averages, only if every window counts alike."""
-    # the targets would be those of the shards with halos
+    # the targets would need the size of shards with halos
     if call.schema.outs:
         return {}
     if "upsample" in call.op.__name__:

@@ -53,11 +53,11 @@ class SliceMap:
     stop: int
     step: int = 1
     unit: int = 1
-    # Of a dim that may grow no second operand may be sharded along it: its shards would be next to
-    # these.
+    # Along a dim that may grow only one operand may be sharded: shards of another operand would be
+    # next to its shards.
     exclusive: bool = False
-    # Of a diagonal, which may be sharded by rows and by columns, a shard is what those have in
-    # common.
+    # For a diagonal, which may be sharded by rows and by columns, a shard is the intersection of
+    # both.
     intersects: bool = False
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
@@ -113,7 +113,7 @@ def selection(call: OpCall, length: int) -> SliceMap:
     if "index" in call.bound:
         at = call["index"] % length
         return SliceMap(at, at + 1)
-    # Computed, not asked of `slice.indices`, which takes no symbols.
+    # Computed here because `slice.indices` does not take symbols.
     ends = (
         0 if call["start"] is None else call["start"],
         length if call["end"] is None else call["end"],

@@ -110,7 +110,7 @@ def _group_mappings(
         before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
         # (2, 6) -> (4, 3), dim 1 of each: of (2, 4), 4
         runs = max(before)
-        # sizes may be symbols, whose comparisons are no bools
+        # sizes may be symbols, whose comparisons are not bools
         other_kind = runs == 1 if in_runs else runs != 1
         if other_kind or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
             continue
