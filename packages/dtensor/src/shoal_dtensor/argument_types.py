@@ -1,4 +1,4 @@
-"""Checks of what users pass: a wrong type is a typed error that says what was expected and how to get it.
+"""Checks of arguments from users; an error names the expected type and a way to get it.
 
 May import: errors.
 """
@@ -26,7 +26,10 @@ _WORDS: dict[type, str] = {nn.Module: "an nn.Module", int: "an int", str: "a str
 def check_mesh(
     where: str, mesh: object, error: type[ArgumentTypeError] | type[LayoutError] = ArgumentTypeError
 ) -> None:
-    """Refuse what is not a mesh of shoal, such as torch's own, or an axis by its name, with the ways to one."""
+    """Refuse a value that is not a mesh of shoal, and name the ways to get one.
+
+    Such values are torch's own mesh, or an axis given by its name.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise error(
             f"{where}: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one "
@@ -42,7 +45,7 @@ CONVERT = "shoal_dtensor.interop.from_torch(tensor)"
 
 
 def is_torch_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor of torch's own class, which need not be imported."""
+    """Tell whether a value is a DTensor of torch's own class, which need not be imported."""
     kind = type(value)
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.tensor")
 
@@ -55,7 +58,7 @@ def check_type(
     expected: str,
     error: type[ArgumentTypeError] | type[StyleTypeError] = ArgumentTypeError,
 ) -> None:
-    """Refuse an argument of a function that is not of these `kinds`, which `expected` says in words."""
+    """Refuse an argument that is not an instance of `kinds`; `expected` describes them in words."""
     if not isinstance(value, kinds):
         raise error(f"{where}: expected {name} to be {expected}, got {_described(value)}")
     if kinds is Tensor and is_torch_dtensor(value):
@@ -79,7 +82,7 @@ def check_type(
 
 
 def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> None:
-    """Raise ArgumentTypeError for what is neither callable nor None."""
+    """Raise ArgumentTypeError for a value that is neither callable nor None."""
     if value is not None and not callable(value):
         raise ArgumentTypeError(
             f"{where}: expected {name} to be a function, got {_described(value)}"
@@ -87,7 +90,9 @@ def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> N
 
 
 def near_miss(got: str, known: Iterable[str]) -> str:
-    """The end of an error message that suggests the most similar name; empty if none is similar.
+    """Return the end of an error message that suggests the most similar name.
+
+    The text is empty if no name is similar.
 
     Example:
         >>> near_miss("colwize", ["colwise", "rowwise"])
@@ -112,7 +117,9 @@ def check_keywords(where: str, function: Callable[..., Any], keywords: Iterable[
 
 
 def takes(**kinds: Kinds) -> Callable[[Function], Function]:
-    """Decorator: arguments are instances of these types, or non-empty lists of them where `list` is one.
+    """Decorate a function to check that arguments are of these types.
+
+    With `list` among the types, a non-empty list of instances is allowed too.
 
     Raises:
         StyleTypeError: from a call, naming the argument, what it takes, and what it got.
@@ -154,7 +161,10 @@ def _check_each(where: str, name: str, value: Any, kinds: Kinds) -> None:
 
 
 def submodule_of(where: str, stage: object) -> nn.Module:
-    """The module of a pipeline stage, of torch's or of anyone's; StyleTypeError if it has none."""
+    """Return the module of a pipeline stage, of torch's or of any other class.
+
+    Raise StyleTypeError if the stage does not have a module.
+    """
     module = getattr(stage, "submod", None)
     check_type(
         where,
@@ -168,7 +178,7 @@ def submodule_of(where: str, stage: object) -> nn.Module:
 
 
 def _described(value: object) -> str:
-    """Class and value, and how to convert what is torch's own."""
+    """Describe a value by class and text, with a conversion for torch's own classes."""
     kind = type(value)
     name = (
         kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,4 +1,4 @@
-"""Gradients that cross between DTensors and plain tensors, for a layer that divides those of parameters.
+"""Gradients that cross between DTensors and plain tensors.
 
 A DTensor has one gradient, of which ranks hold shards. A plain tensor has one on each rank, which
 data parallelism sums over its ranks. Only the layer of data parallelism can tell one loss of all
@@ -17,10 +17,13 @@ from .layout.spec import Spec
 
 
 class Crossings(Protocol):
-    """What data parallelism does with gradients that cross. The node is the one of autograd that runs."""
+    """Handler of gradients that cross, for data parallelism.
+
+    `node` is the autograd node that is running.
+    """
 
     def enter(self, node: Any, grad: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
-        """Return the gradient of what `to_local()` returned, and its layout as the gradient of a DTensor."""
+        """Return the gradient of a result of `to_local()`, and its layout as a DTensor's gradient."""
 
     def leave(self, node: Any, grad: Tensor, spec: Spec) -> Tensor:
         """Return the gradient of a plain tensor that counts as a DTensor of this layout."""
@@ -30,20 +33,20 @@ _installed: list[Crossings] = []
 
 
 def install_crossings(crossings: Crossings) -> None:
-    """Have `crossings` called from now on; installing the same object again changes nothing."""
+    """Call `crossings` from now on; installing the same object again changes nothing."""
     if crossings not in _installed:
         _installed.append(crossings)
 
 
 def enter(node: Any, grad: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
-    """Return a local gradient and its layout where it enters DTensors, as data parallelism has it."""
+    """Return a local gradient that enters DTensors, and its layout, after data parallelism."""
     for crossings in _installed:
         grad, spec = crossings.enter(node, grad, spec)
     return grad, spec
 
 
 def leave(node: Any, grad: Tensor, spec: Spec) -> Tensor:
-    """Return a local gradient where it leaves DTensors, as data parallelism has it."""
+    """Return a local gradient that leaves DTensors, after data parallelism."""
     for crossings in _installed:
         grad = crossings.leave(node, grad, spec)
     return grad

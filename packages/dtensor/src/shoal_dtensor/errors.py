@@ -1,4 +1,4 @@
-"""The errors of the dtensor layer, and those that the layers of parallel modules above it share.
+"""The errors of the dtensor layer, and the errors that layers of parallel modules share.
 
 Each names what was asked, what is allowed and what was got. They subclass the builtins that torch
 raises in the same places, several where torch raises several, so that `except` clauses keep
@@ -33,7 +33,7 @@ class PlacementError(ShoalTensorError, ValueError, RuntimeError):
 
 
 class PlacementIndexError(PlacementError, IndexError, AssertionError):
-    """A placement for a dim or a mesh axis that is not there, or another number of placements than axes."""
+    """A placement for a missing dim or mesh axis, or a wrong number of placements."""
 
 
 class RedistributeError(ShoalTensorError, ValueError):
@@ -41,11 +41,14 @@ class RedistributeError(ShoalTensorError, ValueError):
 
 
 class NoRuleError(ShoalTensorError, NotImplementedError):
-    """An operator has no sharding rule, no usable decomposition, and the policy refuses to replicate it."""
+    """An operator does not have a sharding rule or a usable decomposition.
+
+    The policy refuses to replicate its inputs.
+    """
 
 
 class OptimizerError(ShoalTensorError, TypeError):
-    """An optimizer does not do what was asked with DTensors."""
+    """An optimizer cannot do the requested step or load with DTensors."""
 
 
 class MixedTensorError(ShoalTensorError, RuntimeError):
@@ -65,11 +68,14 @@ class RandomStateError(ShoalTensorError, RuntimeError):
 
 
 class StateDictError(ShoalTensorError, RuntimeError):
-    """A state dict, or the options for one, that do not fit the model or optimizer; nothing has been loaded."""
+    """A state dict, or its options, do not fit the model or optimizer; nothing has been loaded."""
 
 
 class CheckpointError(ShoalTensorError, ValueError, RuntimeError):
-    """A checkpoint that was not saved, is not whole, or is refused; on all ranks, and nothing has been removed."""
+    """A checkpoint that was not saved, is not whole, or is refused.
+
+    The error is raised on all ranks, and nothing has been removed.
+    """
 
 
 # --- of parallel modules: raised by the packages above --------------------------------------------
@@ -92,7 +98,7 @@ class LayoutError(StyleError, ValueError, RuntimeError):
 
 
 class LayoutTypeError(LayoutError, StyleTypeError):
-    """What was given as a layout is no placement."""
+    """A value that was given as a layout is not a placement."""
 
 
 class TiedWeightError(PlanError):

@@ -20,7 +20,7 @@ from ._torch.compiling import is_tracing
 
 
 def pins(device: torch.device) -> bool:
-    """Whether copies between pinned memory and a device run beside the host."""
+    """Tell whether copies between pinned memory and a device run asynchronously to the host."""
     if device.type == "cpu" or is_tracing():
         return False
     accelerator = torch.accelerator.current_accelerator()
@@ -28,7 +28,7 @@ def pins(device: torch.device) -> bool:
 
 
 def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers of the host, as `torch.tensor` takes them, as a tensor on a device."""
+    """Copy numbers of the host, as `torch.tensor` accepts them, to a tensor on a device."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=pins(device), device="cpu").to(
         device, non_blocking=True
     )
@@ -37,7 +37,10 @@ def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None)
 def upload_packed(
     tensors: Sequence[Tensor], device: torch.device, dtypes: Sequence[torch.dtype]
 ) -> list[Tensor]:
-    """Tensors of the host on a device, in other dtypes: one copy for each dtype. They may be written to at once."""
+    """Copy tensors of the host to a device in other dtypes, with one copy for each dtype.
+
+    The host tensors may be written to at once.
+    """
     sent = [*tensors]
     # (2,) and (3, 4) of one dtype: 14 elements in one copy
     for members in _alike(dtypes):
@@ -56,13 +59,19 @@ def upload_packed(
 
 
 def start_copy(tensor: Tensor) -> Tensor:
-    """A copy in memory of the host, which is there when what the device has been given so far is done."""
+    """Start a copy of a tensor to memory of the host.
+
+    The copy is complete when the work that is queued on the device so far is done.
+    """
     copied = torch.empty_like(tensor, device="cpu", pin_memory=pins(tensor.device))
     return copied.copy_(tensor, non_blocking=True)
 
 
 def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Start copies of a device's tensors in memory of the host, one for each dtype; what is returned waits for them."""
+    """Start copies of device tensors to memory of the host, one for each dtype.
+
+    The returned function waits for the copies and returns them.
+    """
     arriving = [*tensors]
     for members in _alike([tensor.dtype for tensor in tensors]):
         packed = start_copy(torch.cat([tensors[i].reshape(-1) for i in members]))
@@ -81,7 +90,7 @@ def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
 
 
 def arrival_on(device: torch.device) -> torch.Event | None:
-    """The event that what a device has been given so far is done; None on the CPU, where it is."""
+    """Record an event after all work queued on a device so far; None on the CPU."""
     if not pins(device):
         return None
     event = torch.Event(device)
@@ -90,12 +99,12 @@ def arrival_on(device: torch.device) -> torch.Event | None:
 
 
 def device_of_numbers(comm: Comm, device: torch.device | str) -> torch.device:
-    """Where ranks exchange a few numbers of their hosts: in memory of the hosts, where the backend can send that."""
+    """Return the device for exchanging a few host numbers: the CPU if the backend can send from it."""
     return torch.device("cpu" if "cpu:" in comm.backend else device)
 
 
 def _alike(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
-    """Positions of each dtype."""
+    """Return the positions of each dtype."""
     return [
         [i for i, each in enumerate(dtypes) if each == dtype] for dtype in dict.fromkeys(dtypes)
     ]

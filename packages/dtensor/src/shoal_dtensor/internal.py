@@ -1,4 +1,4 @@
-"""For authors of layers: names of this package that the packages above use beside its facade.
+"""Names of this package for the packages above that are not part of its public interface.
 
 They may change with any release; all packages are released together.
 

@@ -1,4 +1,6 @@
-"""shoal's DTensor <-> torch's own, without copies; the only module that imports torch's, and only when called.
+"""Conversion between shoal's DTensor and torch's own, without copies.
+
+No other module imports torch's DTensor, and this one imports it only in a call.
 
 May import: argument_types, errors, layout, tensor.
 """
@@ -22,7 +24,7 @@ __all__ = ["from_torch", "mesh_from_torch", "mesh_to_torch", "to_torch"]
 
 
 def mesh_to_torch(mesh: DeviceMesh) -> Any:
-    """Torch's `DeviceMesh` over the same ranks and the same process groups.
+    """Return torch's `DeviceMesh` over the same ranks and the same process groups.
 
     Args:
         mesh: shoal's mesh; all of its ranks call this.
@@ -39,7 +41,7 @@ def mesh_to_torch(mesh: DeviceMesh) -> Any:
 
 
 def mesh_from_torch(mesh: Any) -> DeviceMesh:
-    """Shoal's `DeviceMesh` over the ranks and process groups of torch's.
+    """Return shoal's `DeviceMesh` over the ranks and process groups of torch's mesh.
 
     Args:
         mesh: torch's mesh; all of its ranks call this.
@@ -56,7 +58,10 @@ def mesh_from_torch(mesh: Any) -> DeviceMesh:
 
 
 def _over_groups(kind: Any, mesh: Any, names: Any) -> Any:
-    """A mesh of a class over the process groups of another; several axes of torch's have to have names."""
+    """Return a mesh of a class over the process groups of another mesh.
+
+    If torch's mesh has several axes, they need names.
+    """
     groups = mesh.get_all_groups()
     if mesh.ndim == 1:
         return kind.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
@@ -64,7 +69,7 @@ def _over_groups(kind: Any, mesh: Any, names: Any) -> Any:
 
 
 def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
-    """Torch's DTensor around the same local tensor.
+    """Wrap the same local tensor in torch's DTensor.
 
     Args:
         tensor: the DTensor; its gradient history is not carried over.
@@ -91,7 +96,7 @@ def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
 
 
 def from_torch(tensor: Any, mesh: DeviceMesh | None = None) -> DTensor:
-    """Shoal's DTensor around the local tensor of torch's.
+    """Wrap the local tensor of torch's DTensor in shoal's DTensor.
 
     Args:
         tensor: torch's DTensor; its gradient history is not carried over.
@@ -150,7 +155,10 @@ def _from_torch_placement(placement: Any) -> Placement:
 
 
 def _partial_norm() -> Any:
-    """The class that torch has for partial norms; it has no public name, and calls its reduction a sum."""
+    """Return torch's class for partial norms.
+
+    The class does not have a public name, and it calls its reduction a sum.
+    """
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
     return _NormPartial

@@ -1,4 +1,4 @@
-"""`python -m shoal_dtensor.migrate PATH`: imports of torch's stack become those of shoal, and what is left is listed.
+"""`python -m shoal_dtensor.migrate PATH`: rewrites imports of torch's stack to imports of shoal.
 
 By default nothing is changed: the difference is printed. `--write` writes it. What a person has to
 decide is listed by file and line: names that no layer of shoal has, and imports that cannot be
@@ -71,14 +71,17 @@ class Migrated(NamedTuple):
 
 @cache
 def _is_module(dotted: str) -> bool:
-    """Whether torch has a module of this name."""
+    """Tell whether torch has a module of this name."""
     path = Path(torch.__file__).parent.joinpath(*dotted.split(".")[1:])
     return dotted.startswith("torch.") and (path.is_dir() or path.with_suffix(".py").is_file())
 
 
 @cache
 def _find(module: str, name: str) -> tuple[str, str]:
-    """The layer that has a name of a module of torch, or what a person has to decide; neither if it stays torch's."""
+    """Return the layer that has a name of a module of torch, or a question for a person.
+
+    Both are empty if the name stays torch's.
+    """
     root = next((root for root in _LAYERS if f"{module}.".startswith(f"{root}.")), "")
     if not root or _is_module(f"{module}.{name}"):
         return ("shoal_mesh" if module == "torch.distributed" and name in _OF_MESHES else ""), ""
@@ -109,7 +112,11 @@ Finding: TypeAlias = tuple[ast.stmt | ast.expr, str, str]
 
 
 def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
-    """What becomes of `from torch... import ...`, comments included, and of every `a.b.c` that begins with a module."""
+    """Yield the new text of every `from torch... import ...` and of every dotted name of torch.
+
+    Each comes with its node and with a question for a person, if one is left. Comments inside
+    import statements are kept.
+    """
     # by their names here: `import torch.distributed as dist`
     nodes = [*ast.walk(tree)]
     modules = dict[str, str]()
@@ -155,7 +162,7 @@ def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
 
 
 def migrate(text: str) -> Migrated:
-    r"""A source text with torch's imports rewritten.
+    r"""Return a source text with torch's imports rewritten.
 
     Args:
         text: Python source.
@@ -204,7 +211,7 @@ def migrate(text: str) -> Migrated:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 0, or 1 where a file could not be read as Python.
+    """Run the command line; return 0, or 1 if a file could not be parsed as Python.
 
     Args:
         arguments: files, folders and `--write`; those of the process when left out.

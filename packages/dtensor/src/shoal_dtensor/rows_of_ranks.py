@@ -1,4 +1,4 @@
-"""What the ranks of a mesh tell each other without the program asking for it: digests, shapes, states of generators.
+"""Exchanges among the ranks of a mesh that the program does not call: digests, shapes, states.
 
 May import: _torch.
 """
@@ -27,7 +27,7 @@ TIMEOUT = 1800.0
 
 
 def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -> list[list[int]]:
-    """`V -> R`: the integers of every rank, by its row-major index in the mesh; one all-gather.
+    """`V -> R`: return the integers of every rank by its row-major index; one all-gather.
 
     Main threads call this in the same order on all ranks. Other threads may come in any order,
     beside collectives of the main thread: they meet in a group of their own, by `about`, a text
@@ -46,7 +46,7 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -
 def extremes_of_ranks(
     mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor
 ) -> list[tuple[int, int]]:
-    """`P(min), P(max) -> R`: the lowest and the highest that ranks have of each number; one all-reduce.
+    """`P(min), P(max) -> R`: return the lowest and highest value of each number; one all-reduce.
 
     Arguments as in `rows_of_ranks`.
     """
@@ -61,14 +61,17 @@ def extremes_of_ranks(
 
 
 def in_other_threads(mesh: DeviceMesh) -> bool:
-    """Whether this is a thread that may come in another order than those of other ranks; not so of simulated ranks."""
+    """Tell whether this thread may call in another order than the threads of other ranks.
+
+    Threads of simulated ranks may not.
+    """
     return _Meeting.of(mesh) is not None
 
 
 def one_thread_at_a_time(
     mesh: DeviceMesh, about: Callable[[], str]
 ) -> AbstractContextManager[object]:
-    """A block in which one thread of this rank is at a time, for what the first of them does for all."""
+    """Return a block for one thread of this rank at a time; its first thread acts for all."""
     meeting = _Meeting.of(mesh)
     return nullcontext() if meeting is None else meeting.locks.setdefault(about(), threading.Lock())
 
@@ -80,7 +83,7 @@ def _gather(comm: Comm, numbers: Tensor) -> list[list[int]]:
 
 
 class _Meeting:
-    """Where threads of the ranks of a group tell each other numbers: each call is a round in which all say one row.
+    """Exchange of numbers between threads of a group's ranks, in rounds of one row per rank.
 
     Rows about what other threads here ask for are kept for them; a thread waits for rounds of
     others for what it needs.
@@ -98,7 +101,7 @@ class _Meeting:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> _Meeting | None:
-        """The one of the ranks of a mesh; None in the main thread, and for simulated ranks."""
+        """Return the exchange of a mesh; None in the main thread and for simulated ranks."""
         in_main = threading.current_thread() is threading.main_thread()
         comm = None if in_main else comm_of_threads(mesh.comm(tuple(range(mesh.ndim))))
         if comm is None:
@@ -107,7 +110,7 @@ class _Meeting:
             return cls._of_group.setdefault(comm.group, cls(comm))
 
     def rows(self, about: str, numbers: Tensor) -> dict[int, list[int]]:
-        """What all ranks say, by global rank."""
+        """Return the rows of all ranks by global rank."""
         key = int.from_bytes(hashlib.blake2b(about.encode(), digest_size=7).digest(), "little")
         with self._changed:
             for rank, (other, *said) in enumerate(

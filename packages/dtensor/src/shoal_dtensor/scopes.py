@@ -1,4 +1,4 @@
-"""Values for the length of a block; the settings that dispatch obeys: one immutable `Scope` per context.
+"""Context-local values, and the immutable `Scope` of settings that dispatch follows.
 
 Decisions depend on the scope, so each has a cache of its own. Under the same rules, the same
 settings are the same scope whenever they are entered: a decision of one block is known in the next.
@@ -26,7 +26,7 @@ Communication = Literal["allow", "warn", "forbid"]
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """What holds inside a block; under the same rules, one object for the same settings."""
+    """The settings inside a block; under the same rules, one object for the same settings."""
 
     # what happens to an operator without a rule
     unknown: Unknown = "replicate"
@@ -49,16 +49,16 @@ class Scope:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """What a scope is found by among those under the same rules."""
+        """The key of a scope among the scopes under the same rules."""
         return self.unknown, self.communication, self.plain_is_replicated, self.replicas_checked
 
     def changed(self, **settings: Any) -> Scope:
-        """The scope with these settings and the others of this one."""
+        """Return the scope with these settings and the other settings of this scope."""
         scope = replace(self, **settings, decisions={})
         return self.alike[scope.settings]
 
     def under(self, overlay: Mapping[Any, Any]) -> Scope:
-        """A new scope with these settings, in which a rule table comes before the others."""
+        """Return a new scope with these settings and a rule table before the other tables."""
         return replace(self, overlays=(overlay, *self.overlays), alike={}, decisions={})
 
 
@@ -75,7 +75,7 @@ blocks: list[None] = _current.blocks
 
 
 def changed(**settings: Any) -> AbstractContextManager[None]:
-    """A block with these settings and the others of the scope around it."""
+    """Return a block with these settings and the other settings of the enclosing scope."""
     return changed_by(lambda scope: scope.changed(**settings))
 
 
@@ -128,7 +128,7 @@ def communication(policy: Communication) -> Iterator[None]:
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Inside the block, plain tensors that meet DTensors in an operator count as replicated on their mesh.
+    """Count plain tensors beside DTensors in an operator as replicated on their mesh.
 
     Example:
         >>> with implicit_replication():
@@ -140,7 +140,9 @@ def implicit_replication() -> Iterator[None]:
 
 @contextmanager
 def checked_replicas() -> Iterator[None]:
-    """For debugging: inside the block, a gradient that counts as replicated is compared over its ranks in backward.
+    """Compare replicated gradients over their ranks in backward, for debugging.
+
+    This holds inside the block, for gradients that count as replicated.
 
     `to_local()` of a replicated tensor gives each rank the same values; where ranks then compute
     different things with them, each has a different summand of the gradient, and
@@ -171,7 +173,10 @@ def _check(what: str, got: str, allowed: tuple[str, ...]) -> None:
 
 
 def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
-    """What to warn of whenever `what` runs, with a line for each of its needs; "" if it may; raises if it must not."""
+    """Return the warning for a run of `what`, with a line for each of its needs.
+
+    Return "" if the policy allows it, and raise if the policy forbids it.
+    """
     if not needs or scope.communication == "allow":
         return ""
     message = f"{what} needs implicit communication:\n" + "\n".join(needs)
@@ -183,7 +188,10 @@ def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
 
 
 def obey(what: str, spec: object, plan: Any) -> None:
-    """Apply the policy that holds to a plan that a gradient or a read is about to run: `what` of a tensor, its spec."""
+    """Apply the communication policy to a plan that a gradient or a read is about to run.
+
+    `what` is the operation, and `spec` the spec of the tensor.
+    """
     scope = current()
     if plan.collectives and scope.communication != "allow":
         notice = notice_of(f"{what} {spec!r}", [f"  {plan.src!r} -> {plan.dst!r}\n{plan}"], scope)
@@ -193,7 +201,7 @@ def obey(what: str, spec: object, plan: Any) -> None:
 
 @contextmanager
 def watched(what: str) -> Iterator[None]:
-    """Inside the block, a collective of this thread is warned of or refused, as the policy that holds says."""
+    """Warn of collectives of this thread inside the block, or refuse them, as the policy demands."""
     scope = current()
     thread = threading.get_ident()
 

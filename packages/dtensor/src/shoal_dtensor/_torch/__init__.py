@@ -1,4 +1,4 @@
-"""The seam to torch: every private or unstable torch name that this package uses, by theme.
+"""Every private or unstable torch name that this package uses, by theme.
 
 May import: nothing.
 """

@@ -1,4 +1,4 @@
-"""Gradients that compiled functions take for their outputs: plain ones are converted, missing ones are zeros.
+"""Gradients of compiled functions' outputs: plain ones are converted, missing ones are zeros.
 
 Compiled code expects a gradient of the output's class for every output. Autograd makes a plain
 tensor of zeros, of the global shape, for an output that the loss does not depend on. Here it passes
@@ -29,7 +29,7 @@ _IS_MISSING = "_shoal_is_missing"
 def convert_compiled_gradients(
     cls: type[torch.Tensor], *, convert_plain: Convert, make_zeros: MakeZeros
 ) -> None:
-    """Have compiled code get tensors of the class as gradients of its outputs of the class.
+    """Convert gradients of compiled functions' outputs of a class to tensors of the class.
 
     Args:
         cls: a subclass of tensors that torch.compile flattens.
@@ -61,7 +61,7 @@ def convert_compiled_gradients(
 
 
 def _post_compile(original: Any, cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Finish the compilation of a function as torch does; its backward pass then sees missing gradients."""
+    """Finish the compilation of a function as torch does; its backward receives missing gradients."""
     run = original(*args, **kwargs)
 
     @wraps(run)
@@ -74,7 +74,7 @@ def _post_compile(original: Any, cls: type[torch.Tensor], *args: Any, **kwargs: 
 
 
 def _prepare_backward(cls: type[torch.Tensor], outputs: Sequence[Any]) -> None:
-    """Have autograd pass None to the node that computed the outputs, where it would make zeros."""
+    """Make autograd pass None, in place of zeros, to the node that computed the outputs."""
     for output in outputs:
         node: Any = output.grad_fn if isinstance(output, cls) else None
         function: Any = getattr(node, "_forward_cls", None)
@@ -101,7 +101,7 @@ def _backward_of_all(original: Any, node: Any, *gradients: Any) -> Any:
 
 
 def _missing(output: Any) -> torch.Tensor:
-    """Marked zeros like an output, which take the memory of one element."""
+    """Return marked zeros like an output, which take the memory of one element."""
     zeros = torch.zeros((), dtype=output.dtype, device=output.device).expand(output.shape)
     setattr(zeros, _IS_MISSING, True)
     return zeros

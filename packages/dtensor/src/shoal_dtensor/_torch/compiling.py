@@ -1,4 +1,4 @@
-"""What torch.compile must know of this package: whether it traces, what becomes one node, symbols for sizes."""
+"""Support for torch.compile: detection of tracing, calls as one node, symbols for sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ _recorder_before_dispatch: Callable[[], object] = partial(
 
 
 def is_unrecorded(tensor: torch.Tensor) -> bool:
-    """Whether a recorder (make_fx, torch.func.linearize) would take a tensor, of no input, for a constant."""
+    """Tell whether a recorder would treat a tensor as a constant: it does not depend on its inputs.
+
+    Recorders are make_fx and torch.func.linearize.
+    """
     mode: Any = recorder() or _recorder_before_dispatch()
     if (
         mode is None
@@ -48,14 +51,17 @@ def is_unrecorded(tensor: torch.Tensor) -> bool:
 
 
 def never_compiled(function: Callable[..., Any]) -> None:
-    """Have eager code between graphs run a function, and what it calls, as it is; torch.compile would try each."""
+    """Run a function and its callees eagerly when eager code between graphs calls it.
+
+    Otherwise torch.compile would try to compile each of them.
+    """
     actions = eval_frame._FrameAction
     strategy = eval_frame._FrameExecStrategy
     eval_frame.set_code_exec_strategy(function.__code__, strategy(actions.SKIP, actions.SKIP))
 
 
 def not_cached(reason: str) -> NoReturn:
-    """Answer torch's question how to find a graph in its cache on disk: not at all, it is traced again."""
+    """Refuse to store a graph in torch's cache on disk, so that it is traced again."""
     # loaded by who asks
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 
@@ -63,7 +69,7 @@ def not_cached(reason: str) -> NoReturn:
 
 
 def raised_as_it_is(error: Exception) -> Exception:
-    """The error as one that torch.compile, if it runs, raises with its type and text."""
+    """Return an error that torch.compile, if it runs, raises with the same type and text."""
     dynamo: Any = sys.modules.get("torch._dynamo.exc")
     if dynamo is None:
         return error
@@ -78,7 +84,9 @@ _WHOLE: dict[str, Callable[..., Any]] = {}
 
 
 def whole_when_compiled(function: Function) -> Function:
-    """Decorator: torch.compile records a call as one node of its graph, and traces what the call does afterwards.
+    """Record calls of a function as one node of the graph of torch.compile.
+
+    torch.compile traces the inside of the node afterwards.
 
     So the function, of tensors and constants, may look at meshes, specs and caches as it likes, and
     keep state on tensors. It is one of a module, by whose name the graph calls it; eager calls pass
@@ -97,7 +105,7 @@ def whole_when_compiled(function: Function) -> Function:
 
 
 def record_whole(name: str, *guarded: bool) -> None:
-    """Tell the compiler, which runs this while it traces, about a function that it is about to meet.
+    """Announce a function to the compiler, which runs this while it traces, before its first call.
 
     It guards what else is given: torch 2.15 guards no value that nothing takes.
     """
@@ -117,19 +125,23 @@ record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as 
 
 
 def recorder_of_sizes() -> Any:
-    """What knows how the symbols of a graph are computed that is being recorded; None if none is."""
+    """Return the tracker of a graph's size symbols while it is recorded; None otherwise."""
     mode: Any = recorder()
     return None if mode is None else mode.tracer
 
 
 def recorded(sizes: Iterable[Any]) -> tuple[Any, ...]:
-    """Sizes whose symbols the recorder sees computed from the first that it knew: the inputs of a forward pass."""
+    """Return sizes as expressions of the recorder's first symbols: the inputs of the forward."""
     tracer = recorder_of_sizes()
     return tuple(sizes if tracer is None else [_recorded(size, tracer) for size in sizes])
 
 
 def _recorded(size: Any, tracer: Any) -> Any:
-    """A size, computed from symbols that the recorder has; the size itself if it lacks one, or that is no integer."""
+    """Return a size computed from symbols of the recorder.
+
+    Return the size itself if the recorder lacks one of its symbols, or if the size is not an
+    integer.
+    """
     if type(size) is not torch.SymInt:
         return size
     from torch.utils._sympy.interp import sympy_interp  # loaded where symbols are

@@ -1,4 +1,4 @@
-"""What torch calls in place of its own: modes, operators on a class of tensors, state dicts; recomputation in scopes.
+"""Hooks into torch: modes, operators on a tensor class, state dicts, and recomputation in scopes.
 
 Scopes that a function was in when `torch.utils.checkpoint` ran it hold too when backward runs it
 again, after the block that entered them. Both kinds of checkpoint keep the function in an object to
@@ -41,7 +41,9 @@ _LIBRARIES: list[torch.library.Library] = []
 def register_dispatch(
     cls: type[torch.Tensor], run: Callable[..., Any], names: Sequence[str] | None = None
 ) -> None:
-    """Have torch call `run(cls, op, types, args, kwargs)` for operators on tensors of this very class, by their names.
+    """Make torch call `run(cls, op, types, args, kwargs)` for operators on tensors of a class.
+
+    Subclasses are not included. The operators are given by their names.
 
     By default for all of aten, and for those that take functions: `run` gets their names, some
     before torch compiles the functions. For `__torch_dispatch__` torch would first ask whether the
@@ -63,7 +65,7 @@ def register_dispatch(
         compiled: Any = getattr(utils, "_hop_compile_and_call", None)
 
         def before_compiling(fn: Any, args: Any, kwargs: Any = None) -> Any:
-            """What `torch.cond` and its kin call outside of compiled functions."""
+            """Run `torch.cond` and similar operators outside of compiled functions."""
             name = next((name for name in _COMPILED if name in fn.__name__), None)
             if name and any(
                 isinstance(leaf, cls) for leaf in torch.utils._pytree.tree_leaves(args)
@@ -79,7 +81,7 @@ def register_dispatch(
 
 
 def _trace_by(cls: type[torch.Tensor], run: Callable[..., Any], name: str) -> None:
-    """Have the compiler call `run` where it traces an operator that takes functions with tensors of this class."""
+    """Make the compiler call `run` for operators that take functions, on tensors of this class."""
     table: Any = torch._ops._higher_order_ops[name].python_key_table
     trace = table.get(FakeTensorMode)
 
@@ -94,7 +96,7 @@ def _trace_by(cls: type[torch.Tensor], run: Callable[..., Any], name: str) -> No
 
 
 def keep_whole(names: Sequence[str]) -> None:
-    """Have composite operators without derivatives, by their names, reach classes of tensors whole.
+    """Keep composite operators without derivatives, by their names, whole for tensor classes.
 
     Autograd would replace such an operator by its parts first. The parts do not show a class which
     operator was called: those of `one_hot` do not compare indices with the number of classes. With
@@ -115,7 +117,7 @@ _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
 
 def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> None:
-    """Have state dicts read by `get(original, *args)` and loaded by `load(original, original_get, *args)`.
+    """Read state dicts by `get(original, *args)`; load by `load(original, original_get, *args)`.
 
     The first of `args` is the model, the last one torch's record of the options; before it is the
     state dict to load. The module takes a second to import, so nothing is imported: it is wrapped
@@ -135,7 +137,7 @@ def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> Non
 
 
 def call_after_import(name: str, function: Callable[[Any], None]) -> None:
-    """Call a function on a module: at once if it is imported, else when somebody imports it."""
+    """Call a function on a module: at once if it is imported, otherwise when it is imported."""
     if name in sys.modules:
         function(sys.modules[name])
     else:
@@ -143,7 +145,7 @@ def call_after_import(name: str, function: Callable[[Any], None]) -> None:
 
 
 class _AfterImport(NamedTuple):
-    """A finder of one module, by the loader that Python has for it, which calls a function on it once it has run."""
+    """Finder of one module that calls a function on the module once Python has loaded it."""
 
     module: str
     function: Callable[[Any], None]
@@ -167,7 +169,7 @@ class _AfterImport(NamedTuple):
 
 
 def refuse_in_c(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) -> None:
-    """Have the functions of torch that export tensors' memory call `refuse` for tensors of a class.
+    """Make torch's functions that export tensor memory call `refuse` for tensors of a class.
 
     They are builtins that dispatch nothing: they would export the null pointer of a wrapper, and
     the first read of it ends the process.
@@ -202,7 +204,7 @@ def _refusing(
 
 
 def explain_weights_only(prefix: str, way_out: str) -> None:
-    """Add a way out to torch's error about a file with classes whose modules begin with a prefix."""
+    """Add a remedy to torch's error about a file with classes from modules with a prefix."""
     unpickler = torch._weights_only_unpickler.Unpickler
     original: Callable[..., Any] = unpickler.load
 
@@ -222,7 +224,7 @@ def explain_weights_only(prefix: str, way_out: str) -> None:
 
 
 def around_staging(copy: Callable[..., Any], apply: Callable[..., Any]) -> None:
-    """Have torch's copies of state dicts handle tensors of another library.
+    """Make torch's copies of state dicts handle tensors of another library.
 
     Torch's stager and its helpers know tensors without memory by a null pointer and torch's DTensor
     by its class.
@@ -262,7 +264,7 @@ def around_staging(copy: Callable[..., Any], apply: Callable[..., Any]) -> None:
 
 
 def _unseen(source: Any) -> Callable[..., Any]:
-    """A function of torch that no mode sees, though modes are active in what it runs."""
+    """Return a torch function that no mode observes, though modes are active in its callees."""
     unasked = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)
     unseen = FunctionType(
         source.__code__,
@@ -281,7 +283,10 @@ _BACKWARD = {
 
 
 class FunctionMode(TorchFunctionMode):
-    """A mode that stays active in backward passes, which may recompute forwards; torch deactivates it in each call."""
+    """A mode that stays active in backward passes, which may recompute forwards.
+
+    torch deactivates a mode inside each call of it.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -301,7 +306,7 @@ _active: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stac
 
 
 class ReplacedAttention(FunctionMode):
-    """Inside, `F.scaled_dot_product_attention` is another function of the same arguments; in recomputations too."""
+    """Replacement of `F.scaled_dot_product_attention` in a block, and in recomputations of it."""
 
     def __init__(self, attend: Callable[..., Any]) -> None:
         super().__init__()
@@ -320,14 +325,17 @@ class ReplacedAttention(FunctionMode):
 
     @classmethod
     def active(cls) -> list[Self]:
-        """The active ones of this class, the innermost first; recomputations of what asks run in them too."""
+        """Return the active modes of this class, the innermost first.
+
+        Recomputations of the caller run in them too.
+        """
         modes = [mode for mode in reversed(_active()) if isinstance(mode, cls)]
         for mode in modes:
             mode.hold_in_recomputation()
         return modes
 
     def hold_in_recomputation(self) -> None:
-        """Be active too where backward runs again what a checkpoint inside of the block runs now."""
+        """Stay active when backward recomputes the calls that a checkpoint makes in this block."""
         recomputed_in(self, lambda: nullcontext() if self in _active() else self, self._outside[-1])
 
     def _replaced(self, args: Any, kwargs: Any) -> Any:
@@ -374,7 +382,10 @@ class _InScopes(NamedTuple):
 
 
 def checkpoints() -> list[Any]:
-    """The checkpoints that run a function for the first time now, the innermost first; none while compiling."""
+    """Return the checkpoints that run a function for the first time now, the innermost first.
+
+    The list is empty while compiling.
+    """
     if torch.compiler.is_compiling():
         return []
     running: list[Any] = []
@@ -388,7 +399,7 @@ def checkpoints() -> list[Any]:
 
 
 def recomputed_in(scope: Hashable, enter: Enter, outside: Collection[object]) -> None:
-    """Have the functions that checkpoints run now `enter` a scope when backward runs them again."""
+    """Make recomputations of the functions that checkpoints run now `enter` a scope."""
     for record in checkpoints():
         # in which it was entered: they will enter it themselves
         if any(record is other for other in outside):

@@ -1,4 +1,4 @@
-"""Overloads: output shapes, cheapest binding, decomposition, views taken in place; groups of collective ones."""
+"""Operator overloads: output shapes, cheapest bindings, decompositions, in-place views, groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ _fake_mode: Callable[[], FakeTensorMode] = cache(FakeTensorMode)
 
 
 def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
-    """What an operator returns on a type of device, without memory or values, and out of sight of the user's modes.
+    """Return the outputs of an operator on a type of device, without memory or values.
+
+    The modes of users do not observe the call.
 
     DataDependentError if the result's shape depends on values.
     """
@@ -56,14 +58,17 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
 
 
 def results_of(op: OpOverload, build: Build) -> Any:
-    """What an operator returns on the CPU, out of sight of the user's modes."""
+    """Return the outputs of an operator on the CPU, unobserved by the modes of users."""
     with out_of_sight():
         args, kwargs = build(torch.device("cpu"))
         return op(*args, **kwargs)
 
 
 def out_of_sight() -> AbstractContextManager[Any]:
-    """A block in which the modes of users do not see operators; torch takes 13 us for it, modes or not."""
+    """Return a block in which the modes of users do not observe operators.
+
+    torch takes 13 us for it, with or without modes.
+    """
     modes = (
         torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # of torch
     )
@@ -72,7 +77,7 @@ def out_of_sight() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _without_traces() -> Iterator[None]:
-    """A block that logs no error of fake tensors, and after which torch keeps no frame, so no tensor, of callers."""
+    """Suppress the logs of fake tensor errors, and drop the frames (and tensors) that torch keeps."""
     # Some meta kernels import torch.compile. torch.fx, as it is imported, keeps its frame in a
     # variable of that frame, and a frame refers to its caller: a cycle that only a collection ends.
     imported = "torch._dynamo" in sys.modules
@@ -89,7 +94,7 @@ def _without_traces() -> Iterator[None]:
 
 
 def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..., Any]:
-    """The cheapest callable for an operator and arguments like `build`'s.
+    """Return the cheapest callable for an operator and arguments like the arguments of `build`.
 
     torch's Python bindings (`torch.mm`, `Tensor.add_`) take 0.5 to 2 us less per call than the
     overload object, and methods without arguments (`Tensor.relu`) 0.1 less than functions. A
@@ -119,7 +124,7 @@ def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..
 
 
 def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
-    """The Python bindings that could run an operator, cheapest first."""
+    """Return the Python bindings that could run an operator, cheapest first."""
     space, _, name = op._schema.name.partition("::")
     if space != "aten":
         return []
@@ -145,7 +150,10 @@ WITH_UNMARKED_WRITES = _of_aten(
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
-    """A function that computes the operator by others: its composite kernel or torch's decomposition, if any."""
+    """Return a function that computes an operator by other operators, or None.
+
+    It is the operator's composite kernel or torch's decomposition.
+    """
     from torch._decomp import decomposition_table
 
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
@@ -158,13 +166,16 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 def _weight_norm(
     v: torch.Tensor, g: torch.Tensor, dim: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight of norm `g` along `dim`, and the norm of `v`; torch's decomposition is wrong for vectors."""
+    """Compute a weight of norm `g` along `dim`, and the norm of `v`.
+
+    torch's decomposition is wrong for vectors.
+    """
     norm = torch.norm_except_dim(v, 2, dim)
     return v * (g / norm), norm
 
 
 def view_of(op: OpOverload) -> OpOverload | None:
-    """The view that an operator takes in place (`squeeze` for `squeeze_`); None for any other operator."""
+    """Return the view that an operator takes in place (`squeeze` for `squeeze_`), or None."""
     name = op._schema.name.partition("::")[2]
     if torch.Tag.inplace_view not in op.tags or not name.endswith("_"):
         return None
@@ -173,14 +184,17 @@ def view_of(op: OpOverload) -> OpOverload | None:
 
 
 def has_views(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is being dispatched has views, or autograd has saved it; each counts as two more uses."""
+    """Tell whether a dispatched tensor has views or is saved by autograd.
+
+    Each of these counts as two more uses.
+    """
     uses: int = tensor._use_count()  # type: ignore[attr-defined]  # a method that stubs leave out
     # 3 from Python, 4 inside of a composite operator
     return uses > 4
 
 
 def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Change the shape and stride of a wrapper as a view in place would, without touching any data.
+    """Change the shape and stride of a wrapper as an in-place view would, without touching data.
 
     Of a view, autograd repeats the views that led to it where it or its base is written to. It does
     not know of this one: the gradient would have another shape, or be wrong. From here on it
@@ -210,7 +224,10 @@ _WITH_STATISTICS = _of_aten(
 
 
 def _as_meta_kernels_take_it(name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """Arguments of an operator with masks of bytes, which the kernel takes, as the masks of bools they stand for."""
+    """Convert byte masks among the arguments of an operator to the bool masks that they represent.
+
+    The kernel accepts byte masks; the meta kernel does not.
+    """
     if name not in ("aten::index", "aten::_unsafe_index"):
         return args
     indices = args[1]
@@ -224,7 +241,7 @@ def _as_meta_kernels_take_it(name: str, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type: str) -> Any:
-    """A meta kernel's result with the dtypes and strides of the device's kernel."""
+    """Correct a meta kernel's result to the dtypes and strides of the device's kernel."""
     if name == "aten::convolution" and result.ndim == 4:
         # Channels-last if an operand is; in three spatial dims the CPU's results are contiguous.
         last = torch.channels_last
@@ -255,12 +272,15 @@ def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type
 
 
 def is_collective(op: OpOverload) -> bool:
-    """Whether an operator is a collective of `torch.distributed`."""
+    """Tell whether an operator is a collective of `torch.distributed`."""
     return op.namespace in ("c10d", "_c10d_functional")
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
-    """The global ranks of the group argument of a collective operator: a boxed group, a group or its name."""
+    """Return the global ranks of the group argument of a collective operator.
+
+    The argument is a boxed group, a group or its name.
+    """
     if isinstance(group, str):
         group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a name is a str
     elif isinstance(group, torch.ScriptObject):
@@ -269,7 +289,7 @@ def group_ranks(group: Any) -> tuple[int, ...]:
 
 
 def reduction_name(reduction: Any) -> str:
-    """The reduction argument of a collective operator in lower case: `sum`, `avg`, ..."""
+    """Return the reduction argument of a collective operator in lower case: `sum`, `avg`, ..."""
     if isinstance(reduction, str):
         return reduction.lower()
     return str(dist.ReduceOp.RedOpType(reduction.op()).name).lower()

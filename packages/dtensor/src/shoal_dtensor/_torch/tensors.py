@@ -1,4 +1,4 @@
-"""Tensors: wrapper subclasses, storages, versions; autograd's engine on them, its passes and threads; optimizers."""
+"""Tensor wrappers, storages and versions; autograd's engine, passes and threads; optimizers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRACED = (FakeTensor, FunctionalTensor)
 
 
 class TensorNote:
-    """What is left on a tensor object as an attribute; it goes along into no copy and no file."""
+    """An attribute of a tensor object that no copy and no file contains."""
 
     __slots__ = ()
 
@@ -46,12 +46,12 @@ class TensorNote:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor; a plain tensor itself."""
+    """Return the local tensor of a DTensor; a plain tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are views of one; also when they are empty, so that all ranks say the same."""
+    """Tell whether two tensors are views of one storage; also for empty ones, equally on all ranks."""
     if is_tracing():
         return False
     storages = [local_of(tensor).untyped_storage() for tensor in (one, other)]
@@ -59,14 +59,20 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements are, to compare with where they are later; an empty tensor has its own place too."""
+    """Return the location of a tensor's elements, for comparison with their location later.
+
+    An empty tensor has a location of its own too.
+    """
     # An address would not do: it is zero for all empty tensors, and that of freed memory is given
     # to others.
     return ref(tensor.untyped_storage()), tensor.storage_offset()
 
 
 def count_write(tensors: Any) -> None:
-    """Tell autograd that a tensor, or several, were written to; those of inference mode have no count."""
+    """Count a write to one or several tensors for autograd.
+
+    Tensors of inference mode do not have a count.
+    """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     try:
         torch._C._increment_version(tensors)
@@ -75,7 +81,10 @@ def count_write(tensors: Any) -> None:
 
 
 def with_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for use below a tensor subclass, where torch ignores marks for "conjugate (or negate) later"."""
+    """Wrap a function to resolve the lazy conjugations and negations of its intermediate results.
+
+    It is for use below a tensor subclass, where torch ignores these marks.
+    """
     # Kernels made of other operators may use such marks for intermediate results.
     exclude = torch._C._SetExcludeDispatchKeyGuard
     keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
@@ -112,7 +121,10 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how ma
 
 
 def selectively_checkpointed() -> bool:
-    """Whether selective activation checkpointing watches: what it saves must not be written to afterwards."""
+    """Tell whether selective activation checkpointing is active.
+
+    The tensors that it saves must not be written to afterwards.
+    """
     selective = _CachingTorchDispatchMode | _CachedTorchDispatchMode
     return dispatch_modes() > 0 and any(
         isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack()
@@ -120,22 +132,28 @@ def selectively_checkpointed() -> bool:
 
 
 def unwatched() -> AbstractContextManager[object]:
-    """A block of which selective activation checkpointing saves nothing: for collectives, which it runs again."""
+    """Return a block of which selective activation checkpointing saves nothing.
+
+    It is for collectives, which run again in recomputations.
+    """
     return _disable_current_modes() if selectively_checkpointed() else nullcontext()
 
 
 def saving_state() -> tuple[bool, object]:
-    """Whether gradients are recorded, and the hooks on what is saved for them: a checkpoint changes one of them."""
+    """Return whether gradients are recorded, and the saved-tensor hooks.
+
+    A checkpoint changes one of them.
+    """
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine is running a backward pass on this thread."""
+    """Tell whether autograd's engine is running a backward pass on this thread."""
     return backward_number() != -1
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is how `vmap` or `grad` sees another one, possibly a DTensor."""
+    """Tell whether a tensor is a view of `vmap` or `grad` on another tensor, possibly a DTensor."""
     functorch = torch._C._functorch
     return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(
         tensor
@@ -143,7 +161,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Run an autograd function; outside of functorch, without the 3 us that `Function.apply` takes to look for it."""
+    """Run an autograd function; outside of functorch, save the 3 us that `Function.apply` takes."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
@@ -153,13 +171,15 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def steps_as(optimizer: Optimizer, module: str) -> bool:
-    """Whether the optimizer's step is one of a module of torch, as it is in subclasses that do not override it."""
+    """Tell whether an optimizer's step is defined in a module of torch, also if it is inherited."""
     return type(optimizer).step.__module__.startswith(module)
 
 
 @torch.no_grad()
 def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """The state of the parameters of some groups as it is when their first step begins; the optimizer stays as it is.
+    """Return the state of some groups' parameters at the beginning of their first step.
+
+    The optimizer stays unchanged.
 
     Torch's optimizers have a function for it. Others make it somewhere in a step: it is that after
     a step of copies with a rate and gradients of zero; none is made where others have state, or

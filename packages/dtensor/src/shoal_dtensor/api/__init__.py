@@ -1,4 +1,4 @@
-"""What users call beside the class: creation, functions over shards, random state, own rules, explanations.
+"""Functions for users: creation, local functions, random state, custom rules, explanations.
 
 May import: _torch, argument_types, errors, layout, modules, redistribute, rng, rules, scopes,
 tensor.

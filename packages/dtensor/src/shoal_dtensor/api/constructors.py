@@ -1,4 +1,4 @@
-"""New DTensors: of plain tensors and modules, spread over a mesh; of numbers, each rank its own shard only."""
+"""Factories of DTensors from plain tensors, modules, stored tensors, sizes and numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..tensor.spec_arguments import mesh_or_current
 
 
 class Sliceable(Protocol):
-    """A stored tensor that is read by slices: what `safetensors.safe_open(...).get_slice(name)` gives."""
+    """A stored tensor that is read by slices: the result of `safe_open(...).get_slice(name)`."""
 
     def get_shape(self) -> Sequence[int]: ...
     def __getitem__(self, index: Any) -> torch.Tensor: ...
@@ -44,7 +44,7 @@ def distribute_tensor(
     src_data_rank: int | None = 0,
     shard_order: ShardOrder | None = None,
 ) -> DTensor:
-    """`V -> placements`: the DTensor with the values of one rank's plain tensor.
+    """`V -> placements`: return a DTensor with the values of one rank's plain tensor.
 
     Every rank but the source needs memory for its own shard only (pass, say,
     `torch.empty(1).expand(shape)` there). A tensor on the meta device gives meta shards, on every
@@ -117,7 +117,10 @@ def distribute_tensor(
 
 
 def _shared_out(spec: Spec, values: Callable[[Spec], torch.Tensor]) -> torch.Tensor:
-    """The local tensor of global values: along a partial axis they start out replicated, and are shared out locally."""
+    """Return the local tensor of global values.
+
+    Along a partial axis the values start out replicated, and each rank then keeps its term.
+    """
     start = gradient_spec(spec)
     return values(start) if start is spec else run(plan(start, spec), values(start))
 
@@ -125,7 +128,7 @@ def _shared_out(spec: Spec, values: Callable[[Spec], torch.Tensor]) -> torch.Ten
 def distributed_by(
     scatter: Scatter, tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> DTensor:
-    """What `distribute_tensor` gives for a plain tensor, with its values once `scatter` has sent them."""
+    """Return the result of `distribute_tensor` for a plain tensor, with values sent by `scatter`."""
     spec = _layout_of(tensor, mesh, placements)
     return DTensor(scatter.shard(tensor.detach(), spec), spec, requires_grad=tensor.requires_grad)
 
@@ -136,7 +139,7 @@ def _layout_of(
     placements: tuple[Placement, ...],
     shard_order: ShardOrder | None = None,
 ) -> Spec:
-    """The layout of a plain tensor on a mesh, in the memory order that it has."""
+    """Return the layout of a plain tensor on a mesh, in the tensor's memory order."""
     if not tensor.is_leaf:
         raise PlacementError(
             "distribute_tensor: the tensor is no leaf; use DTensor.from_local, which is "
@@ -152,7 +155,7 @@ def _read(
     placements: tuple[Placement, ...],
     shard_order: ShardOrder | None,
 ) -> DTensor:
-    """Each rank reads its own box, and no rank more."""
+    """Read this rank's own box of a stored tensor, and nothing else."""
     if not hasattr(stored, "get_shape"):
         raise PlacementError(
             "distribute_tensor: expected a tensor, or a stored one with get_shape() and slices, as "
@@ -184,7 +187,7 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """The module itself, its parameters and buffers made DTensors and its inputs and outputs converted.
+    """Convert a module's parameters and buffers to DTensors in place, and its inputs and outputs.
 
     Args:
         module: changed in place and returned. A parameter shared by several modules stays shared.
@@ -229,7 +232,7 @@ def distribute_module(
 
 
 def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """A function of (module, values, mesh) for one of that or of (values, mesh)."""
+    """Return a function of (module, values, mesh) for a function with or without the module."""
     if function is None:
         return None
     try:
@@ -248,7 +251,7 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[...
 
 
 def _places(module: nn.Module) -> dict[torch.Tensor, list[tuple[dict[str, Any], str]]]:
-    """Where the parameters and buffers below a module are that are no DTensors."""
+    """Return where the plain parameters and buffers below a module are stored."""
     places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
     for child in module.modules():
         for table in (child._parameters, child._buffers):
@@ -261,7 +264,11 @@ def _places(module: nn.Module) -> dict[torch.Tensor, list[tuple[dict[str, Any], 
 def _replicate(
     module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tensor, Any], before: list[Any]
 ) -> None:
-    """Replicate what is still plain; what `partition_fn` made of a tensor with several places is in all of them."""
+    """Replicate the remaining plain tensors.
+
+    A replacement that `partition_fn` made for a tensor with several places is stored in all of
+    them.
+    """
     from ..modules.owners import carry_attached, note_replaced  # here: tensors are made without it
 
     shared: dict[torch.Tensor, DTensor] = {}
@@ -292,7 +299,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Keywords(TypedDict, total=False):
-    """What every factory takes by keyword."""
+    """The keyword arguments of every factory."""
 
     # element type; torch's default, or that of the number to fill with, when left out
     dtype: torch.dtype | None
@@ -311,7 +318,7 @@ _DEFAULTS = Keywords(
 
 
 def _factory(function: F) -> F:
-    """Decorator: whole when compiled, with its keywords, each with its default, in the signature that tools show."""
+    """Decorate a factory: one node when compiled, and a signature with all keywords and defaults."""
     factory = whole_when_compiled(function)
     given = inspect.signature(factory)
     own = [*given.parameters.values()][:-1]  # without **keywords
@@ -335,7 +342,10 @@ def _new(
     dtype: torch.dtype | None = None,
     number: complex | None = None,
 ) -> DTensor:
-    """A tensor of a size, integers or one sequence, of `dtype` unless the keywords name one, filled if by a number."""
+    """Make a tensor of a size (integers or one sequence), filled with `number` if it is given.
+
+    Its dtype is `dtype` unless the keywords name one.
+    """
     unknown = [name for name in keywords if name not in _DEFAULTS]
     if unknown:
         raise ArgumentTypeError(
@@ -382,7 +392,7 @@ def _drawn(
 
 @_factory
 def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
-    """An uninitialised DTensor of global shape `size`.
+    """Return an uninitialized DTensor of global shape `size`.
 
     Args:
         size: global shape, as integers or one sequence.
@@ -408,7 +418,10 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
 def full(
     size: int | Sequence[int], fill_value: float | bool | complex, **keywords: Unpack[Keywords]
 ) -> DTensor:
-    """A DTensor whose every element is `fill_value`, also where a placement is partial; keywords as for `empty`."""
+    """Return a DTensor filled with `fill_value`, also where a placement is partial.
+
+    The keywords are the keywords of `empty`.
+    """
     check_type("full", "fill_value", fill_value, (bool, int, float, complex), expected="a number")
     dtype = None if isinstance(fill_value, float) else torch.tensor(fill_value, device="cpu").dtype
     return _new((size,) if isinstance(size, int) else (tuple(size),), keywords, dtype, fill_value)
@@ -416,13 +429,13 @@ def full(
 
 @_factory
 def zeros(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
-    """A DTensor of zeros; arguments as for `empty`."""
+    """Return a DTensor of zeros; arguments as for `empty`."""
     return _new(size, keywords, number=0.0)
 
 
 @_factory
 def ones(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
-    """A DTensor of ones; arguments as for `empty`."""
+    """Return a DTensor of ones; arguments as for `empty`."""
     return _new(size, keywords, number=1.0)
 
 
@@ -430,7 +443,10 @@ def ones(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
 def rand(
     *size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
 ) -> DTensor:
-    """Uniform numbers in [0, 1): the values that `torch.rand` draws on one device; arguments as for `empty`."""
+    """Draw uniform numbers in [0, 1), the values that `torch.rand` draws on one device.
+
+    The arguments are the arguments of `empty`.
+    """
     return _drawn(size, keywords, lambda drawn: drawn.uniform_(generator=generator))
 
 
@@ -438,7 +454,10 @@ def rand(
 def randn(
     *size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
 ) -> DTensor:
-    """Standard normal numbers: the values that `torch.randn` draws on one device; arguments as for `empty`."""
+    """Draw standard normal numbers, the values that `torch.randn` draws on one device.
+
+    The arguments are the arguments of `empty`.
+    """
     return _drawn(size, keywords, lambda drawn: drawn.normal_(generator=generator))
 
 
@@ -451,7 +470,10 @@ def randint(
     generator: torch.Generator | None = None,
     **keywords: Unpack[Keywords],
 ) -> DTensor:
-    """Integers in `[low, high)`: the values that `torch.randint` draws on one device; keywords as for `empty`."""
+    """Draw integers in `[low, high)`, the values that `torch.randint` draws on one device.
+
+    The keywords are the keywords of `empty`.
+    """
     return _drawn(
         (tuple(size),),
         keywords,
@@ -464,7 +486,9 @@ def randint(
 def randperm(
     n: int, *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
 ) -> DTensor:
-    """A permutation of `range(n)`: the one that `torch.randperm` draws on one device; keywords as for `empty`.
+    """Draw a permutation of `range(n)`, the one that `torch.randperm` draws on one device.
+
+    The keywords are the keywords of `empty`.
 
     Every rank draws all of it, in O(n) memory, and keeps its shard.
     """

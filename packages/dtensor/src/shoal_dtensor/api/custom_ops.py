@@ -1,4 +1,4 @@
-"""A user's own code: a function of plain tensors on the local shards of DTensors, and rules for operators.
+"""User code on DTensors: functions of plain tensors on local shards, and rules for operators.
 
 Rules are in shoal's notation, or as torch's `register_sharding` takes them.
 """
@@ -39,7 +39,9 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
     redistribute_inputs: bool = False,
     run_check: bool = True,
 ) -> Callable[..., Any]:
-    """`func` on local tensors, as a function on DTensors; given plain tensors alone it is `func`.
+    """Return `func`, which works on local tensors, as a function on DTensors.
+
+    Given plain tensors alone, the result behaves as `func`.
 
     Args:
         func: takes and returns plain tensors; left out, this is a decorator.
@@ -116,7 +118,7 @@ def _local_inputs(
     grads: tuple[Placements, ...] | None,
     redistribute: bool,
 ) -> tuple[list[Any], list[Spec]]:
-    """What the function gets, and the layouts of the DTensors that it is of."""
+    """Return the inputs of the function, and the layouts of the DTensors among its arguments."""
     for name, entries in ("in_placements", wanted), ("in_grad_placements", grads):
         if entries is not None and len(entries) != len(flat):
             given = f"{name} has {len(entries)} entries, the function got {len(flat)} inputs"
@@ -136,7 +138,7 @@ def _local_inputs(
 
 
 def _placed(index: int, item: Any, wanted: Placements, redistribute: bool) -> Any:
-    """An input in the placements that are asked of it."""
+    """Return an input in the required placements."""
     if wanted is None or not isinstance(item, torch.Tensor):
         return item
     if not isinstance(item, DTensor):
@@ -155,7 +157,7 @@ def _placed(index: int, item: Any, wanted: Placements, redistribute: bool) -> An
 
 
 def _refuse_uneven(specs: Sequence[Spec]) -> None:
-    """Refuse inputs in compiled code whose outputs may have other shapes on other ranks."""
+    """Refuse uneven inputs in compiled code: outputs may have other shapes on other ranks."""
     if not all(spec.even for spec in specs):
         raise PlacementError(
             f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot "
@@ -165,7 +167,7 @@ def _refuse_uneven(specs: Sequence[Spec]) -> None:
 
 
 def _output_of(func: Any, specs: Sequence[Spec], index: int) -> str:
-    """Text that tells an output of a function from those of others, equal on all ranks."""
+    """Return a text that identifies an output of a function, equal on all ranks."""
     name = getattr(func, "__module__", ""), getattr(func, "__qualname__", type(func).__qualname__)
     line = getattr(getattr(func, "__code__", None), "co_firstlineno", 0)
     return f"output {index} of local_map of {'.'.join(name)} (line {line}) on {specs}"
@@ -174,7 +176,10 @@ def _output_of(func: Any, specs: Sequence[Spec], index: int) -> str:
 def _outputs(
     result: Any, out_placements: Any, mesh: DeviceMesh | None, about: Callable[[int], str] | None
 ) -> Any:
-    """What the function returned, with DTensors for its tensors; `about` tells outputs apart, if ranks compare them."""
+    """Return the result of the function with DTensors for its tensors.
+
+    `about` identifies the outputs, if ranks compare them.
+    """
     flat, structure = pytree.tree_flatten(result)
     each = out_placements if isinstance(out_placements, tuple) else (out_placements,) * len(flat)
     if len(each) != len(flat):
@@ -240,7 +245,7 @@ def register_rule(
 def register_sharding(
     op: OpOverload | Sequence[OpOverload],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that makes a rule of a function in the form that torch's `register_sharding` has.
+    """Decorate a function in the form of torch's `register_sharding` to make a rule of it.
 
     The function gets the operator's arguments, each tensor replaced by its `TensorMeta` (global
     shape, stride, dtype), and returns a list of pairs (output placements, input placements), each
@@ -276,7 +281,7 @@ def register_sharding(
 
 
 def _row(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> Row:
-    """One pair of placements as a row; entries of non-tensor arguments are left out."""
+    """Return one pair of placements as a row, without the entries of non-tensor arguments."""
     given, results = (
         [p for p in pytree.tree_leaves(each) if isinstance(p, Placement)]
         for each in (inputs, outputs)

@@ -1,4 +1,4 @@
-"""What a program does with DTensors, under torch's names: recorded by `DebugMode`, or refused."""
+"""Records of a program's operators and communication under torch's names, and their refusal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..tensor.dtensor import DTensor
 
 
 class ExplicitRedistributionContext:
-    """`communication("forbid")` under torch's name and arguments; blocks nest, and one object may be entered again.
+    """`communication("forbid")` under torch's name and arguments; blocks nest and are reusable.
 
     Args:
         enable: False allows communication inside an enabled block.
@@ -54,7 +54,7 @@ class ExplicitRedistributionContext:
 
 
 class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """`CommDebugMode` that also records the operators on DTensors, and under each the collectives that it starts.
+    """`CommDebugMode` that also records operators on DTensors, each with its collectives.
 
     The options are torch's: those for what is not recorded here are refused, those for how it is
     printed do nothing.
@@ -147,11 +147,11 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
         self.operators.append("  " * self._depth + text)
 
     def reset(self) -> None:
-        """Forget all lines."""
+        """Delete all lines."""
         self.operators = []
 
     def debug_string(self, show_stack_trace: bool | None = None) -> str:
-        """All lines.
+        """Return all lines.
 
         Raises:
             ArgumentValueError: if stack traces are asked for, which are not recorded.

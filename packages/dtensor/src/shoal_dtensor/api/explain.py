@@ -1,4 +1,4 @@
-"""Layouts and plans to look at: why a redistribution is done as it is, which ranks hold which elements, step by step.
+"""Explanations of redistributions, and pictures of layouts and plans.
 
 Nothing is run; specs on an `abstract_mesh` need no process group. Pictures are text, rich's or
 matplotlib's.
@@ -40,7 +40,7 @@ class Explanation:
     least_bytes: float
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as plain lists, numbers and strings (for JSON)."""
+        """Return everything as plain lists, numbers and strings (for JSON)."""
         return {
             "src": layout(self.chosen.src),
             "dst": layout(self.chosen.dst),
@@ -69,13 +69,13 @@ class Explanation:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """Return the HTML that notebooks display."""
         from html import escape  # 2 ms, for notebooks only
 
         return f"<pre>{escape(repr(self))}</pre>"
 
     def picture(self, ax: Any = None) -> Any:
-        """The axes of a heat map of who sends how many bytes to whom under the chosen plan.
+        """Draw a heat map of the bytes that each rank sends to each other; return its axes.
 
         Args:
             ax: matplotlib axes to draw on; new ones when left out.
@@ -104,7 +104,7 @@ def explain(
     shard_order: ShardOrder | None = None,
     **options: Any,
 ) -> Explanation:
-    """The plan from `src` to `dst` and up to `count - 1` runners-up; runs nothing.
+    """Return the plan from `src` to `dst` and up to `count - 1` runners-up; runs nothing.
 
     Args:
         src: a tensor, or its spec.
@@ -161,7 +161,7 @@ _STEP = 2.6  # inches for the picture of one layout
 
 
 def _figure(width: float, height: float) -> Any:
-    """A matplotlib figure of so many inches; MissingExtraError without matplotlib."""
+    """Return a matplotlib figure of this size in inches; MissingExtraError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -218,7 +218,9 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
 
 
 def draw_sharding(spec: Spec) -> str:
-    """The text that `visualize_sharding` prints: rows and columns of element ranges, ranks in the cells.
+    """Return the text that `visualize_sharding` prints.
+
+    Rows and columns are element ranges, with the ranks in the cells.
 
     Args:
         spec: of a tensor with one or two dims; no process group is needed.
@@ -238,7 +240,7 @@ def draw_sharding(spec: Spec) -> str:
 
 
 def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
-    """The axes of a picture of the tensor as a rectangle, a colour for each part, with the ranks that hold it.
+    """Draw the tensor as a rectangle, with a color and the ranks for each part; return the axes.
 
     Args:
         tensor: of any number of dims; those before the last two are drawn as one, from top to
@@ -283,7 +285,10 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
 
 
 def _rectangles(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """A box in the matrix whose rows are all dims but the last: (top, bottom, left, right) of each run of rows."""
+    """Return a box as rectangles of a matrix whose rows are all dims but the last.
+
+    Each is (top, bottom, left, right) of a run of rows.
+    """
     rows = [0]
     for size, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
         rows = [row * size + index for row in rows for index in range(start, stop)]
@@ -297,7 +302,9 @@ def _rectangles(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int, i
 
 
 def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
-    """A matplotlib figure of the layouts of a model, or of any named tensors; equal ones once, with how often.
+    """Draw the layouts of a model, or of any named tensors, and return the matplotlib figure.
+
+    Equal layouts are drawn once, with their number.
 
     Args:
         tensors: `dict(model.named_parameters())`, a state dict, or specs by name; plain tensors are
@@ -327,7 +334,9 @@ def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
 
 
 def draw_plan(plan: Plan) -> Any:
-    """A matplotlib figure of a redistribution: the layouts around every step, with its bytes and expected time.
+    """Draw a redistribution and return the matplotlib figure.
+
+    It has the layouts around every step, with its bytes and expected time.
 
     Args:
         plan: of `explain(...).chosen`, or of `redistribute.plan`.

@@ -1,4 +1,4 @@
-"""State of optimizers as state dicts have it: before the first step, flat or nested, complete."""
+"""State of optimizers in the form of state dicts: before the first step, flat or nested."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOR_STAGES = (
 
 
 def optimizers_of(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """The optimizers, of this model."""
+    """Return the optimizers as a list; raise if one steps a parameter of another model."""
     of_model = {id(parameter) for parameter in model.parameters()}
     checked = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     stepped = (
@@ -44,16 +44,16 @@ def optimizers_of(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
 
 
 class _Complete(State):
-    """The state of an optimizer with an entry for each parameter that has one in a step."""
+    """State of an optimizer with an entry for each parameter that has one in a step."""
 
     def __bool__(self) -> bool:
-        """True: where it is false, torch makes a step to read state."""
+        """Return True: if it were false, torch would make a step in order to read state."""
         return True
 
 
 @contextmanager
 def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """In the block, trainable parameters without state have that with which their first step begins."""
+    """Give trainable parameters without state, in the block, the state of their first step."""
     with ExitStack() as ends:
         for optimizer in optimizers:
             before = optimizer.state
@@ -107,14 +107,17 @@ def add_frozen_states(
 def names_of(
     optimizers: Iterable[Optimizer], groups: Iterable[Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """The parameters of optimizers by the names that their groups have in a state dict."""
+    """Return the parameters of optimizers by the names of their groups in a state dict."""
     params = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
     names = (group["params"] for group in groups)
     return dict(zip(chain.from_iterable(names), chain.from_iterable(params), strict=True))
 
 
 def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
-    """A flat state dict by the parameters of some groups, each with options of its own; what is not flat, as it is."""
+    """Nest a flat state dict by the parameters of some groups, each with options of its own.
+
+    A state dict that is not flat is returned as it is.
+    """
     if not isinstance(state, Mapping) or not state or "state" in state:
         return dict(state) if isinstance(state, Mapping) else state
     by_name: dict[str, dict[str, Any]] = {"state": {}, "param_groups": {}}
@@ -132,7 +135,7 @@ def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
 
 
 def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Raise a StateDictError that names what the state lacks of a target."""
+    """Raise a StateDictError that names the entries of a target that the state lacks."""
     given = state.get("state", {})
     groups = state.get("param_groups", ())
     named = {name for group in groups for name in group["params"]}
@@ -158,7 +161,7 @@ def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
 def load_states(
     optimizers: Iterable[Optimizer], state: Mapping[str, Any], target: Mapping[str, Any]
 ) -> None:
-    """Load state and options by names of parameters; what is not given stays as the target has it."""
+    """Load state and options by names of parameters; missing entries keep the target's values."""
     given = state.get("state", {})
     groups = state.get("param_groups", ())
     own_groups = iter(target["param_groups"])
@@ -186,7 +189,7 @@ def load_states(
 
 
 def drop_unmade_buffers(optimizer: Optimizer) -> None:
-    """Drop loaded momentum of SGD that says that there is none yet.
+    """Drop loaded momentum of SGD that marks a buffer that does not exist yet.
 
     With dampening, a first step without a buffer differs from one with a buffer of zeros.
     """
@@ -200,5 +203,5 @@ def drop_unmade_buffers(optimizer: Optimizer) -> None:
 
 
 def _is_by_number(given: Mapping[Any, Any]) -> bool:
-    """Whether this is the state in the state dict of an optimizer, by numbers of parameters."""
+    """Tell whether a state is keyed by parameter numbers, as in an optimizer's state dict."""
     return bool(given) and all(isinstance(key, int) for key in given)

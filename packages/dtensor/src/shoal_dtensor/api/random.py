@@ -29,7 +29,9 @@ from ..rng.state import (
 
 
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
-    """Whether random operators on tensors of the mesh draw as on one device: where torch shows its generators.
+    """Tell whether random operators on tensors of the mesh draw as on one device.
+
+    They do where torch gives access to its generators.
 
     Args:
         device_mesh: of the tensors.
@@ -122,11 +124,11 @@ class OffsetBasedRNGTracker:
         return {"parallel-rng": self._named("parallel-rng").get_state()}
 
     def get_seed(self, name: str = "parallel-rng") -> int:
-        """The seed that the generator started from."""
+        """Return the seed that the generator started from."""
         return self._named(name).initial_seed()
 
     def set_seed(self, name: str, seed: int) -> None:
-        """Start the generator again from a seed."""
+        """Restart the generator from a seed."""
         self._named(name).manual_seed(seed)
         forget_checks()
 
@@ -134,7 +136,10 @@ class OffsetBasedRNGTracker:
     def _distribute_region(
         self, spec: Spec, generator: torch.Generator | None = None
     ) -> Iterator[None]:
-        """A region in which random operators on DTensors draw as on one device: every region is one."""
+        """Return a region in which random operators on DTensors draw as on one device.
+
+        They do so outside of regions too.
+        """
         yield
 
     def _named(self, name: str) -> torch.Generator:

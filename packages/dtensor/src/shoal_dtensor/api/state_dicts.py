@@ -40,7 +40,9 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
-    """`placements -> R` for a full state dict, else no communication: parameters and buffers by name.
+    """`placements -> R` if full: return parameters and buffers by name.
+
+    A state dict that is not full needs no communication.
 
     Args:
         model: the model; all ranks call this with the same one.
@@ -77,7 +79,9 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: Any = None,
 ) -> dict[str, Any]:
-    """`placements -> R` for a full state dict, else no communication: state and options by names of parameters.
+    """`placements -> R` if full: return state and options by names of parameters.
+
+    A state dict that is not full needs no communication.
 
     Args:
         model: the model that the optimizers step.
@@ -106,7 +110,9 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`placements -> R` for full state dicts, else no communication: those of the model and of its optimizers.
+    """`placements -> R` if full: return the state dicts of the model and of its optimizers.
+
+    State dicts that are not full need no communication.
 
     Args:
         model, optimizers, submodules, options: as for `get_optimizer_state_dict`.
@@ -123,7 +129,9 @@ def get_state_dict(
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None
 ) -> Any:
-    """`R -> placements` of a full state dict, or of rank 0's; else DTensors are copied: loads parameters and buffers.
+    """`R -> placements` if full or broadcast: load parameters and buffers.
+
+    DTensors in a state dict that is not full are copied.
 
     Args:
         model: the model, whose layouts stay as they are; all ranks call this.
@@ -160,7 +168,9 @@ def set_optimizer_state_dict(
     *,
     options: Any = None,
 ) -> None:
-    """`R -> placements` of a full state dict, or of rank 0's; else DTensors are taken over: loads state and options.
+    """`R -> placements` if full or broadcast: load state and options of optimizers.
+
+    DTensors in a state dict that is not full are taken over.
 
     Args:
         model: the model that the optimizers step.
@@ -193,7 +203,9 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: Any = None,
 ) -> Any:
-    """`R -> placements` of full state dicts, or of rank 0's; else DTensors are copied: loads model and optimizers.
+    """`R -> placements` if full or broadcast: load a model and its optimizers.
+
+    DTensors in a state dict that is not full are copied.
 
     Args:
         model, model_state_dict, options: as for `set_model_state_dict`.
@@ -211,7 +223,7 @@ def set_state_dict(
 
 
 def _get(original: Callable[..., Any], *args: Any) -> Any:
-    """What torch returns for a model or its optimizers, with full tensors if the options ask for them."""
+    """Return torch's result for a model or its optimizers, with full tensors if the options say so."""
     *owners, options = args
     if not _has_dtensors(owners[0]):
         return original(*args)
@@ -224,7 +236,7 @@ def _get(original: Callable[..., Any], *args: Any) -> Any:
 
 
 def _load(original: Callable[..., Any], original_get: Callable[..., Any], *args: Any) -> Any:
-    """Load a state dict, with shards in place of its full tensors if the options say that it has these."""
+    """Load a state dict; if the options call it full, put shards in place of its full tensors."""
     *owners, state, options = args
     if not _has_dtensors(owners[0]):
         return original(*args)
@@ -246,7 +258,7 @@ def _has_dtensors(model: nn.Module) -> bool:
 
 
 def _read(options: Any) -> tuple[Any, Any]:
-    """Torch's module, and the options, the default ones for None."""
+    """Return torch's module, and the options (the defaults for None)."""
     from torch.distributed.checkpoint import state_dict as api
 
     if options is None:
@@ -270,7 +282,10 @@ def _sharded_options(options: Any) -> Any:
 def _load_states(
     get: Callable[[Any], Any], optimizers: Sequence[torch.optim.Optimizer], state: Any, options: Any
 ) -> None:
-    """Load state of optimizers, of which `get` gives the state dict, in their layouts; nothing changes if it raises."""
+    """Load state of optimizers in their layouts; nothing changes if it raises.
+
+    `get` returns their present state dict.
+    """
     with with_first_states(optimizers):
         target = get(replace(_sharded_options(options), flatten_optimizer_state_dict=False))
     state = nested(state, target["param_groups"])
@@ -290,7 +305,7 @@ def _load_states(
 
 
 def _gathered(state: dict[str, Any], options: Any) -> dict[str, Any]:
-    """`placements -> R`: the state with full tensors; on rank 0 alone if they are offloaded."""
+    """`placements -> R`: return the state with full tensors, on rank 0 alone if they are offloaded."""
     here = not options.cpu_offload or dist.get_rank() == 0
 
     def gather(value: Any) -> Any:
@@ -303,12 +318,15 @@ def _gathered(state: dict[str, Any], options: Any) -> dict[str, Any]:
 
 
 def _by_path(state: Any) -> dict[Any, Any]:
-    """What nested dicts and lists hold, by the keys that lead there."""
+    """Return the leaves of nested dicts and lists, by the keys that lead to them."""
     return dict(pytree.tree_leaves_with_path(state))
 
 
 def _sharded(state: Any, target: Mapping[str, Any], options: Any) -> dict[str, Any]:
-    """`R -> placements`: a full state dict of a model in the layouts of the target; checked before any tensor moves."""
+    """`R -> placements`: return a full state dict of a model in the layouts of the target.
+
+    It is checked before any tensor moves.
+    """
     state = dict(state) if isinstance(state, Mapping) else state
     structure = _structure(state, options)
     if options.strict and structure.keys() != target.keys():
@@ -324,7 +342,10 @@ def _sharded(state: Any, target: Mapping[str, Any], options: Any) -> dict[str, A
 def _laid_out(
     structure: Mapping[str, Any], state: Mapping[str, Any], target: Mapping[str, Any], options: Any
 ) -> dict[str, Any]:
-    """`R -> placements`: the tensors of a full state dict that a structure names, in the layouts of the target."""
+    """`R -> placements`: return the tensors of a full state dict that a structure names.
+
+    They are in the layouts of the target.
+    """
     values = _by_path(state)
     wanted = _by_path(target)
     device = next(
@@ -351,7 +372,10 @@ def _laid_out(
 
 
 def _structure(state: Any, options: Any) -> dict[str, Any]:
-    """The state dict, of rank 0 if it broadcasts, with tensors on the meta device in place of all but numbers."""
+    """Return the state dict with meta tensors in place of all tensors except numbers.
+
+    It is the state dict of rank 0 if that rank broadcasts.
+    """
     structure: Any = None
     if not options.broadcast_from_rank0 or dist.get_rank() == 0:
         structure = pytree.tree_map_only(
@@ -373,7 +397,10 @@ def _structure(state: Any, options: Any) -> dict[str, Any]:
 
 
 def _check(structure: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Raise what does not fit; with a broadcast the structure is the same on all ranks, and so is the error."""
+    """Raise for entries of a structure that do not fit the target.
+
+    With a broadcast the structure is the same on all ranks, and therefore the error is too.
+    """
     wanted = _by_path(target)
     for path, info in _by_path(structure).items():
         like = wanted.get(path)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run that survive a kill at any moment: written beside and swapped, verified, the last kept.
+"""Checkpoints of a training run that survive a kill at any moment.
 
 Imported when asked for: `from shoal_dtensor.checkpoint import Checkpointer`.
 

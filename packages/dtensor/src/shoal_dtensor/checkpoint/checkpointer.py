@@ -1,4 +1,4 @@
-"""Checkpointer: the checkpoints of a training run, which survive a kill of any rank at any moment.
+"""Checkpointer: the checkpoints of a training run, which survive a kill of any rank.
 
 A step is a folder with the files of torch.distributed.checkpoint and a manifest of their sizes and
 digests. It is written under a name that begins with a dot and renamed when it is complete, so what
@@ -45,7 +45,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 class Checkpointer:
-    """Saves and loads the state of a run in one folder, by way of torch.distributed.checkpoint.
+    """Saves and loads the state of a run in one folder, by torch.distributed.checkpoint.
 
     A step is written beside, every rank its own shards, read back, and given its name in one
     rename, so a kill at any moment leaves the steps that were there and none that is half written.
@@ -95,7 +95,7 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps that have been completed, newest first; no communication."""
+        """Return the steps that have been completed, newest first; no communication."""
         if not self._folder.is_dir():
             return []
         matches = (_STEP.fullmatch(entry.name) for entry in self._folder.iterdir())
@@ -136,7 +136,7 @@ class Checkpointer:
             self._writer = executor.submit(self._write, step, lambda: staged, group)
 
     def wait(self) -> None:
-        """Until no save is under way.
+        """Wait until no save is in progress.
 
         Raises:
             CheckpointError: the last one in the background failed.
@@ -150,7 +150,7 @@ class Checkpointer:
             ) from failure
 
     def close(self) -> None:
-        """Wait, and let go of the process group of background saves."""
+        """Wait for saves, and release the process group of background saves."""
         try:
             self.wait()
         finally:
@@ -238,7 +238,7 @@ class Checkpointer:
             agree(lambda: request.finish(values), group, CheckpointError)
 
     def _warn_of_parts(self, step: int, parts: list[str]) -> None:
-        """Name, once, the parts of a checkpoint that a load of one part leaves out."""
+        """Warn once of the parts of a checkpoint that a load of one part leaves out."""
         if not parts or tuple(parts) in self._named_parts:
             return
         self._named_parts.add(tuple(parts))
@@ -295,7 +295,7 @@ class Checkpointer:
         agree(lambda: self._remove_older() if first else None, group, CheckpointError)
 
     def _remove_older(self) -> None:
-        """Remove what is older than the steps to keep, and what was left half written or half removed."""
+        """Remove steps older than the steps to keep, and half-written or half-removed steps."""
         for step in self.steps()[self._keep :]:
             os.rename(self._path(step), self._folder / f".removed_{step}")
         for entry in self._folder.iterdir():
@@ -306,7 +306,7 @@ class Checkpointer:
         return self._folder / f"step_{step}"
 
     def _manifest(self, step: int) -> Files:
-        """Size and digest of each file of a step."""
+        """Return size and digest of each file of a step."""
         try:
             manifest = json.loads((self._path(step) / _MANIFEST).read_text())
             files = {
@@ -328,7 +328,7 @@ class Checkpointer:
         return files
 
     def _check(self, step: int) -> None:
-        """See that this rank's part of a step's files have the sizes and digests of its manifest."""
+        """Verify the sizes and digests of this rank's part of a step's files against its manifest."""
         for name, (size, digest) in sorted(self._manifest(step).items())[
             dist.get_rank() :: dist.get_world_size()
         ]:
@@ -349,7 +349,7 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _said(error: dist.checkpoint.api.CheckpointException) -> str:
-    """What went wrong, by rank."""
+    """Return the failures of a checkpoint error, by rank."""
     failures = sorted(error.failures.items())
     return "; ".join(
         f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in failures
@@ -357,7 +357,7 @@ def _said(error: dist.checkpoint.api.CheckpointException) -> str:
 
 
 def _copied(state: Any) -> Any:
-    """The values, in memory of the host that the program does not change; of DTensors this rank's shards."""
+    """Copy the values to host memory that the program does not change; only shards of DTensors."""
     devices: set[torch.device] = set()
 
     def copied(tensor: Tensor) -> Tensor:
@@ -376,14 +376,14 @@ def _copied(state: Any) -> Any:
 
 
 def digest_of(path: Path) -> tuple[int, str]:
-    """Size and digest of a file, as it can be read."""
+    """Return size and digest of a file as it can be read."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))
         return file.tell(), digest.hexdigest()
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder survive a loss of power."""
+    """Flush the names in a folder to disk, so that they survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

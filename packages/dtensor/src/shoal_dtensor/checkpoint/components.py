@@ -1,4 +1,4 @@
-"""Components: objects in a state dict that make and take their own state, as modules and schedulers do."""
+"""Components: objects in a state dict that save and load their own state, as modules do."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Take the state."""
+        """Load the state."""
 
 
 def is_component(value: Any) -> bool:
-    """Return whether the value is an object with a state dict of its own."""
+    """Tell whether the value is an object with a state dict of its own."""
     return isinstance(value, Stateful) and not isinstance(value, type | Tensor | Mapping)
 
 
@@ -79,12 +79,12 @@ class ComponentLoad:
     missing: list[str]
 
     def finish(self, loaded: Mapping[str, Any]) -> None:
-        """Give the component what was loaded, by the names of `targets`."""
+        """Load the values, by the names of `targets`, into the component."""
         raise NotImplementedError
 
 
 class ModuleLoad(ComponentLoad):
-    """The load of a module: its own entries, and extra state of whatever structure it was saved with."""
+    """The load of a module: its own entries, and extra state of any saved structure."""
 
     def __init__(self, module: nn.Module, prefix: Path, saved: SavedNames) -> None:
         self.module, self.prefix = module, prefix
@@ -120,12 +120,15 @@ class ModuleLoad(ComponentLoad):
 
 
 def _is_extra_state(path: Path) -> bool:
-    """Return whether the entry is inside of the extra state of a module, which may have any structure."""
+    """Tell whether the entry is inside the extra state of a module, which may have any structure."""
     return str(path[0]).endswith("_extra_state")
 
 
 class ObjectLoad(ComponentLoad):
-    """The load of any other object: all that the checkpoint has of it, which it may not have yet itself."""
+    """The load of any other object: all entries that the checkpoint has for it.
+
+    The object itself may not have these entries yet.
+    """
 
     def __init__(self, component: Any, prefix: Path, saved: SavedNames) -> None:
         self.component = component
@@ -148,7 +151,7 @@ class ObjectLoad(ComponentLoad):
                 self.missing.append(name_of((*prefix, *leaf.path)))
 
     def finish(self, loaded: Mapping[str, Any]) -> None:
-        """Build the state as it was saved, with the keys of the object's own, and let the object take it."""
+        """Build the state as it was saved, with the object's own keys, and load it into the object."""
         state: dict[Any, Any] = {}
         for path, value in self.kept:
             insert(state, path, value)
@@ -158,7 +161,7 @@ class ObjectLoad(ComponentLoad):
 
 
 def with_keys_of(value: Any, like: Any) -> Any:
-    """Return the value with keys of mappings as another one has them: files hold all keys as text."""
+    """Return the value with the mapping keys of another one; files hold all keys as text."""
     if isinstance(value, list) and isinstance(like, list):
         padding = [None] * (len(value) - len(like))
         return [with_keys_of(*pair) for pair in zip(value, [*like, *padding], strict=False)]
@@ -173,7 +176,7 @@ def with_keys_of(value: Any, like: Any) -> Any:
 
 
 def empty_for(saved: SavedNames, name: str) -> Tensor | None:
-    """Return a tensor in memory of the host for an entry whose layout nothing shows; None for other values."""
+    """Return a host tensor for an entry without a known layout; None for other values."""
     if not saved.is_tensor(name):
         return None
     stored: Any = saved.kinds[name]

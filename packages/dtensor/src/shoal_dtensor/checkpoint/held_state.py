@@ -1,4 +1,4 @@
-"""HeldState: what ranks that go on still hold of a run's state, moved to a new mesh without reading a checkpoint."""
+"""HeldState: state that remaining ranks still hold, moved to a new mesh without a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Name = tuple[str | int, ...]
 
 
 class _HeldPart(NamedTuple):
-    """What a rank has of a tensor, or wants of it: boxes of the global tensor."""
+    """The boxes of a global tensor that a rank holds or wants."""
 
     shape: tuple[int, ...]
     kind: str
@@ -40,7 +40,7 @@ class _HeldPart(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What one rank tells the others."""
+    """The message of one rank to the others."""
 
     # step and lineage of the state that it holds whole
     held: tuple[int, str] | None
@@ -54,7 +54,7 @@ class _Facts(NamedTuple):
 
 
 class HeldState:
-    """The newest whole state that this rank holds its shards of, for the ranks that are left after a loss.
+    """The newest whole state whose shards this rank holds, for recovery after ranks are lost.
 
     After a loss the shards of a tensor may still all be there: along a data-parallel axis, for one,
     another rank has the same. `recover` then moves them to the layout of the new mesh. What it
@@ -82,7 +82,7 @@ class HeldState:
         self._values: dict[Name, object] = {}
 
     def keep(self, step: int, state_dict: Mapping[str, Any]) -> None:
-        """Remember the state after a step, by reference: nothing is copied or sent.
+        """Record the state after a step by reference: nothing is copied or sent.
 
         Args:
             step: its number.
@@ -104,14 +104,19 @@ class HeldState:
         self._step = step
 
     def forget(self) -> None:
-        """Called before what is remembered changes: from here to the next `keep` this rank holds no whole state."""
+        """Discard the recorded state, before it changes.
+
+        From here to the next `keep`, this rank does not hold a whole state.
+        """
         self._step = None
         self._tensors = {}
         self._values = {}
 
     @torch.no_grad()
     def recover(self, state_dict: dict[str, Any], *, strict: bool = True) -> int | None:
-        """Fill a state dict from what the ranks hold; called by all ranks of the world, newcomers too.
+        """Fill a state dict from the shards that ranks hold.
+
+        All ranks of the world call this, including new ones.
 
         Args:
             state_dict: what to fill in place, in its layout: of the same names, shapes and dtypes.
@@ -186,7 +191,7 @@ class HeldState:
 
 
 def _read_into(components: list[tuple[Any, Any]], component: Any) -> Any:
-    """Return the state of a component to fill, that of an optimizer as it is when a first step begins."""
+    """Return the state of a component to fill; for an optimizer, its state at a first step."""
     optimizers = [component] if is_plain_optimizer(component) else []
     with with_first_states(optimizers):
         state = component.state_dict()
@@ -195,7 +200,7 @@ def _read_into(components: list[tuple[Any, Any]], component: Any) -> Any:
 
 
 def _check_taken(facts: list[_Facts], holders: list[_Facts]) -> None:
-    """Raise for values that are held and that no rank asks for; the same on all ranks."""
+    """Raise, equally on all ranks, for held values that no rank requests."""
     requested = {name for fact in facts for name in fact.requested}
     held = {name: None for fact in holders for name in (*fact.present, *fact.values)}
     left_over = [".".join(map(str, name)) for name in held if name not in requested]
@@ -210,7 +215,10 @@ def _check_taken(facts: list[_Facts], holders: list[_Facts]) -> None:
 def _leaves(
     value: Any, read: Callable[[Any], Any], name: Name = ()
 ) -> Iterator[tuple[Name, Any, Any]]:
-    """Yield every value with its name and its container, of components those of the state that `read` returns."""
+    """Yield every value with its name and its container.
+
+    For components these are the values of the state that `read` returns.
+    """
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:
         content = read(item) if is_component(item) else item
@@ -221,7 +229,7 @@ def _leaves(
 
 
 def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
-    """What this rank has of a tensor, and each box of it with the view of the local tensor that holds it."""
+    """Return this rank's part of a tensor, and each of its boxes with the view of the local tensor."""
     shape = tuple(tensor.shape)
     kind = f"{tensor.dtype} on {tensor.device.type}"
     if not isinstance(tensor, DTensor):
@@ -243,7 +251,7 @@ def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
 
 
 def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int, str] | None:
-    """The newest step, with its lineage, of which the ranks hold all that any of them wants."""
+    """Return the newest step, with its lineage, of which the ranks hold everything they want."""
     for held in sorted({fact.held for fact in facts if fact.held is not None}, reverse=True):
         boxes = defaultdict[Name, set[Box]](set)
         for fact in facts:

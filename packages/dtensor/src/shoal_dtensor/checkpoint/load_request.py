@@ -1,4 +1,4 @@
-"""LoadRequest: the entries that a load takes out of a checkpoint, and those that one of the two sides lacks."""
+"""LoadRequest: the entries that a load takes from a checkpoint, and the missing entries."""
 
 from __future__ import annotations
 
@@ -189,18 +189,21 @@ def _about_empty(path: Path, below: list[str]) -> str:
 
 
 def _is_part(value: Any) -> bool:
-    """Return whether the value holds entries of a checkpoint below its own name."""
+    """Tell whether the value holds entries of a checkpoint below its own name."""
     is_container = isinstance(value, Mapping) or is_taken_apart(value)
     return is_container or is_component(value) or _has_components(value)
 
 
 def _has_components(value: Any) -> bool:
-    """Return whether the value is a list with components in it."""
+    """Tell whether the value is a list with components in it."""
     return isinstance(value, list) and any(components_of(value))
 
 
 def _names_of_parameters(optimizer: Optimizer, modules: Iterable[nn.Module]) -> GroupNames | None:
-    """Return the names of an optimizer's parameters, by its groups: its own, or those in a module that has them."""
+    """Return the names of an optimizer's parameters by its groups, or None.
+
+    They are its own names, or the names in a module that has the parameters.
+    """
     groups = optimizer.param_groups
     if all("param_names" in group for group in groups):
         return [group["param_names"] for group in groups]

@@ -36,7 +36,7 @@ GroupNames = Sequence[Sequence[str]]
 
 
 def is_plain_optimizer(value: Any) -> bool:
-    """Return whether the state of the optimizer is that of torch's base class, by number of parameter."""
+    """Tell whether an optimizer's state is keyed by parameter number, as in torch's base class."""
     if not isinstance(value, Optimizer):
         return False
     kind = type(value)
@@ -105,7 +105,10 @@ class OptimizerLoad(ComponentLoad):
 
     @contextmanager
     def _with_saved_options(self) -> Iterator[None]:
-        """In the block, the optimizer has the saved options where they are numbers: they decide on its state."""
+        """Give the optimizer, in the block, the saved options that are numbers.
+
+        These options determine the entries of its state.
+        """
         before = self.optimizer.param_groups
         groups = []
         for group, position in zip(before, self.group_at, strict=True):
@@ -138,7 +141,7 @@ class OptimizerLoad(ComponentLoad):
         return self._match_names(self._require_names(find_names), saved_keys)
 
     def _check_numbers(self, saved_keys: Sequence[Sequence[int]]) -> None:
-        """Refuse groups of other sizes or with other names: numbers would lead to other parameters."""
+        """Refuse groups of other sizes or names, whose numbers would lead to other parameters."""
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         saved_sizes = [len(of_group) for of_group in saved_keys]
         has_other_names = False
@@ -208,13 +211,19 @@ class OptimizerLoad(ComponentLoad):
         self._note_missing_options()
 
     def _target_like(self, current: Any, name: str) -> Any:
-        """Return the tensor to fill; a number that was saved as a tensor, or the reverse, is read as it is."""
+        """Return the tensor to fill, or None.
+
+        A number that was saved as a tensor, or the reverse, is read as it is.
+        """
         if not self.saved.is_tensor(name):
             return None
         return current if isinstance(current, Tensor) else empty_for(self.saved, name)
 
     def _place(self, param: Tensor, name: str) -> bool:
-        """Make a target for state that nothing describes, if its layout is certain; return whether it is."""
+        """Make a target for state that nothing describes; return whether its layout is certain.
+
+        If the layout is not certain, no target is made.
+        """
         if not self.saved.is_tensor(name):
             self.targets[name] = None
             return True
@@ -245,7 +254,7 @@ class OptimizerLoad(ComponentLoad):
     # --- loading ----------------------------------------------------------------------------------
 
     def finish(self, loaded: Mapping[str, Any]) -> None:
-        """Have the optimizer load its state by number, as it was saved."""
+        """Make the optimizer load its state by number, as it was saved."""
         if not self.options:
             return
 
@@ -270,7 +279,7 @@ class OptimizerLoad(ComponentLoad):
         drop_unmade_buffers(self.optimizer)
 
     def _state_of(self, param: Tensor, fill: Callable[[Any], Any]) -> dict[str, Any]:
-        """Return the state of a parameter: as it was saved, and else as it is."""
+        """Return the state of a parameter: as saved, or its present state if none was saved."""
         if param not in self.entries:
             was_saved = param in self.keys and not self._lacks(param)
             return {} if was_saved else dict(self.optimizer.state.get(param, {}))
@@ -281,12 +290,12 @@ class OptimizerLoad(ComponentLoad):
         return dict(with_keys_of(state, self.reference[param]))
 
     def _lacks(self, param: Tensor) -> bool:
-        """Return whether the checkpoint does not have the parameter at all."""
+        """Tell whether the checkpoint does not have the parameter at all."""
         return f"{name_of(self.prefix)}: the options of {self.keys[param]}" in self.missing
 
 
 def _makes_known_state(optimizer: Optimizer) -> bool:
-    """Return whether the state with which a first step begins has all entries that state ever has."""
+    """Tell whether the state at a first step has all entries that the state ever has."""
     is_of_torch = steps_as(optimizer, "torch.optim")
     return steps_as(optimizer, SGD.__module__) or (
         is_of_torch and hasattr(type(optimizer), "_init_group")
@@ -294,7 +303,7 @@ def _makes_known_state(optimizer: Optimizer) -> bool:
 
 
 def _on_devices_of(options: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, with those that are tensors on the device where the current ones are."""
+    """Return the options, with tensors on the devices of the current options."""
     moved = dict(options)
     for key, value in options.items():
         like = current.get(key)

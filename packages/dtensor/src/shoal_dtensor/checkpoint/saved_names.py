@@ -1,4 +1,4 @@
-"""SavedNames: names of the entries of a checkpoint, as a tree, with the small values that a load reads first."""
+"""SavedNames: names of a checkpoint's entries as a tree, with small values that loads read first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
 
 
 def name_of(path: Path) -> str:
-    """Name of an entry in the files, as torch.distributed.checkpoint joins it."""
+    """Return the name of an entry in the files, as torch.distributed.checkpoint joins it."""
     return ".".join(map(str, path))
 
 
@@ -50,7 +50,7 @@ def leaves_of(value: Any, path: Path = ()) -> Iterator[Leaf]:
 
 
 def is_taken_apart(value: Any) -> bool:
-    """Return whether the value is a container with entries of its own in a checkpoint."""
+    """Tell whether the value is a container with entries of its own in a checkpoint."""
     if isinstance(value, Mapping):
         return len(value) > 0
     if not isinstance(value, list):
@@ -59,7 +59,7 @@ def is_taken_apart(value: Any) -> bool:
 
 
 def is_empty_mapping(value: Any) -> bool:
-    """Return whether the value is a mapping that leaves no trace in a checkpoint."""
+    """Tell whether the value is a mapping that leaves no trace in a checkpoint."""
     return isinstance(value, Mapping) and not value
 
 
@@ -83,7 +83,7 @@ class SavedNames:
             self.paths[name] = path if _is_path(path, name) else (name,)
 
     def is_tensor(self, name: str) -> bool:
-        """Return whether the entry is a tensor."""
+        """Tell whether the entry is a tensor."""
         return isinstance(self.kinds[name], TensorStorageMetadata)
 
     def under(self, prefix: Path) -> dict[str, Path]:
@@ -104,7 +104,7 @@ class SavedNames:
 
 
 def _is_path(path: Any, name: str) -> bool:
-    """Return whether the path from a file leads to an entry of this name, by keys that a program writes."""
+    """Tell whether the path from a file leads to an entry of this name, by keys of a program."""
     if not isinstance(path, tuple) or name_of(path) != name:
         return False
     positions = [key for key in path if not isinstance(key, str)]
@@ -112,7 +112,7 @@ def _is_path(path: Any, name: str) -> bool:
 
 
 def insert(root: Any, path: Path, value: Any) -> None:
-    """Put a value at a path in nested mappings and lists, which are made where they are not there yet."""
+    """Put a value at a path in nested mappings and lists, and make missing containers."""
     container: Any = root
     key: Any
     for key, following_key in pairwise(path):
@@ -131,7 +131,7 @@ def insert(root: Any, path: Path, value: Any) -> None:
 
 
 def value_at(root: Any, path: Path) -> Any:
-    """Return the value at a path, whose keys are compared as text; None where there is none."""
+    """Return the value at a path, whose keys are compared as text; None if there is no value."""
     value = root
     for key in path:
         if isinstance(value, Mapping):

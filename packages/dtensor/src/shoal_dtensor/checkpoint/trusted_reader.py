@@ -1,4 +1,4 @@
-"""Reading checkpoints of torch.distributed.checkpoint as data: no code runs, and parts that do not fit are refused."""
+"""Reading of torch.distributed.checkpoint files as data: no code runs, misfits are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PATHS = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads what metadata consist of, and nothing else."""
+    """An unpickler that loads the classes of metadata, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         whole = f"{module}.{name}"
@@ -57,7 +57,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class TrustedReader(FileSystemReader):
-    """Reads a folder whose files have known sizes.
+    """A reader of a folder whose files have known sizes.
 
     Raises from `read_metadata`:
         CheckpointError: metadata that are broken, hold other things than metadata, name files or
@@ -71,7 +71,7 @@ class TrustedReader(FileSystemReader):
         self._sizes = sizes
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, checked."""
+        """Return the metadata, checked."""
         try:
             metadata: Any = _Unpickler(io.BytesIO((self._folder / ".metadata").read_bytes())).load()
             _check(metadata, self._sizes)
@@ -93,10 +93,10 @@ class TrustedReader(FileSystemReader):
 
 
 class TrustedPlanner(DefaultLoadPlanner):
-    """Loads values that are not tensors only if they hold no code."""
+    """A planner that loads values that are not tensors only if they hold no code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value where it belongs, if it is of classes that `torch.load(weights_only=True)` takes."""
+        """Store a value at its name, if its classes are allowed by `torch.load(weights_only=True)`."""
         _load_value(str(read_item.dest_index.fqn), value)
         value.seek(0)
         super().load_bytes(read_item, value)
@@ -115,7 +115,7 @@ def _load_value(name: str, value: io.BytesIO) -> Any:
 
 
 def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
-    """Raise CheckpointError unless every value has its parts, and every part its bytes."""
+    """Raise CheckpointError unless every value has its parts, and every part has its bytes."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointError("the metadata of a checkpoint are of another class")
     indices: set[Any] = set()
@@ -141,7 +141,7 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
 
 
 def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
-    """Raise CheckpointError unless the parts of a tensor cover it once."""
+    """Raise CheckpointError unless the parts of a tensor cover it exactly once."""
     shape = tuple(stored.size)
     boxes = []
     for chunk in stored.chunks:

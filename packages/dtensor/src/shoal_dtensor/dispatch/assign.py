@@ -35,7 +35,7 @@ _REPLICATE = Replicate()
 
 
 class Sharding(NamedTuple):
-    """The specs that inputs must get and outputs have, and the mesh axes over which the local function communicates."""
+    """Input specs, output specs, and the mesh axes over which the local function communicates."""
 
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
@@ -43,7 +43,7 @@ class Sharding(NamedTuple):
 
 
 class ShardingProblem(NamedTuple):
-    """What an assignment is for."""
+    """The inputs, outputs and constraints of one search for an assignment of rows to mesh axes."""
 
     specs: tuple[Spec, ...]  # of every tensor input that is read
     # global shape, stride and dtype of every tensor output
@@ -58,7 +58,10 @@ class ShardingProblem(NamedTuple):
 
 
 def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
-    """The cheapest assignment of rows, or replication, to mesh axes; None if none keeps written tensors' layouts."""
+    """Return the cheapest assignment of rows, or of replication, to mesh axes.
+
+    Return None if no assignment keeps the layouts of the tensors that the operator writes to.
+    """
     if (free := unmoved(rows, problem, mesh)) is not None:
         return free
     rows, whole = _with_whole(rows, problem)
@@ -87,7 +90,10 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
 def unmoved(
     rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh, *, communicating: bool = False
 ) -> Sharding | None:
-    """The first assignment that leaves every input as it is, if any; `communicating` local functions only if asked."""
+    """Return the first assignment that leaves every input as it is, or None if there is none.
+
+    Rows whose local function communicates are considered only with `communicating`.
+    """
     rows, whole = _with_whole(rows, problem)
     choices = []
     for axis in range(mesh.ndim):
@@ -104,7 +110,10 @@ def unmoved(
 def _assignments(
     choices: Sequence[Sequence[Row]], problem: ShardingProblem, mesh: DeviceMesh
 ) -> Iterator[tuple[Sequence[Row], Sharding]]:
-    """Every combination of a row per mesh axis, with a sharding by it that keeps written tensors' layouts."""
+    """Yield every combination of one row per mesh axis that keeps the layouts of written tensors.
+
+    Each combination comes with a sharding that follows it.
+    """
     for combination in islice(product(*choices), MAX_COMBINATIONS):
         communicating = tuple(
             [axis for axis, row in enumerate(combination) if row.traffic is not None]
@@ -115,7 +124,7 @@ def _assignments(
 
 
 def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence[Row], Row]:
-    """The rows for the norms that the problem has, and the one where everything is replicated."""
+    """Return the rows for the norms of the problem, and the row in which everything is replicated."""
     partials = [
         p
         for spec in (*problem.specs, *problem.outs)
@@ -130,7 +139,10 @@ def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence
 
 
 def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = False) -> bool:
-    """Whether every input is already placed as a row asks along a mesh axis, which communicates only if it may."""
+    """Tell whether every input already has the placement that a row requires along a mesh axis.
+
+    A row with traffic counts only if `communicating` is set.
+    """
     return (row.traffic is None or communicating) and all(
         axis in spec.dim_shardings[entry.dim].axes
         if isinstance(entry, S)
@@ -140,7 +152,7 @@ def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = 
 
 
 def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> list[Row]:
-    """The rows that some operand already follows on a mesh axis, where the others can."""
+    """Return the rows that some operand already follows on a mesh axis and all others can follow."""
     candidates = []
     for row in rows:
         unordered = problem.unordered and is_plain(row)
@@ -160,7 +172,7 @@ def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> lis
 
 
 def is_plain(row: Row) -> bool:
-    """Whether every sharded entry stands for a dim element by element, in any order."""
+    """Tell whether every sharded entry of a row stands for single elements of a dim, in any order."""
     entries = [entry for entry in (*row.inputs, *row.outputs) if isinstance(entry, S)]
     return not row.ordered and all(
         entry.unit == entry.runs == 1 and entry.map is None for entry in entries
@@ -183,7 +195,7 @@ def _is_placed_so(entry: Entry, spec: Spec, axis: int, unordered: bool) -> bool:
 def _resolve(
     combination: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh
 ) -> Iterator[tuple[tuple[Spec, ...], tuple[Spec, ...]]]:
-    """The specs that a combination asks for: one result per way to shard its factors."""
+    """Yield the specs that a combination of rows requires: one result per sharding of its factors."""
     # Rows that shard, with the axes that take them: (m, k) @ (k, n) with m by axes 0 and 2 is {row
     # of m: [0, 2]}.
     axes_of: dict[int, tuple[Row, list[int]]] = {}
@@ -214,7 +226,10 @@ def _resolve(
 def _factor_shardings(
     row: Row, axes: tuple[int, ...], problem: ShardingProblem, mesh: DeviceMesh
 ) -> list[AnyDimSharding]:
-    """The shardings of a row's factor by `axes` that some operand already has, else the one of `torch.chunk`."""
+    """Return the shardings by `axes` that an operand already has for a row's factor.
+
+    If no operand has one, return the sharding of `torch.chunk`.
+    """
     shardings: dict[AnyDimSharding, None] = {}
     length: int | None = None
     unordered = problem.unordered and is_plain(row)
@@ -234,7 +249,10 @@ def _factor_shardings(
 def _factor_sharding(
     entry: S, sharding: AnyDimSharding, axes: tuple[int, ...], unordered: bool
 ) -> AnyDimSharding | None:
-    """How `axes` shard the factor behind an entry of an operand with this dim sharding; None if they do not."""
+    """Return the sharding by `axes` of the factor behind an entry of an operand.
+
+    Return None if these axes do not shard it.
+    """
     if isinstance(sharding, StridedDimSharding) and unordered:
         return sharding if set(sharding.axes) == set(axes) else None
     if isinstance(sharding, StridedDimSharding):
@@ -253,7 +271,7 @@ DimShardings = dict[int, tuple[Row, AnyDimSharding]]
 def placements_of(
     entries: Sequence[Entry], by_dim: Mapping[int, AnyDimSharding]
 ) -> tuple[Placement, ...]:
-    """The placements of an operand with these entries whose dims are sharded so."""
+    """Return the placements of an operand from its entries and the shardings of its dims."""
     of_dim = {dim: sharding.placements(dim) for dim, sharding in by_dim.items()}
     return tuple([of_dim[e.dim][axis] if isinstance(e, S) else e for axis, e in enumerate(entries)])
 
@@ -261,7 +279,7 @@ def placements_of(
 def placed(
     entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[int]
 ) -> dict[int, AnyDimSharding] | None:
-    """The dim shardings that an operand's entries mean; None if two rows of one dim do not fit."""
+    """Return the sharding of each dim of an operand; None if two rows of one dim do not fit."""
     by_dim: dict[int, AnyDimSharding] = {}
     rows: dict[int, list[Row]] = {}
     for axis, entry in enumerate(entries):
@@ -296,7 +314,11 @@ def placed(
 
 
 def _joined(one: AnyDimSharding, other: AnyDimSharding, length: int) -> AnyDimSharding | None:
-    """A dim sharded by two rows: one in runs that the other leaves unsharded, or of one all is at one coordinate."""
+    """Combine the shardings that two rows give one dim; None if they do not fit.
+
+    They are combined as levels of a strided dim, or as their intersection if one of them puts all
+    elements on one coordinate.
+    """
     levels = [dict(s.levels) if isinstance(s, StridedDimSharding) else {1: s} for s in (one, other)]
     if not levels[0].keys() & levels[1].keys():
         return fold_levels(levels[0] | levels[1], length)
@@ -308,7 +330,7 @@ def _joined(one: AnyDimSharding, other: AnyDimSharding, length: int) -> AnyDimSh
 
 
 def _shared(outer: AnyDimSharding, inner: AnyDimSharding, length: int) -> DimSharding | None:
-    """A dim sharded in two ways by one operator, where a rank has the intersection of its two shards."""
+    """Return the sharding by the intersections of two shardings of one dim."""
     if not isinstance(outer, DimSharding) or not isinstance(inner, DimSharding):
         return None
     # 6 elements as (3, 3) and as (2, 4): ranks have (2, 1, 0, 3)
@@ -319,7 +341,11 @@ def _shared(outer: AnyDimSharding, inner: AnyDimSharding, length: int) -> DimSha
 
 
 def _is_valid(problem: ShardingProblem, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:
-    """Whether written tensors keep their layouts, and no spec has reductions, of two axes, whose order would matter."""
+    """Tell whether written tensors keep their layouts and no spec mixes incompatible reductions.
+
+    The only two different reductions that a spec may have are `sum` and `avg`, because they
+    commute.
+    """
     kinds = [{op for _, op in spec.partials} for spec in (*inputs, *outputs)]
     if any(len(ops) > 1 and ops != {"sum", "avg"} for ops in kinds):
         return False

@@ -37,7 +37,10 @@ _UNCHANGED = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 
 def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
-    """A function that runs a collective of `torch.distributed` on DTensors, or refuses it, on all ranks alike."""
+    """Return a function that runs a collective of `torch.distributed` on DTensors, or refuses it.
+
+    It refuses on all ranks alike.
+    """
     name = op._schema.name.partition("::")[2]
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +78,7 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
 
 
 def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> None:
-    """Refuse a tensor whose shards the ranks of a group cannot combine, and to write to what no base would see."""
+    """Refuse a tensor whose shards a group cannot combine, and writes that no base would see."""
     spec: Spec | None = getattr(tensor, "_spec", None)
     if spec is None:
         raise MixedTensorError(
@@ -112,7 +115,11 @@ def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> No
 
 @lru_cache(maxsize=256)
 def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """The mesh axes along which a group of ranks extends, none if it has no other rank of the mesh; None if neither."""
+    """Return the mesh axes along which a group of ranks extends.
+
+    Return no axes if the group has no other rank of the mesh, and None if the group fits neither
+    case.
+    """
     # ranks (1, 3) of the grid ((0, 1), (2, 3)): coordinates (0, 1) and (1, 1), along axis 0
     coordinates = {rank: at for rank in ranks if (at := spec.mesh.coordinate_of(rank)) is not None}
     if spec.coordinate is None or spec.coordinate not in coordinates.values():
@@ -129,7 +136,7 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def check_strided(op: OpOverload, tensor: Any) -> None:
-    """Refuse to find elements by places in the memory of what a tensor is a view of, unless ranks have all of it."""
+    """Refuse to address elements by memory position in a view, unless each rank has the whole base."""
     base = tensor if tensor._base is None else tensor._base
     # there any tensor may be a view of a part
     is_part = base.numel() != tensor.numel() or tensor.is_inference()
@@ -153,7 +160,7 @@ BY_STRIDES = frozenset(
 def sized_by_values(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
-    """A function that first looks up the size of the result; None where the arguments say it.
+    """Return a function that first computes the size of the result; None if the arguments give it.
 
     `one_hot` without a number of classes has one class more than the largest index. Once the number
     is looked up, the result is sharded as for any other number.
@@ -179,7 +186,9 @@ def _one_hot_of_all_classes(index: Any, num_classes: int = -1) -> Any:
 def groups_by_mesh(
     cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[list[int]] | None:
-    """The elements of a `foreach` call, plain ones in a group and those of each mesh, as [[0, 2], [1]].
+    """Return the positions of a `foreach` call grouped by mesh, such as [[0, 2], [1]].
+
+    Plain tensors with dims form a group of their own.
 
     An element is what the lists have at one position; plain tensors without dims go with any kind.
     None if all elements are of one kind, if an element is of two kinds, or if a tensor with dims is
@@ -212,7 +221,7 @@ def groups_by_mesh(
 def run_in_groups(
     op: OpOverload, groups: Sequence[Sequence[int]], *args: Any, **kwargs: Any
 ) -> list[Any] | None:
-    """What a `foreach` operator returns, run on the elements of one group after the other."""
+    """Run a `foreach` operator on the elements of each group in turn and return the joined result."""
     count = sum(map(len, groups))
     results: list[Any] = [None] * count
     for group in groups:

@@ -58,7 +58,7 @@ _NONE = ResultKind.NONE
 
 
 class _OpCache:
-    """What a scope knows of one operator: how its arguments are read, and its decisions by key."""
+    """The cache of a scope for one operator: the readers of its arguments, and decisions by key."""
 
     __slots__ = ("decisions", "foreach", "keywords", "op", "positional", "scope", "tail_is_static")
 
@@ -73,7 +73,7 @@ class _OpCache:
         self.decisions: dict[Any, Decision] = {}
 
     def remember(self, key: Any, decision: Decision) -> None:
-        """Keep a decision, in place of the oldest if there are too many."""
+        """Keep a decision; drop the oldest decision if there are too many."""
         if has_symbols(key):
             # what follows from symbols holds for one graph
             return
@@ -244,7 +244,10 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
 def _run(
     call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None
 ) -> Any:
-    """Run a decision outside of the fast path; `first` is where it is kept, if its first result is still to be seen."""
+    """Run a decision outside of the fast path.
+
+    `first` is the cache that keeps the decision, if its first result has not been checked yet.
+    """
     cls, op, args, kwargs, local, named = call
     if decision.foreach and decision.moves and len(args[0]) > 1:
         results = run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
@@ -317,7 +320,7 @@ def _wrapped(
 
 
 def cache_info() -> dict[str, int]:
-    """Number of cached decisions per operator, over all policies.
+    """Return the number of cached decisions per operator, over all policies.
 
     Example:
         >>> clear_cache()
@@ -331,7 +334,7 @@ def cache_info() -> dict[str, int]:
 
 
 def clear_cache() -> None:
-    """Forget all decisions, of every policy, and what runs on few elements have shown.
+    """Forget all decisions of every policy, and the results of runs on few elements.
 
     Example:
         >>> clear_cache()
@@ -362,7 +365,10 @@ Readers = Mapping[str, Reader | None]
 
 
 def _readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
-    """How the arguments of an operator are read; numbers are part of the key `by_value`, or only by their types."""
+    """Return the readers of an operator's arguments.
+
+    Numbers are part of the key with their values (`by_value`), or with their types only.
+    """
     # one decision for all arguments, among which process groups are new objects in every call
     if is_collective(op):
         return {argument.name: lambda arg, key, types: arg for argument in op._schema.arguments}
@@ -390,7 +396,7 @@ def _readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
 def _read_keywords(
     readers: Readers, kwargs: Mapping[str, Any], key: list[Any], types: Any
 ) -> dict[str, Any]:
-    """The local keyword arguments; their names and what decides about them are added to `key`."""
+    """Return the local keyword arguments; add their names and deciding properties to `key`."""
     local: dict[str, Any] = {}
     for name, arg in kwargs.items():
         key.append(name)
@@ -404,7 +410,10 @@ def _read_keywords(
 
 
 def _number(arg: Any, key: list[Any], types: Any) -> Any:
-    """A number whose value does not matter, or a constant that torch's schemas call a number, such as a dtype."""
+    """Read a number whose value does not matter, or a constant that schemas call a number.
+
+    Such a constant is a dtype, for example.
+    """
     kind = type(arg)
     key.append(kind if kind in _NUMBERS else arg)
     return arg

@@ -42,7 +42,7 @@ _NUMBERS = (int, float, bool, complex)
 
 
 def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
-    """The mesh of the first DTensor among the arguments."""
+    """Return the mesh of the first DTensor among the arguments."""
     mesh: DeviceMesh = next(
         item._spec.mesh for item in flatten([*args, *kwargs.values()]) if isinstance(item, cls)
     )
@@ -50,14 +50,14 @@ def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceM
 
 
 def replicated_spec(mesh: DeviceMesh, tensor: torch.Tensor) -> Spec:
-    """The spec of a tensor that every rank of a mesh holds."""
+    """Return the spec of a tensor that every rank of a mesh holds."""
     return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def specs_of(
     cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call with specs in place of tensors; plain tensors are replicated."""
+    """Return the arguments with specs in place of tensors; plain tensors count as replicated."""
     mesh = mesh_of(cls, args, kwargs)
 
     def spec(tensor: Any) -> Spec:
@@ -67,7 +67,7 @@ def specs_of(
 
 
 def specs_in(values: Iterable[Any]) -> list[Spec]:
-    """The specs in several arguments, in order."""
+    """Return the specs in several arguments, in order."""
     specs: list[Spec] = []
     mapped([*values], Spec, specs.append)
     return specs
@@ -77,7 +77,7 @@ def specs_in(values: Iterable[Any]) -> list[Spec]:
 
 
 class GlobalOutputs(NamedTuple):
-    """Shape, stride and dtype of the global outputs; what finds the cheapest callable for these arguments."""
+    """Shape, stride and dtype of the global outputs, and the search for the cheapest callable."""
 
     metas: tuple[TensorMeta, ...]
     binding: Callable[[], LocalFunction]
@@ -86,7 +86,10 @@ class GlobalOutputs(NamedTuple):
 def by_meta_kernel(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Sequence[Spec]
 ) -> GlobalOutputs:
-    """The outputs of a call on global tensors, given as `specs`; none if they depend on data."""
+    """Compute the outputs of a call on global tensors, given as `specs`.
+
+    The result is empty if the outputs depend on data.
+    """
     build = _builder(args, kwargs)
     try:
         metas = _metas_of(shapes_of(op, build, specs[0].mesh.device_type))
@@ -105,7 +108,10 @@ def by_few_elements(
     kwargs: Mapping[str, Any],
     specs: Sequence[Spec],
 ) -> GlobalOutputs | None:
-    """The outputs of a call by those of a smaller one; None if sizes matter to the operator. Arguments as above."""
+    """Derive the outputs of a call from the outputs of a smaller call; None if sizes matter.
+
+    The arguments are the arguments of `by_meta_kernel`.
+    """
     sizes = rule.sizes
     schema = schema_of(op)
     values = (*args, *kwargs.values())
@@ -157,7 +163,10 @@ def by_few_elements(
 def run_on_few(
     op: OpOverload, device_type: str, _default_dtype: torch.dtype, /, *args: Any, **kwargs: Any
 ) -> GlobalOutputs | None:
-    """A run on few elements, of the meta kernel where the CPU's would not do; None if it does not show the outputs."""
+    """Run an operator on few elements; return None if the run does not determine the outputs.
+
+    It runs the meta kernel where the CPU kernel does not give the right answer.
+    """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
     if any(map(_is_of_integers, tensors)) and any(0 in meta.shape for meta in tensors):
         # no index is one of a dim of no elements, and some kernels do not check
@@ -179,7 +188,7 @@ def run_on_few(
 
 
 def _builder(args: Sequence[Any], kwargs: Mapping[str, Any], *, has_values: bool = False) -> Build:
-    """A function that makes the arguments on a device, each tensor like its spec or meta; with values on the CPU."""
+    """Return a function that builds the arguments on a device: meta tensors, or values on the CPU."""
 
     def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
         def make(value: Any) -> Any:
@@ -219,11 +228,11 @@ def _metas_of(result: Any) -> tuple[TensorMeta, ...]:
 
 
 class NeedsConstantsError(Exception):
-    """A call cannot be decided for symbols; never seen by users."""
+    """A call that cannot be decided for symbols; users never see this error."""
 
 
 def without_symbols(value: Any, *, as_traced: bool) -> Any:
-    """Anything of a call with constants in place of symbols: the sizes that are traced with, or guarded ones."""
+    """Replace the symbols in a value by constants: the sizes of the trace, or guarded sizes."""
 
     def replaced(item: Any) -> Any:
         if isinstance(item, Spec):

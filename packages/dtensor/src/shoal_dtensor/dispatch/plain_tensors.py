@@ -59,7 +59,10 @@ class Plain(NamedTuple):
 
 
 def _elements_spanned(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last of a tensor in its storage; of a DTensor, as on one device."""
+    """Return the number of elements from the first to the last one of a tensor in its storage.
+
+    A DTensor counts as on one device.
+    """
     # (2, 3) with strides (8, 2): 1 + 1 * 8 + 2 * 2 = 13
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
@@ -137,7 +140,7 @@ _INSTEAD = {
 
 
 def instead(what: str) -> str:
-    """What to call in place of the function that calls an operator; usually nothing."""
+    """Return advice to call another function than the one that calls an operator; often empty."""
     return next(
         (advice for start, advice in _INSTEAD.items() if what.startswith(f"aten.{start}")), ""
     )
@@ -155,7 +158,7 @@ def _mixed(what: str, shapes: str) -> str:
 
 
 def digest_of(tensors: Sequence[torch.Tensor], device: str) -> torch.Tensor:
-    """A number of 62 bits that depends on shapes, dtypes and every bit of the values, made and kept on a device."""
+    """Return a digest of 62 bits of shapes, dtypes and every bit of the values, on a device."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         plain = (
@@ -178,7 +181,7 @@ def digest_of(tensors: Sequence[torch.Tensor], device: str) -> torch.Tensor:
 
 
 def _scrambled(x: torch.Tensor) -> torch.Tensor:
-    """Integers of 64 bits, each taken to another one in which every bit depends on all; as splitmix64 does."""
+    """Scramble integers of 64 bits as splitmix64 does: every bit of the result depends on all bits."""
     x = (x + _GOLDEN) * _FIRST
     x = (x ^ (x >> 29)) * _SECOND
     return x ^ (x >> 32)
@@ -198,7 +201,10 @@ _OVERWRITING = frozenset({torch.ops.aten.copy_.default, torch.ops.aten.fill_.Ten
 def verify_plain(
     cls: type, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, candidates: bool
 ) -> None:
-    """`R -> check`: `verify_replicated` of what an operator reads among its arguments: not `out=`, nor overwritten."""
+    """`R -> check`: apply `verify_replicated` to the plain tensors that an operator reads.
+
+    Tensors of `out=` and overwritten tensors are not checked.
+    """
     outs = schema_of(op).outs
     read = [
         *args[op in _OVERWRITING :],
@@ -209,7 +215,7 @@ def verify_plain(
 
 
 def keep_gradient_plain(tensor: torch.Tensor) -> None:
-    """`P or S -> R`: have the gradient of a plain tensor, that counts as replicated, arrive whole and plain."""
+    """`P or S -> R`: deliver the gradient of a replicated plain tensor whole and plain."""
     # Formulas of torch make it from DTensors.  What it goes on to (an optimizer's step, the module
     # that made the tensor, the mean over data-parallel ranks) takes the gradient of a plain tensor
     # for one.
@@ -229,7 +235,7 @@ def _as_plain(grad: Any) -> Any:
 
 
 def _check_takes_whole(node: Any, spec: Spec) -> None:
-    """Refuse the whole gradient of a plain tensor that takes a share of it from each rank.
+    """Refuse a whole gradient for a plain tensor that takes a share of it from each rank.
 
     Its values do not tell, its history does, up to an autograd function whose backward counts what
     each rank gives, such as `to_local()` of a shard: its `gradient_shares` are the global ranks
@@ -260,7 +266,7 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
 
 
 class _Outermost(threading.local):
-    """The function of torch that this thread is in, while a dispatch mode watches its operators."""
+    """The torch function that this thread is in, while a dispatch mode observes its operators."""
 
     # its positional and keyword arguments; None outside of such functions
     arguments: tuple[Any, Any] | None = None
@@ -272,7 +278,7 @@ _outermost = _Outermost()
 def _mark_outermost(
     function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """Run a function of torch, as `__torch_function__`; plain tensors made inside of it are candidates.
+    """Run a torch function as `__torch_function__`; plain tensors made inside are candidates.
 
     Torch calls it for the outermost function alone.
     """
@@ -285,7 +291,7 @@ def _mark_outermost(
 
 
 def is_made_inside(tensor: torch.Tensor) -> bool:
-    """Whether the function of torch that is marked as the outermost made a tensor, rather than got it."""
+    """Tell whether the outermost torch function made a tensor, rather than received it."""
     arguments = _outermost.arguments
     # hooks of the user run inside of `backward`
     if arguments is None or in_backward():
@@ -294,7 +300,7 @@ def is_made_inside(tensor: torch.Tensor) -> bool:
 
 
 class MarkWhileWatched:
-    """`__torch_function__` of a DTensor: it marks the outermost function of torch while a mode is active.
+    """`__torch_function__` of a DTensor: marks the outermost torch function while a mode is active.
 
     A mode holds references to the tensors that torch makes, and stands between them and the
     functions that made them. Without modes no function is marked: that would take 1.8 us a call,
@@ -306,7 +312,10 @@ class MarkWhileWatched:
 
 
 def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor may be torch's own: made inside an operator or one of its functions, or a gradient.
+    """Tell whether torch itself may have made a plain tensor.
+
+    A candidate was made inside an operator or inside a torch function that calls it, or is a
+    gradient.
 
     Call it on the parameter of a function that got it from a loop over arguments: references are
     counted. What has a gradient follows from a tensor of the user's, though torch may have copied
@@ -324,7 +333,7 @@ def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
 
 
 def _references_of_base() -> int:
-    """References to what a view is of, held in a variable, when nothing else in Python refers to it; measured."""
+    """Measure the references to the base of a view, held in a variable, with no other reference."""
     view = torch.ones(2, device="cpu").view(2)
     base = view._base
     return sys.getrefcount(base)
@@ -335,7 +344,7 @@ _BASE_REFERENCES = _references_of_base()
 
 
 class _Probe(torch.Tensor):
-    """A tensor that is indexed to count the references to an index of torch's own."""
+    """A tensor that is indexed in order to count the references to an index that torch makes."""
 
     __torch_function__ = disabled_torch_function
     counted: ClassVar[list[int]] = []
@@ -357,7 +366,10 @@ class _Probe(torch.Tensor):
 
 
 def _references_of_temporary() -> int:
-    """References that `is_candidate` counts to a tensor of torch's own C++; measured in 8 us, as tracers hold more."""
+    """Measure the references that `is_candidate` counts to a temporary tensor of torch's C++ code.
+
+    Measuring takes 8 us. It is necessary because tracers hold more references.
+    """
     make_wrapper(_Probe, (2,))[[0]]
     return _Probe.counted.pop() if _Probe.counted else -1
 
@@ -377,7 +389,7 @@ _SET_INSIDE = frozenset({("embedding_bag", "offsets")})
 
 
 def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
-    """Whether a Python function of torch's, that was given no plain tensors, leads to the operator in dispatch."""
+    """Tell whether a Python function of torch without plain tensor arguments called the operator."""
     frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
     callers = dropwhile(
         lambda frame: (
@@ -402,7 +414,7 @@ def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
 
 
 def _has_plain(cls: type, arguments: Any) -> bool:
-    """Whether there are plain tensors with dims among the arguments of a function."""
+    """Tell whether the arguments of a function contain plain tensors with dims."""
     return any(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim
         for leaf in pytree.tree_leaves(arguments)
@@ -414,7 +426,7 @@ def _module(frame: FrameType) -> str:
 
 
 def check_recorded(what: str, *shards: torch.Tensor) -> None:
-    """Refuse what a recorder would take a shard for a constant of: its record would hold the values of now."""
+    """Refuse an operator if a recorder would record a shard as a constant with its present values."""
     if any(map(is_unrecorded, shards)):
         raise NoRuleError(
             f"{what} of a DTensor while torch.fx records operators (torch.func.linearize, "

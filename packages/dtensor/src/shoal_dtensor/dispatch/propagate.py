@@ -1,4 +1,4 @@
-"""From an operator and the specs of its inputs to a `Decision`: what each input must become, what comes out.
+"""Decisions: the specs that each input of an operator must get and that its outputs have.
 
 Nothing here touches values, and nothing here knows an operator by name.
 """
@@ -60,7 +60,11 @@ from .results import (
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
-    """The rule of an operator: of the innermost overlay, else of the tables; else of pointwise ones by torch's tag."""
+    """Return the rule of an operator, or None.
+
+    The innermost overlay comes first, then the tables, then the pointwise rule for operators that
+    torch tags as pointwise.
+    """
     # here: the first operator pays 0.15 s for the tables, not `import`
     from ..rules.all_rules import TABLE
 
@@ -83,7 +87,9 @@ def decide(
     scope: Scope,
     copies: frozenset[int] = frozenset(),
 ) -> Decision:
-    """How to run `op`, given its arguments with a `Spec` in place of each tensor, keyword arguments in schema order.
+    """Decide how to run `op`, given its arguments with a `Spec` in place of each tensor.
+
+    Keyword arguments are in the order of the schema.
 
     The scope has the policies that hold; `copies` are the flat indices of inputs that are views
     whose storage is not their base's. What must not run (MixedTensorError of several meshes,
@@ -146,7 +152,10 @@ def _decide(
 
 
 def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
-    """The cheapest sharding that keeps written tensors' layouts; else one with those reduced, or replicated."""
+    """Return the cheapest sharding that keeps the layouts of written tensors.
+
+    If there is none, return a sharding with these tensors reduced, or replicated.
+    """
     specs = problem.specs + problem.outs
     mesh = specs[0].mesh
     for spec in specs[1:]:
@@ -188,7 +197,7 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
 def _symbolic_sharding(
     rule: Rule, call: OpCall, problem: ShardingProblem, mesh: DeviceMesh
 ) -> Sharding:
-    """The sharding for sizes among which are symbols, if the operator runs for these as for the sizes traced with."""
+    """Return the sharding for sizes with symbols, if the operator runs for the traced sizes."""
     if call.schema.is_random and not draws_at_once(mesh.device_type):
         raise NeedsConstantsError
     traced = without_symbols((call.args, call.kwargs, call.tensors, call.outputs), as_traced=True)
@@ -217,14 +226,17 @@ def _symbolic_sharding(
 
 
 def _relaxed(spec: Spec, sharded: bool) -> Spec:
-    """A spec without partial placements, or not even sharded."""
+    """Return a spec without its partial placements, or without any sharding as well."""
     return spec.with_(
         placements=[p if sharded and not p.is_partial() else Replicate() for p in spec.placements]
     )
 
 
 def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
-    """The elements of a `foreach` call as calls, with the flat indices of their inputs and outputs in the whole one."""
+    """Yield the elements of a `foreach` call as calls, with the flat indices of inputs and outputs.
+
+    The indices count the inputs and outputs of the whole call.
+    """
     # Lists are walked in step, other arguments are shared.
     values = (*call.args, *call.kwargs.values())
     count = max(len(value) for value in values if is_list(value))
@@ -271,7 +283,7 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
     scope: Scope,
     copies: frozenset[int],
 ) -> Decision:
-    """The decision that gives every input of a call the spec that its sharding asks for."""
+    """Return the decision that gives every input of a call the spec that its sharding requires."""
     # `out=` takes a result in its own layout, if that can be
     outs = specs[len(sharding.inputs) :]
     wanted = [*sharding.inputs]
@@ -352,7 +364,7 @@ def _decision(  # noqa: PLR0913  # what a decision is made of
 
 
 def _places_of(call: OpCall) -> list[Place]:
-    """Where each tensor of a call is, by its flat index."""
+    """Return the place of each tensor of a call in its arguments, by flat index."""
     places: list[Place] = []
     arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     for at, value in arguments:
@@ -368,7 +380,10 @@ def _places_of(call: OpCall) -> list[Place]:
 def _needs(
     call: OpCall, plans: Sequence[tuple[int, Plan]], sharding: Sharding, mesh: DeviceMesh
 ) -> list[str]:
-    """A line for everything that a call communicates: plans of its inputs, and its local function along mesh axes."""
+    """Describe everything that a call communicates, one line each.
+
+    These are the plans of its inputs, and the collectives of its local function along mesh axes.
+    """
     moves = [f"  input {i}: {p.src!r} -> {p.dst!r}\n{p}" for i, p in plans if p.collectives]
     axes = [mesh.axis_names[axis] for axis in sharding.communicating if mesh.shape[axis] > 1]
     return (
@@ -400,7 +415,7 @@ def _without_rule(op: OpOverload, scope: Scope) -> Rule:
 
 
 def _as_first_input(call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
-    """The `unknown_ops("local")` sharding: nothing moves, outputs have the layout of the first input."""
+    """Return the `unknown_ops("local")` sharding: no input moves, outputs follow the first input."""
     first = inputs[0]
     for meta in call.outputs:
         if meta.shape != first.shape:

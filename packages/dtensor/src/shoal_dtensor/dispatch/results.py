@@ -1,4 +1,4 @@
-"""What a call does once it is decided, as data; DTensors around what it returns; writes and views of one storage.
+"""Decisions as data, the wrapping of results in DTensors, and views that follow their base.
 
 Views that had to be redistributed share no memory with their base, and follow it all the same: the
 base's version says whether it was written to since, and then the view's values are taken from it
@@ -31,7 +31,7 @@ from .plain_tensors import is_made_inside
 
 
 class ResultKind(IntEnum):
-    """How the result of a local call becomes DTensors."""
+    """The form of a local call's result, which determines how it becomes DTensors."""
 
     ONE = 0  # one new tensor
     FIRST = 1  # the first argument, written in place
@@ -48,7 +48,7 @@ Place = tuple[int | str, int | None]
 
 
 def within(place: Place, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """What contains a tensor among these arguments, and the index or name that it has there."""
+    """Return the container of a tensor among the arguments, and its index or name in there."""
     argument, item = place
     container = args if isinstance(argument, int) else kwargs
     return (container, argument) if item is None else (container[argument], item)
@@ -56,7 +56,7 @@ def within(place: Place, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Decision:
-    """What one call does: redistribute inputs, call a function on the local tensors, wrap what it returns."""
+    """A decided call: redistribute inputs, call a function on local tensors, wrap its result."""
 
     call: Callable[..., Any]  # the function
     result_kind: ResultKind  # what becomes of its result
@@ -93,17 +93,20 @@ class Decision:
 
     @classmethod
     def composite(cls, function: Callable[..., Any]) -> Decision:
-        """Call a function on the DTensors themselves: it computes the operator by other operators."""
+        """Return a decision that calls a function on the DTensors, which runs other operators."""
         return cls(function, ResultKind.COMPOSITE, slow_path=True)
 
     def with_outputs(self, result: Any, function: Callable[[Tensor, Spec, int | None], Any]) -> Any:
-        """A result with `function` of each tensor, its spec, and the index of the input that it is, in its place."""
+        """Replace each tensor of a result by the return value of `function`.
+
+        `function` gets the tensor, its spec, and the index of the input that it aliases, or None.
+        """
         placed = zip(self.outputs, self.aliased, strict=True)
         return mapped(result, Tensor, lambda local: function(local, *next(placed)))
 
 
 def result_kind(call: OpCall) -> ResultKind:
-    """What becomes of the result of a local call."""
+    """Determine how the result of a local call becomes DTensors."""
     schema = call.schema
     aliased = call.aliased
     if not call.outputs:
@@ -122,7 +125,7 @@ def result_kind(call: OpCall) -> ResultKind:
 
 
 def dtype_that_decides(call: OpCall) -> torch.dtype | None:
-    """The default dtype that the call's output dtypes follow from; None if its inputs decide about them.
+    """Return the default dtype if the call's output dtypes follow from it; None otherwise.
 
     `x * 2.5`, `x / 2` and `x.sqrt()` of integers have it: outputs have fractions, inputs do not.
     """
@@ -134,12 +137,12 @@ def dtype_that_decides(call: OpCall) -> torch.dtype | None:
 
 
 def has_fractions(dtype: torch.dtype) -> bool:
-    """Whether a dtype is of floating-point or complex numbers."""
+    """Tell whether a dtype is a floating-point or complex dtype."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, Any]:
-    """A decision with what its first local call returned on this rank, and the result by it.
+    """Correct a decision by the first result of its local call; return it and the result.
 
     A replicated output is what the kernel says: for auxiliary outputs (of `embedding_bag`, for one)
     the meta kernel, which predicted the shape, and the device's kernel need not agree. So is the
@@ -182,7 +185,10 @@ def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, 
 
 
 def _is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
-    """Whether a local result's dims have another order in memory than the global tensor's; not asked of symbols."""
+    """Tell whether a local result has its dims in another memory order than the global tensor.
+
+    Symbolic sizes and strides are not compared.
+    """
     if has_symbols((local.shape, local.stride())):
         return False
     order = memory_order(spec.shape, spec.stride) or range(spec.ndim)
@@ -196,7 +202,10 @@ def _is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
 def check_writes(
     op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]
 ) -> None:
-    """Refuse writes to views whose storage is not their base's (`copies`), and to elements that share memory."""
+    """Refuse writes to copied views (`copies`), and to elements that share memory.
+
+    A copied view does not share its storage with its base.
+    """
     if copies.intersection(writes):
         raise InPlaceError(
             f"{op} writes to a view whose base had to be redistributed to take it, so the write "
@@ -215,7 +224,7 @@ def check_writes(
 
 
 def _overlaps_itself(spec: Spec) -> bool:
-    """Whether dims of a tensor are expanded, or reach into one another, as those of `unfold` with a smaller step."""
+    """Tell whether elements of a tensor share memory: expanded dims, or `unfold` with small steps."""
     dims = [(step, n) for step, n in zip(spec.stride, spec.shape, strict=True) if n > 1]
     if has_symbols(spec.stride):
         return any(step == 0 for step, _ in dims)
@@ -239,7 +248,7 @@ def check_outs(op: OpOverload, outs: Sequence[Spec], results: Sequence[TensorMet
 
 
 def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A local function that writes to its first argument, also where another argument overlaps with it."""
+    """Return a local function that writes to its first argument even if another one overlaps it."""
     # Kernels refuse overlaps, but not on a rank whose shard has no or one element, and the others
     # would stop without it.  Where shards differ in size, the arguments are read before the first
     # one is written to, on every rank.
@@ -262,7 +271,7 @@ def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
 def count_writes(
     places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Let autograd know that these arguments were written to: what it has saved of them is out of date."""
+    """Count writes to these arguments, so that autograd finds saved values out of date."""
     for place in places:
         written = args[place] if isinstance(place, int) else kwargs[place]
         count_write(written)
@@ -281,7 +290,7 @@ def count_writes(
 
 
 def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
-    """A function that runs `op` on a DTensor, which becomes its own view; None if `op` is not a view in place."""
+    """Return a function that takes a view in place of a DTensor; None if `op` is not such a view."""
     view = view_of(op)
     if view is None:
         return None
@@ -313,7 +322,7 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
 
 
 def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views: Any) -> Any:
-    """What a view operator has returned by copying; its tensors follow the base from here on."""
+    """Have the copied outputs of a view operator follow their base, and return them."""
     base = next(flatten([*args, *kwargs.values()]))
     spec: Spec = base._spec
 
@@ -334,7 +343,10 @@ def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views
 
 
 def following_base(slot: Any) -> property:
-    """The attribute of such views that is read in place of the slot that holds their local tensor."""
+    """Return the property that refreshes a copied view when its local tensor is read.
+
+    It replaces the slot that holds the local tensor.
+    """
 
     def current_values(view: Any) -> Any:
         base, version, take = view.__dict__.get("_source", (None, None, None))

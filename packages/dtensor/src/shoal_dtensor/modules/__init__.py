@@ -1,4 +1,4 @@
-"""What layers on modules share: stand-ins for forwards, owners of parameters, what goes along when one is replaced.
+"""Shared parts of the layers on modules: replaced forwards, owners of parameters, attributes.
 
 May import: _torch, errors, layout, tensor.
 """

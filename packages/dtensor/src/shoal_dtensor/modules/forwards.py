@@ -32,7 +32,7 @@ from ..layout.placements import Placement
 
 
 class ModuleForward(ABC):
-    """Base of what stands in for forwards."""
+    """Base of the callables that replace forwards of modules."""
 
     __slots__ = ("_module", "inner", "mesh")
 
@@ -54,21 +54,21 @@ class ModuleForward(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What messages call it, such as the name of a style."""
+        """Its name in messages, such as the name of a style."""
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's forward returns."""
+        """Return the output of the module's forward."""
 
     @property
     def module(self) -> nn.Module:
-        """The module this stands in for."""
+        """The module whose forward is replaced."""
         module = self._module()
         assert module is not None, "a forward outlived its module"
         return module
 
     def extra_repr(self) -> str:
-        """What the module shows of itself when it is printed."""
+        """Return the text that the module adds to its printed form."""
         return (
             self.inner.extra_repr()
             if self.inner is not None
@@ -78,19 +78,25 @@ class ModuleForward(ABC):
     # --- what is known of plain tensors that enter and leave, on the axis of a one-axis mesh ------
 
     def input_layouts(self) -> Sequence[Placement | None]:
-        """The layout of each plain positional input; None where it passes through."""
+        """Return the layout of each plain positional input; None where it passes through."""
         return ()
 
     def output_layouts(self) -> Sequence[Placement | None]:
-        """The layout of each plain output; None where it passes through."""
+        """Return the layout of each plain output; None where it passes through."""
         return ()
 
     def output_sizes(self, index: int, size: int) -> Sequence[int] | None:
-        """The sizes of all ranks' shards of an output, of which this rank's has `size`; None where only inputs know."""
+        """Return the sizes of an output's shards on all ranks; None if only inputs determine them.
+
+        This rank's shard has `size`.
+        """
         return None
 
     def output_blocks(self) -> Sequence[Sequence[int]] | None:
-        """Of an output that is shards of several blocks behind each other: each one's sizes on all ranks; else None."""
+        """Return the sizes of an output's blocks on all ranks; None for an output of one block.
+
+        Such an output consists of the shards of several blocks, one after the other.
+        """
         # an empty sequence where several ranks hold the same elements
         return None
 
@@ -111,13 +117,13 @@ class ModuleForward(ABC):
 
 
 def forward_of(module: nn.Module) -> ModuleForward | None:
-    """What stands in for a module's forward; None if that is its class's, or another one."""
+    """Return the `ModuleForward` that replaces a module's forward, or None."""
     owner = getattr(module.__dict__.get("forward"), "__self__", None)
     return owner if isinstance(owner, ModuleForward) else None
 
 
 def set_forward(module: nn.Module, forward: ModuleForward | None) -> None:
-    """Have a callable stand in for a module's forward; None gives it that of its class back."""
+    """Replace a module's forward by a callable; None restores the forward of its class."""
     if forward is None:
         module.__dict__.pop("forward", None)
         module.__dict__.pop("extra_repr", None)
@@ -130,7 +136,10 @@ def set_forward(module: nn.Module, forward: ModuleForward | None) -> None:
 
 @lru_cache(maxsize=1024)
 def _call_with_signature(kind: type[ModuleForward], forward: Any) -> FunctionType:
-    """`kind.__call__` with the signature of the forward stood in for, which libraries inspect for its inputs."""
+    """Return `kind.__call__` with the signature of the replaced forward.
+
+    Libraries inspect that signature for its inputs.
+    """
     # The same function for all modules of one class: a compiler guards it, so they share a graph.
     call: Any = kind.__call__
     function = FunctionType(
@@ -149,13 +158,16 @@ DataDtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 class Arithmetic(Protocol):
-    """What a mode decides."""
+    """Decisions of a mode of arithmetic."""
 
     def own_blocks(self, ranks: int, size: int, what: str) -> int:
-        """How many of the blocks of a dim of `size` elements one of so many ranks has; `what` names the dim."""
+        """Return the number of blocks of a dim that one of the ranks has; `what` names the dim.
+
+        The dim has `size` elements.
+        """
 
     def form_of(self, lowering: type[Any], sharding: Any, module: nn.Module) -> type[Any]:
-        """The class that stands in for the class of a module's forward, which was chosen by a style's record."""
+        """Return the class that replaces a forward class that a style's record chose for a module."""
 
     def complete(self, mesh: DeviceMesh, module: nn.Module, over_data: DataDtypes | None) -> None:
         """Give the modules of a tree that no style shards the forwards that they need."""
@@ -167,7 +179,7 @@ _traced: list[Arithmetic] = []
 
 
 def current_arithmetic() -> Arithmetic | None:
-    """The mode that is entered, or None."""
+    """Return the mode that is entered, or None."""
     if _traced:
         return _traced[-1]
     if not _current.blocks:
@@ -177,7 +189,7 @@ def current_arithmetic() -> Arithmetic | None:
 
 @contextmanager
 def arithmetic(mode: Arithmetic) -> Iterator[None]:
-    """Inside the block, a mode is entered."""
+    """Enter a mode inside the block."""
     if is_compiling():
         _traced.append(mode)
         try:
@@ -192,7 +204,7 @@ def arithmetic(mode: Arithmetic) -> Iterator[None]:
 def complete_forms(
     mesh: DeviceMesh, *modules: nn.Module, over_data: DataDtypes | None = None
 ) -> None:
-    """Where a mode is entered, give modules on a mesh that no style shards the forwards that it needs.
+    """Give modules on a mesh that no style shards the forwards that an entered mode needs.
 
     Where gradients are to be summed over the mesh, `over_data` are their dtypes. What a mode has no
     forward for, or cannot sum, it refuses.

@@ -1,4 +1,4 @@
-"""Who has parameters on data axes, and gives them back while styles are applied: styles and data axes in either order.
+"""Owners of parameters on data axes, so that styles and data axes can be applied in any order.
 
 A style places whole parameters. An owner puts them in place of the shards that it has made of them,
 and shards what the style leaves again. What users attach to parameters, attributes and hooks, goes
@@ -29,10 +29,13 @@ Item = TypeVar("Item")
 
 @lru_cache(maxsize=1024)
 def extended(base: Any, kind: Any) -> Any:
-    """`kind` with the methods of `base`: by its name the class of the user, which files and libraries look for."""
+    """Return `kind` with the methods of `base`, under the name of the user's class.
+
+    Checkpoints and libraries look for that name.
+    """
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
-        """The class is found by its parts where a copy is made or loaded."""
+        """Reduce the class to its parts, from which it is found when a copy is made or loaded."""
         make, args, *state = super(combined, module).__reduce_ex__(protocol)
         return (_empty, (base, kind), *state) if args == (combined,) else (make, args, *state)
 
@@ -47,7 +50,7 @@ def extended(base: Any, kind: Any) -> Any:
 
 
 def refuse_save_pretrained(module: nn.Module, refused: bool = True) -> None:
-    """Have the method of a model of transformers that would write shards as the whole name the one that does not."""
+    """Make a transformers model's method that would write shards raise, and name the right one."""
     attributes = vars(module)
     replaced = getattr(attributes.get("save_pretrained"), "func", None) is _save_pretrained
     # writes adapters
@@ -74,7 +77,7 @@ def save_whole_tensors(
     state_dict: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> bool:
-    """Have the class of a model of transformers save a state dict of plain tensors, on this rank alone.
+    """Save a state dict of plain tensors by the class of a transformers model, on this rank alone.
 
     Returns:
         False where there is no such state dict; nothing has been saved then.
@@ -94,7 +97,7 @@ def _empty(base: type, kind: type) -> Any:
 
 
 class Owner(Protocol):
-    """Who averages the gradients of parameters over data axes, and may shard them there."""
+    """A layer that averages the gradients of parameters over data axes, and may shard them there."""
 
     # the function that made it, for messages
     owner: str
@@ -117,7 +120,7 @@ _OWNERS: WeakSet[Owner] = WeakSet()
 
 
 def register_owner(owner: Owner) -> None:
-    """Have an owner be asked for its parameters, as long as it lives."""
+    """Register an owner, which is queried for its parameters as long as it lives."""
     _OWNERS.add(owner)
 
 
@@ -127,13 +130,15 @@ def live_owners() -> list[Owner]:
 
 
 def owners_of(module: nn.Module) -> list[Owner]:
-    """The owners of a module's parameters, in the order of the parameters: the same on all ranks."""
+    """Return the owners of a module's parameters, in parameter order: the same on all ranks."""
     owner_of = {id(param): owner for owner in _OWNERS for param in (*owner.held(), *owner.ignored)}
     return list(dict.fromkeys(owner_of[id(p)] for p in module.parameters() if id(p) in owner_of))
 
 
 def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owner]:
-    """The owners of a module's parameters; raises, before anything is changed, if they cannot give them back.
+    """Return the owners of a module's parameters, or raise if they cannot give them back.
+
+    It raises before anything is changed.
 
     The mesh has the axes of the style that the module gets, None where one is undone.
     """
@@ -168,7 +173,7 @@ def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owne
 
 @contextmanager
 def given_back(owners: Sequence[Owner]) -> Iterator[None]:
-    """A block in which modules hold whole parameters, as far as data axes are concerned."""
+    """Restore whole parameters on data axes to modules inside the block."""
     with ExitStack() as given:
         for owner in owners:
             owner.give_back()
@@ -179,7 +184,10 @@ def given_back(owners: Sequence[Owner]) -> Iterator[None]:
 def in_turns(
     items: Iterable[tuple[Item, Sequence[Owner]]], *, in_order: bool = False
 ) -> list[tuple[list[Item], list[Owner]]]:
-    """Items that need the same owners together, others apart: few give back at once; `in_order` all together."""
+    """Group items that need the same owners, so that few parameters are given back at once.
+
+    With `in_order`, all items form one group.
+    """
     # up 0 of unit 0, up 1 of unit 1, down 0 of unit 0: [([up 0, down 0], [unit 0]), ([up 1], [unit
     # 1])]
     turns: dict[object, tuple[list[Item], dict[Owner, None]]] = {}
@@ -199,7 +207,7 @@ _Hooks = Mapping[int, Any]
 
 @dataclass(frozen=True, slots=True)
 class _CarriedState(TensorNote):
-    """Of a parameter that replaced another: its attributes before, and the hooks of the first."""
+    """State of a parameter that replaced another: attributes and hooks of the original."""
 
     attributes: frozenset[str]
     hooks: tuple[_Hooks, _Hooks]
@@ -227,12 +235,12 @@ def _hooks(param: Any) -> tuple[_Hooks, _Hooks]:
 
 
 def has_hooks(param: Tensor) -> bool:
-    """Whether a plain parameter has gradient hooks of its user."""
+    """Tell whether a plain parameter has gradient hooks of its user."""
     return any(_hooks(param))
 
 
 def has_own_hooks(param: Any) -> bool:
-    """Whether a DTensor parameter has gradient hooks of its user beside those that were carried over to it."""
+    """Tell whether a DTensor parameter has gradient hooks of its user besides carried-over hooks."""
     if not isinstance(param, DTensor):
         return False
     tensor_hooks = param._backward_hooks or {}
@@ -247,7 +255,7 @@ def has_own_hooks(param: Any) -> bool:
 
 
 def note_replaced(param: Tensor) -> None:
-    """Have the steps of optimizers that hold a parameter raise: another is in its place."""
+    """Make the steps of optimizers that hold a replaced parameter raise."""
     setattr(param, _REPLACED, True)
     _check_optimizers()
 
@@ -268,7 +276,7 @@ _check_optimizers = cache(lambda: register_optimizer_step_pre_hook(_before_step)
 
 
 def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
-    """Give a parameter the dtype that is chosen for gradients of the one that it replaces, and its gradient, if any."""
+    """Copy the gradient, and the dtype chosen for gradients, to a replacing parameter."""
     if old.grad_dtype is not old.dtype:
         new.grad_dtype = old.grad_dtype
     if grad is not None:
@@ -282,7 +290,7 @@ def carry_over(old: Any, new: Any) -> None:
 
 
 def carry_attached(old: Any, new: Any) -> None:
-    """The same, of a parameter or buffer that optimizers may go on to hold."""
+    """Copy attributes and gradient hooks to a tensor that optimizers may continue to hold."""
     state: _CarriedState | None = getattr(old, _STATE, None)
     if not state and isinstance(old, DTensor):
         # it replaced a parameter that had nothing attached
@@ -306,12 +314,15 @@ def carry_attached(old: Any, new: Any) -> None:
 
 
 def holds_tensors(param: Tensor | None) -> bool:
-    """Whether a parameter is made of tensors, as quantized weights are, and is not a DTensor."""
+    """Tell whether a parameter consists of tensors, as quantized weights do, and is not a DTensor."""
     return hasattr(param, "__tensor_flatten__") and not hasattr(param, "device_mesh")
 
 
 def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
-    """Raise UnsupportedModuleError, for a function of this name, if a parameter is one that no collective can send."""
+    """Raise UnsupportedModuleError if no collective can send one of the parameters.
+
+    `name` is the function in the message.
+    """
     for param in params:
         if holds_tensors(param):
             raise UnsupportedModuleError(

@@ -1,4 +1,4 @@
-"""What optimizers need: clipping by a global norm, and steps on local shards.
+"""Support for optimizers: clipping by a global norm, and steps on local shards.
 
 May import: _torch, argument_types, errors, host_memory, layout, redistribute, tensor.
 """

@@ -1,4 +1,4 @@
-"""Clipping gradients at the speed of plain tensors: norms and products of local shards, and one collective.
+"""Gradient clipping at the speed of plain tensors, on local shards with one collective.
 
 `torch.nn.utils.clip_grad_norm_` passes every gradient through dispatch twice, for the same numbers.
 """
@@ -35,7 +35,9 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """The norm of all gradients together, plain and the same on every rank; scales them to at most `max_norm` in place.
+    """Scale gradients in place to a norm of at most `max_norm`, and return their norm.
+
+    The norm of all gradients together is a plain tensor, the same on every rank.
 
     Gradients may have any layout, on several meshes, and some may be plain (those count as
     replicated). All ranks of a mesh must pass gradients of the same layouts.
@@ -97,12 +99,16 @@ def clip_grad_norm_(
 
 @whole_when_compiled
 def _shards(grads: list[Any]) -> list[Tensor]:
-    """The local shards.  A compiler that traced the attribute would take writing to them for none to the DTensors."""
+    """Return the local shards.
+
+    A compiler that traced the attribute would not count writing to the shards as writing to the
+    DTensors.
+    """
     return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 class _Holder(NamedTuple):
-    """What torch takes for a parameter: something with a gradient, that a compiler can trace."""
+    """Stand-in for a parameter: an object with a gradient that a compiler can trace."""
 
     grad: Tensor
 
@@ -116,7 +122,7 @@ class _Part(NamedTuple):
 
 
 class _Contribution(NamedTuple):
-    """What this rank adds to the norm."""
+    """The contribution of this rank to the norm."""
 
     # one for each mesh, and one for plain gradients
     parts: tuple[_Part, ...]
@@ -147,7 +153,7 @@ def _total(
     order: float,
     foreach: bool | None,
 ) -> Tensor:
-    """The norm of all gradients together."""
+    """Return the norm of all gradients together."""
     if order == 2 and sums_are_in_tree():
         return _exact_total(own, shards, gradients)
     op = "max" if order == inf else "sum"
@@ -171,7 +177,7 @@ def _total(
 def _exact_total(
     own: _Contribution, shards: Sequence[Tensor], gradients: Sequence[Spec | torch.dtype]
 ) -> Tensor:
-    """The norm of order 2, of sums of squares without rounding."""
+    """Return the norm of order 2, computed from sums of squares without rounding."""
     elements = sum(
         spec.shape.numel() if isinstance(spec, Spec) else shards[i].numel()
         for i, spec in enumerate(gradients)
@@ -213,7 +219,7 @@ def _over_ranks(gradients: Sequence[Any], part: _Part, value: Tensor, op: str) -
 
 
 def _looked_up(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
-    """`_contribution`, for compilers a constant of what they guard: the specs of the gradients."""
+    """Return `_contribution`, as a constant for compilers, which guard the specs of the gradients."""
     return _contribution(gradients)
 
 
@@ -222,7 +228,7 @@ _looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as as
 
 @lru_cache(maxsize=64)
 def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
-    """A gradient that is replicated along an axis is counted by the axis's first coordinate."""
+    """Return this rank's contribution: a replicated gradient counts at its axis's first coordinate."""
     members: dict[Any, list[int]] = {}  # of each mesh; None: plain ones
     specs: Any = gradients
     for i, item in enumerate(gradients):
@@ -259,7 +265,9 @@ def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
 
 
 def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> Tensor:
-    """(2,) int64: the sum over shards, all below 2 ** exponent, of the first and of the next bits of squares.
+    """Return (2,) int64: the sums of the first and of the next bits of all squares.
+
+    All elements of the shards are below 2 ** exponent.
 
     `elements` is how many terms there are at most, on all ranks together.
     """
@@ -275,7 +283,7 @@ def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> T
 
 
 def norm_of_limbs(limbs: Sequence[int], exponent: int, elements: int) -> float:
-    """The norm, of the limbs of all ranks."""
+    """Return the norm from the limbs of all ranks."""
     bits = _bits(elements)
     first, rest = limbs
     return ldexp(sqrt(ldexp(float((first << bits) + rest), -2 * bits)), exponent)

@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers on the local shards of DTensors, at the speed of plain tensors: a hook before steps.
+"""Steps of torch's optimizers on the local shards of DTensors, at the speed of plain tensors.
 
 On DTensors, each of ten list operators a step would unwrap every parameter, gradient and state.
 Where an update is element by element, the local shards alone give the same numbers. So torch's step
@@ -62,7 +62,7 @@ _KINDS: frozenset[type[Optimizer]] = frozenset({*ELEMENTWISE, Muon})
 
 
 def local_step(optimizer: O) -> O:
-    """The optimizer itself, if its steps work on local shards of DTensors; otherwise an error.
+    """Return the optimizer if its steps work on local shards of DTensors; raise otherwise.
 
     Nothing else is needed: torch's optimizers do that as they are. A step communicates nothing
     (Muon's gathers the update of each matrix, one collective for many), the numbers and the state
@@ -105,7 +105,7 @@ class _UnfitError(Exception):
 
 
 def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
-    """`_init_group` of a step on shards: fills lists with parameters, their gradients, and values of their state.
+    """Run `_init_group` for a step on shards: fill lists of parameters, gradients and states.
 
     torch fills them with DTensors, and makes the state of the first step. Then shards take the
     DTensors' place:
@@ -141,7 +141,7 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
 def _shards(
     values: list[Any], params: list[Any], specs: Sequence[Spec | None], state: Any
 ) -> list[Any]:
-    """The shards of one list: those of parameters, of their gradients, or of one value of the state of each."""
+    """Return the shards of one list: of parameters, of gradients, or of one value of their state."""
     return [
         value._local_tensor
         if type(value) is DTensor and value._spec is spec
@@ -152,7 +152,10 @@ def _shards(
 
 
 def _shard(value: Any, param: Any, spec: Spec | None, state: Any) -> Any:
-    """The shard of a value in its parameter's layout, in which the state has it from now on; numbers as they are."""
+    """Return the shard of a value in its parameter's layout; the state keeps that layout.
+
+    Numbers are returned as they are.
+    """
     # a plain parameter; SGD has no momentum before its first step
     if spec is None or not isinstance(value, Tensor):
         return value
@@ -169,7 +172,7 @@ def _shard(value: Any, param: Any, spec: Spec | None, state: Any) -> Any:
 
 
 class _Groups:
-    """The parameter groups for a step: those that the optimizer has after the step's closure."""
+    """The parameter groups for a step: the groups that the optimizer has after the step's closure."""
 
     def __init__(self, optimizer: Optimizer, assigned: dict[Any, dict[str, Any]]) -> None:
         self._optimizer = optimizer
@@ -188,7 +191,7 @@ class _Groups:
 
 
 def _write_back_state(state: Any, assigned: dict[Any, dict[str, Any]], params: list[Any]) -> None:
-    """Give parameters the state that a step has assigned to their shards."""
+    """Copy the state that a step assigned to shards to their parameters."""
     owners = {param._local_tensor: param for param in params if isinstance(param, DTensor)}
     for tensor, entry in assigned.items():
         param = owners.get(tensor, tensor)
@@ -201,7 +204,10 @@ def _write_back_state(state: Any, assigned: dict[Any, dict[str, Any]], params: l
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """The arguments of a step, with a proxy of an optimizer of DTensors; None leaves them."""
+    """Return the arguments of a step with a proxy of the optimizer; None leaves them unchanged.
+
+    Only an optimizer of DTensors gets a proxy.
+    """
     kind = type(optimizer)
     if kind not in _KINDS or torch.compiler.is_compiling():
         return None
@@ -263,7 +269,7 @@ def _muon_step(optimizer: Any) -> None:
 
 
 def _to_whole(param: DTensor) -> tuple[Spec, Spec]:
-    """The layouts of a parameter's update, as computed and gathered."""
+    """Return the layouts of a parameter's update, as computed and as gathered."""
     spec = param._spec.with_(dtype=torch.bfloat16)
     if spec.partials:
         raise PlacementError(
@@ -274,7 +280,10 @@ def _to_whole(param: DTensor) -> tuple[Spec, Spec]:
 
 
 def _gathered(updates: Sequence[tuple[Tensor, tuple[Spec, Spec]]]) -> Iterator[Tensor]:
-    """Whole updates in their order; a group of them is on its way while those of the group before are used."""
+    """Yield whole updates in order.
+
+    A group of updates is in flight while the updates of the group before it are used.
+    """
     # of bfloat16
     groups = in_groups(updates, lambda update: 2 * update[1][0].shape.numel(), _MUON_GROUP)
     in_flight: list[ShardsInFlight] = []

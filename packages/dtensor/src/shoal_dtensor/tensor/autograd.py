@@ -38,7 +38,10 @@ Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False) -> Any:
-    """The same values as `tensor` in the layout of `target`, a spec of its shape and dtype; not differentiable."""
+    """Return the values of `tensor` in the layout of `target`; not differentiable.
+
+    `target` is a spec with the shape and dtype of the tensor.
+    """
     source = tensor._spec
     if source is target:
         return tensor
@@ -46,7 +49,7 @@ def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False
 
 
 def _moved(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
-    """A DTensor of the local tensor that arrives; debug modes and the recorder read what it is for."""
+    """Return a DTensor of an arriving local tensor; record the reason for debug modes."""
     if not plan.steps:
         return around(cls, local, plan.dst, False)
     if is_observed():
@@ -59,7 +62,10 @@ def _moved(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: boo
 
 
 def _arriving(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
-    """A DTensor of the local tensor that arrives: now, at its first use, or with the others of a `coalesce()` block."""
+    """Return a DTensor of a local tensor that arrives now, at its first use, or with a batch.
+
+    The batch is the enclosing `coalesce()` block.
+    """
     check_recorded("redistribute", local)
     batch = current_batch()
     if batch is not None:
@@ -73,14 +79,14 @@ def _arriving(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: 
 
 
 def queued(cls: Any, batch: CoalescedBatch, plan: Plan, local: torch.Tensor, source: Any) -> Any:
-    """A DTensor of `source`, moved as planned, whose local tensor arrives with the others of a batch."""
+    """Return a DTensor of `source`, moved as planned, whose local tensor arrives with a batch."""
     result = pending(cls, batch, plan.dst, local.device)
     batch.add(plan, local, source, result)
     return result
 
 
 def pending(cls: Any, batch: CoalescedBatch, spec: Spec, device: torch.device) -> Any:
-    """A DTensor whose local tensor a batch brings; its first use waits for it."""
+    """Return a DTensor whose local tensor a batch delivers; its first use waits for it."""
     result = make_wrapper(
         cls.pending, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, device
     )
@@ -90,7 +96,7 @@ def pending(cls: Any, batch: CoalescedBatch, spec: Spec, device: torch.device) -
 
 
 def gradient_spec(spec: Spec) -> Spec:
-    """The layout of a tensor's gradient by default: where the tensor is partial, its gradient is replicated."""
+    """Return the default layout of a tensor's gradient: replicated where the tensor is partial."""
     return _reduced(spec) if spec.partials else spec
 
 
@@ -102,14 +108,16 @@ def _reduced(spec: Spec) -> Spec:
 
 
 def laid_out(layout: Spec, grad: Spec) -> Spec:
-    """The spec of a gradient in a layout, with its own shape, stride and dtype."""
+    """Return the spec of a gradient in a layout, with the shape, stride and dtype of the gradient."""
     if grad.stride == layout.stride and grad.dtype == layout.dtype and grad.shape == layout.shape:
         return layout
     return layout.with_(shape=grad.shape, stride=grad.stride, dtype=grad.dtype)
 
 
 def as_gradient(cls: Any, grad: Any, spec: Spec) -> Any:
-    """`R -> R`: the gradient of a DTensor, a plain one as a replicated DTensor once the ranks have compared it.
+    """`R -> R`: return the gradient of a DTensor as a DTensor.
+
+    A plain gradient becomes a replicated DTensor once the ranks have compared it.
 
     Formulas of torch make plain zeros, and hooks and autograd functions of users may return any
     plain tensor.
@@ -122,7 +130,10 @@ def as_gradient(cls: Any, grad: Any, spec: Spec) -> Any:
 
 
 class FromLocal(Function):
-    """Local tensor -> DTensor; backward: the gradient, in the DTensor's placements or `grad_placements`."""
+    """Conversion of a local tensor to a DTensor.
+
+    The gradient arrives in the DTensor's placements, or in `grad_placements`.
+    """
 
     @staticmethod
     def forward(
@@ -156,7 +167,10 @@ class FromLocal(Function):
 
 
 class ToLocal(Function):
-    """DTensor -> local tensor; backward: the local gradients, read by `grad_placements`, are a DTensor again."""
+    """Conversion of a DTensor to its local tensor.
+
+    The local gradients, interpreted by `grad_placements`, become a DTensor again.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
@@ -214,7 +228,7 @@ _in_memory_order = remembered(1024)(in_memory_order)
 
 
 class Redistribute(Function):
-    """DTensor -> the same values under another spec, moved and differentiated in the given dtypes."""
+    """Conversion of a DTensor to another spec, moved and differentiated in the given dtypes."""
 
     @staticmethod
     def forward(
@@ -244,7 +258,10 @@ class Redistribute(Function):
 
 
 def moved_gradient(cls: Any, grad: Any, target: Spec, dtypes: Dtypes = (None, None)) -> Any:
-    """A gradient in another layout, by a node of the graph where backward is recorded, or moves in another dtype."""
+    """Return a gradient in another layout; add a node to the graph where backward is recorded.
+
+    The same node is used if the gradient moves in another dtype.
+    """
     if torch.is_grad_enabled() or dtypes[0] is not None:
         return apply(Redistribute, grad, cls, target, dtypes, False)
     return redistributed(cls, grad, target)

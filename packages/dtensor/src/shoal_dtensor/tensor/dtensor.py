@@ -88,7 +88,7 @@ class DTensor(torch.Tensor):
     def __new__(
         cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False
     ) -> DTensor:
-        """A DTensor around `local_tensor`, unchecked; users call `from_local`."""
+        """Make a DTensor around `local_tensor` without checks; users call `from_local`."""
         result: DTensor = around(cls, local_tensor, spec, False)
         return result.requires_grad_() if requires_grad else result
 
@@ -129,7 +129,7 @@ class DTensor(torch.Tensor):
         grad_placements: Sequence[Placement] | None = None,
         shard_order: ShardOrder | None = None,
     ) -> DTensor:
-        """`V -> placements`: the DTensor whose local shard on this rank is `local_tensor`; differentiable.
+        """`V -> placements`: make a DTensor from this rank's local shard; differentiable.
 
         Args:
             local_tensor: this rank's shard.
@@ -191,7 +191,7 @@ class DTensor(torch.Tensor):
         return around(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]  # it makes the class it is given
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """`placements -> V`: this rank's shard; differentiable.
+        """`placements -> V`: return this rank's shard; differentiable.
 
         Args:
             grad_placements: those of the returned tensor's gradient; this tensor's own when left
@@ -214,7 +214,7 @@ class DTensor(torch.Tensor):
         backward_dtype: torch.dtype | None = None,
         shard_order: ShardOrder | None = None,
     ) -> DTensor:
-        """`any -> placements`: the same values in another layout; differentiable.
+        """`any -> placements`: return the same values in another layout; differentiable.
 
         Args:
             device_mesh: the target mesh; this tensor's own when left out.
@@ -250,7 +250,7 @@ class DTensor(torch.Tensor):
         return redistributed(DTensor, source, target, async_op=async_op)  # type: ignore[no-any-return]  # gives the class it gets
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """`any -> R -> V`: the global tensor on every rank; differentiable.
+        """`any -> R -> V`: return the global tensor on every rank; differentiable.
 
         Args:
             grad_placements: the placements of the returned tensor's gradient; replicated when left
@@ -310,18 +310,21 @@ class DTensor(torch.Tensor):
             install_gradient_hook(DTensor, self)
 
     def tolist(self) -> Any:
-        """The global tensor as nested lists of numbers, the same on every rank."""
+        """Return the global tensor as nested lists of numbers, the same on every rank."""
         return self._gathered("tolist").tolist()
 
     def _gathered(self, reader: str) -> Any:
-        """The global tensor for a read that does not say that it communicates; not differentiable."""
+        """Gather the global tensor for a read that does not mention communication.
+
+        The result is not differentiable.
+        """
         replicated = self._spec.with_(placements=[Replicate()] * self._spec.mesh.ndim)
         obey(f"{reader} of", self._spec, plan(self._spec, replicated))
         with torch.no_grad():
             return self.full_tensor()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The tensor as a NumPy array.
+        """Return the tensor as a NumPy array.
 
         Args:
             force: gather and detach first where needed.
@@ -381,7 +384,10 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __metadata_guard__(cls, compiled: Any, given: Any) -> bool:
-        """Whether a graph compiled for one flattened DTensor serves another; torch guards the sizes itself."""
+        """Tell whether a graph compiled for one flattened DTensor serves another.
+
+        torch guards the sizes itself.
+        """
         placed = attrgetter("mesh.identity", "placements", "shard_order", "dtype")
         return compiled[1:] == given[1:] and bool(placed(compiled[0]) == placed(given[0]))
 
@@ -395,7 +401,7 @@ class DTensor(torch.Tensor):
         return DTensor(local, spec, requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
-        """The layout that torch.compile may expect of a gradient whose value is like this tensor's."""
+        """Return this tensor in the layout that torch.compile may expect of its gradient."""
         return self.__coerce_same_metadata_as_tangent__(
             (gradient_spec(self._spec), self.requires_grad)
         )
@@ -403,7 +409,7 @@ class DTensor(torch.Tensor):
     def __coerce_same_metadata_as_tangent__(
         self, context: Any, expected: type | None = None
     ) -> DTensor:
-        """This gradient in the layout that the compiled code expects."""
+        """Return this gradient in the layout that the compiled code expects."""
         target: Spec = context[0].with_(shape=self._spec.shape, stride=self._spec.stride)
         return DTensor(redistributed(DTensor, self, target)._local_tensor, target)
 
@@ -416,13 +422,19 @@ class DTensor(torch.Tensor):
 
 
 class _CopiedView(DTensor):
-    """A view that had to be redistributed, so it shares no storage with its base: writing to it is an error."""
+    """A view that had to be redistributed and does not share storage with its base.
+
+    Writing to it is an error.
+    """
 
     __slots__ = ()
 
 
 class _Pending(DTensor):
-    """A DTensor whose local tensor is still under way; the first use waits for it and makes this a plain DTensor."""
+    """A DTensor whose local tensor is still in flight.
+
+    The first use waits for the local tensor and makes the object a plain DTensor.
+    """
 
     __slots__ = ()
 
@@ -444,18 +456,21 @@ def run_on_pending(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Run an operator on tensors that are under way, or put it off with them."""
+    """Run an operator on tensors that are in flight, or postpone it until they arrive."""
     waiting = None if kwargs else postponed(DTensor, op, args)
     return dispatch(DTensor, op, types, args, kwargs=kwargs) if waiting is None else waiting
 
 
 def gradient_of_output(gradient: torch.Tensor, context: Any) -> Any:
-    """`R -> R`: the plain gradient of a compiled function's output as a DTensor, once the ranks have compared it."""
+    """`R -> R`: convert the plain gradient of a compiled function's output to a DTensor.
+
+    The ranks compare the gradient first.
+    """
     return as_gradient(DTensor, gradient, context[0])
 
 
 def zeros_of_output(shape: Sequence[int], context: Any) -> DTensor:
-    """Zeros of a global shape in the layout that compiled code expects of an output's gradient."""
+    """Return zeros of a global shape in the layout that compiled code expects of a gradient."""
     spec: Spec = context[0].with_(shape=shape, stride=contiguous_stride(shape))
     local = torch.zeros(spec.local_shape, dtype=spec.dtype, device=spec.mesh.device_type)
     return DTensor(local, spec)
@@ -474,13 +489,13 @@ _CopiedView._local_tensor = following_base(DTensor.local_slot)  # type: ignore[a
 def _from_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: Placements | None, *options: Any
 ) -> DTensor:
-    """`DTensor.from_local` as a function, for the compiler."""
+    """Call `DTensor.from_local` as a function, for the compiler."""
     names = ("run_check", "shape", "stride", "grad_placements", "shard_order")
     return DTensor.from_local(local, mesh, placements, **dict(zip(names, options, strict=True)))
 
 
 def local_shard(tensor: DTensor) -> torch.Tensor:
-    """`placements -> V`: this rank's shard itself, of the local shape, outside of autograd.
+    """`placements -> V`: return this rank's shard itself, outside of autograd.
 
     For modules that compute on local tensors and deliver gradients themselves; everyone else calls
     `to_local()`, which is differentiable. It waits for a collective that is still in flight.
@@ -492,7 +507,9 @@ def local_shard(tensor: DTensor) -> torch.Tensor:
 
 
 def safe_globals() -> list[Any]:
-    """What a pickled DTensor is made of, for `torch.load(..., weights_only=True)`; importing shoal registers nothing.
+    """Return the classes of a pickled DTensor, for `torch.load(..., weights_only=True)`.
+
+    Importing shoal registers none of them.
 
     Example:
         >>> with torch.serialization.safe_globals(safe_globals()):

@@ -1,4 +1,4 @@
-"""Gradients of leaves: the backward pass that is running, what becomes of a gradient in it, many in one collective.
+"""Gradients of leaves: the running backward pass, routes of gradients, batched reductions.
 
 An autograd function that has the gradient of a leaf asks `grad_route` what to do with it. What
 cannot be done before all gradients are computed is a part of the pass, made by the first that asks:
@@ -47,13 +47,13 @@ Item = TypeVar("Item")
 
 
 class PassPart(Protocol):
-    """What takes part in a backward pass."""
+    """Work that is done in a backward pass once all gradients exist."""
 
     def finish(self) -> None:
-        """All gradients are computed; the pass raises what this raises."""
+        """Finish the work after all gradients are computed; an exception fails the pass."""
 
     def fail(self) -> None:
-        """The pass has raised: in autograd, in a part before this one, or in this one's `finish`."""
+        """Clean up after the pass raised: in autograd, in an earlier part, or in `finish`."""
 
 
 Part = TypeVar("Part", bound=PassPart)
@@ -71,24 +71,24 @@ class BackwardPass:
     notes: dict[type, Any] = field(default_factory=dict)
 
     def note(self, kind: type[Item]) -> Item:
-        """Return the note of a class of which a pass has one, made when it is first asked for."""
+        """Return the pass's only note of a class; make it at the first request."""
         found: Item | None = self.notes.get(kind)
         if found is None:
             found = self.notes[kind] = kind()
         return found
 
     def join(self, part: Part) -> Part:
-        """Take a part into the pass."""
+        """Add a part to the pass."""
         self.parts.append(part)
         return part
 
     def part(self, kind: type[Part]) -> Part:
-        """The part of a class of which a pass has one, made when it is first asked for."""
+        """Return the pass's only part of a class; make it at the first request."""
         part = next((part for part in self.parts if isinstance(part, kind)), None)
         return self.join(kind()) if part is None else part
 
     def finish(self) -> None:
-        """Finish all parts; those that have not finished when one raises fail."""
+        """Finish all parts; if one raises, the unfinished parts fail."""
         try:
             while self.parts:
                 self.parts[0].finish()
@@ -108,7 +108,7 @@ _RUNNING: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
 
 
 def running_pass() -> BackwardPass:
-    """The backward pass that is running on this thread; inside of another one, the inner one."""
+    """Return the backward pass that is running on this thread; if nested, the innermost."""
     number = backward_number()
     running = _RUNNING.get(number)
     if running is None:
@@ -119,7 +119,7 @@ def running_pass() -> BackwardPass:
 
 
 def running_notes(kind: type[Item]) -> list[Item]:
-    """Return the notes of a class of all passes that are running: a pass inside of another one has its own."""
+    """Return the notes of a class in all running passes; a nested pass has its own note."""
     return [running.notes[kind] for running in _RUNNING.values() if kind in running.notes]
 
 
@@ -131,7 +131,9 @@ GradRoute = Literal["unused", "accumulate", "return"]
 
 
 def grad_route(node: Any, param: Any) -> GradRoute:
-    """What a backward does with the gradient of a parameter: added to `.grad` only where nobody else would see it.
+    """Return how a backward function must deliver the gradient of a parameter.
+
+    It is added to `.grad` directly only if nothing else would observe it.
 
     `node` is where the autograd function's edge of this parameter leads (`ctx.next_functions`);
     None: nowhere.
@@ -143,7 +145,7 @@ def grad_route(node: Any, param: Any) -> GradRoute:
 
 
 def leaf_route(node: Any) -> GradRoute:
-    """What autograd does in this backward pass with the gradient of a leaf, whose node this is."""
+    """Return how autograd, in this backward pass, uses the gradient of the leaf with this node."""
     if node is None:
         return "unused"
     try:
@@ -154,7 +156,7 @@ def leaf_route(node: Any) -> GradRoute:
 
 
 def grad_hooked(param: Any) -> bool:
-    """Whether users' hooks see the gradient of a parameter."""
+    """Tell whether hooks of the user observe the gradient of a parameter."""
     # One hook is the DTensor's own; it changes nothing about a gradient with the leaf's spec.
     return len(param._backward_hooks or ()) > 1 or bool(param._post_accumulate_grad_hooks)
 
@@ -166,7 +168,7 @@ _OF_LOWERED = (
 
 
 def first_order_only(why: str = _OF_LOWERED) -> None:
-    """Refuse to run a backward that itself is recorded: its local shards would not carry gradients.
+    """Refuse to run a backward that is itself recorded, because local shards carry no gradients.
 
     Raises:
         SecondOrderError: under `create_graph=True`; it says why.
@@ -181,7 +183,7 @@ def first_order_only(why: str = _OF_LOWERED) -> None:
 def in_groups(
     items: Iterable[Item], size_of: Callable[[Item], int], limit: int
 ) -> list[list[Item]]:
-    """Items in order, in groups of at most `limit` bytes together, or one alone.
+    """Split items, in order, into groups of at most `limit` bytes; a larger item forms its own.
 
     Example:
         >>> in_groups([3, 4, 9, 1], int, 8)
@@ -261,7 +263,7 @@ class CheckedHook(ParameterGradientHook):
 
 @whole_when_compiled
 def _placed(gradient: Any, leaf: Spec) -> Any:
-    """A gradient in a leaf's layout, as one node of a graph."""
+    """Return a gradient in a leaf's layout, as one node of a graph."""
     target = _target(leaf, gradient._spec)
     if target is None:
         return gradient
@@ -270,7 +272,10 @@ def _placed(gradient: Any, leaf: Spec) -> Any:
 
 @lru_cache(maxsize=4096)
 def _target(leaf: Spec, grad: Spec) -> Spec | None:
-    """The spec that a leaf's gradient must get; None if it has it. `multiple_of` may shard as `Shard` does."""
+    """Return the spec that a leaf's gradient must get; None if the gradient already has it.
+
+    `multiple_of` may shard as `Shard` does.
+    """
     if grad.mesh is leaf.mesh and grad.placements == leaf.placements and grad.same_layout(leaf):
         return None
     return gradient_spec(laid_out(leaf, grad))
@@ -287,13 +292,16 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
 
 
 class GradientBatch(CoalescedBatch):
-    """Reductions of gradients that travel together: the part of a backward pass that they are."""
+    """A part of the backward pass that collects reductions of gradients, to send them together."""
 
     # what has been asked for since the last flush
     bytes: int = 0
 
     def moved(self, cls: Any, grad: Any, plan: Plan) -> Any:
-        """A gradient, moved as `plan` says: with others, at its first use or at the end, unless it fills a message."""
+        """Move a gradient as `plan` says, together with others where messages are small.
+
+        It moves at its first use or at the end of the pass, or at once if it fills a message.
+        """
         if not plan.collectives or plan.bytes_sent > BUCKET:
             return redistributed(cls, grad, plan.dst)
         result = queued(cls, self, plan, grad._local_tensor, source=grad)
@@ -305,15 +313,15 @@ class GradientBatch(CoalescedBatch):
         return result
 
     def finish(self) -> None:
-        """Run what is left: every gradient is what it says from here on."""
+        """Run the remaining reductions, so that every gradient has the values of its layout."""
         self.flush()
 
     def fail(self) -> None:
-        """Leave the gradients to whoever uses them: each has its true value then."""
+        """Leave the gradients to their users: each has its true value at its first use."""
 
 
 def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:
-    """What autograd does with a gradient that is under way, put off until it arrives; None for anything else."""
+    """Postpone autograd's use of a gradient that is in flight; None for any other operator."""
     if (op is not _DETACH and op is not _ADD_) or type(args[-1]) is not cls.pending:
         return None
     target = args[0]

@@ -1,4 +1,4 @@
-"""How a DTensor is taken apart and put together, or is not: copies, pickles, checkpoints, raw memory, torch.compile.
+"""Conversion of DTensors for copies, pickles, checkpoints and torch.compile.
 
 The checkpoint protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`,
 `__get_tensor_shard__`): a rank names the boxes that its shard is, so a DTensor saved on one mesh
@@ -33,7 +33,10 @@ _OWN = frozenset({"_reduced", "_source"})
 
 
 def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a leaf with its attributes, and its gradient unless it is a parameter; or the one in `memo`."""
+    """Copy a leaf with its attributes, and its gradient unless it is a parameter.
+
+    A copy in `memo` is returned as it is.
+    """
     if not tensor.is_leaf:
         raise RuntimeError("only leaf tensors can be deep-copied; detach first")
     known = memo.get(id(tensor))
@@ -50,7 +53,7 @@ def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def reduce(cls: Any, tensor: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What `__reduce_ex__` returns: `rebuild` and its arguments."""
+    """Return the value of `__reduce_ex__`: `rebuild` and its arguments."""
     spec = tensor._spec
     return rebuild, (
         cls,
@@ -70,7 +73,7 @@ def rebuild(  # what a file holds, in its order
     attributes: Mapping[str, Any],
     place: tuple[int | None, ...],
 ) -> Any:
-    """A DTensor of class `cls` with attributes; `_is_param` among them makes it an `nn.Parameter`.
+    """Rebuild a DTensor of class `cls` with attributes; `_is_param` makes it an `nn.Parameter`.
 
     What comes from a file is checked, since `torch.load(weights_only=True)` promises to build only
     what was saved, and since a file has one rank's shard: another rank's is another one of the same
@@ -103,7 +106,10 @@ def rebuild(  # what a file holds, in its order
 
 
 def _place(spec: Spec) -> tuple[int | None, ...]:
-    """Which shard this rank holds: its coordinate, None along axes of replicas; empty outside the mesh."""
+    """Return the coordinate of the shard that this rank holds.
+
+    It is None along axes of replicas, and empty outside the mesh.
+    """
     coordinate = spec.coordinate or ()
     return tuple(
         None if isinstance(p, Replicate) else c
@@ -119,7 +125,7 @@ def _attributes(tensor: Any) -> dict[str, Any]:
 
 
 def refuse_partial(tensor: Any) -> None:
-    """Refuse to save or load values that are still to be reduced."""
+    """Refuse to save or load values whose reduction is pending."""
     if tensor._spec.partials:
         raise PlacementError(
             f"a checkpoint cannot hold {tensor._spec!r}: redistribute it to Replicate or Shard "
@@ -128,7 +134,10 @@ def refuse_partial(tensor: Any) -> None:
 
 
 def checkpoint_chunks(tensor: Any) -> list[Any]:
-    """The chunks that this rank reads or writes: its boxes of the global tensor, or those that a local tensor names."""
+    """Return the chunks that this rank reads or writes.
+
+    They are its boxes of the global tensor, or the chunks that a local tensor declares.
+    """
     refuse_partial(tensor)
     local: Any = tensor._local_tensor
     # torch's LocalShardsWrapper holds several shards
@@ -138,7 +147,7 @@ def checkpoint_chunks(tensor: Any) -> list[Any]:
 
 
 def chunks_of(boxes: Iterable[Box]) -> list[Any]:
-    """The boxes as torch.distributed.checkpoint describes them."""
+    """Return the boxes as torch.distributed.checkpoint describes them."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [
@@ -152,7 +161,7 @@ def _boxes(spec: Spec) -> list[tuple[Box, Box]]:
 
 
 def checkpoint_write_items(tensor: Any, fqn: str, _: Any) -> list[Any]:
-    """The write items of this rank's shard: one for each of its boxes."""
+    """Return the write items of this rank's shard: one for each of its boxes."""
     local: Any = tensor._local_tensor
     if hasattr(local, "__create_write_items__"):
         refuse_partial(tensor)
@@ -163,7 +172,10 @@ def checkpoint_write_items(tensor: Any, fqn: str, _: Any) -> list[Any]:
 def write_items(
     fqn: str, chunks: Sequence[Any], size: torch.Size, local: torch.Tensor
 ) -> list[Any]:
-    """The write items of chunks of a global tensor of this size, which have the dtype and device of a local tensor."""
+    """Return the write items of chunks of a global tensor of this size.
+
+    They have the dtype and device of a local tensor.
+    """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -179,7 +191,7 @@ def write_items(
 
 
 def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
-    """The part of the local tensor for a metadata index; a view."""
+    """Return the view of the local tensor for a metadata index."""
     refuse_partial(tensor)
     local: Any = tensor._local_tensor
     if hasattr(local, "__get_tensor_shard__"):
@@ -269,7 +281,7 @@ def _walk(
     companion_obj: Any = None,
     **options: Any,
 ) -> Any:
-    """Do with the parts of a tensor, or with the whole, what torch's helper does with a plain tensor.
+    """Apply torch's helper for state dicts to the parts of a tensor, or to the whole tensor.
 
     Other values go to the helper, which calls this function for what they hold.
     """
@@ -301,7 +313,10 @@ def _walk(
 
 
 def refuse_fsdp(tensor: Any) -> NoReturn:
-    """Refuse `fsdp_pre_all_gather`, by which torch asks to shard; `hasattr` would take an AttributeError for "no"."""
+    """Refuse `fsdp_pre_all_gather`, by which torch requests a shard.
+
+    `hasattr` would take an AttributeError for "no".
+    """
     raise ArgumentTypeError(
         "torch's fully_shard and replicate take plain parameters and torch's DTensors, got "
         f"{tensor.spec!r}; use shoal_data_parallel.fully_shard(module, mesh['data']) or "
@@ -310,7 +325,7 @@ def refuse_fsdp(tensor: Any) -> NoReturn:
 
 
 def refuse_memory(tensor: Any, *_: Any, **__: Any) -> NoReturn:
-    """Refuse raw memory: that of the wrapper is null, and reading it ends the process.
+    """Refuse raw memory: the pointer of the wrapper is null, and reading it ends the process.
 
     With a NotImplementedError, for which those who look for shared memory are prepared.
     """
@@ -331,7 +346,7 @@ _COMPILERS = (
 
 
 def storage_for_compilers(tensor: Any) -> Any:
-    """The storage of the wrapper, for torch's compiler alone; for anybody else `refuse_memory`."""
+    """Return the wrapper's storage to torch's compiler; call `refuse_memory` for other callers."""
     if sys._getframe(1).f_globals.get("__name__", "").startswith(_COMPILERS):
         return BASE.untyped_storage(tensor)
     refuse_memory(tensor)
@@ -343,7 +358,9 @@ def storage_for_compilers(tensor: Any) -> Any:
 def of_wrapper(
     spec: Spec, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], is_parameter: bool
 ) -> Spec:
-    """The spec of a DTensor of this shape and stride, placed as that was which the compiler took apart.
+    """Return the spec of a DTensor that the compiler rebuilds with this shape and stride.
+
+    Its placements are the placements of the DTensor that the compiler took apart.
 
     Where sizes are symbols, the compiler has one for the whole and one for the shard. That the
     whole is so many shards is a guard, which torch solves for one of the two; so what is computed
@@ -365,7 +382,7 @@ def of_wrapper(
 
 
 def refuse_graph_cache(tensor: Any) -> NoReturn:
-    """Keep graphs with a DTensor among their inputs out of the cache on disk, which the ranks of a host share.
+    """Keep graphs with DTensor inputs out of the disk cache that the ranks of a host share.
 
     Such a graph is one rank's: which part of a tensor is its shard, and by which name it calls its
     group, are constants that appear as it is traced. What the cache knows of it before is the same

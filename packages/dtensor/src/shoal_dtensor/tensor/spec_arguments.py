@@ -1,4 +1,4 @@
-"""Reading the arguments of a DTensor's methods: layouts, checked and turned into specs; indices, turned into slices."""
+"""Reading of method arguments: layouts are checked and become specs; indices become slices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ from ..scopes import own_scope
 
 
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The given mesh, or the one of the enclosing `with mesh:`; compiled code could not tell when the block changes."""
+    """Return the given mesh, or the mesh of the enclosing `with mesh:` block.
+
+    Compiled code could not detect that the block changes.
+    """
     if type(mesh) is DeviceMesh:
         return mesh
     if mesh is None and is_tracing():
@@ -54,7 +57,7 @@ def target_spec(
     placements: Placements | None,
     shard_order: ShardOrder | None,
 ) -> Spec:
-    """The spec that `redistribute` is asked for."""
+    """Return the spec that a call of `redistribute` requests."""
     if placements is None:
         first: object = mesh
         listed = isinstance(first, list | tuple)
@@ -111,7 +114,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     *,
     run_check: bool,
 ) -> tuple[Spec, torch.Tensor]:
-    """The spec of the DTensor that `local` is this rank's shard of, and the local tensor to use."""
+    """Return the spec of the DTensor with `local` as its shard here, and the local tensor to use."""
     check_type("DTensor.from_local", "local_tensor", local, torch.Tensor, expected="a plain tensor")
     placements, shard_order = read_placements(mesh, placements, shard_order)
     # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
@@ -167,7 +170,10 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
 
 
 def _with_values_of_first(local: torch.Tensor, mesh: DeviceMesh, spec: Spec) -> torch.Tensor:
-    """`V -> R` along the axes that replicate: the shard with the values of the first replica."""
+    """`V -> R`: return the shard with the values of the first replica.
+
+    This concerns the mesh axes that replicate.
+    """
     values = local.detach()
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate):
@@ -176,7 +182,7 @@ def _with_values_of_first(local: torch.Tensor, mesh: DeviceMesh, spec: Spec) -> 
 
 
 class _WithValues(torch.autograd.Function):
-    """A tensor with other values, those of the first replica; its gradient passes unchanged."""
+    """Replacement of a tensor's values by the first replica's; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -199,7 +205,10 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
     stride: Sequence[int] | None,
     shard_order: ShardOrder | None,
 ) -> Spec:
-    """The spec of which this rank has such a shard; without a shape, every rank (or explicit sizes say how much)."""
+    """Return the spec for which this rank has a shard of the given shape.
+
+    Without a global shape, every rank has such a shard, unless explicit sizes say otherwise.
+    """
     check_type(
         "DTensor.from_local",
         "shard_order",
@@ -229,7 +238,7 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
 def _global_shape(
     local_shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> list[int]:
-    """The shape of a tensor of even shards; dims whose placements say the sizes of all shards have these together."""
+    """Return the global shape for even shards; explicit sizes of all shards are added up."""
     shape = list(local_shape)
     ndim = len(local_shape)
     lengths: dict[int, int] = {}
@@ -256,7 +265,9 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
     values: bool,
     gradients: bool = False,
 ) -> tuple[Spec, torch.Tensor]:
-    """`V -> check`: the layout of the shards that all ranks hold, and this rank's shard in the order that all have.
+    """`V -> check`: return the layout of the shards of all ranks, and this rank's shard.
+
+    The shard is in the memory order that all ranks have.
 
     It is one all-gather of shapes, dtypes, memory orders and digests of values. Where ranks hold
     their shards in different memory orders, the shard that is returned is row-major.
@@ -329,7 +340,7 @@ _DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dty
 
 
 def _facts_of(local: torch.Tensor, gradients: bool) -> int:
-    """The number of everything, except the sizes, that the shards of one tensor have in common."""
+    """Encode everything that the shards of one tensor have in common, except sizes, as a number."""
     order = memory_order(local.shape, local.stride())
     number_of_order = zlib.crc32(bytes(order)) if order else 0
     records = gradients and torch.is_grad_enabled() and local.requires_grad
@@ -339,7 +350,7 @@ def _facts_of(local: torch.Tensor, gradients: bool) -> int:
 
 
 def _require_equal_facts(facts: Mapping[tuple[int, ...], int], about: Callable[[], str]) -> None:
-    """Raise the same PlacementError on all ranks where they pass shards that are not of one tensor."""
+    """Raise the same PlacementError on all ranks if their shards do not belong to one tensor."""
     dims = {coordinate: fact % _DIMS for coordinate, fact in facts.items()}
     if max(dims.values()) > _MAX_DIMS:
         raise PlacementError(
@@ -407,7 +418,10 @@ def _layout_of_shapes(
 
 
 def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
-    """An index of a DTensor with each list, which the program has on every rank, made a DTensor of class `cls`."""
+    """Convert each list in an index of a DTensor to a DTensor of class `cls`.
+
+    The program has the list on every rank.
+    """
 
     def replicated(numbers: list[Any]) -> Any:
         whole = upload(numbers, tensor._local_tensor.device)
@@ -422,7 +436,9 @@ def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
 
 
 def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
-    """The assignment `tensor[index] = value`, with one dim more at the end of both if numbers select one element.
+    """Add a dim to the assignment `tensor[index] = value` if numbers select one element.
+
+    The result is the tensor, the index and the value, the last two with one more dim at the end.
 
     That belongs to one rank only. Where a dim is left, what a number selects of a sharded tensor is
     a view on every rank, empty on those that do not have it.

@@ -1,4 +1,4 @@
-"""Programs, rules and plans on ranks that are threads of one process, for tests and for those who write rules.
+"""Tests of programs, rules and plans on ranks that are threads of one process.
 
 May import: _torch, dispatch, layout, redistribute, rng, rules.
 """

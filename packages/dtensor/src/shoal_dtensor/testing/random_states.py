@@ -32,13 +32,13 @@ class RandomStates(NamedTuple):
 
     @classmethod
     def capture(cls) -> RandomStates:
-        """Return the states of this moment."""
+        """Return the present states."""
         numpy: Any = sys.modules.get("numpy")
         of_numpy = None if numpy is None else numpy.random.get_state()
         return cls(torch.get_rng_state(), random.getstate(), of_numpy)
 
     def restore(self) -> None:
-        """Give the generators these states."""
+        """Restore these states to the generators."""
         torch.set_rng_state(self.of_torch)
         random.setstate(self.of_python)
         if self.of_numpy is not None:
@@ -46,7 +46,7 @@ class RandomStates(NamedTuple):
 
     @staticmethod
     def seed(seed: int) -> None:
-        """Seed all of these generators: models of speech draw their masks by NumPy."""
+        """Seed all of these generators; speech models draw their masks by NumPy."""
         torch.manual_seed(seed)
         random.seed(seed)
         numpy: Any = sys.modules.get("numpy")

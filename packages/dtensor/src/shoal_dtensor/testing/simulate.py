@@ -36,7 +36,7 @@ Split = Callable[[str, Tensor, int], list[Tensor]]
 
 
 def coordinates(spec: Spec) -> list[Coordinate]:
-    """All mesh coordinates, row-major.
+    """Return all mesh coordinates, row-major.
 
     Args:
         spec: of which the mesh counts.
@@ -45,7 +45,7 @@ def coordinates(spec: Spec) -> list[Coordinate]:
 
 
 def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
-    """What every rank holds after a plan.
+    """Return the local tensors of all ranks after a plan.
 
     Args:
         plan: from `redistribute.plan`.
@@ -73,7 +73,7 @@ def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-    """One step on all ranks of its mesh (of both meshes, for a transfer)."""
+    """Run one step on all ranks of its mesh (of both meshes, for a transfer)."""
     mesh = step.src.mesh
     if step.name == "Transfer":
         kernels = {rank: transfer_kernel(step, rank) for rank in step.ranks}
@@ -99,7 +99,7 @@ def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
 
 
 def _received(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
-    """What the collective gives to one member of a group, out of all members' buffers."""
+    """Return a collective's result for one member of a group, from the buffers of all members."""
     call = calls[me]
     match call.kind:
         case "all_reduce":
@@ -126,7 +126,7 @@ def _block(buffer: Tensor, member: int, call: CollectiveCall, members: int) -> T
 def local_shards(
     full: Tensor, spec: Spec, generator: torch.Generator | None = None
 ) -> list[Tensor]:
-    """Local tensors of all ranks, row-major, whose global value is `full`.
+    """Return local tensors of all ranks, row-major, whose global value is `full`.
 
     Along partial axes the value is taken apart: with a generator randomly (coarse floating-point
     numbers, so that sums are exact in any order), without one it stays on the first rank.
@@ -151,7 +151,9 @@ def local_shards(
 
 
 def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
-    """What the rank at a mesh coordinate holds of a global tensor, partial axes left aside.
+    """Return the part of a global tensor that the rank at a mesh coordinate holds.
+
+    Partial axes are ignored.
 
     Args:
         full: the global tensor.
@@ -164,7 +166,7 @@ def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
 
 
 def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
-    """Along every dim the global indices of what a rank holds, shaped so that indexing gives its part."""
+    """Return the global indices that a rank holds along every dim, shaped for indexing its part."""
     indices = [
         torch.tensor(sharding.indices(coordinate), dtype=torch.int64, device="cpu")
         for sharding in spec.dim_shardings
@@ -173,7 +175,7 @@ def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
 
 
 def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
-    """The global tensor that local tensors of all ranks (row-major) stand for.
+    """Return the global tensor that local tensors of all ranks (row-major) represent.
 
     Args:
         shards: the local tensor of each rank, row-major over the mesh.
@@ -226,7 +228,7 @@ COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def reduce_all(tensors: Sequence[Tensor], op: str) -> Tensor:
-    """The reduction of equally shaped tensors."""
+    """Return the reduction of equally shaped tensors."""
     first, *others = tensors
     order = norm_order(op)
     if order is not None:
@@ -241,7 +243,7 @@ def reduce_all(tensors: Sequence[Tensor], op: str) -> Tensor:
 
 
 def first_term(op: str, value: Tensor, n: int) -> list[Tensor]:
-    """`n` tensors whose reduction by `op` is `value`: all of it is in the first."""
+    """Return `n` tensors whose reduction by `op` is `value`: the first one has all of it."""
     neutral = torch.full_like(value, identity_of(op, value.dtype))
     return [value * n if op == "avg" else value, *[neutral] * (n - 1)]
 
@@ -249,7 +251,10 @@ def first_term(op: str, value: Tensor, n: int) -> list[Tensor]:
 def random_terms(
     op: str, value: Tensor, n: int, generator: Generator | None = None
 ) -> list[Tensor]:
-    """`n` tensors whose reduction by `op` is `value`; not of a dtype that has none, as truth values have no sums."""
+    """Return `n` random tensors whose reduction by `op` is `value`.
+
+    Dtypes without such tensors are refused: bools do not have sums.
+    """
     order = norm_order(op)
     is_bool = value.dtype == torch.bool
     is_complex = value.is_complex()
@@ -301,7 +306,7 @@ def random_terms(
 
 
 def _noise(value: Tensor, generator: Generator | None, *, signs: bool = False) -> Tensor:
-    """Random values of the same shape and dtype; with `signs` they are 1 and -1."""
+    """Return random values of the same shape and dtype; with `signs` they are 1 and -1."""
     if signs:
         return 1 - 2 * torch.randint(0, 2, value.shape, generator=generator, device="cpu").to(
             value.dtype
@@ -325,7 +330,7 @@ def _noise(value: Tensor, generator: Generator | None, *, signs: bool = False) -
 def deal(
     value: Tensor, entries: Sequence[object], shape: Sequence[int], split: Split = random_terms
 ) -> Terms:
-    """For every mesh coordinate what it holds of `value` before any sharding: its term along partial axes.
+    """Return each mesh coordinate's term of `value` along partial axes, before any sharding.
 
     Args:
         value: a global tensor.
@@ -363,7 +368,7 @@ def deal(
 def gather(
     terms: Mapping[Coordinate, Tensor], entries: Sequence[object], shape: Sequence[int]
 ) -> Terms:
-    """For every mesh coordinate the reduction of the terms along the partial axes through it.
+    """Return, for every mesh coordinate, the reduction of the terms along its partial axes.
 
     Args:
         terms: tensors of one shape, by mesh coordinate.

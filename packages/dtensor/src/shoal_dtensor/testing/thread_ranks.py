@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, without process groups: for programs and local functions that communicate.
+"""Ranks as threads of one process, without process groups, which may communicate.
 
 Each rank has a view of an abstract mesh. The members of a group meet and pass tensors by reference;
 their groups answer the calls that `shoal_mesh.collectives` makes. One rank runs at a time, with a
@@ -36,7 +36,7 @@ _DONE = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: Tru
 
 
 class Simulation:
-    """What the ranks of a mesh share: whose turn it is, and where each group of them meets."""
+    """State shared by the ranks of a mesh: turns to run, and meetings of their groups."""
 
     def __init__(self, shape: Sequence[int], names: Sequence[str] | None) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
@@ -49,7 +49,7 @@ class Simulation:
         self.ready: deque[threading.Semaphore] = deque()  # of the ranks that can go on
 
     def pass_on(self) -> None:
-        """Let the next rank run; where none can go on, those that wait for others fail."""
+        """Let the next rank run; if no rank can continue, fail the ranks that wait for others."""
         if not self.ready:
             for _, waiting in self.meetings.values():
                 self.ready.extend(waiting)
@@ -58,7 +58,7 @@ class Simulation:
             self.ready.popleft().release()
 
     def connect(self, rank: int, ranks: tuple[int, ...]) -> Comm:
-        """The communicator of a rank among some."""
+        """Return the communicator of a rank among these ranks."""
         index = ranks.index(rank)
         return Comm(
             cast("ProcessGroup", ThreadGroup(self, ranks, index)),
@@ -72,7 +72,7 @@ class Simulation:
         )
 
     def axes_of(self, ranks: tuple[int, ...]) -> list[int]:
-        """The mesh axes along which ranks differ."""
+        """Return the mesh axes along which ranks differ."""
         strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         places = enumerate(zip(strides, self.shape, strict=True))
         return [
@@ -81,20 +81,20 @@ class Simulation:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Simulation:
-        """That of one of `thread_meshes`."""
+        """Return the simulation of one of `thread_meshes`."""
         return cast(ThreadGroup, mesh.comm(tuple(range(mesh.ndim))).group).simulation
 
 
 @dataclass(eq=False)
 class ThreadGroup:
-    """The process group of one member of a meeting: those of its calls that the collectives make."""
+    """The process group of one member of a meeting, with the methods that collectives call."""
 
     simulation: Simulation
     ranks: tuple[int, ...]
     index: int
 
     def exchange(self, value: Any) -> list[Any]:
-        """Everybody's values, in index order; all but the last to come let others run meanwhile."""
+        """Return the values of all members by index; other ranks run until the last one arrives."""
         simulation = self.simulation
         brought, waiting = simulation.meetings.setdefault(self.ranks, ({}, []))
         brought[self.index] = value
@@ -158,7 +158,9 @@ ThreadMesh = DeviceMesh  # what a thread's view is
 
 
 def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> list[DeviceMesh]:
-    """Each rank's view of a mesh, row-major, that communicate with each other: for `on_threads`.
+    """Return each rank's view of a mesh, row-major, with communication between them.
+
+    They are for `on_threads`.
 
     Args:
         shape: of the mesh.
@@ -172,7 +174,7 @@ def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> l
 
 
 def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
-    """What `run` returns on each rank of a mesh, each on a thread of its own, one at a time.
+    """Return the results of `run` on each rank of a mesh, one thread per rank, one at a time.
 
     Args:
         mesh: also an `abstract_mesh`; no process group is used.
@@ -198,7 +200,7 @@ def on_threads(
     seed: int = 0,
     threads: Executor | None = None,
 ) -> list[T]:
-    """What the functions return, each run on a thread of its own; the first failure is raised for all.
+    """Return the results of the functions, one thread each; raise the first failure for all.
 
     Args:
         functions: one per rank.

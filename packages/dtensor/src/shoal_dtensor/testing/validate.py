@@ -1,4 +1,6 @@
-"""`validate`: every row of an operator's rule against brute force, on plain tensors and without process groups.
+"""`validate`: compares every row of an operator's rule with a brute-force computation.
+
+It works on plain tensors and without process groups.
 
 A row claims: inputs with these placements along a mesh axis give outputs with those. The claim is
 tried for several axis sizes and shardings (even, uneven, ragged, with empty shards) and for pairs
@@ -52,7 +54,7 @@ Shardings = Mapping[int, AnyDimSharding | None]
 
 @dataclass
 class Report:
-    """What validating one call found.
+    """The result of validating one call.
 
     Attributes:
         checked: how many cases (rows, mesh shape, shardings) ran.
@@ -114,7 +116,11 @@ def validate(
 def _shardings(
     trial: CallTrial, row: Row, shape: tuple[int, ...], axes: tuple[int, ...] = (0,)
 ) -> Iterator[AnyDimSharding | None]:
-    """Shardings of a row's factor: as torch.chunk does, ragged, with empty shards, everything on one coordinate."""
+    """Yield shardings of a row's factor.
+
+    They are as `torch.chunk` makes them, ragged, with empty shards, and with everything on one
+    coordinate.
+    """
     steps = trial.steps(row)
     if steps is None:
         yield None
@@ -221,7 +227,7 @@ class CallTrial:
         outs: Sequence[Tensor],
         function: Callable[..., Any] | None = None,
     ) -> tuple[Any, list[Tensor]]:
-        """The result on copies of `tensors`, and the copies afterwards."""
+        """Return the result on copies of `tensors`, and the copies afterwards."""
         copies = [t.clone() for t in tensors]
         numbered = iter(copies)
 
@@ -238,7 +244,7 @@ class CallTrial:
         return (function or self.kernel)(*args, **kwargs), copies
 
     def steps(self, row: Row) -> int | None:
-        """How many steps the row's factor has; None if it shards nothing."""
+        """Return the number of steps that the row's factor has; None if it shards nothing."""
         pairs = [*zip(row.inputs, self.tensors, strict=True)]
         sharded = [(e, t.shape[e.dim]) for e, t in pairs if isinstance(e, S) and e.map is None]
         return next(
@@ -248,7 +254,7 @@ class CallTrial:
     def try_out(
         self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: Shardings
     ) -> set[int]:
-        """Run one case and note what is wrong; the mesh axes over which its local functions communicated."""
+        """Run one case and record errors; return the mesh axes of its local functions' collectives."""
         meshes = self.meshes_of(shape)
         simulation = Simulation.of(meshes[0])
         simulation.used.clear()
@@ -303,7 +309,7 @@ class CallTrial:
     def _run_local(
         self, local_call: LocalCall, terms: Sequence[Any], communicates: bool
     ) -> tuple[Any, list[Tensor]]:
-        """What `_run` returns for the rule's local function on one rank's shards."""
+        """Run the rule's local function on one rank's shards, as `_run` does."""
         shards = []
         for by_coordinate, spec in zip(terms, local_call.inputs, strict=True):
             assert spec.coordinate is not None, "every rank is in the mesh"
@@ -316,7 +322,7 @@ class CallTrial:
         return self._run(shards, targets, local_function(self.rule, local_call, communicates))
 
     def _problems(self, results: Sequence[Any], local_call: LocalCall) -> Iterator[str]:
-        """What differs: outputs first, then the inputs that the operator writes."""
+        """Describe the differences: outputs first, then the inputs that the operator writes."""
         expected = list(flatten([self.results[0]]))
         inputs = self.results[1]
         got = [list(flatten([result[0]])) for result in results]
@@ -364,7 +370,7 @@ class CallTrial:
 
 
 def _alone(function: Callable[[], Any]) -> Any:
-    """What a function returns that starts no collective: one that does has no turn to give, and raises."""
+    """Return the result of a function that starts no collective; a collective raises."""
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.default_generator.manual_seed(SEED)
         return function()
@@ -381,7 +387,10 @@ def _meta(value: Any) -> Any:
 def _layout(
     meta: TensorMeta, entries: Sequence[Entry], rows: Sequence[Row], shardings: Shardings
 ) -> tuple[tuple[Placement, ...], TensorMeta, dict[int, AnyDimSharding]]:
-    """What of `Spec.sharded` entries of some rows mean for a tensor, given the sharding of each axis's factor."""
+    """Return the placements, meta and dim shardings that entries of rows give a tensor.
+
+    The sharding of each axis's factor is given.
+    """
     fitting: dict[int, tuple[Row, AnyDimSharding]] = {}
     for axis, entry in enumerate(entries):
         if not isinstance(entry, S):
@@ -402,7 +411,7 @@ def _layout(
 
 
 def _rows_of_lists(rule: Rule, call: OpCall) -> Iterator[Row]:
-    """Rows of a `foreach` call whose elements all take the row of the same number."""
+    """Yield rows of a `foreach` call in which all elements take the row of the same number."""
     elements = [*elements_of(call)]
     for rows in zip(*(rule.rows_of(element) for element, _, _ in elements), strict=False):
         inputs: dict[int, Entry] = dict.fromkeys(range(len(call.tensors)), R)
@@ -414,7 +423,7 @@ def _rows_of_lists(rule: Rule, call: OpCall) -> Iterator[Row]:
 
 
 def _format_call(call: OpCall) -> str:
-    """Shapes and arguments of a call, in one line."""
+    """Format shapes and arguments of a call in one line."""
     shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in call.tensors]
     others = {
         n: v for n, v in call.bound.items() if not [*flatten(v)] and v not in (None, [], False)
@@ -423,7 +432,7 @@ def _format_call(call: OpCall) -> str:
 
 
 def _format_rows(rows: Sequence[Row]) -> str:
-    """Rows in one line: entries of inputs, an arrow, entries of outputs."""
+    """Format rows in one line: entries of inputs, an arrow, entries of outputs."""
     return " and ".join(
         f"{' '.join(map(str, row.inputs))} -> {' '.join(map(str, row.outputs))}" for row in rows
     )
