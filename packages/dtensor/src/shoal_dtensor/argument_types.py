@@ -122,7 +122,8 @@ def takes(**kinds: Kinds) -> Callable[[Function], Function]:
     With `list` among the types, a non-empty list of instances is allowed too.
 
     Raises:
-        StyleTypeError: from a call, naming the argument, what it takes, and what it got.
+        StyleTypeError: raised by a call, with the name of the argument, the types that it allows,
+            and the value.
 
     Example:
         >>> @takes(count=int)

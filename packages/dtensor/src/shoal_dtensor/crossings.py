@@ -1,8 +1,8 @@
 """Gradients that cross between DTensors and plain tensors.
 
-A DTensor has one gradient, of which ranks hold shards. A plain tensor has one on each rank, which
-data parallelism sums over its ranks. Only the layer of data parallelism can tell one loss of all
-ranks from a loss for each rank, so it is called where gradients cross.
+A DTensor has one gradient, which is sharded over the ranks. A plain tensor has one gradient on each
+rank, which data parallelism sums over its ranks. Only the layer of data parallelism can distinguish
+one loss of all ranks from a loss for each rank, so it is called where gradients cross.
 
 May import: layout.
 """

@@ -1,8 +1,8 @@
 """The errors of the dtensor layer, and the errors that layers of parallel modules share.
 
-Each names what was asked, what is allowed and what was got. They subclass the builtins that torch
-raises in the same places, several where torch raises several, so that `except` clauses keep
-working.
+Each error names the request, the allowed values and the value received. The classes subclass the
+builtins that torch raises in the same places, several if torch raises several, so that `except`
+clauses keep working.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LayoutTypeError(LayoutError, StyleTypeError):
 
 
 class TiedWeightError(PlanError):
-    """Modules that share one parameter ask for different placements of it."""
+    """Modules that share one parameter require different placements of it."""
 
 
 class UnsupportedModuleError(StyleError, NotImplementedError):

@@ -103,8 +103,8 @@ def from_torch(tensor: Any, mesh: DeviceMesh | None = None) -> DTensor:
         mesh: shoal's mesh over the same ranks; made from the tensor's process groups when left out.
 
     Raises:
-        PlacementError: if a strided placement is no order of mesh axes, or shards unevenly (torch
-            then interleaves).
+        PlacementError: if a strided placement does not correspond to an order of mesh axes, or
+            shards unevenly (torch then interleaves).
     """
     from torch.distributed.tensor import DTensor as TorchTensor
 

@@ -1,8 +1,8 @@
 """`python -m shoal_dtensor.migrate PATH`: rewrites imports of torch's stack to imports of shoal.
 
-By default nothing is changed: the difference is printed. `--write` writes it. What a person has to
-decide is listed by file and line: names that no layer of shoal has, and imports that cannot be
-rewritten by themselves.
+By default no file is changed: the difference is printed. `--write` writes it. The names and imports
+that a person has to decide about are listed by file and line: names that no layer of shoal has, and
+imports that cannot be rewritten automatically.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Migrated(NamedTuple):
 
     Attributes:
         text: its new text.
-        left: (line, what a person has to decide), in order of the lines.
+        left: (line, question for a person), in order of the lines.
 
     Example:
         >>> text, left = migrate("from torch.distributed.tensor import Shard")
@@ -168,7 +168,7 @@ def migrate(text: str) -> Migrated:
         text: Python source.
 
     Raises:
-        SyntaxError: if the text is no Python.
+        SyntaxError: if the text is not valid Python.
 
     Example:
         >>> migrate("from torch.distributed.tensor import DTensor, Shard, nonsense").text
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, or 1 if a file could not be parsed as Python.
 
     Args:
-        arguments: files, folders and `--write`; those of the process when left out.
+        arguments: files, folders and `--write`; the arguments of the process when left out.
     """
     parser = argparse.ArgumentParser(prog="python -m shoal_dtensor.migrate", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="files and folders")

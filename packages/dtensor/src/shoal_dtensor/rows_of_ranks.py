@@ -29,11 +29,11 @@ TIMEOUT = 1800.0
 def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -> list[list[int]]:
     """`V -> R`: return the integers of every rank by its row-major index; one all-gather.
 
-    Main threads call this in the same order on all ranks. Other threads may come in any order,
-    beside collectives of the main thread: they meet in a group of their own, by `about`, a text
-    that is equal on all ranks whose rows belong together. It is a LockstepError if no thread of
-    some rank has come for the same in half an hour. `numbers` are (n,) of int64, on a device whose
-    tensors the mesh's groups send.
+    Main threads call this in the same order on all ranks. Other threads may call in any order,
+    concurrently with collectives of the main thread: they exchange rows in a group of their own,
+    identified by `about`, a text that is equal on all ranks whose rows belong together. If no
+    thread of some rank has called with the same text within half an hour, a LockstepError is
+    raised. `numbers` are (n,) of int64, on a device whose tensors the mesh's groups send.
     """
     meeting = _Meeting.of(mesh)
     comm = mesh.comm(tuple(range(mesh.ndim)))
@@ -85,8 +85,8 @@ def _gather(comm: Comm, numbers: Tensor) -> list[list[int]]:
 class _Meeting:
     """Exchange of numbers between threads of a group's ranks, in rounds of one row per rank.
 
-    Rows about what other threads here ask for are kept for them; a thread waits for rounds of
-    others for what it needs.
+    Rows for other threads of this rank are kept for them. A thread whose row arrives in a round of
+    another thread waits for that round.
     """
 
     _of_group: ClassVar[WeakKeyDictionary[object, _Meeting]] = WeakKeyDictionary()

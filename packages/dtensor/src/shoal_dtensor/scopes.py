@@ -1,7 +1,8 @@
 """Context-local values, and the immutable `Scope` of settings that dispatch follows.
 
-Decisions depend on the scope, so each has a cache of its own. Under the same rules, the same
-settings are the same scope whenever they are entered: a decision of one block is known in the next.
+Decisions depend on the scope, so each scope has a cache of its own. Under the same rules, the same
+settings are the same scope whenever they are entered, so that decisions of one block are reused in
+the next.
 
 May import: errors.
 """
@@ -81,7 +82,7 @@ def changed(**settings: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def unknown_ops(policy: Unknown) -> Iterator[None]:
-    """Set what happens to an operator that has no rule and no decomposition.
+    """Set how an operator without a rule or a decomposition is run.
 
     Args:
         policy: "replicate" gathers its inputs, with one warning per operator (the default); "error"
@@ -128,7 +129,7 @@ def communication(policy: Communication) -> Iterator[None]:
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Count plain tensors beside DTensors in an operator as replicated on their mesh.
+    """Count plain tensors among an operator's DTensors as replicated on their mesh.
 
     Example:
         >>> with implicit_replication():
@@ -144,10 +145,10 @@ def checked_replicas() -> Iterator[None]:
 
     This holds inside the block, for gradients that count as replicated.
 
-    `to_local()` of a replicated tensor gives each rank the same values; where ranks then compute
-    different things with them, each has a different summand of the gradient, and
-    `to_local(grad_placements=[Partial()])` is what says so. No local information tells the two
-    cases apart, so this costs one small collective for each such gradient.
+    `to_local()` of a replicated tensor gives each rank the same values. If ranks then compute
+    different things with them, each rank has a different summand of the gradient, which the program
+    declares by `to_local(grad_placements=[Partial()])`. A rank cannot distinguish the two cases
+    from its own values, so this takes one small collective for each such gradient.
 
     Raises:
         LockstepError: (of shoal_mesh, in backward, on every rank) if the ranks' gradients differ.

@@ -88,9 +88,9 @@ def whole_when_compiled(function: Function) -> Function:
 
     torch.compile traces the inside of the node afterwards.
 
-    So the function, of tensors and constants, may look at meshes, specs and caches as it likes, and
-    keep state on tensors. It is one of a module, by whose name the graph calls it; eager calls pass
-    straight through.
+    Therefore the function, which takes tensors and constants, may use meshes, specs and caches
+    freely, and keep state on tensors. It must be a function of a module, because the graph calls it
+    by its name there; eager calls pass straight through.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     _WHOLE[name] = function
@@ -107,7 +107,8 @@ def whole_when_compiled(function: Function) -> Function:
 def record_whole(name: str, *guarded: bool) -> None:
     """Announce a function to the compiler, which runs this while it traces, before its first call.
 
-    It guards what else is given: torch 2.15 guards no value that nothing takes.
+    The compiler also guards the other arguments: torch 2.15 does not guard a value that no call
+    takes.
     """
     torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]  # torch gives it no types
 

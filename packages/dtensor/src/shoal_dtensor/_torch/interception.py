@@ -45,10 +45,11 @@ def register_dispatch(
 
     Subclasses are not included. The operators are given by their names.
 
-    By default for all of aten, and for those that take functions: `run` gets their names, some
-    before torch compiles the functions. For `__torch_dispatch__` torch would first ask whether the
-    class is its own DTensor, and import that, and sympy, for half a second. The rules take 10 ms.
-    Operators with `out=`, a third of all, have none.
+    The default is all operators of aten, and the operators that take functions: `run` gets the
+    names of the latter, in part before torch compiles the functions. For `__torch_dispatch__` torch
+    would first check whether the class is its own DTensor, and import that class and sympy, which
+    takes half a second. Registering the rules takes 10 ms. Operators with `out=`, a third of all
+    operators, do not get a rule.
     """
     library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
     for name in torch._C._dispatch_get_all_op_names() if names is None else names:
@@ -98,9 +99,9 @@ def _trace_by(cls: type[torch.Tensor], run: Callable[..., Any], name: str) -> No
 def keep_whole(names: Sequence[str]) -> None:
     """Keep composite operators without derivatives, by their names, whole for tensor classes.
 
-    Autograd would replace such an operator by its parts first. The parts do not show a class which
-    operator was called: those of `one_hot` do not compare indices with the number of classes. With
-    autograd left out, plain tensors take the same kernel as before.
+    Autograd would first replace such an operator by its parts. From the parts a class cannot
+    recognize the operator that was called: the parts of `one_hot` do not compare indices with the
+    number of classes. Without autograd, plain tensors use the same kernel as before.
     """
     library: Any = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
     for name in names:
@@ -226,8 +227,8 @@ def explain_weights_only(prefix: str, way_out: str) -> None:
 def around_staging(copy: Callable[..., Any], apply: Callable[..., Any]) -> None:
     """Make torch's copies of state dicts handle tensors of another library.
 
-    Torch's stager and its helpers know tensors without memory by a null pointer and torch's DTensor
-    by its class.
+    Torch's stager and its helpers recognize tensors without memory by a null pointer, and torch's
+    DTensor by its class.
 
     Args:
         copy: called as `copy(original, stager, tensor, memo, **options)` for every tensor to stage.

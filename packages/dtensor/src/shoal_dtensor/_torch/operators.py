@@ -97,9 +97,9 @@ def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..
     """Return the cheapest callable for an operator and arguments like the arguments of `build`.
 
     torch's Python bindings (`torch.mm`, `Tensor.add_`) take 0.5 to 2 us less per call than the
-    overload object, and methods without arguments (`Tensor.relu`) 0.1 less than functions. A
-    binding is used if a call without memory takes the arguments and returns what is expected
-    (shapes and dtypes), or what the operator writes.
+    overload object, and methods without arguments (`Tensor.relu`) 0.1 us less than functions. A
+    binding is used if a call without memory accepts the arguments and returns the expected shapes
+    and dtypes, or the tensors that the operator writes to.
     """
     for binding in _bindings(op):
         with out_of_sight():
@@ -196,9 +196,9 @@ def has_views(tensor: torch.Tensor) -> bool:
 def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """Change the shape and stride of a wrapper as an in-place view would, without touching data.
 
-    Of a view, autograd repeats the views that led to it where it or its base is written to. It does
-    not know of this one: the gradient would have another shape, or be wrong. From here on it
-    refuses a write that needs a gradient.
+    When a view or its base is written to, autograd replays the chain of views that led to it. It
+    does not record this change of shape, so the gradient would have another shape, or be wrong.
+    Afterwards the view refuses writes that need a gradient.
     """
     with no_dispatch():
         included = torch._C._meta_in_tls_dispatch_include()

@@ -46,8 +46,8 @@ def distribute_tensor(
 ) -> DTensor:
     """`V -> placements`: return a DTensor with the values of one rank's plain tensor.
 
-    Every rank but the source needs memory for its own shard only (pass, say,
-    `torch.empty(1).expand(shape)` there). A tensor on the meta device gives meta shards, on every
+    Every rank except the source needs memory only for its own shard (pass, for example,
+    `torch.empty(1).expand(shape)` there). A tensor on the meta device gives meta shards on every
     rank.
 
     Args:
@@ -55,12 +55,12 @@ def distribute_tensor(
             this layout is returned as it is. Or a stored tensor,
             `safetensors.safe_open(...).get_slice(name)`, that all ranks can read: each reads its
             own shard, and nothing is sent.
-        device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
-        placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out. Of a
-            partial one, the ranks' values reduce to the tensor's.
-        src_data_rank: whose values count: the rank at this coordinate of every mesh axis. None:
-            each rank slices its own tensor, and of a memory-mapped one (`torch.load(mmap=True)`)
-            reads its shard only; nothing is sent.
+        device_mesh: the mesh; the mesh of the enclosing `with mesh:` block when left out.
+        placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out. Along a
+            partial axis, the ranks' values reduce to the tensor's values.
+        src_data_rank: the coordinate, on every mesh axis, of the rank that provides the values.
+            None: each rank slices its own tensor, and reads only its shard of a memory-mapped one
+            (`torch.load(mmap=True)`); nothing is sent.
         shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in
             ascending order.
 
@@ -191,12 +191,12 @@ def distribute_module(
 
     Args:
         module: changed in place and returned. A parameter shared by several modules stays shared.
-        device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
+        device_mesh: the mesh; the mesh of the enclosing `with mesh:` block when left out.
         partition_fn: called with the name, module and mesh of every sub-module, to replace
-            parameters by DTensors; what it leaves plain is replicated.
+            parameters by DTensors; parameters that it leaves plain are replicated.
         input_fn: `input_fn(module, inputs, mesh)` before forward, or, as torch once took it,
             `input_fn(inputs, mesh)`; its result replaces the inputs.
-        output_fn: the same of the outputs, after forward.
+        output_fn: `output_fn(module, outputs, mesh)` after forward, with the same alternative.
 
     Raises:
         PlacementError: if the module was distributed before, or `partition_fn` gives a shared
@@ -396,7 +396,7 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
 
     Args:
         size: global shape, as integers or one sequence.
-        keywords: those of torch's factories that make sense for a DTensor, `device_mesh` and
+        keywords: the keywords of torch's factories that make sense for a DTensor, `device_mesh` and
             `placements`: `Keywords`.
 
     Raises:

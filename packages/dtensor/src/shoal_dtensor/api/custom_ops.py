@@ -44,19 +44,19 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
     Given plain tensors alone, the result behaves as `func`.
 
     Args:
-        func: takes and returns plain tensors; left out, this is a decorator.
-        out_placements: of the outputs: one list for all, or a tuple with one for each; None leaves
-            an output plain.
-        in_placements: that the inputs (flattened) must have, one entry each; None for other values,
-            or for any.
+        func: takes and returns plain tensors; if left out, this is a decorator.
+        out_placements: placements of the outputs: one list for all, or a tuple with one for each;
+            None leaves an output plain.
+        in_placements: required placements of the inputs (flattened), one entry each; None for
+            values that are not DTensors, or for any placements.
         in_grad_placements: placements of the inputs' gradients as they come back from `func`.
         device_mesh: the mesh of the outputs; the inputs' own when left out.
         redistribute_inputs: redistribute inputs of other placements instead of raising.
         run_check: in every call, compare over the mesh the shapes of the outputs, which may be
-            uneven, and the values of replicated ones: one all-gather of 144 bytes for each output;
-            threads may come in any order. If False, replicas are taken to be equal, and shapes to
-            be those of this rank on all, or as `Shard(dim, sizes=...)` says. Compiled code does not
-            compare; it refuses unevenly sharded inputs unless this is False.
+            uneven, and the values of replicated outputs: one all-gather of 144 bytes for each
+            output; threads may call in any order. If False, replicas are assumed to be equal, and
+            all ranks to have shapes as on this rank, or as `Shard(dim, sizes=...)` declares.
+            Compiled code does not compare; it refuses unevenly sharded inputs unless this is False.
 
     Raises:
         PlacementError: (when called) if an input has other placements, if the number of placements

@@ -56,8 +56,8 @@ class ExplicitRedistributionContext:
 class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """`CommDebugMode` that also records operators on DTensors, each with its collectives.
 
-    The options are torch's: those for what is not recorded here are refused, those for how it is
-    printed do nothing.
+    The options are torch's. Options for values that are not recorded here are refused; options for
+    the printed form have no effect.
 
     Args:
         record_realtensor, record_localtensor, record_output, record_profiler_context: change
@@ -154,7 +154,7 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
         """Return all lines.
 
         Raises:
-            ArgumentValueError: if stack traces are asked for, which are not recorded.
+            ArgumentValueError: if stack traces are requested, which are not recorded.
         """
         if show_stack_trace:
             raise ArgumentValueError(

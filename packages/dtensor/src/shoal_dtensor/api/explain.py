@@ -110,8 +110,9 @@ def explain(
         src: a tensor, or its spec.
         dst: the spec to redistribute to, or the placements, one per mesh axis or as a
             `PartitionSpec`.
-        count: how many plans to show.
-        shard_order: with placements, the axes of each dim that several shard, outermost first.
+        count: the number of plans.
+        shard_order: with placements, the axes of each dim that is sharded by several axes,
+            outermost first.
         options: `topology`, `memory_limit` in bytes, as for `redistribute.plan`.
 
     Raises:
@@ -180,7 +181,7 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
         use_rich: in colours, one for each set of ranks, with rich; in a notebook as HTML.
 
     Raises:
-        MissingExtraError: if rich is asked for and not installed.
+        MissingExtraError: if rich is requested and not installed.
         PlacementError: if the tensor has more than two dims.
 
     Example:
@@ -243,9 +244,9 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
     """Draw the tensor as a rectangle, with a color and the ranks for each part; return the axes.
 
     Args:
-        tensor: of any number of dims; those before the last two are drawn as one, from top to
-            bottom.
-        ax: matplotlib axes to draw on; those of a new figure when left out.
+        tensor: a tensor of any number of dims; the dims before the last two are drawn as one, from
+            top to bottom.
+        ax: matplotlib axes to draw on; the axes of a new figure when left out.
         title: placements when left out.
 
     Raises:

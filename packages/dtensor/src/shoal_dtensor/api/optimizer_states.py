@@ -94,7 +94,7 @@ def first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> Stat
 def add_frozen_states(
     optimizers: Iterable[Optimizer], target: Mapping[str, Any], given: Mapping[str, Any]
 ) -> None:
-    """Have what optimizers can load include the first states of frozen parameters too, where state is given."""
+    """Add the first states of frozen parameters to the state that optimizers can load."""
     named = names_of(optimizers, target["param_groups"])
     frozen = {
         param: name for name, param in named.items() if given.get(name) and not param.requires_grad

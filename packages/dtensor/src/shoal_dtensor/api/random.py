@@ -1,7 +1,7 @@
 """Random numbers for users: seeds, modes, states, and torch's tracker interface.
 
-Nothing has to be called: a program that seeds every rank alike draws, on any mesh, what one device
-would draw.
+A program does not have to call anything here: if it seeds every rank alike, it draws on any mesh
+the same numbers as on one device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
         device_mesh: for the type of its devices.
 
     Raises:
-        RandomStateError: if the mesh's devices have no generator that shoal knows.
+        RandomStateError: if shoal does not support the generator of the mesh's devices.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -97,7 +97,7 @@ class OffsetBasedRNGTracker:
     """torch's tracker interface, for programs that talk to it.
 
     Args:
-        device_mesh: whose device type decides which generator the states are of.
+        device_mesh: the mesh; its device type determines the generator that has the states.
         run_state_sync: check now that the ranks of the mesh agree; torch would broadcast rank 0's
             state instead.
 

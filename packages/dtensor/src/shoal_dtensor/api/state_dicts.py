@@ -1,9 +1,10 @@
 """State dicts of models and optimizers with DTensors, sharded or full, by the names of torch.
 
-Torch's functions would leave DTensors of this package sharded in full state dicts, as they know its
-own by the class. Gathering and sharding, one tensor at a time, stands around what they call inside,
-so that they do the same as those here, which check their arguments on all ranks first.
-torch.distributed.checkpoint is imported in the first call.
+Torch's functions would leave DTensors of this package sharded in full state dicts, because they
+recognize torch's own DTensor by the class. Gathering and sharding, one tensor at a time, wraps the
+functions that they call inside. Therefore torch's functions behave like the functions here, which
+also check their arguments on all ranks first. torch.distributed.checkpoint is imported in the first
+call.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def get_model_state_dict(
             each rank its shards.
 
     Raises:
-        StateDictError: the options are of another type, or not those that `get` takes.
+        StateDictError: the options have another type, or `get` does not take them.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -134,10 +135,10 @@ def set_model_state_dict(
     DTensors in a state dict that is not full are copied.
 
     Args:
-        model: the model, whose layouts stay as they are; all ranks call this.
-        model_state_dict: what `get_model_state_dict` gives. Full: each rank takes its shards from
-            its own tensors, or with `broadcast_from_rank0` from those of rank 0 (one tensor at a
-            time; the other ranks pass `{}`).
+        model: the model, which keeps its layouts; all ranks call this.
+        model_state_dict: the result of `get_model_state_dict`. If it is full, each rank takes its
+            shards from its own tensors, or with `broadcast_from_rank0` from the tensors of rank 0
+            (one tensor at a time; the other ranks pass `{}`).
         options: a `StateDictOptions`: `full_state_dict`, `broadcast_from_rank0`, `strict`.
 
     Returns:
@@ -175,8 +176,8 @@ def set_optimizer_state_dict(
     Args:
         model: the model that the optimizers step.
         optimizers: one or several.
-        optim_state_dict: what `get_optimizer_state_dict` gives; with `broadcast_from_rank0` that of
-            rank 0 counts.
+        optim_state_dict: the result of `get_optimizer_state_dict`; with `broadcast_from_rank0`,
+            only the state dict of rank 0 counts.
         options: as for `set_model_state_dict`.
 
     Raises:
@@ -223,7 +224,7 @@ def set_state_dict(
 
 
 def _get(original: Callable[..., Any], *args: Any) -> Any:
-    """Return torch's result for a model or its optimizers, with full tensors if the options say so."""
+    """Return torch's result for a model or its optimizers, with full tensors if so requested."""
     *owners, options = args
     if not _has_dtensors(owners[0]):
         return original(*args)

@@ -1,8 +1,9 @@
 """Checkpointer: the checkpoints of a training run, which survive a kill of any rank.
 
 A step is a folder with the files of torch.distributed.checkpoint and a manifest of their sizes and
-digests. It is written under a name that begins with a dot and renamed when it is complete, so what
-has its name is whole or was damaged later. It is removed under such a name too.
+digests. It is written under a name that begins with a dot, and renamed when it is complete. A
+folder with the final name is therefore complete, or was damaged later. It is removed under a name
+with a dot too.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ _STEP = re.compile(r"step_(\d+)")
 class Checkpointer:
     """Saves and loads the state of a run in one folder, by torch.distributed.checkpoint.
 
-    A step is written beside, every rank its own shards, read back, and given its name in one
-    rename, so a kill at any moment leaves the steps that were there and none that is half written.
-    Older ones are removed after that. Loading takes the newest step whose files are what was
-    written, on any number of ranks and in any layout; it runs no code that a checkpoint holds. All
-    methods are called by all ranks.
+    Every rank writes its own shards of a step under a temporary name and reads them back; one
+    rename then gives the step its name. A kill at any moment therefore leaves the older steps, and
+    no step that is half written. Old steps are removed after that. Loading takes the newest step
+    whose files match their digests, on any number of ranks and in any layout; it does not run code
+    that a checkpoint contains. All methods are called by all ranks.
 
     Args:
-        folder: of this run alone, seen by all ranks.
-        keep: how many steps stay.
+        folder: a folder for this run alone, visible to all ranks.
+        keep: the number of steps that stay.
 
     Raises:
         ArgumentTypeError: an argument of a wrong type.
@@ -108,9 +109,10 @@ class Checkpointer:
             step: its number.
             state_dict: tensors, DTensors and other values by name, and modules, optimizers,
                 schedulers and other objects with a `state_dict`; mappings may be nested.
-            background: return once the values are copied, and write beside the next steps. One save
-                is under way at most, the next one waits for it: one copy of this rank's shards, in
-                memory of the host, is all the memory that it takes. `wait` says how it went.
+            background: return once the values are copied, and write concurrently with the next
+                steps. At most one save is in progress; the next save waits for it. The save takes
+                the memory of one copy of this rank's shards, in memory of the host. `wait` raises
+                if it failed.
 
         Raises:
             ArgumentTypeError: an argument of a wrong type.
@@ -174,9 +176,10 @@ class Checkpointer:
             state_dict: the state to fill in place, such as
                 `{"model": model, "optimizer": optimizer, "step": 0}`.
             step: the number of a step; None for the newest.
-            strict: raise where the checkpoint holds what the state dict does not take, or lacks
-                what the state dict has. A single part of a checkpoint, as its model, may be loaded
-                alone: a warning names the parts that are left out. False loads what both have.
+            strict: raise if the checkpoint has entries that the state dict does not take, or lacks
+                entries of the state dict. A single part of a checkpoint, such as its model, may be
+                loaded alone: a warning names the parts that are left out. False loads the entries
+                that both have.
 
         Returns:
             The step, or None where there is none.

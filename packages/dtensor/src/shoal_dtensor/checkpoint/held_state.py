@@ -56,10 +56,10 @@ class _Facts(NamedTuple):
 class HeldState:
     """The newest whole state whose shards this rank holds, for recovery after ranks are lost.
 
-    After a loss the shards of a tensor may still all be there: along a data-parallel axis, for one,
-    another rank has the same. `recover` then moves them to the layout of the new mesh. What it
-    brings is of one step: where ranks stopped at different ones, the newest that is complete.
-    Nothing is mixed with a checkpoint.
+    After a loss of ranks all shards of a tensor may still exist: along a data-parallel axis, for
+    example, another rank has the same shard. `recover` moves them to the layout of the new mesh.
+    The recovered state belongs to one step: if ranks stopped at different steps, it is the newest
+    complete one. It is not mixed with a checkpoint.
 
     Example:
         >>> import torch
@@ -119,9 +119,11 @@ class HeldState:
         All ranks of the world call this, including new ones.
 
         Args:
-            state_dict: what to fill in place, in its layout: of the same names, shapes and dtypes.
-                Modules, optimizers, schedulers and the like take their state themselves.
-            strict: raise where the ranks hold what no rank's state dict takes; False leaves it out.
+            state_dict: the state to fill in place, in its layout, with the same names, shapes and
+                dtypes. Modules, optimizers, schedulers and similar objects load their state
+                themselves.
+            strict: raise if the ranks hold entries that no rank's state dict takes; False leaves
+                them out.
 
         Returns:
             The step; None where the ranks hold no step whole, and nothing is changed.

@@ -1,8 +1,8 @@
 """OptimizerLoad: the part of a load that fills an optimizer, which may not have made a step yet.
 
 A checkpoint has the state of its parameters by number, as `Optimizer.state_dict` writes it, or by
-name, as `get_optimizer_state_dict` does, nested or flat. Tensors to fill are those that the
-optimizer has, or those with which its first step would begin.
+name, as `get_optimizer_state_dict` does, nested or flat. The tensors to fill are the tensors of the
+optimizer, or the tensors with which its first step would begin.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class OptimizerLoad(ComponentLoad):
     # --- options ----------------------------------------------------------------------------------
 
     def _options_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the options of a saved group; those that are tensors stay names, and are targets."""
+        """Read the options of a saved group; options that are tensors stay names, and are targets."""
 
         def read(leaf: Any) -> Any:
             if not isinstance(leaf, SavedName):
@@ -191,7 +191,7 @@ class OptimizerLoad(ComponentLoad):
     # --- state ------------------------------------------------------------------------------------
 
     def _add_targets(self) -> None:
-        """Choose a tensor for every saved entry, and name those that only one side has."""
+        """Choose a tensor for every saved entry, and record the names that only one side has."""
         with self._with_saved_options():
             made = first_states(self.optimizer, lambda param: param in self.entries)
         is_known = _makes_known_state(self.optimizer)

@@ -37,8 +37,9 @@ def name_of(path: Path) -> str:
 def leaves_of(value: Any, path: Path = ()) -> Iterator[Leaf]:
     """Yield the values that torch.distributed.checkpoint writes as entries, in its order.
 
-    It takes apart every mapping, and lists that hold tensors or mappings. Empty mappings have no
-    entry there; here each is a leaf, so that a load can report what it would drop.
+    It takes apart every mapping, and lists that hold tensors or mappings. Empty mappings do not
+    have an entry there; here each is a leaf, so that a load can report the entries that it would
+    drop.
     """
     items: Iterable[Any] = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:

@@ -1,10 +1,10 @@
 """Giving each mesh axis one row of a rule: the search behind every sharding decision.
 
-A row is a candidate on an axis only if some input is already placed so there: no new sharding is
-invented. A combination of rows fixes every operand's sharding, because all sharded entries of a row
-share one factor. Where several inputs shard that factor differently, each of their shardings is
-tried. The price of a combination is what its inputs' redistribution takes. Where one exists for
-which nothing moves and nothing communicates, no other is priced.
+A row is a candidate on an axis only if some input already has the row's placement on it: no new
+sharding is introduced. A combination of rows fixes every operand's sharding, because all sharded
+entries of a row share one factor. If several inputs shard that factor differently, each of their
+shardings is tried. The price of a combination is the price of its inputs' redistribution. If a
+combination exists for which nothing moves and nothing communicates, no other combination is priced.
 """
 
 from __future__ import annotations

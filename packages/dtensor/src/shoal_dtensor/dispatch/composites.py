@@ -1,10 +1,11 @@
 """Operators that run by other calls: collectives of `torch.distributed`, strides, lists in which elements differ.
 
-A collective runs on shards where each rank of its group holds the same shard: if the group has no
-other rank of the tensor's mesh, or is all ranks along mesh axes along which the tensor is
-replicated. A reduction of values that are partial along other axes must commute with theirs. All
-else is refused. An operator on lists runs on one element after the other where some are
-redistributed, for one may write what is redistributed for another, or mesh by mesh.
+A collective runs on shards if each rank of its group holds the same shard. This is the case if the
+group has no other rank of the tensor's mesh, or consists of all ranks along mesh axes along which
+the tensor is replicated. If values are partial along other axes, the collective's reduction must
+commute with their reduction. Everything else is refused. An operator on lists runs on one element
+after the other if some elements are redistributed, because it may write to an element that is
+redistributed for another one. It also runs mesh by mesh.
 """
 
 from __future__ import annotations
@@ -190,9 +191,9 @@ def groups_by_mesh(
 
     Plain tensors with dims form a group of their own.
 
-    An element is what the lists have at one position; plain tensors without dims go with any kind.
-    None if all elements are of one kind, if an element is of two kinds, or if a tensor with dims is
-    shared by all.
+    An element is the tuple of entries that the lists have at one position; plain tensors without
+    dims go with any kind. The result is None if all elements are of one kind, if an element is of
+    two kinds, or if a tensor with dims is shared by all.
     """
     values = [*args, *kwargs.values()]
     if any(isinstance(value, Tensor) and value.ndim for value in values):

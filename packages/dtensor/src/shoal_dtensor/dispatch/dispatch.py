@@ -1,7 +1,7 @@
 """The hot path: every operator on DTensors passes through `dispatch`.
 
 Unwrap the arguments into a key of specs and static values, look the decision up, call the local
-function, wrap what it returns. What is decided once per key is decided in `propagate`; no operator
+function, wrap its result. `propagate` makes every decision that is made once per key; no operator
 is named here. docs/concepts/dispatch.md follows a call through the package.
 """
 

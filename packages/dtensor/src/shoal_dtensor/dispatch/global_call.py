@@ -1,10 +1,10 @@
-"""A call as on global tensors: its arguments as specs, metas or examples, what it returns, the cheapest way to run it.
+"""Calls as on global tensors: arguments as specs, metas or examples, outputs, and bindings.
 
-The meta kernel says what it returns. Of many operators that is Python code, which takes 0.2 to 2
-ms, and imports a compiler. Most operators ask of sizes no more than which are equal to each other,
-to 0 or to 1 (`Rule.sizes`): they are run on tensors of few elements in place of it, once for all
-calls with the same equalities. (24, 6) @ (6, 10) is run as (5, 6) @ (6, 7), whose result of 5 x 7
-elements stands for one of 24 x 10.
+The meta kernel determines the outputs. For many operators it is Python code, which takes 0.2 to 2
+ms and imports a compiler. Most operators only depend on which sizes are equal to each other, to 0
+or to 1 (`Rule.sizes`). They are run on tensors of few elements in place of the meta kernel, once
+for all calls with the same equalities. (24, 6) @ (6, 10) is run as (5, 6) @ (6, 7), whose result of
+5 x 7 elements represents a result of 24 x 10.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Plain tensors among DTensors: which of them may count as replicated, and whether they are, on every rank.
 
-Torch's composite operators and gradient formulas hand tensors of their own to an operator beside
-DTensors: zeros, ranges, masks. What a rank sees of such a tensor (who refers to it, who called the
-operator) only makes it a candidate. The ranks agree in one small collective: it counts as
-replicated if it is a candidate on every rank and has the same values on every rank, and is an error
-on every rank otherwise.
+Torch's composite operators and gradient formulas pass tensors of their own to an operator together
+with DTensors: zeros, ranges, masks. The facts that a rank observes about such a tensor (the
+references to it, the caller of the operator) only make it a candidate. The ranks agree in one small
+collective: the tensor counts as replicated if it is a candidate on every rank and has the same
+values on every rank; otherwise every rank raises an error.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def verify_replicated(
 ) -> None:
     """`R -> check`: refuse plain tensors unless all ranks of a mesh hold the same ones, as candidates.
 
-    Values that are not known yet (while tracing) are not compared; tensors on the meta device have
-    none and pass. `what` is the operator, `candidates` whether this rank takes all of them for
-    candidates. The MixedTensorError is raised on every rank.
+    Values that do not exist yet (while tracing) are not compared; tensors on the meta device do not
+    have values and pass. `what` is the operator; `candidates` is True if this rank takes all of the
+    tensors for candidates. The MixedTensorError is raised on every rank.
     """
     if all(tensor.is_meta for tensor in tensors):
         return
@@ -237,10 +237,11 @@ def _as_plain(grad: Any) -> Any:
 def _check_takes_whole(node: Any, spec: Spec) -> None:
     """Refuse a whole gradient for a plain tensor that takes a share of it from each rank.
 
-    Its values do not tell, its history does, up to an autograd function whose backward counts what
-    each rank gives, such as `to_local()` of a shard: its `gradient_shares` are the global ranks
-    that give something, none if it passes on what it is given, None if it takes a whole gradient.
-    All ranks have the same history, so all raise.
+    The tensor's values cannot show this, but its autograd history can. The history is followed up
+    to an autograd function whose backward counts the share of each rank, such as `to_local()` of a
+    shard. The `gradient_shares` of this function are the global ranks that contribute a share; they
+    are empty if it passes its input on, and None if it takes a whole gradient. All ranks have the
+    same history, so all raise.
     """
     waiting = [node]
     seen = set()
@@ -318,8 +319,8 @@ def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
     gradient.
 
     Call it on the parameter of a function that got it from a loop over arguments: references are
-    counted. What has a gradient follows from a tensor of the user's, though torch may have copied
-    that (`matmul` of 4 dims does).
+    counted. A tensor that requires a gradient was computed from a user's tensor, though torch may
+    have copied that (`matmul` of 4 dims does).
     """
     if tensor.requires_grad and torch.is_grad_enabled() and not in_backward():
         return False

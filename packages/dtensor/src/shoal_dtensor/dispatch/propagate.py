@@ -1,6 +1,6 @@
 """Decisions: the specs that each input of an operator must get and that its outputs have.
 
-Nothing here touches values, and nothing here knows an operator by name.
+This module does not access values, and it does not refer to operators by name.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def decide(
 
     Keyword arguments are in the order of the schema.
 
-    The scope has the policies that hold; `copies` are the flat indices of inputs that are views
-    whose storage is not their base's. What must not run (MixedTensorError of several meshes,
-    NoRuleError, InPlaceError, CommunicationForbiddenError) is refused here.
+    The scope has the policies in force; `copies` are the flat indices of inputs that are views with
+    another storage than their base. Forbidden calls (MixedTensorError of several meshes,
+    NoRuleError, InPlaceError, CommunicationForbiddenError) are refused here.
     """
     try:
         return _decide(op, args, kwargs, scope, copies=copies)

@@ -1,9 +1,8 @@
 """Decisions as data, the wrapping of results in DTensors, and views that follow their base.
 
-Views that had to be redistributed share no memory with their base, and follow it all the same: the
-base's version says whether it was written to since, and then the view's values are taken from it
-again before anything reads them. All ranks write and read in the same order, so they do this at the
-same time.
+Views that had to be redistributed do not share memory with their base, but they follow it: if the
+base's version shows that it was written to since, the view's values are recomputed from it before
+they are read. All ranks write and read in the same order, so they recompute at the same time.
 """
 
 from __future__ import annotations
@@ -144,14 +143,14 @@ def has_fractions(dtype: torch.dtype) -> bool:
 def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, Any]:
     """Correct a decision by the first result of its local call; return it and the result.
 
-    A replicated output is what the kernel says: for auxiliary outputs (of `embedding_bag`, for one)
-    the meta kernel, which predicted the shape, and the device's kernel need not agree. So is the
-    dtype of all outputs but the first (torch 2.11 predicts float32 for attention's log-sums of
-    float64). Where a sharded or partial output is not what its spec says, the rule errs, and that
-    must be seen: an AssertionError.
+    Replicated outputs are taken from the kernel: for auxiliary outputs (of `embedding_bag`, for
+    example) the meta kernel, which predicted the shape, and the device's kernel may differ. The
+    dtype of all outputs except the first is taken from the kernel too (torch 2.11 predicts float32
+    for attention's log-sums of float64). If a sharded or partial output differs from its spec, the
+    rule is wrong: an AssertionError is raised.
 
-    What is computed around a collective keeps the memory order of its input, where one device's
-    kernel makes row-major.
+    A result that is computed around a collective keeps the memory order of its input, where one
+    device's kernel makes a row-major one.
     """
     specs = [*decision.outputs]
     out_of_order = False

@@ -1,9 +1,9 @@
 """`ModuleForward`: the callable that stands in for a module's forward.
 
 Its bound `__call__` is stored in the instance (`module.forward`), so `nn.Module.__call__`, hooks
-and `state_dict` work as before. Of a bound method a compiler guards the function and not the
+and `state_dict` work as before. For a bound method a compiler guards the function and not the
 object, so blocks of equal structure share one graph. It refers to the module weakly, so that a
-model that is dropped is freed at once.
+dropped model is freed at once.
 
 Which forward stands in, and how ranks add up, a mode of arithmetic may decide that a package above
 enters. It belongs to the process, since backward passes run in threads of their own.
@@ -206,8 +206,8 @@ def complete_forms(
 ) -> None:
     """Give modules on a mesh that no style shards the forwards that an entered mode needs.
 
-    Where gradients are to be summed over the mesh, `over_data` are their dtypes. What a mode has no
-    forward for, or cannot sum, it refuses.
+    If gradients are to be summed over the mesh, `over_data` are their dtypes. The mode refuses a
+    module without a suitable forward, and gradients that it cannot sum.
     """
     mode = current_arithmetic()
     if mode is not None:

@@ -1,9 +1,9 @@
 """Owners of parameters on data axes, so that styles and data axes can be applied in any order.
 
-A style places whole parameters. An owner puts them in place of the shards that it has made of them,
-and shards what the style leaves again. What users attach to parameters, attributes and hooks, goes
-along to those that replace them, until they remove a hook by its handle: what is registered looks
-it up there. The step of an optimizer that holds a replaced parameter raises.
+A style places whole parameters. An owner replaces its shards by the whole parameters, and shards
+the parameters that the style leaves again. Attributes and hooks that users attach to parameters are
+carried over to the replacing parameters, until the user removes a hook by its handle: the
+registered hook looks it up there. The step of an optimizer that holds a replaced parameter raises.
 """
 
 from __future__ import annotations

@@ -39,13 +39,13 @@ def clip_grad_norm_(
 
     The norm of all gradients together is a plain tensor, the same on every rank.
 
-    Gradients may have any layout, on several meshes, and some may be plain (those count as
+    Gradients may have any layout, on several meshes, and some may be plain (plain ones count as
     replicated). All ranks of a mesh must pass gradients of the same layouts.
 
     Args:
-        parameters: what has gradients; others are passed over.
-        max_norm: the largest norm that is left as it is.
-        norm_type: its order, positive, or infinity; of order 2 it is exact inside
+        parameters: tensors; the ones without a gradient are ignored.
+        max_norm: the largest norm that is not scaled.
+        norm_type: the order of the norm, positive, or infinity; order 2 is exact inside
             `shoal_mesh.sums_in_tree`.
         error_if_nonfinite: whether a norm that is not finite is an error rather than a factor.
         foreach: whether to use foreach operators; by default where the device has them.

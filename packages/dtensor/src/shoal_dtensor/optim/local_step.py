@@ -5,10 +5,10 @@ Where an update is element by element, the local shards alone give the same numb
 is given a proxy of its optimizer that collects shards where the optimizer, which has DTensors all
 the time, would collect these.
 
-Muon orthogonalizes the update of each matrix by five products of matrices, on shards 11 to 21
-collectives. Here every rank gathers the update, in bfloat16 as Muon computes, and orthogonalizes
-all of it, with the bits of one device. Updates travel in groups, one group beside the products of
-the group before.
+Muon orthogonalizes the update of each matrix by five products of matrices, which take 11 to 21
+collectives on shards. Here every rank gathers the update, in bfloat16 as Muon computes, and
+orthogonalizes all of it, with the bits of one device. Updates are gathered in groups; one group is
+in flight during the products of the group before it.
 """
 
 from __future__ import annotations
@@ -64,18 +64,19 @@ _KINDS: frozenset[type[Optimizer]] = frozenset({*ELEMENTWISE, Muon})
 def local_step(optimizer: O) -> O:
     """Return the optimizer if its steps work on local shards of DTensors; raise otherwise.
 
-    Nothing else is needed: torch's optimizers do that as they are. A step communicates nothing
-    (Muon's gathers the update of each matrix, one collective for many), the numbers and the state
-    dict are those of DTensors, and DTensors and plain tensors may share an optimizer. What dispatch
-    alone can do goes through dispatch, operator by operator: compiled and differentiable steps,
-    partial parameters, plain gradients or states of DTensors, subclasses.
+    This call is not necessary: torch's optimizers run on local shards without it. A step does not
+    communicate (except Muon's, which gathers the update of each matrix, one collective for many).
+    The numbers and the state dict are the same as with DTensors, and DTensors and plain tensors may
+    share an optimizer. Steps that only dispatch supports go through dispatch, operator by operator:
+    compiled and differentiable steps, partial parameters, plain gradients or states of DTensors,
+    subclasses.
 
     Args:
         optimizer: any.
 
     Raises:
-        OptimizerError: if its update is not known to be element by element (`ELEMENTWISE`;
-            subclasses may differ) and it is not a Muon.
+        OptimizerError: if it is not certain that its update works element by element
+            (`ELEMENTWISE`; subclasses may differ) and it is not a Muon.
 
     Example:
         >>> from shoal_mesh import init_device_mesh

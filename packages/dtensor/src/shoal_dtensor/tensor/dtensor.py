@@ -42,7 +42,7 @@ from .spec_arguments import global_spec, mesh_or_current, target_spec, with_a_di
 class DTensor(torch.Tensor):
     """A global tensor spread over a device mesh.
 
-    Operators, autograd, optimizers and checkpoints see the global tensor; each rank stores only its
+    Operators, autograd, optimizers and checkpoints use the global tensor; each rank stores only its
     shard. Create one with `distribute_tensor`, with `DTensor.from_local`, or with a factory such as
     `zeros`.
 
@@ -147,7 +147,7 @@ class DTensor(torch.Tensor):
                 ascending order.
 
         Raises:
-            PlacementError: if the placements do not fit, or `shape` asks for another local shape.
+            PlacementError: if the placements do not fit, or `shape` requires another local shape.
         """
         mesh = mesh_or_current(device_mesh)
         if isinstance(local_tensor, DTensor):
@@ -194,9 +194,9 @@ class DTensor(torch.Tensor):
         """`placements -> V`: return this rank's shard; differentiable.
 
         Args:
-            grad_placements: those of the returned tensor's gradient; this tensor's own when left
-                out, replicated where this tensor is partial. Where ranks use a replicated tensor in
-                different ways, its gradient is `Partial()`.
+            grad_placements: placements of the returned tensor's gradient; this tensor's own when
+                left out, replicated where this tensor is partial. If ranks use a replicated tensor
+                in different ways, its gradient is `Partial()`.
         """
         if not is_tracing():
             check_recorded("to_local", self._local_tensor)
@@ -260,7 +260,7 @@ class DTensor(torch.Tensor):
         return whole.to_local(grad_placements=grad_placements)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        """Record operations on this tensor; a leaf's gradient has the leaf's layout before any hook sees it."""
+        """Record operations on this tensor; hooks receive a leaf's gradient in the leaf's layout."""
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf:
             install_gradient_hook(DTensor, self)
@@ -269,7 +269,7 @@ class DTensor(torch.Tensor):
     requires_grad: property = property(BASE.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type]  # returns the tensor
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """Have `hook` see the gradient, and replace it where it returns another one.
+        """Call `hook` on the gradient, and replace the gradient if the hook returns another one.
 
         Args:
             hook: gets the gradient, a DTensor, and returns None or a DTensor. A plain tensor counts
@@ -303,7 +303,7 @@ class DTensor(torch.Tensor):
         self._become(value._local_tensor, value._spec)
 
     def _become(self, local: torch.Tensor, spec: Spec) -> None:
-        """Take another local shard and layout; torch knows shape and dtype already."""
+        """Replace the local shard and the layout; torch has the shape and dtype already."""
         self._local_tensor = local
         self._spec = spec
         if self.requires_grad and self.is_leaf:

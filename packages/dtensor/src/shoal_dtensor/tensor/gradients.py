@@ -1,14 +1,14 @@
 """Gradients of leaves: the running backward pass, routes of gradients, batched reductions.
 
-An autograd function that has the gradient of a leaf asks `grad_route` what to do with it. What
-cannot be done before all gradients are computed is a part of the pass, made by the first that asks:
-`running_pass().part(Kind)`.
+An autograd function that has the gradient of a leaf calls `grad_route` to determine how to deliver
+it. Work that must wait until all gradients are computed is a part of the pass, made at the first
+request: `running_pass().part(Kind)`.
 
-A leaf's hook returns the gradient while its reduction to the leaf's layout is still to be done: the
-tensor knows the layout that it will have, and its first use runs all reductions that have been
-asked for. What autograd itself does with it (take it, or add it to the gradient that is there)
-waits with it, so usually nothing is used before the end of the backward pass. The DTensor class is
-an argument here: this module is below it.
+A leaf's hook returns the gradient while its reduction to the leaf's layout is pending: the tensor
+has the spec that it will have, and its first use runs all pending reductions. Autograd's own
+operation on the gradient (storing it, or adding it to an existing gradient) is postponed with it,
+so usually no gradient is used before the end of the backward pass. The DTensor class is an argument
+here, because this module is below it.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def first_order_only(why: str = _OF_LOWERED) -> None:
     """Refuse to run a backward that is itself recorded, because local shards carry no gradients.
 
     Raises:
-        SecondOrderError: under `create_graph=True`; it says why.
+        SecondOrderError: under `create_graph=True`; the error contains `why`.
     """
     if torch.is_grad_enabled():
         raise SecondOrderError(why)
@@ -215,7 +215,7 @@ BUCKET = 2**22
 
 @dataclass(slots=True, eq=False)
 class ParameterGradientHook:
-    """A gradient hook: redistribute the gradient to the leaf's layout, reducing what is partial."""
+    """A gradient hook that redistributes the gradient to the leaf's layout and reduces partials."""
 
     cls: Any
     spec: Spec  # of the leaf
@@ -245,7 +245,7 @@ class ParameterGradientHook:
 
 @dataclass(slots=True, eq=False)
 class CheckedHook(ParameterGradientHook):
-    """A user's gradient hook, whose result is a DTensor: for a leaf, one in the leaf's layout."""
+    """A user's gradient hook whose result is converted to a DTensor, for a leaf in its layout."""
 
     hook: Callable[[Any], Any]
     is_leaf: bool

@@ -75,8 +75,8 @@ def rebuild(  # what a file holds, in its order
 ) -> Any:
     """Rebuild a DTensor of class `cls` with attributes; `_is_param` makes it an `nn.Parameter`.
 
-    What comes from a file is checked, since `torch.load(weights_only=True)` promises to build only
-    what was saved, and since a file has one rank's shard: another rank's is another one of the same
+    Values from a file are checked, because `torch.load(weights_only=True)` promises to build only
+    saved values, and because a file has one rank's shard: other ranks have other shards of the same
     shape.
     """
     check_type("DTensor from a file", "its spec", spec, Spec, expected="a Spec")
@@ -283,7 +283,7 @@ def _walk(
 ) -> Any:
     """Apply torch's helper for state dicts to the parts of a tensor, or to the whole tensor.
 
-    Other values go to the helper, which calls this function for what they hold.
+    Other values are passed to the helper, which calls this function for their contents.
     """
     if not isinstance(value, kind.cls):
         return original(value, *functions, companion_obj=companion_obj, **options)
@@ -327,7 +327,7 @@ def refuse_fsdp(tensor: Any) -> NoReturn:
 def refuse_memory(tensor: Any, *_: Any, **__: Any) -> NoReturn:
     """Refuse raw memory: the pointer of the wrapper is null, and reading it ends the process.
 
-    With a NotImplementedError, for which those who look for shared memory are prepared.
+    The error is a NotImplementedError, which libraries that look for shared memory expect.
     """
     raise NoRuleError(
         "a DTensor has no memory of its own (data_ptr, storage, dlpack, share_memory_, apply_), "
@@ -362,10 +362,10 @@ def of_wrapper(
 
     Its placements are the placements of the DTensor that the compiler took apart.
 
-    Where sizes are symbols, the compiler has one for the whole and one for the shard. That the
-    whole is so many shards is a guard, which torch solves for one of the two; so what is computed
-    of both is computed of one. Sizes of parameters are constants, as the compiler has them for
-    plain ones.
+    If sizes are symbols, the compiler has one symbol for the whole and one for the shard. A guard
+    states that the whole is a number of shards, and torch solves it for one of the two symbols.
+    Therefore everything that depends on both is computed from one of them. Sizes of parameters are
+    constants, as the compiler treats the sizes of plain parameters.
     """
     if type(local) is not torch.Tensor and has_symbols((*shape, *stride, *local.shape)):
         if is_parameter:
@@ -384,8 +384,7 @@ def of_wrapper(
 def refuse_graph_cache(tensor: Any) -> NoReturn:
     """Keep graphs with DTensor inputs out of the disk cache that the ranks of a host share.
 
-    Such a graph is one rank's: which part of a tensor is its shard, and by which name it calls its
-    group, are constants that appear as it is traced. What the cache knows of it before is the same
-    on all ranks.
+    Such a graph belongs to one rank: the index of its shard and the name of its group are constants
+    that appear during tracing. The cache's key, which is made before, is the same on all ranks.
     """
     not_cached("graphs of DTensors are of one rank, and the cache does not know of which")

@@ -440,8 +440,8 @@ def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
 
     The result is the tensor, the index and the value, the last two with one more dim at the end.
 
-    That belongs to one rank only. Where a dim is left, what a number selects of a sharded tensor is
-    a view on every rank, empty on those that do not have it.
+    A single element belongs to one rank only. With a dim left, the selection of a number from a
+    sharded tensor is a view on every rank, empty on the ranks that do not have the element.
     """
     entries = index if isinstance(index, tuple) else (index,)
     numbers = [entry for entry in entries if isinstance(entry, int) and not isinstance(entry, bool)]

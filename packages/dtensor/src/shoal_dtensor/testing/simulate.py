@@ -1,9 +1,9 @@
 """Plans executed on plain tensors: all ranks of the mesh in one process, no process group.
 
-The kernels are those that `run` executes; only the collective between `prepare` and `finish` is
-computed here from the list of all ranks' buffers. So a plan that is right here is right on real
-ranks, provided that the collectives are. What ranks hold of a partial value are tensors whose
-reduction it is.
+The kernels are the kernels that `run` executes; only the collective between `prepare` and `finish`
+is computed here from the list of all ranks' buffers. A plan that is right here is therefore right
+on real ranks, provided that the collectives are. For a partial value, the ranks' tensors are terms
+whose reduction is the value.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
         run: called with each rank's view of the mesh; gradients are off unless it turns them on.
 
     Raises:
-        Exception: what `run` raised on some rank.
+        Exception: the exception of `run` on some rank.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -204,13 +204,13 @@ def on_threads(
 
     Args:
         functions: one per rank.
-        meshes: theirs.
+        meshes: their meshes.
         seed: of every rank's default generator.
-        threads: what runs the functions, all of them at a time; new threads for this call when left
-            out.
+        threads: an executor that runs all of the functions at a time; new threads for this call
+            when left out.
 
     Raises:
-        Exception: what a function raised; the others run on until they wait for its rank.
+        Exception: the exception of a function; the others continue until they wait for its rank.
 
     Example:
         >>> from shoal_mesh import all_reduce

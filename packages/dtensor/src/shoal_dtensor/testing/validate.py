@@ -2,12 +2,12 @@
 
 It works on plain tensors and without process groups.
 
-A row claims: inputs with these placements along a mesh axis give outputs with those. The claim is
-tried for several axis sizes and shardings (even, uneven, ragged, with empty shards) and for pairs
-of rows on two axes, those that shard one dim together among them. In each case the inputs are
-placed as the rows say, and the local function runs once per coordinate, on threads, so that it may
-communicate; the outputs are compared with what the rows claim, the axes that it communicates over
-with what they declare.
+A row claims that inputs with its placements along a mesh axis give outputs with its placements. The
+claim is tried for several axis sizes and shardings (even, uneven, ragged, with empty shards) and
+for pairs of rows on two axes, including pairs that shard one dim together. In each case the inputs
+are placed as the rows require, and the local function runs once per coordinate, on threads, so that
+it may communicate. The outputs are compared with the claims of the rows, and the axes of its
+collectives with the axes that the rows declare.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Report:
     """The result of validating one call.
 
     Attributes:
-        checked: how many cases (rows, mesh shape, shardings) ran.
-        wrong: one line for each case whose result was not what the rows say, or that started a
+        checked: the number of cases (rows, mesh shape, shardings) that ran.
+        wrong: one line for each case whose result contradicts the rows, or that started a
             collective over an axis whose row declares no traffic.
         idle: one line for each row that declares traffic and started no collective in any case.
     """
@@ -83,11 +83,11 @@ def validate(
     Args:
         op: an operator overload.
         args: its global arguments.
-        rule: the rule; that of the standing tables when left out.
+        rule: the rule; the rule of the standing tables when left out.
         ways: sizes of the mesh axis to try.
         pairs: whether to try pairs of rows on a 2 x 2 mesh too.
         exact: False compares shapes and dtypes only (operators whose values are undefined).
-        kernel: what computes the operator where it has no kernel for this device.
+        kernel: a function that computes the operator if it does not have a kernel for this device.
         kwargs: its keyword arguments.
 
     Returns:
