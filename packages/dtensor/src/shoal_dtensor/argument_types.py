@@ -103,7 +103,7 @@ def near_miss(got: str, known: Iterable[str]) -> str:
 
 
 def check_keywords(where: str, function: Callable[..., Any], keywords: Iterable[str]) -> None:
-    """Raise StyleTypeError for a keyword argument that a function does not take, with a similar one."""
+    """Raise StyleTypeError for an unknown keyword argument of a function, with a similar one."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return

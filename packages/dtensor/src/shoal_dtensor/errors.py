@@ -41,10 +41,7 @@ class RedistributeError(ShoalTensorError, ValueError):
 
 
 class NoRuleError(ShoalTensorError, NotImplementedError):
-    """An operator does not have a sharding rule or a usable decomposition.
-
-    The policy refuses to replicate its inputs.
-    """
+    """An operator without a sharding rule or decomposition; the policy forbids to replicate it."""
 
 
 class OptimizerError(ShoalTensorError, TypeError):

@@ -1,7 +1,7 @@
 """Copies between a device and the memory of the host, for which the host does not wait.
 
-They go through pinned memory, which torch hands out again after the copies out of it. On the CPU
-they are plain.
+The copies go through pinned memory, which torch reuses after the copies from it are done. On the
+CPU they are plain copies.
 
 May import: _torch.
 """

@@ -48,7 +48,7 @@ def extremes_of_ranks(
 ) -> list[tuple[int, int]]:
     """`P(min), P(max) -> R`: return the lowest and highest value of each number; one all-reduce.
 
-    Arguments as in `rows_of_ranks`.
+    The arguments are the arguments of `rows_of_ranks`.
     """
     if in_other_threads(mesh):
         return [

@@ -105,10 +105,10 @@ def unknown_ops(policy: Unknown) -> Iterator[None]:
 def communication(policy: Communication) -> Iterator[None]:
     """Set whether operators, gradients and reads may communicate on their own.
 
-    It covers redistributions of an operator's inputs and the collectives of its local function,
-    gradients that are reduced for their leaf, and reads (`item`, `tolist`, `bool`). Explicit calls
-    always may: `redistribute`, `full_tensor`, the collectives of shoal_mesh and of
-    torch.distributed.
+    The policy covers redistributions of an operator's inputs and the collectives of its local
+    function, gradients that are reduced for their leaf, and reads (`item`, `tolist`, `bool`).
+    Explicit calls may always communicate: `redistribute`, `full_tensor`, the collectives of
+    shoal_mesh and of torch.distributed.
 
     Args:
         policy: "allow" (the default), "warn", or "forbid", which raises

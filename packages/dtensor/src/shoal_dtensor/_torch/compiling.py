@@ -34,9 +34,10 @@ _recorder_before_dispatch: Callable[[], object] = partial(
 
 
 def is_unrecorded(tensor: torch.Tensor) -> bool:
-    """Tell whether a recorder would treat a tensor as a constant: it does not depend on its inputs.
+    """Tell whether a recorder would record a tensor as a constant.
 
-    Recorders are make_fx and torch.func.linearize.
+    It does so for a tensor that does not depend on the inputs of the graph. Recorders are make_fx
+    and torch.func.linearize.
     """
     mode: Any = recorder() or _recorder_before_dispatch()
     if (

@@ -1,6 +1,6 @@
 """Hooks into torch: modes, operators on a tensor class, state dicts, and recomputation in scopes.
 
-Scopes that a function was in when `torch.utils.checkpoint` ran it hold too when backward runs it
+If `torch.utils.checkpoint` ran a function inside scopes, the scopes also hold when backward runs it
 again, after the block that entered them. Both kinds of checkpoint keep the function in an object to
 which the frames of the first run refer.
 """
@@ -120,9 +120,9 @@ _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> None:
     """Read state dicts by `get(original, *args)`; load by `load(original, original_get, *args)`.
 
-    The first of `args` is the model, the last one torch's record of the options; before it is the
-    state dict to load. The module takes a second to import, so nothing is imported: it is wrapped
-    when somebody imports it.
+    The first of `args` is the model, and the last one is torch's record of the options; before the
+    options comes the state dict to load. The module takes a second to import, so it is not imported
+    here: it is wrapped when a program imports it.
     """
 
     def wrap(api: Any) -> None:
@@ -172,8 +172,8 @@ class _AfterImport(NamedTuple):
 def refuse_in_c(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) -> None:
     """Make torch's functions that export tensor memory call `refuse` for tensors of a class.
 
-    They are builtins that dispatch nothing: they would export the null pointer of a wrapper, and
-    the first read of it ends the process.
+    These functions are builtins without dispatch: they would export the null pointer of a wrapper,
+    and the first read of it ends the process.
     """
     places: list[tuple[Any, str]] = [
         (torch._C, "_to_dlpack"),

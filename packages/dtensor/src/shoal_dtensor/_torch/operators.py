@@ -37,7 +37,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
 
     The modes of users do not observe the call.
 
-    DataDependentError if the result's shape depends on values.
+    Raise DataDependentError if the result's shape depends on values.
     """
     mode = detect_fake_mode() if TracingContext.try_get() else None
     with out_of_sight(), _without_traces():

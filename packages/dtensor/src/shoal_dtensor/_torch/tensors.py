@@ -181,9 +181,9 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
 
     The optimizer stays unchanged.
 
-    Torch's optimizers have a function for it. Others make it somewhere in a step: it is that after
-    a step of copies with a rate and gradients of zero; none is made where others have state, or
-    where a step needs a closure.
+    Torch's optimizers have a function that makes the state. Other optimizers make it during a step;
+    their state is taken from a step of copies with zero gradients and a rate of zero. No state is
+    made if other parameters already have state, or if a step needs a closure.
     """
     kind: Any = type(optimizer)
     has_init = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")

@@ -1,6 +1,6 @@
 """User code on DTensors: functions of plain tensors on local shards, and rules for operators.
 
-Rules are in shoal's notation, or as torch's `register_sharding` takes them.
+Rules are given in shoal's notation, or in the form of torch's `register_sharding`.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _outputs(
 def register_rule(
     op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace: bool = False
 ) -> None:
-    """Give operators a rule for the rest of the process; `shoal_dtensor.rules.overlay` gives one for a block.
+    """Give operators a rule for the rest of the process; `rules.overlay` gives one for a block.
 
     Args:
         op: one overload or several; in-place operators, operators without output and tensor keyword
@@ -247,10 +247,10 @@ def register_sharding(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a function in the form of torch's `register_sharding` to make a rule of it.
 
-    The function gets the operator's arguments, each tensor replaced by its `TensorMeta` (global
-    shape, stride, dtype), and returns a list of pairs (output placements, input placements), each
-    saying one way to shard along ONE mesh axis; inputs that are not tensors have None. The one
-    where everything is replicated need not be listed.
+    The function gets the operator's arguments, with each tensor replaced by its `TensorMeta`
+    (global shape, stride, dtype), and returns a list of pairs (output placements, input
+    placements). Each pair declares one way to shard along ONE mesh axis; inputs that are not
+    tensors have None. The pair in which everything is replicated may be left out.
 
     Args:
         op: one overload or several.

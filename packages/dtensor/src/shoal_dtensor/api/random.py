@@ -47,7 +47,7 @@ def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     """Seed the default generators of this rank; every rank of the mesh passes the same seed.
 
-    The mesh's next random operator checks that they did, with one small all-gather.
+    The mesh's next random operator compares the states of all ranks, with one small all-gather.
 
     Args:
         seed: as for `torch.manual_seed`.
@@ -77,7 +77,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 
 
 def check_random_state(device_mesh: DeviceMesh) -> None:
-    """Raise on every rank of the mesh unless all ranks' default generators are in the same state; a collective.
+    """Raise on all ranks of the mesh if their default generators differ in state; a collective.
 
     Args:
         device_mesh: the mesh; all of its ranks call this.

@@ -169,8 +169,8 @@ class Checkpointer:
         """Fill a state dict from the newest step whose files are whole, or from the given one.
 
         A value with `state_dict` and `load_state_dict` (a module, an optimizer, a scheduler) loads
-        its own state. An optimizer needs this before its first step: its state dict is empty then,
-        so that there would be nothing to load into. Its state is made without a step.
+        its own state. Before its first step, an optimizer can only be loaded this way, because its
+        state dict is still empty and has no tensors to load into. Its state is made without a step.
 
         Args:
             state_dict: the state to fill in place, such as
@@ -186,9 +186,9 @@ class Checkpointer:
 
         Raises:
             ArgumentTypeError: an argument of a wrong type.
-            CheckpointError: on all ranks: the given step is not there or not whole, no step is
-                although there are some, its metadata are broken or hold code, or it and the state
-                dict do not have the same entries though `strict`.
+            CheckpointError: on all ranks: the given step does not exist or is damaged, all steps
+                are damaged, the metadata are broken or contain code, or with `strict` the
+                checkpoint and the state dict do not have the same entries.
         """
         check_type("Checkpointer.load", "state_dict", state_dict, dict, expected="a dict")
         check_type("Checkpointer.load", "strict", strict, bool, expected="a bool")

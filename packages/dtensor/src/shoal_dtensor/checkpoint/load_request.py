@@ -133,7 +133,8 @@ class LoadRequest:
         """Raise for entries that no rank takes, unless a part of the checkpoint is loaded alone.
 
         A part is a mapping or a component at the top of the state dict, or all tensors there
-        together. A load of one part, as of a model without its optimizer, leaves out the others.
+        together. A load of one part, for example of a model without its optimizer, leaves out the
+        other parts.
 
         Args:
             left_over: names that no rank takes.

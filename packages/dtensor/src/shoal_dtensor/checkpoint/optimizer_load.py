@@ -126,7 +126,7 @@ class OptimizerLoad(ComponentLoad):
     def _match_parameters(
         self, find_names: Callable[[], GroupNames | None]
     ) -> tuple[dict[Tensor, str], list[int | None]]:
-        """Return the saved key of each parameter, and the position of the saved group of each group."""
+        """Return the saved key of each parameter, and the saved position of each group."""
         groups = self.optimizer.param_groups
         saved_keys = [list(options.get("params", [])) for options in self.options]
         if not self.options:

@@ -97,7 +97,7 @@ class SavedNames:
         }
 
     def tree(self, prefix: Path) -> Any:
-        """Return the containers below a prefix as they were saved, with a `SavedName` for each entry."""
+        """Return the containers below a prefix as saved, with a `SavedName` for each entry."""
         root: dict[Any, Any] = {}
         for name, path in self.under(prefix).items():
             insert(root, path, SavedName(name))

@@ -1,11 +1,11 @@
-"""Operators that run by other calls: collectives of `torch.distributed`, strides, lists in which elements differ.
+"""Operators that run by other calls: collectives, strides, lists of different elements.
 
 A collective runs on shards if each rank of its group holds the same shard. This is the case if the
 group has no other rank of the tensor's mesh, or consists of all ranks along mesh axes along which
 the tensor is replicated. If values are partial along other axes, the collective's reduction must
-commute with their reduction. Everything else is refused. An operator on lists runs on one element
-after the other if some elements are redistributed, because it may write to an element that is
-redistributed for another one. It also runs mesh by mesh.
+commute with their reduction. Everything else is refused. An operator on lists runs mesh by mesh,
+or, if some elements are redistributed, on one element after the other, because it may write to an
+element that is redistributed for another one.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def sized_by_values(
 ) -> Callable[..., Any] | None:
     """Return a function that first computes the size of the result; None if the arguments give it.
 
-    `one_hot` without a number of classes has one class more than the largest index. Once the number
-    is looked up, the result is sharded as for any other number.
+    Without a number of classes, `one_hot` has one class more than the largest index. Once the
+    number is computed, the result is sharded as for any given number.
     """
     if op is not torch.ops.aten.one_hot.default:
         return None

@@ -1,4 +1,4 @@
-"""Plain tensors among DTensors: which of them may count as replicated, and whether they are, on every rank.
+"""Plain tensors among DTensors, which may count as replicated if all ranks agree.
 
 Torch's composite operators and gradient formulas pass tensors of their own to an operator together
 with DTensors: zeros, ranges, masks. The facts that a rank observes about such a tensor (the
@@ -85,7 +85,7 @@ OF_SHAPES: Mapping[Any, Any] = {
 def verify_replicated(
     mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tensor], *, candidates: bool
 ) -> None:
-    """`R -> check`: refuse plain tensors unless all ranks of a mesh hold the same ones, as candidates.
+    """`R -> check`: refuse plain tensors unless all ranks hold the same ones as candidates.
 
     Values that do not exist yet (while tracing) are not compared; tensors on the meta device do not
     have values and pass. `what` is the operator; `candidates` is True if this rank takes all of the
@@ -303,9 +303,9 @@ def is_made_inside(tensor: torch.Tensor) -> bool:
 class MarkWhileWatched:
     """`__torch_function__` of a DTensor: marks the outermost torch function while a mode is active.
 
-    A mode holds references to the tensors that torch makes, and stands between them and the
-    functions that made them. Without modes no function is marked: that would take 1.8 us a call,
-    also for attributes.
+    A mode holds references to the tensors that torch makes, and its frames separate these tensors
+    from the functions that made them. Without modes no function is marked, because marking takes
+    1.8 us a call, also for attributes.
     """
 
     def __get__(self, tensor: object, cls: type | None = None) -> Any:

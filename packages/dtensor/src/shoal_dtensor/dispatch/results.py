@@ -126,7 +126,8 @@ def result_kind(call: OpCall) -> ResultKind:
 def dtype_that_decides(call: OpCall) -> torch.dtype | None:
     """Return the default dtype if the call's output dtypes follow from it; None otherwise.
 
-    `x * 2.5`, `x / 2` and `x.sqrt()` of integers have it: outputs have fractions, inputs do not.
+    Examples are `x * 2.5`, `x / 2` and `x.sqrt()` of integers: their outputs have fractions and
+    their inputs do not.
     """
     if any(has_fractions(meta.dtype) for meta in call.tensors):
         return None

@@ -5,8 +5,9 @@ and `state_dict` work as before. For a bound method a compiler guards the functi
 object, so blocks of equal structure share one graph. It refers to the module weakly, so that a
 dropped model is freed at once.
 
-Which forward stands in, and how ranks add up, a mode of arithmetic may decide that a package above
-enters. It belongs to the process, since backward passes run in threads of their own.
+A package above may enter a mode of arithmetic, which determines the forward that replaces a
+module's forward and the order in which ranks add up. The mode belongs to the process, because
+backward passes run in threads of their own.
 """
 
 from __future__ import annotations

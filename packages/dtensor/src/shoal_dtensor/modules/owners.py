@@ -140,7 +140,7 @@ def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owne
 
     It raises before anything is changed.
 
-    The mesh has the axes of the style that the module gets, None where one is undone.
+    `mesh` has the axes of the style that the module gets; it is None when a style is undone.
     """
     owners = owners_of(module)
     params = {id(param) for param in module.parameters()}
@@ -284,7 +284,7 @@ def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
 
 
 def carry_over(old: Any, new: Any) -> None:
-    """Give a DTensor parameter the attributes and gradient hooks of the plain one that it replaces, or back."""
+    """Carry the attributes and gradient hooks of a plain parameter over to its DTensor, or back."""
     note_replaced(old)
     carry_attached(old, new)
 

@@ -267,9 +267,9 @@ def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
 def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> Tensor:
     """Return (2,) int64: the sums of the first and of the next bits of all squares.
 
-    All elements of the shards are below 2 ** exponent.
+    All elements of the shards are below 2 ** exponent in absolute value.
 
-    `elements` is how many terms there are at most, on all ranks together.
+    `elements` is the largest possible number of terms on all ranks together.
     """
     bits = _bits(elements)
     limbs = torch.zeros(2, dtype=torch.int64, device=exponent.device)

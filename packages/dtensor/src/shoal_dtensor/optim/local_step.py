@@ -1,9 +1,9 @@
 """Steps of torch's optimizers on the local shards of DTensors, at the speed of plain tensors.
 
-On DTensors, each of ten list operators a step would unwrap every parameter, gradient and state.
-Where an update is element by element, the local shards alone give the same numbers. So torch's step
-is given a proxy of its optimizer that collects shards where the optimizer, which has DTensors all
-the time, would collect these.
+On DTensors, each of the ten list operators of a step would unwrap every parameter, gradient and
+state. If an update works element by element, the local shards alone give the same numbers.
+Therefore torch's step gets a proxy of its optimizer. The optimizer always holds DTensors, and the
+proxy collects their shards where the optimizer would collect DTensors.
 
 Muon orthogonalizes the update of each matrix by five products of matrices, which take 11 to 21
 collectives on shards. Here every rank gathers the update, in bfloat16 as Muon computes, and
@@ -114,8 +114,8 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
         parameters [DTensor, Tensor], gradients [DTensor, Tensor], exp_avg [DTensor, Tensor], step [Tensor, Tensor]
         parameters [shard,   Tensor], gradients [shard,   Tensor], exp_avg [shard,   Tensor], step [Tensor, Tensor]
 
-    If one has no shard to step on (partial parameters, plain gradients or states of DTensors), all
-    stay DTensors, and the update runs operator by operator.
+    If a value does not have a shard to step on (partial parameters, plain gradients or states of
+    DTensors), all values stay DTensors, and the update runs operator by operator.
     """
     # reading an attribute of a subclass takes 100 ns longer outside
     with unwatched_by_subclasses():
@@ -240,7 +240,7 @@ _MUON_GROUP = 2**25
 
 @torch.no_grad()
 def _muon_step(optimizer: Any) -> None:
-    """Step a `torch.optim.Muon` whose parameters may be DTensors; its hooks are called around."""
+    """Step a `torch.optim.Muon` whose parameters may be DTensors; hooks run around this function."""
     for group in optimizer.param_groups:
         params: list[Any] = [param for param in group["params"] if param.grad is not None]
         moves = [_to_whole(param) if isinstance(param, DTensor) else None for param in params]

@@ -1,9 +1,9 @@
 """Differentiable crossings: plain tensor <-> DTensor, and one spec to another.
 
-A DTensor's gradient is the gradient with respect to its logical value, so a redistribution, which
-changes no value, passes gradients through unchanged in value; only where local tensors enter or
-leave does a partial placement matter. The DTensor class is an argument here: this module is below
-it.
+A DTensor's gradient is the gradient with respect to its logical value. A redistribution does not
+change the value, so it does not change the values of gradients either; a partial placement matters
+only where local tensors enter or leave. The DTensor class is an argument here, because this module
+is below it.
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> Any:
-        """The tensor without its autograd history; assigning replaces the local shard, the layout, shape and dtype."""
+        """The tensor without autograd history; assigning replaces shard, layout, shape and dtype."""
         return self.detach()
 
     @data.setter
@@ -497,8 +497,8 @@ def _from_local(
 def local_shard(tensor: DTensor) -> torch.Tensor:
     """`placements -> V`: return this rank's shard itself, outside of autograd.
 
-    For modules that compute on local tensors and deliver gradients themselves; everyone else calls
-    `to_local()`, which is differentiable. It waits for a collective that is still in flight.
+    It is for modules that compute on local tensors and deliver gradients themselves; all other code
+    calls `to_local()`, which is differentiable. It waits for a collective that is still in flight.
     """
     # hot loops of lowered modules ask for every parameter
     if type(tensor) is not DTensor:

@@ -63,7 +63,7 @@ Part = TypeVar("Part", bound=PassPart)
 class BackwardPass:
     """A backward pass, and its `parts`, which finish in the order in which they joined.
 
-    It lives as long as autograd's engine runs it, so parts must not refer to it.
+    The object lives as long as autograd's engine runs the pass, so parts must not refer to it.
     """
 
     parts: list[PassPart] = field(default_factory=list)
@@ -135,8 +135,8 @@ def grad_route(node: Any, param: Any) -> GradRoute:
 
     It is added to `.grad` directly only if nothing else would observe it.
 
-    `node` is where the autograd function's edge of this parameter leads (`ctx.next_functions`);
-    None: nowhere.
+    `node` is the node at the autograd function's edge of this parameter (`ctx.next_functions`), or
+    None without such an edge.
     """
     route: GradRoute = "return" if node is not None and is_compiling() else leaf_route(node)
     return (

@@ -1,9 +1,9 @@
 """Conversion of DTensors for copies, pickles, checkpoints and torch.compile.
 
 The checkpoint protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`,
-`__get_tensor_shard__`): a rank names the boxes that its shard is, so a DTensor saved on one mesh
-loads onto another. The checkpoint package is imported only when one of these is called. The DTensor
-class is an argument here: this module is below it.
+`__get_tensor_shard__`). A rank names the boxes of its shard, so a DTensor saved on one mesh loads
+onto another mesh. The checkpoint package is imported only when one of these methods is called. The
+DTensor class is an argument here, because this module is below it.
 """
 
 from __future__ import annotations

@@ -269,8 +269,8 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
 
     The shard is in the memory order that all ranks have.
 
-    It is one all-gather of shapes, dtypes, memory orders and digests of values. Where ranks hold
-    their shards in different memory orders, the shard that is returned is row-major.
+    The ranks exchange shapes, dtypes, memory orders and digests of values in one all-gather. If
+    they hold their shards in different memory orders, the returned shard is row-major.
 
     Args:
         local: this rank's shard.

@@ -128,8 +128,9 @@ def local_shards(
 ) -> list[Tensor]:
     """Return local tensors of all ranks, row-major, whose global value is `full`.
 
-    Along partial axes the value is taken apart: with a generator randomly (coarse floating-point
-    numbers, so that sums are exact in any order), without one it stays on the first rank.
+    Along partial axes the value is split into terms: with a generator randomly (coarse
+    floating-point numbers, so that sums are exact in any order); without one, the first rank has
+    all of it.
 
     Args:
         full: the global tensor.

@@ -1,8 +1,8 @@
 """Ranks as threads of one process, without process groups, which may communicate.
 
-Each rank has a view of an abstract mesh. The members of a group meet and pass tensors by reference;
-their groups answer the calls that `shoal_mesh.collectives` makes. One rank runs at a time, with a
-default generator of its own.
+Each rank has a view of an abstract mesh. The members of a group exchange tensors by reference;
+their groups implement the calls that `shoal_mesh.collectives` makes. One rank runs at a time, with
+a default generator of its own.
 """
 
 from __future__ import annotations
