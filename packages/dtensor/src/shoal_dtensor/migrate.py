@@ -41,7 +41,7 @@ _LAYERS: dict[str, tuple[tuple[str, ...], bool]] = {
 _OF_MESHES = {"DeviceMesh", "init_device_mesh"}
 _UNLISTED = {"shoal_mesh._mesh_resources", "shoal_dtensor._StridedShard"}
 _PRIVATE = {"_op_dispatcher": "cache_info, explain, register_rule"}
-# methods of sharded modules that shoal refuses, and what to do in their place
+# methods of sharded modules that shoal refuses, and their replacements
 _METHODS = {
     "set_symm_mem_for_comm": "shoal gathers without buffers: leave it out, or set_custom_all_gather",
     "set_allocate_memory_from_process_group_for_comm": (
@@ -90,7 +90,7 @@ def _find(module: str, name: str) -> tuple[str, str]:
     absent = []
     for layer in layers:
         try:
-            # as `from layer import name` does, whose error has the hint
+            # imports as `from layer import name` does, so that an error has the hint
             package = __import__(layer, fromlist=[name])
         except ModuleNotFoundError:
             absent.append(layer)
@@ -107,7 +107,7 @@ def _find(module: str, name: str) -> tuple[str, str]:
     return "", "" if stays else f"{module}.{name}: {[*hints, missing][0]}"
 
 
-# what to rewrite, as what, or what a person has to decide
+# the node to rewrite, its new text, or a question for a person
 Finding: TypeAlias = tuple[ast.stmt | ast.expr, str, str]
 
 

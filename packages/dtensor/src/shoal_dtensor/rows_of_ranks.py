@@ -22,7 +22,7 @@ from shoal_mesh.internal import comm_of_threads
 
 from ._torch.operators import out_of_sight
 
-# seconds that a thread waits for those of other ranks, as long as c10d waits by default
+# seconds that a thread waits for the threads of other ranks: the default timeout of c10d
 TIMEOUT = 1800.0
 
 
@@ -95,7 +95,7 @@ class _Meeting:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._changed = threading.Condition()
-        # about -> for each rank, what it said and nobody took yet
+        # about -> for each rank, its rows that no thread has taken yet
         self._rows: dict[int, list[deque[list[int]]]] = {}
         self.locks: dict[str, threading.Lock] = {}  # what one thread holds at a time
 

@@ -29,7 +29,7 @@ Communication = Literal["allow", "warn", "forbid"]
 class Scope:
     """The settings inside a block; under the same rules, one object for the same settings."""
 
-    # what happens to an operator without a rule
+    # the policy for an operator without a rule
     unknown: Unknown = "replicate"
     # whether operators may redistribute their inputs
     communication: Communication = "allow"
@@ -63,7 +63,7 @@ class Scope:
         return replace(self, overlays=(overlay, *self.overlays), alike={}, decisions={})
 
 
-# all, whose decisions a change of the standing rules may concern
+# all scopes whose decisions may change with the standing rules
 SCOPES: WeakSet[Scope] = WeakSet()
 DEFAULT = Scope()
 _current = ScopedValue("shoal_dtensor_scope", DEFAULT)
@@ -168,9 +168,9 @@ def _check(what: str, got: str, allowed: tuple[str, ...]) -> None:
 
 # --- what may communicate on its own --------------------------------------------------------------
 #
-# Plans and rules say beforehand what they send, and are refused before anything runs.  Beside that,
-# local functions run under an observer of the mesh layer, so a collective that no rule declares is
-# refused as well.
+# The traffic of plans and rules is computed before they run, so they are refused in advance. In
+# addition, local functions run under an observer of the mesh layer, so that a collective that no
+# rule declares is refused as well.
 
 
 def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:

@@ -23,8 +23,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
-# What records operators as nodes of a graph, None for most of the time; asked for each operator, so
-# without Python.
+# The recorder of operators as graph nodes, usually None. It is read for each operator, so it must
+# not run Python code.
 recorder: Callable[[], object] = partial(
     torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 )
@@ -63,7 +63,7 @@ def never_compiled(function: Callable[..., Any]) -> None:
 
 def not_cached(reason: str) -> NoReturn:
     """Refuse to store a graph in torch's cache on disk, so that it is traced again."""
-    # loaded by who asks
+    # imported here because only compilation needs it
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 
     raise BypassAOTAutogradCache(reason)
@@ -119,11 +119,12 @@ record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as 
 
 # --- symbols for sizes, as the recorder of a graph sees them --------------------------------------
 #
-# A recorder knows how to compute a symbol that it has seen computed.  Those of another stage of the
-# compiler, or computed while it did not look, have no node in its graph.  Torch then builds one
-# from the symbol's expression; of a product of three or more it takes the first two (torch 2.11 to
-# 2.15), and it knows no powers.  Those of a gradient's size are no better: what is computed forward
-# must not need them.  So every symbol is computed again, from the inputs of the graph.
+# A recorder can compute a symbol if it recorded how the symbol was computed. Symbols of another
+# stage of the compiler, or symbols computed while it did not record, do not have a node in its
+# graph. Torch then builds a node from the symbol's expression, but of a product of three or more
+# factors it takes only the first two (torch 2.11 to 2.15), and it does not support powers. Symbols
+# of a gradient's size have the same problem: the forward must not depend on them. Therefore every
+# symbol is computed again from the inputs of the graph.
 
 
 def recorder_of_sizes() -> Any:

@@ -32,7 +32,7 @@ _COMPILED = ("cond", "while_loop", "scan", "map")
 _AUTOGRAD = tuple(
     f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1", "Meta")
 )
-# Those of them that torch's compiler traces with fake tensors, by the names of their operators.
+# The operators among these that torch's compiler traces with fake tensors, by name.
 _TRACED = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 # the rules of a library last as long as it does
 _LIBRARIES: list[torch.library.Library] = []
@@ -343,8 +343,8 @@ class ReplacedAttention(FunctionMode):
         self.hold_in_recomputation()
         return self._attend(*args, **kwargs)
 
-    # Compiled code has a graph break here: attention asks what its block has agreed upon, and for
-    # its layout.
+    # Compiled code has a graph break here, because the attention depends on the settings of its
+    # block and on its layout.
     _replaced_in_graphs: ClassVar[Any] = _disable_dynamo(_replaced)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -41,8 +41,8 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
     """
     mode = detect_fake_mode() if TracingContext.try_get() else None
     with out_of_sight(), _without_traces():
-        # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none,
-        # or need the device.
+        # The meta kernel alone takes 0.1 ms, a fake tensor takes 2 ms. A few operators do not have
+        # a meta kernel, or need the device.
         try:
             args, kwargs = build(META)
             args = _as_meta_kernels_take_it(op._schema.name, args)
@@ -142,7 +142,8 @@ def _of_aten(names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names.split())
 
 
-# They write `running_mean` and `running_var` when they train, although their schemas do not say so.
+# They write `running_mean` and `running_var` when they train, although their schemas do not declare
+# it.
 WITH_UNMARKED_WRITES = _of_aten(
     "native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats "
     "batch_norm_gather_stats_with_counts batch_norm_update_stats"
@@ -215,8 +216,8 @@ def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any
 
 # --- what kernels return and meta kernels do not say: dtypes of statistics, strides of convolutions
 
-# Normalisations that return the statistics they used.  Meta kernels say what CUDA does: small
-# dtypes have float32 ones.
+# Normalizations that return their statistics. Meta kernels follow CUDA: small dtypes have float32
+# statistics.
 _WITH_STATISTICS = _of_aten(
     "_batch_norm_no_update _batch_norm_with_update _native_batch_norm_legit "
     "_native_batch_norm_legit_no_training native_batch_norm native_group_norm native_layer_norm"

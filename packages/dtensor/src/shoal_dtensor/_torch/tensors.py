@@ -107,9 +107,9 @@ unwatched_by_subclasses: Callable[[], AbstractContextManager[object]] = (
     torch._C.DisableTorchFunctionSubclass
 )
 
-# Of the backward pass that is running on this thread: its number, -1 outside of one; whether it
-# will run a node (RuntimeError for a leaf of torch.autograd.grad); the node that is running, or its
-# hook; what to call at its end.
+# The running backward pass of this thread: its number, -1 outside of one; whether it will run a
+# node (RuntimeError for a leaf of torch.autograd.grad); the node that is running, or whose hook is
+# running; a function that registers a callback for its end.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 current_node: Callable[[], Any] = torch._C._current_autograd_node
@@ -220,7 +220,7 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
     }
 
 
-# What Muon adds for the update of a matrix; may overwrite the update.
+# Muon's orthogonalization of a matrix's update; it may overwrite the update.
 orthogonalized: Callable[..., torch.Tensor] = torch.optim._muon._zeropower_via_newtonschulz
 
 # Muon's learning rate for a matrix of a shape.

@@ -36,7 +36,7 @@ class Explanation:
 
     chosen: Plan  # the plan that `redistribute` runs
     rejected: tuple[Plan, ...]  # the runners-up, cheapest first
-    # what a rank has to receive at least, averaged over the ranks
+    # the least that a rank has to receive, averaged over the ranks
     least_bytes: float
 
     def as_data(self) -> dict[str, Any]:

@@ -44,12 +44,12 @@ class _Facts(NamedTuple):
 
     # step and lineage of the state that it holds whole
     held: tuple[int, str] | None
-    # what is kept after this recovery is never taken for what was kept before
+    # distinguishes states kept after this recovery from states kept before it
     fresh: str
     present: Mapping[Name, _HeldPart]
     values: Mapping[Name, object]  # those without tensors
     wanted: Mapping[Name, _HeldPart]
-    # names of all that the rank asks for, tensors and other values
+    # names of everything that the rank requests, tensors and other values
     requested: frozenset[Name]
 
 

@@ -30,8 +30,9 @@ from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
 
-# These, and their forms in place, return what they are given, reduced or broadcast; what gathers,
-# scatters or exchanges makes tensors of other shapes, which only mesh axes can name.
+# These operators and their in-place forms return their input, reduced or broadcast. Operators that
+# gather, scatter or exchange make tensors of other shapes, whose layout only mesh axes can
+# describe.
 _REDUCTIONS = frozenset({"all_reduce", "all_reduce_coalesced", "allreduce", "allreduce_coalesced"})
 _ON_SHARDS = _REDUCTIONS | {"broadcast", "check_for_nan"}
 _UNCHANGED = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
@@ -149,7 +150,7 @@ def check_strided(op: OpOverload, tensor: Any) -> None:
         )
 
 
-# Operators that say by strides and an offset which elements they mean.
+# Operators that address elements by strides and an offset.
 BY_STRIDES = frozenset(
     {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
 )

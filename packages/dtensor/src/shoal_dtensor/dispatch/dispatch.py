@@ -75,15 +75,15 @@ class _OpCache:
     def remember(self, key: Any, decision: Decision) -> None:
         """Keep a decision; drop the oldest decision if there are too many."""
         if has_symbols(key):
-            # what follows from symbols holds for one graph
+            # decisions for symbols hold for one graph
             return
         if len(self.decisions) >= MAX_DECISIONS:
             del self.decisions[next(iter(self.decisions))]
         self.decisions[key] = decision
 
 
-# A call that is not run on the fast path: class, operator, its arguments, and what the local call
-# gets for them.
+# A call outside of the fast path: class, operator, its arguments, and the arguments of the local
+# call.
 _Call = tuple[Any, OpOverload, tuple[Any, ...], Mapping[str, Any], Sequence[Any], Mapping[str, Any]]
 
 
@@ -193,7 +193,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     rule = rule_of(op, scope)
     readers = _readers_of(op, cls, by_value=rule is None or rule.by_value)
     cache = _OpCache(op, scope, readers, rule is not None and rule.kind == "each")
-    # what they do depends on what a tensor is a view of, which no key says
+    # their result depends on the base of a view, which is not part of a key
     if op in BY_STRIDES:
         return cache
     return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
@@ -224,7 +224,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     decision = decide(op, specs, named_specs, scope, copies)
     if verified:
         decision = replace(decision, slow_path=True, only_compares_dtype=False, verifies_plain=True)
-    # the operator on its specs, what is redistributed first, what comes out
+    # the operator on its specs, the inputs to redistribute, the outputs
     if _LOG.isEnabledFor(logging.DEBUG):
         moves = "".join(
             f"\n  argument {place}: {plan}" for (place, _), plan in decision.moves.items()
@@ -251,7 +251,7 @@ def _run(
     cls, op, args, kwargs, local, named = call
     if decision.foreach and decision.moves and len(args[0]) > 1:
         results = run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
-        # what it refuses of a list, no element shows
+        # the list call refuses some writes that single elements do not reveal
         count_writes(decision.unreported_writes, args, kwargs)
         return results
     if decision.verifies_plain and first is None:

@@ -182,7 +182,7 @@ def run_on_few(
             return None  # a written tensor is not resized
         binding = direct(op, build, metas)
     except (RuntimeError, ValueError, TypeError, LookupError):
-        # the caller's own run says what is wrong, if anything
+        # the caller's own run reports errors, if any
         return None
     return GlobalOutputs(metas, lambda: binding)
 

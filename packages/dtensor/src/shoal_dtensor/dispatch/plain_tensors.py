@@ -194,7 +194,7 @@ _FIRST = -4658895280553007687
 _SECOND = -7723592293110705685
 
 
-# They overwrite their first argument, whose memory torch may have left as it was.
+# They overwrite their first argument, whose memory torch may have left uninitialized.
 _OVERWRITING = frozenset({torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor})
 
 
@@ -216,9 +216,9 @@ def verify_plain(
 
 def keep_gradient_plain(tensor: torch.Tensor) -> None:
     """`P or S -> R`: deliver the gradient of a replicated plain tensor whole and plain."""
-    # Formulas of torch make it from DTensors.  What it goes on to (an optimizer's step, the module
-    # that made the tensor, the mean over data-parallel ranks) takes the gradient of a plain tensor
-    # for one.
+    # Formulas of torch compute the gradient from DTensors. The code that receives it (an
+    # optimizer's step, the module that made the tensor, the mean over data-parallel ranks) expects
+    # the gradient of a plain tensor.
     if tensor._backward_hooks is None or _as_plain not in tensor._backward_hooks.values():
         tensor.register_hook(_as_plain)  # type: ignore[no-untyped-call]  # of torch
 
@@ -250,7 +250,8 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        # None: a node of torch's own, which passes gradients on; others that do not say end it.
+        # None: a node of torch's own, which passes gradients on; other nodes without a declaration
+        # end the search.
         function = getattr(node, "_forward_cls", None)
         tell = getattr(function, "gradient_shares", None)
         shares: Sequence[int] | None = () if function is None else tell and tell(node)
@@ -340,7 +341,7 @@ def _references_of_base() -> int:
     return sys.getrefcount(base)
 
 
-# at import: inside a dispatch, views do not tell what they are of
+# measured at import, because inside a dispatch views do not expose their base
 _BASE_REFERENCES = _references_of_base()
 
 
@@ -375,8 +376,9 @@ def _references_of_temporary() -> int:
     return _Probe.counted.pop() if _Probe.counted else -1
 
 
-# Modules of torch whose functions compose operators in Python.  They have no modules or optimizers
-# that hold tensors: a tensor that they did not get as an argument, they have made.
+# Modules of torch whose functions compose operators in Python. They contain no modules or
+# optimizers that hold tensors: every tensor that such a function did not get as an argument, it has
+# made.
 _COMPOSING = frozenset(
     {
         "torch._jit_internal", "torch._linalg_utils", "torch._lowrank", "torch.functional", "torch.masked._ops",
@@ -398,8 +400,8 @@ def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
         ),
         frames,
     )
-    # What plain tensors the outermost of these functions hands on it has made, or they follow from
-    # its arguments.
+    # Plain tensors that the outermost of these functions passes on were made by it or by its
+    # arguments.
     composing = [*takewhile(lambda frame: _module(frame) in _COMPOSING, callers)]
     if not composing:
         return False

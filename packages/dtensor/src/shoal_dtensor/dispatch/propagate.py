@@ -98,7 +98,7 @@ def decide(
     try:
         return _decide(op, args, kwargs, scope, copies=copies)
     except (NeedsConstantsError, TypeError):
-        # what hashes sizes, or counts with them, takes no symbols
+        # code that hashes sizes, or counts with them, does not support symbols
         if not has_symbols((*args, *kwargs.values())):
             raise
         args, kwargs = without_symbols((args, kwargs), as_traced=False)
@@ -210,8 +210,8 @@ def _symbolic_sharding(
         else spec.with_(placements=to.placements, shard_order=to.shard_order)
         for spec, to in zip(problem.specs, chosen.inputs, strict=True)
     ]
-    # Not those that fold a sharded dim behind one of symbolic size: placements count runs in
-    # integers.
+    # Shardings that fold a sharded dim behind a dim of symbolic size are excluded, because
+    # placements count runs in integers.
     rows = [
         row
         for row in rule.rows_of(call)

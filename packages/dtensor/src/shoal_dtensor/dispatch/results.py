@@ -65,11 +65,12 @@ class Decision:
     aliased: tuple[int | None, ...] = ()
     # the arguments that an operator without result writes to, which torch does not count
     unreported_writes: tuple[int | str, ...] = ()
-    # whether there is more to do, which the following say
+    # whether there is more to do, as given by the following fields
     slow_path: bool = False
     # how inputs must be redistributed first
     moves: Mapping[Place, Plan] = field(default_factory=dict)
-    # What refuses wrong values of an input, before it is sliced: all ranks still have all of them.
+    # functions that refuse wrong values of an input before it is sliced, while all ranks have all
+    # values
     checks: Mapping[Place, Callable[[Tensor], None]] = field(default_factory=dict)
     # the written ones among them, from where they were written to their own layout
     write_backs: Mapping[Place, Plan] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Decision:
     foreach: bool = False
     # whether the ranks compare the plain tensors among the inputs, in every call
     verifies_plain: bool = False
-    # what the collectives are for, as debug modes and errors of the mesh layer repeat it
+    # the purpose of the collectives, which debug modes and errors of the mesh layer repeat
     reason: str = ""
     notice: str = ""  # what to warn of when it runs
     # the operator with its inputs, if the communication policy holds for its local function; else
@@ -213,8 +214,8 @@ def check_writes(
             "taking the view"
         )
     for spec in (specs[i] for i in writes):
-        # Kernels refuse this too, but not on ranks whose shard is empty, and the others would go on
-        # without those.
+        # Kernels refuse this too, but not on ranks whose shard is empty, and these ranks would
+        # continue alone.
         if 0 not in spec.shape and _overlaps_itself(spec):
             raise InPlaceError(
                 f"{op} writes to an expanded tensor of shape {tuple(spec.shape)} and stride "
@@ -249,9 +250,9 @@ def check_outs(op: OpOverload, outs: Sequence[Spec], results: Sequence[TensorMet
 
 def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a local function that writes to its first argument even if another one overlaps it."""
-    # Kernels refuse overlaps, but not on a rank whose shard has no or one element, and the others
-    # would stop without it.  Where shards differ in size, the arguments are read before the first
-    # one is written to, on every rank.
+    # Kernels refuse overlaps, but not on a rank whose shard has at most one element, so that rank
+    # would continue while the other ranks stop. If shards differ in size, every rank reads the
+    # arguments before it writes to the first one.
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         try:

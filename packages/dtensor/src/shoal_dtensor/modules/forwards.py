@@ -37,9 +37,9 @@ class ModuleForward(ABC):
 
     __slots__ = ("_module", "inner", "mesh")
 
-    # Who sees to it that random numbers are those of one device.  `own`: the callable draws as one
-    # device.  `watched`: it runs the module's code, whose functions are watched.  `refused`: that
-    # draws for rows in another order.
+    # The way in which random numbers become the numbers of one device. `own`: the callable draws as
+    # one device. `watched`: the callable runs the module's code, whose functions are watched.
+    # `refused`: the callable draws for rows in another order, which is refused.
     sampling: ClassVar[Literal["own", "watched", "refused"]] = "own"
     # whether it draws as one device on its own axis alone
     one_axis: ClassVar[bool] = False
@@ -175,7 +175,7 @@ class Arithmetic(Protocol):
 
 
 _current: ScopedValue[Arithmetic | None] = ScopedValue("shoal_dtensor_arithmetic", None)
-# those of the blocks that a compiler traces: it follows no context variable
+# modes of the blocks that a compiler traces, because a compiler does not follow context variables
 _traced: list[Arithmetic] = []
 
 

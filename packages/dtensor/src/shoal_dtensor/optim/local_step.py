@@ -130,8 +130,8 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
         return result
     for values, local in zip(lists, shards, strict=True):
         values[:] = local
-    # Autograd gets to know what will be written to: DTensors by their shards; fused kernels do not
-    # even say that.
+    # Autograd must count the coming writes: for DTensors through their shards; fused kernels do not
+    # report their writes at all.
     written = [param for param, spec in zip(params, specs, strict=True) if spec is not None]
     if group.get("fused"):
         written += [param._local_tensor for param in written]

@@ -150,7 +150,7 @@ class FromLocal(Function):
             if grad_placements is None
             else spec.with_(placements=grad_placements)
         )
-        # what runs inside of a DTensor needs no history
+        # operations inside of a DTensor do not need autograd history
         return around(cls, local.detach(), spec, False)
 
     @staticmethod
@@ -207,7 +207,8 @@ class ToLocal(Function):
             grad, spec = crossings.enter(ctx, grad, spec)
         # such marks are not looked at below a tensor subclass
         plain = grad.resolve_conj().resolve_neg()
-        # dims lie in memory as the spec says, by whose stride views are decided
+        # dims are in the memory order of the spec, whose stride determines whether views are
+        # possible
         plain = _in_memory_order(spec)(plain)
         if torch.is_grad_enabled():
             return apply(FromLocal, plain, ctx.cls, spec, None), None

@@ -176,7 +176,7 @@ class DTensor(torch.Tensor):
             run_check=run_check,
         )
         if spec.partials and any(norm_order(op) for _, op in spec.partials):
-            # what ranks hold of a norm is not negative
+            # the terms of a norm are not negative
             local = local.abs()
         if torch.is_grad_enabled() and local.requires_grad:
             check_differentiable(spec)
@@ -354,7 +354,8 @@ class DTensor(torch.Tensor):
         super(DTensor, target).__setitem__(index, value)
 
     def __format__(self, wanted: str) -> str:
-        # a number is formatted like one; text that asks for no format does not communicate
+        # a number is formatted as a plain number; formatting without a format specification does
+        # not communicate
         is_number = not self.ndim and type(self._local_tensor) is torch.Tensor and not self.is_meta
         if is_number and (wanted or self._spec.replicated):
             return format(self.item(), wanted)
@@ -413,7 +414,7 @@ class DTensor(torch.Tensor):
         target: Spec = context[0].with_(shape=self._spec.shape, stride=self._spec.stride)
         return DTensor(redistributed(DTensor, self, target)._local_tensor, target)
 
-    # What torch.distributed.checkpoint and torch.compile's cache call.
+    # Methods that torch.distributed.checkpoint and torch.compile's cache call.
     __create_write_items__ = serialization.checkpoint_write_items
     __create_chunk_list__ = serialization.checkpoint_chunks
     __get_tensor_shard__ = serialization.checkpoint_shard
@@ -500,7 +501,7 @@ def local_shard(tensor: DTensor) -> torch.Tensor:
     It is for modules that compute on local tensors and deliver gradients themselves; all other code
     calls `to_local()`, which is differentiable. It waits for a collective that is still in flight.
     """
-    # hot loops of lowered modules ask for every parameter
+    # hot loops of lowered modules call this for every parameter
     if type(tensor) is not DTensor:
         check_type("local_shard", "tensor", tensor, DTensor, expected="a DTensor")
     return tensor._local_tensor

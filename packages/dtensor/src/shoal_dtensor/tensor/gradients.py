@@ -125,7 +125,7 @@ def running_notes(kind: type[Item]) -> list[Item]:
 
 # --- what becomes of a gradient -------------------------------------------------------------------
 
-# What becomes of the gradient of a parameter: not computed, added to `.grad`, or returned to
+# How the gradient of a parameter is delivered: not computed, added to `.grad`, or returned to
 # autograd.
 GradRoute = Literal["unused", "accumulate", "return"]
 
@@ -205,7 +205,7 @@ def in_groups(
 
 _DETACH = torch.ops.aten.detach.default
 _ADD_ = torch.ops.aten.add_.Tensor
-# what autograd calls to keep a gradient, as torch names them
+# the operators that autograd calls to keep a gradient, by torch's names
 ACCUMULATION = ("aten::detach", "aten::add_.Tensor")
 
 # Bytes that one collective for several gradients takes: enough to hide its latency, little to pack
@@ -251,8 +251,8 @@ class CheckedHook(ParameterGradientHook):
     is_leaf: bool
 
     def __call__(self, grad: Any) -> Any:
-        # An autograd function of several parameters has no gradient for those that a pass did not
-        # use.
+        # An autograd function of several parameters does not have gradients for the parameters that
+        # a pass did not use.
         result = None if grad is None else self.hook(grad)
         if result is None or (not is_tracing() and is_transformed(result)):
             return result
@@ -294,7 +294,7 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
 class GradientBatch(CoalescedBatch):
     """A part of the backward pass that collects reductions of gradients, to send them together."""
 
-    # what has been asked for since the last flush
+    # bytes of the reductions requested since the last flush
     bytes: int = 0
 
     def moved(self, cls: Any, grad: Any, plan: Plan) -> Any:

@@ -27,8 +27,8 @@ from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import has_symbols
 
-# What a partial norm was when it was last asked for, and what a copied view follows: not the copy's
-# business.
+# Per-object caches that a copy must not inherit: the last value of a partial norm, and the base
+# that a copied view follows.
 _OWN = frozenset({"_reduced", "_source"})
 
 
@@ -335,7 +335,7 @@ def refuse_memory(tensor: Any, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-# They tell tensors apart by their storages, and read none.
+# They distinguish tensors by their storages, and do not read the storages.
 _COMPILERS = (
     "torch._dynamo",
     "torch._functorch",

@@ -146,7 +146,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     except TypeError as error:
         if isinstance(error, ShoalTensorError):
             raise
-        # symbolic sizes have no hash, and wrong placements may have none
+        # symbolic sizes are not hashable, and wrong placements may not be hashable either
         spec = _spec_of_shard.__wrapped__(*facts)
     if (
         even

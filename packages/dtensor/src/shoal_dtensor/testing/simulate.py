@@ -273,7 +273,7 @@ def random_terms(
         return [value]
     if op == "avg":
         return [value + term for term in random_terms("sum", torch.zeros_like(value), n, generator)]
-    # random shares of what is positive; what is negative, one coordinate holds alone
+    # positive values are split into random shares; one coordinate alone holds each negative value
     if order is not None:
         share = (
             torch.rand((n, *value.shape), dtype=value.dtype, generator=generator, device="cpu")
@@ -289,8 +289,8 @@ def random_terms(
         terms = [_noise(value, generator, signs=op == "product") for _ in range(n - 1)]
         rest = torch.sub if op == "sum" else COMBINE[op]
         return [*terms, rest(value, reduce(COMBINE[op], terms))]
-    # The value on a random one of the coordinates, element by element; elsewhere what loses against
-    # it.
+    # Each element's value is on a random coordinate; the other coordinates have values that the
+    # reduction discards.
     if is_bool or op in ("band", "bor"):
         noise = _noise(value, generator)
         other = value | noise if op in ("min", "band") else value & noise

@@ -43,8 +43,8 @@ class Simulation:
         self.names: Sequence[str] = names or [*map(str, range(len(shape)))]
         # groups in which a collective was started
         self.used: set[tuple[int, ...]] = set()
-        # By a group's ranks: what each member that has come brings, by its index, and the turns
-        # they wait for.
+        # By a group's ranks: the values of the members that have arrived, by their index, and the
+        # turns on which they wait.
         self.meetings: dict[tuple[int, ...], tuple[dict[int, Any], list[threading.Semaphore]]] = {}
         self.ready: deque[threading.Semaphore] = deque()  # of the ranks that can go on
 
@@ -241,6 +241,7 @@ def on_threads(
     for rank in sorted(
         ranks, key=lambda rank: isinstance(rank.exception(), threading.BrokenBarrierError)
     ):
-        # raises what it raised; those last that another one's failure has woken
+        # raises the exceptions of the functions; exceptions caused by another rank's failure come
+        # last
         rank.result()
     return [rank.result() for rank in ranks]

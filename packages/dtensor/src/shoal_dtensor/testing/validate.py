@@ -160,8 +160,8 @@ def _pair_shardings(
         [*_shardings(trial, row, (2,), (axis,))] for axis, row in enumerate((first, second))
     ]
     if any(isinstance(a, S) and isinstance(b, S) and a.dim == b.dim for a, b in entries):
-        # Both shard one dim: what fits together there depends on both.  Tried too: everything on
-        # the first coordinate.
+        # Both rows shard one dim, so a sharding that fits one row depends on the other. Everything
+        # on the first coordinate is tried too.
         for of_row in shardings:
             if isinstance(one := of_row[0] if of_row else None, DimSharding) and one.length:
                 of_row.append(
