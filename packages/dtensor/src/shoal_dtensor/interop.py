@@ -76,7 +76,7 @@ def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
         mesh: torch's mesh over the same ranks; made from the tensor's process groups when left out.
 
     Raises:
-        PlacementError: if torch has no word for the tensor's layout (ragged sizes, shards at
+        PlacementError: if torch cannot represent the tensor's layout (ragged sizes, shards at
             multiples).
     """
     from torch.distributed.tensor import DTensor as TorchTensor

@@ -85,9 +85,9 @@ def unknown_ops(policy: Unknown) -> Iterator[None]:
     """Set how an operator without a rule or a decomposition is run.
 
     Args:
-        policy: "replicate" gathers its inputs, with one warning per operator (the default); "error"
-            raises `NoRuleError`; "local" runs it on the local tensors as they are, which is right
-            only if the operator treats every element for itself.
+        policy: "replicate" gathers the operator's inputs, with one warning per operator (the
+            default); "error" raises `NoRuleError`; "local" runs the operator on the local tensors
+            as they are, which is right only if it treats every element independently.
 
     Raises:
         ArgumentValueError: if the policy is unknown.

@@ -52,21 +52,21 @@ def distribute_tensor(
 
     Args:
         tensor: the global tensor, of the same shape and dtype on every rank; a leaf. A DTensor of
-            this layout is returned as it is. Or a stored tensor,
-            `safetensors.safe_open(...).get_slice(name)`, that all ranks can read: each reads its
-            own shard, and nothing is sent.
+            this layout is returned as it is. A stored tensor,
+            `safetensors.safe_open(...).get_slice(name)`, is allowed too if all ranks can read it:
+            each rank reads its own shard, and nothing is sent.
         device_mesh: the mesh; the mesh of the enclosing `with mesh:` block when left out.
         placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out. Along a
             partial axis, the ranks' values reduce to the tensor's values.
         src_data_rank: the coordinate, on every mesh axis, of the rank that provides the values.
             None: each rank slices its own tensor, and reads only its shard of a memory-mapped one
             (`torch.load(mmap=True)`); nothing is sent.
-        shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in
+        shard_order: pairs (tensor dim, mesh axes outermost first) for axes that do not shard in
             ascending order.
 
     Raises:
-        PlacementError: if the placements do not fit, the tensor is not a leaf, or it is a DTensor
-            of another layout.
+        PlacementError: if the placements do not fit, if the tensor is not a leaf, or if it is a
+            DTensor of another layout.
 
     Example:
         >>> from shoal_dtensor import Shard
@@ -190,12 +190,13 @@ def distribute_module(
     """Convert a module's parameters and buffers to DTensors in place, and its inputs and outputs.
 
     Args:
-        module: changed in place and returned. A parameter shared by several modules stays shared.
+        module: the module, changed in place and returned. A parameter shared by several modules
+            stays shared.
         device_mesh: the mesh; the mesh of the enclosing `with mesh:` block when left out.
         partition_fn: called with the name, module and mesh of every sub-module, to replace
             parameters by DTensors; parameters that it leaves plain are replicated.
-        input_fn: `input_fn(module, inputs, mesh)` before forward, or, as torch once took it,
-            `input_fn(inputs, mesh)`; its result replaces the inputs.
+        input_fn: `input_fn(module, inputs, mesh)` before forward, or `input_fn(inputs, mesh)`, the
+            older form of torch; its result replaces the inputs.
         output_fn: `output_fn(module, outputs, mesh)` after forward, with the same alternative.
 
     Raises:
@@ -400,7 +401,7 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
             `placements`: `Keywords`.
 
     Raises:
-        PlacementError: if the placements do not fit or the layout is another.
+        PlacementError: if the placements do not fit, or if `layout` is not `torch.strided`.
 
     Example:
         >>> from shoal_dtensor import Shard

@@ -213,9 +213,9 @@ def register_rule(
     """Give operators a rule for the rest of the process; `rules.overlay` gives one for a block.
 
     Args:
-        op: one overload or several; in-place operators, operators without output and tensor keyword
-            arguments included.
-        rule: for instance `product("m k, k n -> m n")`.
+        op: one overload or several, including in-place operators, operators without output and
+            operators with tensor keyword arguments.
+        rule: the rule, for instance `product("m k, k n -> m n")`.
         replace: allow an operator that has a rule already.
 
     Raises:

@@ -20,7 +20,7 @@ class ExplicitRedistributionContext:
 
     Args:
         enable: False allows communication inside an enabled block.
-        strict: torch's refusal also of redistributions that send nothing; only False is here.
+        strict: torch's refusal of redistributions that send nothing; only False is supported.
         mode: "raise", or "warn".
 
     Raises:
@@ -60,8 +60,7 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
     the printed form have no effect.
 
     Args:
-        record_realtensor, record_localtensor, record_output, record_profiler_context: change
-            nothing.
+        record_realtensor, record_localtensor, record_output, record_profiler_context: no effect.
         record_torchfunction, record_faketensor, record_tensor_attributes, record_nn_module:
             refused.
         store_original_args, record_stack_trace, record_ids, run_compile_with_interpreter: refused.

@@ -178,7 +178,7 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
     Args:
         dtensor: the tensor, or only its spec.
         header: a line to print above.
-        use_rich: in colours, one for each set of ranks, with rich; in a notebook as HTML.
+        use_rich: print in colors, one for each set of ranks, with rich; in a notebook as HTML.
 
     Raises:
         MissingExtraError: if rich is requested and not installed.
@@ -224,7 +224,7 @@ def draw_sharding(spec: Spec) -> str:
     Rows and columns are element ranges, with the ranks in the cells.
 
     Args:
-        spec: of a tensor with one or two dims; no process group is needed.
+        spec: the spec of a tensor with one or two dims; no process group is needed.
 
     Raises:
         PlacementError: if the tensor has more than two dims.
@@ -247,7 +247,7 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
         tensor: a tensor of any number of dims; the dims before the last two are drawn as one, from
             top to bottom.
         ax: matplotlib axes to draw on; the axes of a new figure when left out.
-        title: placements when left out.
+        title: title of the picture; the placements when left out.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
@@ -310,11 +310,11 @@ def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
     Args:
         tensors: `dict(model.named_parameters())`, a state dict, or specs by name; plain tensors are
             left out.
-        columns: pictures side by side.
+        columns: the number of pictures side by side.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
-        PlacementError: if none of them is a DTensor.
+        PlacementError: if none of the tensors is a DTensor.
     """
     names: dict[Spec, list[str]] = {}
     for name, tensor in tensors.items():
@@ -340,7 +340,7 @@ def draw_plan(plan: Plan) -> Any:
     It has the layouts around every step, with its bytes and expected time.
 
     Args:
-        plan: of `explain(...).chosen`, or of `redistribute.plan`.
+        plan: the plan of `explain(...).chosen`, or of `redistribute.plan`.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.

@@ -34,7 +34,7 @@ def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
     They do where torch gives access to its generators.
 
     Args:
-        device_mesh: of the tensors.
+        device_mesh: the mesh of the tensors.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
@@ -50,8 +50,8 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     The mesh's next random operator compares the states of all ranks, with one small all-gather.
 
     Args:
-        seed: as for `torch.manual_seed`.
-        device_mesh: for the type of its devices.
+        seed: the seed, as for `torch.manual_seed`.
+        device_mesh: the mesh, which determines the type of devices.
 
     Raises:
         RandomStateError: if shoal does not support the generator of the mesh's devices.
@@ -83,7 +83,8 @@ def check_random_state(device_mesh: DeviceMesh) -> None:
         device_mesh: the mesh; all of its ranks call this.
 
     Raises:
-        RandomStateError: if they differ; it names the ranks that agree with each other.
+        RandomStateError: if the states differ; the error names the ranks that agree with each
+            other.
 
     Example:
         >>> from shoal_mesh import init_device_mesh, launch

@@ -48,10 +48,10 @@ def get_model_state_dict(
     Args:
         model: the model; all ranks call this with the same one.
         submodules: as in torch (deprecated there).
-        options: a `torch.distributed.checkpoint.state_dict.StateDictOptions`. `full_state_dict`:
-            every DTensor as a plain tensor of the global shape, on every rank; with `cpu_offload`
-            too, in CPU memory on rank 0 alone, and an empty dict on the others. Otherwise DTensors,
-            each rank its shards.
+        options: a `torch.distributed.checkpoint.state_dict.StateDictOptions`. With
+            `full_state_dict`, every DTensor becomes a plain tensor of the global shape, on every
+            rank; with `cpu_offload` too, in CPU memory on rank 0 alone, and the other ranks get an
+            empty dict. Otherwise the values are DTensors, and each rank has its shards.
 
     Raises:
         StateDictError: the options have another type, or `get` does not take them.
@@ -86,14 +86,15 @@ def get_optimizer_state_dict(
 
     Args:
         model: the model that the optimizers step.
-        optimizers: one or several, which stay as they are. A trainable parameter without state is
-            given that with which its first step begins; where that is unknown, that after a step
+        optimizers: one or several, which stay unchanged. A trainable parameter without state gets
+            the state with which its first step begins; if that is unknown, the state after a step
             without gradients, as in torch.
         submodules: as in torch (deprecated there).
         options: as for `get_model_state_dict`; also `flatten_optimizer_state_dict`.
 
     Raises:
-        StateDictError: the options are of another type, or an optimizer is not one of this model.
+        StateDictError: the options have another type, or an optimizer does not belong to this
+            model.
     """
     api, options = _read(options)
     optimizers = optimizers_of(model, optimizers)
@@ -119,7 +120,7 @@ def get_state_dict(
         model, optimizers, submodules, options: as for `get_optimizer_state_dict`.
 
     Raises:
-        StateDictError: as for that.
+        StateDictError: as for `get_optimizer_state_dict`.
     """
     model_state = get_model_state_dict(model, submodules=submodules, options=options)
     return model_state, get_optimizer_state_dict(
@@ -145,9 +146,9 @@ def set_model_state_dict(
         The missing and unexpected keys, as `nn.Module.load_state_dict`.
 
     Raises:
-        StateDictError: a key is missing or unexpected though `strict`, a tensor has another shape
-            than the parameter, or a parameter is on the meta device: on every rank, and the model
-            is unchanged.
+        StateDictError: a key is missing or unexpected with `strict`, a tensor has another shape
+            than the parameter, or a parameter is on the meta device. Every rank raises, and the
+            model is unchanged.
 
     Example:
         >>> model = torch.nn.Linear(2, 4)
@@ -181,9 +182,9 @@ def set_optimizer_state_dict(
         options: as for `set_model_state_dict`.
 
     Raises:
-        StateDictError: an entry has another shape than the state that it replaces, one is missing
-            though `strict`, or an optimizer is not one of this model: on every rank, nothing is
-            changed.
+        StateDictError: an entry has another shape than the state that it replaces, an entry is
+            missing with `strict`, or an optimizer does not belong to this model. Every rank raises,
+            and nothing is changed.
 
     Example:
         >>> model = torch.nn.Linear(2, 4)
@@ -216,7 +217,7 @@ def set_state_dict(
         The missing and unexpected keys of the model.
 
     Raises:
-        StateDictError: as for the two functions.
+        StateDictError: as for `set_model_state_dict` and `set_optimizer_state_dict`.
     """
     keys = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)

@@ -116,8 +116,8 @@ class Checkpointer:
 
         Raises:
             ArgumentTypeError: an argument of a wrong type.
-            CheckpointError: on all ranks, if one could not write, or the one before in the
-                background failed. No older step has been removed then.
+            CheckpointError: on all ranks, if a rank could not write, or if the save before in the
+                background failed. In this case no older step has been removed.
         """
         check_type("Checkpointer.save", "step", step, int, expected="an int")
         check_type("Checkpointer.save", "state_dict", state_dict, Mapping, expected="a mapping")
@@ -141,7 +141,7 @@ class Checkpointer:
         """Wait until no save is in progress.
 
         Raises:
-            CheckpointError: the last one in the background failed.
+            CheckpointError: the last save in the background failed.
         """
         writer = self._writer
         self._writer = None

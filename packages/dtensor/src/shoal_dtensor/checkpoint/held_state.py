@@ -130,8 +130,8 @@ class HeldState:
 
         Raises:
             ArgumentTypeError: `state_dict` is not a dict.
-            CheckpointError: on all ranks: a tensor is held in another shape or dtype, or something
-                is held that no rank takes though `strict`.
+            CheckpointError: on all ranks: a tensor is held in another shape or dtype, or, with
+                `strict`, the ranks hold an entry that no rank takes.
         """
         check_type("HeldState.recover", "state_dict", state_dict, dict, expected="a dict")
         components: list[tuple[Any, Any]] = []

@@ -36,10 +36,10 @@ class LoadRequest:
     Args:
         state_dict: the state dict of the user: values, mappings, lists and components.
         saved: the entries of the checkpoint.
-        strict: raise for whatever the state dict has and the checkpoint lacks.
+        strict: raise for every entry that the state dict has and the checkpoint lacks.
 
     Raises:
-        CheckpointError: entries that do not fit, or that are missing though `strict`.
+        CheckpointError: entries that do not fit, or, with `strict`, entries that are missing.
     """
 
     def __init__(self, state_dict: Mapping[str, Any], saved: SavedNames, *, strict: bool) -> None:
@@ -143,8 +143,8 @@ class LoadRequest:
             Names at the top of the checkpoint that are left out.
 
         Raises:
-            CheckpointError: the load leaves out something of a part that it takes, or it takes
-                several parts and leaves out others.
+            CheckpointError: the load leaves out an entry of a part that it takes, or it takes
+                several parts and leaves out other parts.
         """
         if not self.strict:
             return []

@@ -47,14 +47,14 @@ def clip_grad_norm_(
         max_norm: the largest norm that is not scaled.
         norm_type: the order of the norm, positive, or infinity; order 2 is exact inside
             `shoal_mesh.sums_in_tree`.
-        error_if_nonfinite: whether a norm that is not finite is an error rather than a factor.
-        foreach: whether to use foreach operators; by default where the device has them.
+        error_if_nonfinite: raise for a norm that is not finite, rather than scale by it.
+        foreach: use foreach operators; by default where the device supports them.
 
     Raises:
         RuntimeError: if the norm is not finite and `error_if_nonfinite` is set; on every rank.
         ValueError: if the order is not positive.
-        MixedTensorError: if the gradient of a DTensor is a plain tensor: ranks would get other
-            norms.
+        MixedTensorError: if the gradient of a DTensor is a plain tensor, because ranks would
+            compute different norms.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor

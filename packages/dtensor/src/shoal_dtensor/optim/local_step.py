@@ -72,7 +72,7 @@ def local_step(optimizer: O) -> O:
     subclasses.
 
     Args:
-        optimizer: any.
+        optimizer: an optimizer of any class.
 
     Raises:
         OptimizerError: if it is not certain that its update works element by element

@@ -133,17 +133,17 @@ class DTensor(torch.Tensor):
 
         Args:
             local_tensor: this rank's shard.
-            device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
+            device_mesh: the mesh; the mesh of the enclosing `with mesh:` block when left out.
             placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out.
             run_check: compare shapes, dtypes and whether gradients are recorded over the mesh
-                first: uneven shards become ragged ones, shards in different memory orders become
-                row-major, replicas take the values of their group's first rank, anything else
-                that differs raises on every rank.
-            shape: global shape; needed for uneven shards unless `run_check` is set. Left out, every
-                rank is taken to hold a shard of the same shape and memory order.
+                first. Uneven shards become ragged ones, shards in different memory orders become
+                row-major, and replicas take the values of their group's first rank; any other
+                difference raises on every rank.
+            shape: global shape; needed for uneven shards unless `run_check` is set. When it is left
+                out, every rank is assumed to hold a shard of the same shape and memory order.
             stride: global stride in elements.
             grad_placements: the placements of the gradient that `local_tensor` gets back.
-            shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in
+            shard_order: pairs (tensor dim, mesh axes outermost first) for axes that do not shard in
                 ascending order.
 
         Raises:
@@ -220,10 +220,11 @@ class DTensor(torch.Tensor):
             device_mesh: the target mesh; this tensor's own when left out.
             placements: one per mesh axis of the target, or a `PartitionSpec`.
             async_op: return before the data have arrived; the first use of the result waits. This
-                tensor may be written to meanwhile: the result has the values of the call.
+                tensor may be written to in the meantime: the result has the values at the time of
+                the call.
             forward_dtype: convert to this dtype before moving.
             backward_dtype: convert the gradient to this dtype before moving it back.
-            shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in
+            shard_order: pairs (tensor dim, mesh axes outermost first) for axes that do not shard in
                 ascending order.
 
         Raises:
@@ -280,8 +281,8 @@ class DTensor(torch.Tensor):
             A handle whose `remove()` takes the hook away.
 
         Raises:
-            MixedTensorError: (in backward, on every rank) if it returns plain tensors that differ
-                between ranks.
+            MixedTensorError: (in backward, on every rank) if the hook returns plain tensors that
+                differ between ranks.
         """
         if not is_tracing():
             hook = CheckedHook(DTensor, self._spec, hook, self.is_leaf)

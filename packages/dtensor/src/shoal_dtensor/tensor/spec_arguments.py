@@ -278,12 +278,12 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
         placements: one per mesh axis.
         shard_order: as for `DTensor.from_local`.
         about: returns a text that names the shards, for messages and threads.
-        values: whether replicas are compared, which they are not while tracing.
-        gradients: whether all ranks have to record a gradient, or none.
+        values: compare replicas, which is not possible while tracing.
+        gradients: require that all ranks record a gradient, or none.
 
     Raises:
-        PlacementError: on all ranks: the shapes fit no sharding; the dtypes, or whether gradients
-            are recorded, differ; or replicas differ.
+        PlacementError: on all ranks: the shapes do not fit a sharding; the dtypes, or whether
+            gradients are recorded, differ; or replicas differ.
     """
     sizes = zip(placements, mesh.shape, strict=False)
     replicated = [

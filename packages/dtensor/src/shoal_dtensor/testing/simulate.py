@@ -39,7 +39,7 @@ def coordinates(spec: Spec) -> list[Coordinate]:
     """Return all mesh coordinates, row-major.
 
     Args:
-        spec: of which the mesh counts.
+        spec: a spec on the mesh.
     """
     return list(product(*map(range, spec.mesh.shape)))
 
@@ -48,7 +48,7 @@ def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
     """Return the local tensors of all ranks after a plan.
 
     Args:
-        plan: from `redistribute.plan`.
+        plan: a plan of `redistribute.plan`.
         shards: the local tensors of all ranks of the source mesh, row-major.
 
     Returns:
@@ -135,7 +135,7 @@ def local_shards(
     Args:
         full: the global tensor.
         spec: its layout.
-        generator: of the terms along partial axes.
+        generator: generator of the terms along partial axes.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
@@ -159,7 +159,7 @@ def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
     Args:
         full: the global tensor.
         spec: its layout.
-        coordinate: of a rank, one index per mesh axis.
+        coordinate: the coordinate of a rank, one index per mesh axis.
     """
     if spec.is_strided:
         return full[_where(spec, coordinate)]
@@ -336,14 +336,14 @@ def deal(
     Args:
         value: a global tensor.
         entries: one per mesh axis; `P(op)` makes the axis partial.
-        shape: of the mesh.
-        split: makes the terms.
+        shape: shape of the mesh.
+        split: function that makes the terms.
 
     Returns:
         Tensors of the shape of `value`, by mesh coordinate.
 
     Raises:
-        NotImplementedError: if the dtype has no such terms (sums of bool, maxima of complex
+        NotImplementedError: if the dtype does not have such terms (sums of bool, maxima of complex
             numbers).
 
     Example:
@@ -374,7 +374,7 @@ def gather(
     Args:
         terms: tensors of one shape, by mesh coordinate.
         entries: one per mesh axis; `P(op)` makes the axis partial.
-        shape: of the mesh.
+        shape: shape of the mesh.
 
     Example:
         >>> from shoal_dtensor import Partial

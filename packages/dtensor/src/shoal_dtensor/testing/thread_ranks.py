@@ -163,8 +163,8 @@ def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> l
     They are for `on_threads`.
 
     Args:
-        shape: of the mesh.
-        names: of its axes.
+        shape: shape of the mesh.
+        names: names of the mesh axes.
     """
     connect = Simulation(shape, names).connect
     return [
@@ -177,7 +177,7 @@ def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
     """Return the results of `run` on each rank of a mesh, one thread per rank, one at a time.
 
     Args:
-        mesh: also an `abstract_mesh`; no process group is used.
+        mesh: the mesh, which may be an `abstract_mesh`; no process group is used.
         run: called with each rank's view of the mesh; gradients are off unless it turns them on.
 
     Raises:
@@ -205,7 +205,7 @@ def on_threads(
     Args:
         functions: one per rank.
         meshes: their meshes.
-        seed: of every rank's default generator.
+        seed: seed of every rank's default generator.
         threads: an executor that runs all of the functions at a time; new threads for this call
             when left out.
 
