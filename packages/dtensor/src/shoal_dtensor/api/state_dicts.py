@@ -41,9 +41,9 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
-    """`placements -> R` if full: return parameters and buffers by name.
+    """Return the parameters and buffers of a model by name.
 
-    A state dict that is not full needs no communication.
+    It is `placements -> R` for a full state dict; otherwise nothing is communicated.
 
     Args:
         model: the model; all ranks call this with the same one.
@@ -80,9 +80,9 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: Any = None,
 ) -> dict[str, Any]:
-    """`placements -> R` if full: return state and options by names of parameters.
+    """Return the state and options of optimizers by names of parameters.
 
-    A state dict that is not full needs no communication.
+    It is `placements -> R` for a full state dict; otherwise nothing is communicated.
 
     Args:
         model: the model that the optimizers step.
@@ -112,9 +112,9 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`placements -> R` if full: return the state dicts of the model and of its optimizers.
+    """Return the state dicts of a model and of its optimizers.
 
-    State dicts that are not full need no communication.
+    It is `placements -> R` for full state dicts; otherwise nothing is communicated.
 
     Args:
         model, optimizers, submodules, options: as for `get_optimizer_state_dict`.
@@ -131,9 +131,9 @@ def get_state_dict(
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None
 ) -> Any:
-    """`R -> placements` if full or broadcast: load parameters and buffers.
+    """Load parameters and buffers into a model.
 
-    DTensors in a state dict that is not full are copied.
+    It is `R -> placements` of a full state dict, or of rank 0's; otherwise DTensors are copied.
 
     Args:
         model: the model, which keeps its layouts; all ranks call this.
@@ -170,9 +170,10 @@ def set_optimizer_state_dict(
     *,
     options: Any = None,
 ) -> None:
-    """`R -> placements` if full or broadcast: load state and options of optimizers.
+    """Load state and options into optimizers.
 
-    DTensors in a state dict that is not full are taken over.
+    It is `R -> placements` of a full state dict, or of rank 0's; otherwise the optimizers take over
+    the DTensors.
 
     Args:
         model: the model that the optimizers step.
@@ -205,9 +206,9 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: Any = None,
 ) -> Any:
-    """`R -> placements` if full or broadcast: load a model and its optimizers.
+    """Load the state dicts of a model and of its optimizers.
 
-    DTensors in a state dict that is not full are copied.
+    It is `R -> placements` of full state dicts, or of rank 0's; otherwise DTensors are copied.
 
     Args:
         model, model_state_dict, options: as for `set_model_state_dict`.
