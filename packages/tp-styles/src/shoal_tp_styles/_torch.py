@@ -21,12 +21,18 @@ watching_functions: Callable[[], AbstractContextManager[object]] = torch._C._Ena
 
 
 def traced_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply` as compilers know it; what they see as one node takes the faster `apply` of shoal_dtensor."""
+    """Return the `apply` that compilers trace.
+
+    A function that compilers see as one node gets the faster `apply` of shoal_dtensor.
+    """
     return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """The dtype in which autocast runs matrix products of `tensor`; None where it leaves them alone, as float64."""
+    """Return the dtype in which autocast multiplies `tensor`; None if it leaves it alone.
+
+    Autocast leaves float64 alone.
+    """
     device = tensor.device.type
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     casts = enabled and tensor.is_floating_point() and tensor.dtype != torch.float64
@@ -34,10 +40,12 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 def hook_end_of_forward(module: Any, hook: Callable[[Any, Any, Any], None] | None) -> None:
-    """Have a hook be called when a forward is over, also by an error, with None for the output; None: no longer.
+    """Register a hook that is called when a forward ends; None removes it.
 
-    It has one name in all modules, where torch numbers hooks: compiled blocks of equal structure
-    share a graph.
+    The hook also runs after an error, with None for the output.
+
+    The hook has the same name in all modules, while torch numbers its hooks, so that compiled
+    blocks of equal structure share a graph.
     """
     for table, value in (
         (module._forward_hooks, hook),

@@ -1,14 +1,14 @@
-"""The errors of the tp-styles layer alone; those that it shares with its siblings are in `shoal_dtensor`."""
+"""Errors of the tp-styles layer alone; errors shared by its siblings are in `shoal_dtensor`."""
 
 from shoal_dtensor.errors import LayoutError, PlanError, StyleTypeError
 
 
 class LayoutCountError(LayoutError, AssertionError):
-    """Layouts and desired layouts of a style are not as many."""
+    """The layouts and the desired layouts of a style differ in number."""
 
 
 class StyleNameError(PlanError, StyleTypeError):
-    """A plan names a style that is not known; torch's plans know no names, only styles."""
+    """A plan names an unknown style; torch's plans contain styles only, not names."""
 
 
 class UnmatchedPlanWarning(UserWarning):

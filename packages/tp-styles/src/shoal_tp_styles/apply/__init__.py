@@ -1,4 +1,6 @@
-"""The only folder that changes modules: their parameters become DTensors, their forward local computation, and back.
+"""Changes to modules: parameters become DTensors and forwards local computation, and back.
+
+No other folder changes modules.
 
 May import: lowering, sharding.
 """

@@ -1,7 +1,7 @@
-"""A module's parameters become DTensors and its forward a lowering, and back.
+"""Conversion of a module's parameters to DTensors and of its forward to a lowering, and back.
 
-A parameter that several modules hold stays one: the plain one refers to the DTensor that replaced
-it, for later calls.
+A parameter that several modules hold stays one parameter: the plain parameter refers to the DTensor
+that replaced it, for later calls.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def apply_sharding(
     lower: bool = True,
     scatter: Scatter | None = None,
 ) -> nn.Module:
-    """The module, parallel on a mesh as the record declares; changed in place.
+    """Make a module parallel on a mesh as the record declares; return the module, changed in place.
 
-    On ranks from `src_data_rank` parameters are broadcast; None keeps every rank's own values. With
-    `lower=False` everything runs through DTensor dispatch. `scatter` is what the parameters of
-    several modules travel by, with the same source; the caller sends it.
+    Parameters are broadcast from `src_data_rank`; None keeps every rank's own values. With
+    `lower=False` everything runs through DTensor dispatch. `scatter` collects the parameters of
+    several modules with the same source; the caller sends it.
 
     Raises:
         LayoutError: if the mesh has several axes, or the instance has a forward that the style
@@ -115,7 +115,10 @@ def apply_sharding(
 
 
 def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
-    """Refuse parameters that are computed from others, or hold tensors, where a style would shard or read them."""
+    """Refuse parameters that are computed from others, or hold tensors, if a style would use them.
+
+    A style uses the parameters that it shards or reads.
+    """
     if not sharding.distributes:
         return
     for path, owner in sharding.owners(module):
@@ -141,7 +144,10 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
 def _lowering(
     module: nn.Module, sharding: ModuleSharding, inner: ModuleForward | None, *, lower: bool
 ) -> type[Lowered]:
-    """The class that stands in for the forward.  A lowering replaces the class's forward: it wraps no other style."""
+    """Return the class that replaces the forward.
+
+    A lowering replaces the forward of the class: it wraps no other style.
+    """
     # What a class's own forward does not know.
     required = isinstance(sharding.options, FusedBlocks | Adapter | Experts | LatentFeatures)
     if sharding.lowering is not None and issubclass(sharding.lowering, Boundary):
@@ -186,7 +192,7 @@ def _distributed(
     mesh: DeviceMesh,
     scatter: Scatter,
 ) -> nn.Parameter:
-    """The DTensor parameter that replaces a parameter; the one that already did, where it is shared."""
+    """Return the DTensor parameter that replaces a parameter; a shared one may already have it."""
     current: Tensor = getattr(param, _SUCCESSOR, param)
     if isinstance(current, DTensor):
         asked = Spec(mesh, placements, current.shape, current.spec.stride, dtype=current.dtype)
@@ -212,7 +218,10 @@ def _distributed(
 
 
 def conflicting_style(module: nn.Module, style: str, path: str, *, distributes: bool) -> str | None:
-    """What to say where a module already has a style that excludes another: the same one, or both shard parameters."""
+    """Return the error message if a module already has a style that excludes `style`, else None.
+
+    Two styles exclude each other if they are the same or if both shard parameters.
+    """
     earlier = [style] if style in module.__dict__.get(_UNDECLARED, ()) else []
     for sharding, _ in shardings_of(module):
         if sharding.style == style or (
@@ -231,7 +240,7 @@ def note_undeclared(module: nn.Module, style: str) -> None:
 
 
 def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
-    """The records applied to a module, first applied first."""
+    """Return the records applied to a module, in the order in which they were applied."""
     found = []
     forward = forward_of(module)
     while forward is not None:
@@ -243,7 +252,10 @@ def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh
 
 @torch.no_grad()
 def plain_module(module: nn.Module) -> nn.Module:
-    """The module with plain, unsharded parameters and its own forward again; shared parameters stay shared."""
+    """Give a module plain, unsharded parameters and its own forward again; return the module.
+
+    Shared parameters stay shared.
+    """
     # by id, which is unique among tensors that live
     plain: dict[int, tuple[DTensor, nn.Parameter]] = {}
     for owner in module.modules():
@@ -279,7 +291,7 @@ def _rows_first(tensor: Tensor, fused: FusedBlocks) -> Tensor:
 
 
 def _shards(tensor: Tensor, fused: FusedBlocks, mesh: DeviceMesh) -> list[DTensor]:
-    """Each block of a fused tensor."""
+    """Return the blocks of a fused tensor."""
     rows = torch.split_with_sizes(
         _rows_first(tensor, fused), [heads.features for heads in fused.blocks.values()]
     )
@@ -292,7 +304,10 @@ def _shards(tensor: Tensor, fused: FusedBlocks, mesh: DeviceMesh) -> list[DTenso
 
 
 def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, tuple[str, int, int]]]:
-    """Parameter of each block -> (fused name, its first row in the fused parameter, rows of the fused parameter)."""
+    """Return, for the parameter of each block, its place in the fused parameter.
+
+    The place is (fused name, first row in the fused parameter, rows of the fused parameter).
+    """
     for kind in fused.names:
         start = 0
         for name, heads in fused.parts(kind).items():
@@ -301,7 +316,7 @@ def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, tuple[str, int, int]]]
 
 
 def make_adjacent(module: nn.Module, fused: FusedBlocks) -> None:
-    """Put the local shards of a module's blocks into one buffer again, where they have been replaced."""
+    """Copy the local shards of a module's blocks into one buffer if they are no longer adjacent."""
     for kind in fused.names:
         params: list[Any] = [module._parameters[name] for name in fused.parts(kind)]
         if len(params) > 1 and all(isinstance(param, DTensor) for param in params):
@@ -314,10 +329,10 @@ def make_adjacent(module: nn.Module, fused: FusedBlocks) -> None:
 def split_blocks(
     module: nn.Module, style: str, fused: FusedBlocks, mesh: DeviceMesh, src_data_rank: int | None
 ) -> set[str]:
-    """Replace the fused parameters of a module by one DTensor parameter per block; the names of these.
+    """Replace a module's fused parameters by one DTensor parameter per block; return their names.
 
-    Before anything is changed, it refuses a parameter that is a DTensor already, or has gradient
-    hooks.
+    Before anything is changed, the function refuses a parameter that is a DTensor already, or has
+    gradient hooks.
     """
     for kind in fused.names:
         param = module._parameters.get(kind)
@@ -360,7 +375,9 @@ def shard_assigned(
     local_metadata: Mapping[str, Any],
     *_: object,
 ) -> None:
-    """Before `load_state_dict(assign=True)`: give full tensors, and others, the layouts of the module's.
+    """Give tensors of `load_state_dict(assign=True)` the layouts of the module's parameters.
+
+    The function runs before the load, on full tensors and on DTensors in other layouts.
 
     A tensor that is assigned takes the place of a parameter, which the style's forward reads as a
     shard. Every rank takes its shard of its own full tensor.
@@ -395,7 +412,7 @@ def as_blocks(
     prefix: str,
     *_: object,
 ) -> None:
-    """Before loading: a fused entry of the state dict becomes what the module has in its place."""
+    """Replace a fused entry of a state dict by entries for the module's blocks, before loading."""
     for kind in fused.names:
         full = state_dict.get(prefix + kind)
         param = vars(module)["_parameters"].get(kind)
@@ -411,14 +428,14 @@ def as_blocks(
 
 
 def _adjacent(tensors: list[DTensor]) -> list[DTensor]:
-    """The same DTensors, their local shards adjacent in one buffer."""
+    """Return the same DTensors, with local shards that are adjacent in one buffer."""
     local = [tensor.to_local() for tensor in tensors]
     shards = torch.split_with_sizes(torch.cat(local), [shard.shape[0] for shard in local])
     return [DTensor(shard, tensor.spec) for shard, tensor in zip(shards, tensors, strict=True)]
 
 
 def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
-    """The fused plain parameters again, in place of those of the blocks."""
+    """Put the fused plain parameters back in place of the parameters of the blocks."""
     if "" in fused.blocks:
         return
 
@@ -438,7 +455,7 @@ def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
 
 
 def successor_of(param: Tensor, tensor: Tensor, grad: Tensor | None) -> nn.Parameter:
-    """The parameter that replaces one, with its attributes, gradient hooks, and dtype of gradients."""
+    """Return a parameter's replacement, with its attributes, gradient hooks and gradient dtype."""
     successor = nn.Parameter(tensor, requires_grad=param.requires_grad)
     carry_gradient(param, successor, grad)
     carry_over(param, successor)
@@ -446,5 +463,5 @@ def successor_of(param: Tensor, tensor: Tensor, grad: Tensor | None) -> nn.Param
 
 
 def full_of(tensor: Tensor) -> Tensor:
-    """The global tensor of a DTensor; a plain tensor itself."""
+    """Return the global tensor of a DTensor; return a plain tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

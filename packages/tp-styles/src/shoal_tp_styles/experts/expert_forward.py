@@ -1,17 +1,17 @@
-"""The forward of a module of experts on the experts, or the hidden features of experts, that this rank holds.
+"""Forward of a module of experts, on the experts or hidden features that this rank holds.
 
 hidden features     x, choices, weights: R, W: S(hidden) -> y: P -> R    one reduction of y, and of each gradient
 tokens replicated   x: R -> y: P -> R      each rank computes its experts for all tokens; one reduction
 tokens sharded      x: S(0) -> y: S(0)     rows to the ranks of their experts by an all-to-all of exact sizes, and back
                                            by another; one gather of the counts before them
 
-On two axes the second one shards hidden features: y is partial there too, and is reduced with the
-rest. The weights of the choices are applied where the token is, so that their gradient, which the
-router gets, needs no rows of other ranks.
+On two axes the second axis shards hidden features: y is partial along it too, and is reduced with
+the rest. The weights of the choices are applied on the rank that holds the token, so that the
+gradient of the weights, which the router gets, needs no rows of other ranks.
 
-A shared expert may be computed while tokens are under way to the routed experts, by a block as it
-is written: the block calls its experts first, and while their rows travel, the shared expert runs
-on the block's input, and in backward its own backward while their gradients do.
+A shared expert may be computed while tokens are in flight to the routed experts. The block is not
+changed: it calls its experts first, and while the rows are in flight, the shared expert runs on the
+block's input. In backward the shared expert's backward overlaps the exchange of the gradients.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ from .token_route import ExpertExchange, counts_of, first_pairs, sorted_choices,
 def local_shards(
     module: nn.Module, sharding: ModuleSharding, experts: Comm | None, hidden: Comm | None
 ) -> dict[str, Tensor | None]:
-    """The local shards of all parameters, by path, where the axis `experts` shards those, and `hidden` their features.
+    """Return the local shards of all parameters, by path.
+
+    The axis `experts` shards the experts, the axis `hidden` their hidden features.
 
     A parameter that an axis replicates is used by every rank along it in a part of the computation,
-    so its gradients are summed. A bias behind the sum over hidden features is added on the first
-    rank of their axis alone.
+    so its gradients are summed. A bias that follows the sum over hidden features is added on the
+    first rank of the features' axis alone.
     """
     along = (
         (sharding.parameters, sharding.second_axis or {})
@@ -76,7 +78,7 @@ def local_shards(
 def forward_of_own(
     module: nn.Module, local: Mapping[str, Any], count: int, own: range, *args: Any
 ) -> Any:
-    """The module's forward, with local shards (by path) for its parameters, and this rank's experts for all `count`."""
+    """Run the module's forward on local shards (by path), on this rank's experts of `count`."""
     numbers = [
         n for n, v in vars(module).items() if "experts" in n and type(v) is int and v == count
     ]
@@ -87,7 +89,10 @@ def forward_of_own(
 
 
 class SlicedExperts(Lowered):
-    """A module of experts, of whose hidden features each rank holds some: its own forward gives a partial sum."""
+    """A module of experts of which each rank holds some hidden features.
+
+    The module's own forward returns a partial sum.
+    """
 
     sampling: ClassVar[Literal["refused"]] = "refused"
 
@@ -110,21 +115,24 @@ class SlicedExperts(Lowered):
         return reduce(out, self.comm)
 
     def entering(self, value: Any) -> Any:
-        """An argument, whose gradient is partial inside."""
+        """Return an argument whose gradient is partial inside the module."""
         if isinstance(value, DTensor):
             return local_input(value, self.port_in, self.mesh, grad=Partial())
         return copy(value, self.comm) if isinstance(value, Tensor) else value
 
 
 class DividedInput(Lowered):
-    """A module without parameters, among experts whose outputs are summed over the ranks: its share of that sum."""
+    """A module without parameters among experts whose outputs are summed over the ranks.
+
+    The module returns this rank's share of the sum.
+    """
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         return own_forward(self.module, {}, input / self.comm.size, *args, **kwargs)
 
 
 class RoutedExperts(Lowered):
-    """A module of experts, each of which one rank along the first axis holds."""
+    """A module of experts; each expert is held by one rank along the first axis."""
 
     __slots__ = ("beside", "experts", "own", "per_rank", "shared", "tensor")
     sampling: ClassVar[Literal["refused"]] = "refused"
@@ -144,7 +152,7 @@ class RoutedExperts(Lowered):
 
     @property
     def sharded(self) -> bool:
-        """Whether the ranks along the axis have tokens of their own."""
+        """True if the ranks along the axis have different tokens."""
         return isinstance(self.sharding.input_port().desired, Shard)
 
     @classmethod
@@ -174,7 +182,10 @@ class RoutedExperts(Lowered):
         return self.run(*args, *kwargs.values())
 
     def run(self, x: Tensor, chosen: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The module's output: for tokens and their choices, or for rows sorted by expert and their counts."""
+        """Return the module's output.
+
+        The arguments are tokens and their choices, or rows sorted by expert and their counts.
+        """
         if isinstance(x, DTensor):
             if self.mesh.ndim > 1:
                 raise LayoutError(
@@ -193,7 +204,7 @@ class RoutedExperts(Lowered):
         return out if self.shared is None else reduce(out, self.shared)
 
     def combined(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """What the experts give for each token, weighted and summed over its choices."""
+        """Return the experts' outputs for each token, as a weighted sum over its choices."""
         if chosen.shape != weights.shape or chosen.shape[:-1] != x.shape[:-1]:
             raise LayoutError(
                 f"{self.sharding.style}: expected choices and weights of shape (*tokens, choices) "
@@ -223,7 +234,7 @@ class RoutedExperts(Lowered):
         return out.to(x.dtype).view(*x.shape[:-1], rows.shape[-1])
 
     def grouped(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        """What the experts make of rows that are sorted by expert; partial where all ranks have all rows."""
+        """Return the outputs for rows sorted by expert; partial if all ranks have all rows."""
         fits = sizes.shape == (self.experts.count,)  # sizes 2 0 1 have the bounds 0 2 2 3
         every = (
             self.read(functional.pad(sizes.cumsum(0), (1, 0)).to(rows.device), len(rows))
@@ -248,7 +259,10 @@ class RoutedExperts(Lowered):
         return functional.pad(out, (0, 0, start, len(rows) - end))
 
     def read(self, bounds: Tensor, rows: int) -> list[list[int]]:
-        """Bounds and number of rows of each rank that has tokens of its own: the one time that the host waits."""
+        """Return the bounds and number of rows of each rank that has tokens of its own.
+
+        The host waits for the device only here.
+        """
         if not self.sharded:
             return [[*bounds.tolist(), rows]]
         own = torch.cat([bounds, bounds.new_full((1,), rows)])
@@ -256,7 +270,10 @@ class RoutedExperts(Lowered):
         return every
 
     def routed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
-        """What the experts make of rows sorted by expert: this rank's for all experts, or all for its own experts."""
+        """Return the experts' outputs for rows sorted by expert.
+
+        The rows are this rank's rows for all experts, or all rows for this rank's experts.
+        """
         if not self.sharded:
             return self.computed(rows, [counts[0][self.own.start : self.own.stop]])
         exchange = ExpertExchange.of(counts, self.per_rank, self.comm)
@@ -265,7 +282,10 @@ class RoutedExperts(Lowered):
         return exchange.back(self.computed(exchange.to_experts(rows, beside), exchange.own))
 
     def computed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
-        """What this rank's experts make of the rows of (senders, own experts) `counts`, in this order."""
+        """Return the outputs of this rank's experts for rows ordered by sender, then by expert.
+
+        `counts` is the number of rows of each (sender, own expert).
+        """
         module: Any = self.module
         local = local_shards(module, self.sharding, self.comm, self.tensor)
         if not self.own:
@@ -295,7 +315,10 @@ class RoutedExperts(Lowered):
 
 
 def _shared_over(call: ModuleCall, ranks: int) -> Iterator[Collective]:
-    """What axes cost along which inputs are replicated: one reduction of outputs, and one for each input's gradient."""
+    """Yield the collectives of axes along which inputs are replicated.
+
+    The output is reduced once, and so is the gradient of each input.
+    """
     yield Collective("all_reduce", nbytes(call.output), ranks=ranks)
     for tensor in (*call.args, *call.kwargs.values()):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -303,7 +326,10 @@ def _shared_over(call: ModuleCall, ranks: int) -> Iterator[Collective]:
 
 
 def _anchor(local: dict[str, Tensor | None]) -> Tensor:
-    """Zero, and so are its gradients: every parameter gets one, also of experts without rows."""
+    """Return a zero with zero gradients.
+
+    Every parameter gets a gradient by it, also the parameters of experts without rows.
+    """
     return torch.stack(
         [param.reshape(-1)[:0].sum() for param in local.values() if param is not None]
     ).sum()
@@ -327,7 +353,7 @@ class BlockMembers(NamedTuple):
 
 
 class OverlappedBlock(Boundary):
-    """The forward of a block, in which the shared expert runs beside the dispatch of tokens."""
+    """The forward of a block; its shared expert overlaps the dispatch of tokens."""
 
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -355,11 +381,13 @@ class OverlappedBlock(Boundary):
 
 
 class _Computed:
-    """Stands for a shared expert while its block runs: calls get what was computed beside the dispatch.
+    """A substitute for a shared expert while its block runs.
 
-    It is computed where the block calls it in a recomputation: of the experts, to which what runs
-    inside of them would belong, or of the shared expert itself, which still calls this object when
-    the block is done.
+    Calls return the output that was computed during the dispatch.
+
+    In a recomputation the shared expert is computed when the block calls it. This holds for a
+    recomputation of the experts, which would otherwise include the shared expert, and for one of
+    the shared expert itself, which still calls this object after the block has returned.
     """
 
     def __init__(self, shared: Any, members: BlockMembers, tokens: Tensor) -> None:
@@ -373,7 +401,7 @@ class _Computed:
         return getattr(self.shared, name)
 
     def start(self) -> Callable[[], None] | None:
-        """What runs the shared expert, if it can run now."""
+        """Return the function that runs the shared expert, or None if it cannot run now."""
         self.in_turn = saving_state() != self.state
         return None if self.in_turn else self.compute
 
@@ -398,7 +426,7 @@ class _Computed:
 
 
 def _is_same(input: Tensor, tokens: Tensor) -> bool:
-    """Whether a tensor has the elements of another, and passes its gradient on to it unchanged."""
+    """Tell whether `input` is `tokens` or a view of it that passes gradients on unchanged."""
     if input is tokens or type(input) is not Tensor or type(tokens) is not Tensor:
         return input is tokens
     of_input, of_tokens = (
@@ -409,7 +437,7 @@ def _is_same(input: Tensor, tokens: Tensor) -> bool:
 
 
 def _source(tensor: Tensor) -> Any:
-    """The node, or the leaf, of which a tensor is a view."""
+    """Return the node, or the leaf, that a tensor is a view of."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]

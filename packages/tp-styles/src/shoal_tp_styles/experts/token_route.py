@@ -1,4 +1,6 @@
-"""Which token goes to which expert, pairs sorted by expert; and `ExpertExchange`: rows to the experts' ranks and back.
+"""Token routing: (token, expert) pairs sorted by expert, and `ExpertExchange`, the all-to-alls.
+
+`ExpertExchange` sends rows to the ranks of their experts and back.
 
 The all-to-alls have exact sizes. With 4 experts on 2 ranks, rows of experts (0, 1 | 2, 3), named by
 rank and expert:
@@ -6,8 +8,8 @@ rank and expert:
     rank 0 holds   a0 a0 a1 | a3           rank 0 gets   a0 a0 a1, b1      as received, by rank and expert
     rank 1 holds   b1 | b2 b2              rank 1 gets   a3, b2 b2
 
-Where something is computed beside the exchange, the graph has two nodes for it. What is computed
-between them comes between them in backward too, in the other order: `_Arrived` starts to send
+If a computation overlaps the exchange, the exchange has two nodes in the graph. The computation
+between the nodes is between them in backward too, in the opposite order: `_Arrived` starts to send
 gradients back, `_Started` waits for them.
 """
 
@@ -28,10 +30,14 @@ from shoal_mesh.internal import Pending
 
 
 def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Indices into the flattened (tokens, choices), those of expert 0 first, and (experts + 1,) bounds of each one's.
+    """Return indices into the flattened choices, sorted by expert, and each expert's bounds.
 
-    The host waits for neither. Indices that are no expert's count as before the first or behind the
-    last.
+    Choices have the shape (tokens, choices).
+
+    The bounds have the shape (experts + 1,).
+
+    The host waits for neither result. Indices that belong to no expert count as before the first
+    expert or after the last.
 
     Example:
         >>> sorted_choices(torch.tensor([[1, 0], [2, 1]]), 3)  # sorted: 0 1 1 2
@@ -45,12 +51,14 @@ def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def counts_of(bounds: list[int]) -> list[int]:
-    """The pairs of each expert."""
+    """Return the number of pairs of each expert."""
     return [end - start for start, end in pairwise(bounds)]
 
 
 def first_pairs(pairs: Tensor, bounds: list[int], kept: list[int]) -> Tensor:
-    """The first `kept` pairs of each expert, those of expert 0 first.  Choices that are no expert's are left out.
+    """Return the first `kept` pairs of each expert, sorted by expert.
+
+    Choices that belong to no expert are left out.
 
     Example:
         >>> first_pairs(torch.tensor([1, 0, 3, 2]), [0, 1, 3, 4], [1, 1, 1])  # of experts 0 1 1 2
@@ -64,7 +72,9 @@ def first_pairs(pairs: Tensor, bounds: list[int], kept: list[int]) -> Tensor:
 
 
 def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[list[int]]:
-    """Of (ranks, experts) rows the first of each expert, `factor` times as many as if all got equally many of `pairs`.
+    """Limit (ranks, experts) rows to the capacity of each expert; the first rows are kept.
+
+    The capacity is `factor` times the rows of an expert if all got equally many of `pairs`.
 
     Example:
         >>> within_capacity([[3, 0], [2, 1]], 1.25, 6)
@@ -79,7 +89,7 @@ def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[
 
 
 class ExpertExchange(NamedTuple):
-    """The sizes of one exchange."""
+    """The sizes of one exchange of rows."""
 
     comm: Comm  # the ranks that hold the experts
     sends: list[int]  # rows to each rank
@@ -89,7 +99,10 @@ class ExpertExchange(NamedTuple):
 
     @classmethod
     def of(cls, counts: list[list[int]], per_rank: list[int], comm: Comm) -> ExpertExchange:
-        """The exchange of (ranks, experts) rows that are sorted by expert; each rank holds `per_rank` experts."""
+        """Return the exchange of (ranks, experts) rows that are sorted by expert.
+
+        Each rank holds `per_rank` experts.
+        """
         ends = [sum(per_rank[: rank + 1]) for rank in range(comm.size)]
         held = [slice(end - size, end) for size, end in zip(per_rank, ends, strict=True)]
         own = [row[held[comm.rank]] for row in counts]
@@ -98,7 +111,10 @@ class ExpertExchange(NamedTuple):
         )
 
     def to_experts(self, rows: Tensor, beside: Callable[[], None] | None = None) -> Tensor:
-        """`S -> S`: rows sorted by expert, as received, by rank and expert; `beside` runs while they travel."""
+        """Send rows sorted by expert (`S -> S`); run `beside` while they are in flight.
+
+        The rows arrive ordered by rank, then by expert.
+        """
         if beside is None:
             return self._sent(rows, back=False)
         under_way: list[Pending] = []
@@ -107,7 +123,7 @@ class ExpertExchange(NamedTuple):
         return apply(_Arrived, token, self, under_way)  # type: ignore[no-any-return]  # of a Function
 
     def back(self, rows: Tensor) -> Tensor:
-        """`S -> S`: what the experts made of the rows, on the way back, in the order in which they were sent."""
+        """Send the experts' outputs back (`S -> S`), in the order in which the rows were sent."""
         return self._sent(rows, back=True)
 
     def _sent(self, rows: Tensor, *, back: bool) -> Tensor:
@@ -117,7 +133,7 @@ class ExpertExchange(NamedTuple):
         return flat.view(sum(self.sends if back else self.receives), rows.shape[-1])
 
     def start(self, rows: Tensor, *, back: bool) -> Pending:
-        """Rows that are under way to their experts, or back."""
+        """Start to send rows to their experts, or back; return the rows in flight."""
         width = rows.shape[-1]
         pending = all_to_all_v(
             rows.reshape(-1), self.comm, *self._elements(width, back), async_op=True
@@ -125,13 +141,13 @@ class ExpertExchange(NamedTuple):
         return pending.then(lambda flat: flat.view(-1, width))
 
     def _elements(self, width: int, back: bool) -> tuple[list[int], list[int]]:
-        """Elements to each rank, and from each rank, of rows of so many."""
+        """Return the elements to each rank and from each rank, for rows of `width`."""
         to, of = (self.receives, self.sends) if back else (self.sends, self.receives)
         return [rows * width for rows in to], [rows * width for rows in of]
 
 
 class _Started(Function):
-    """Rows -> a tensor without elements that stands for them."""
+    """Function from rows to a tensor without elements that stands for the rows in flight."""
 
     @staticmethod
     def forward(
@@ -147,7 +163,7 @@ class _Started(Function):
 
 
 class _Arrived(Function):
-    """What stands for the rows -> the rows that this rank gets."""
+    """Function from the tensor that stands for rows in flight to the rows that this rank gets."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,11 @@
 """Losses on logits whose vocabulary (class dim) is sharded over ranks.  No rank ever holds full logits.
 
-Everything rests on one differentiable step, `_RowStatistics`, in two collectives of one number per
-row and sum; what a loss computes from these (weights, smoothing, ignored rows, means) is plain
-arithmetic. Logits are DTensors sharded along the class dim on one mesh axis (shards may differ in
+Every loss uses one differentiable step, `_RowStatistics`, with two collectives of one number per
+row and sum; the rest of a loss (weights, smoothing, ignored rows, means) is plain arithmetic on the
+results. Logits are DTensors sharded along the class dim on one mesh axis (shards may differ in
 size), or plain local shards together with `vocab`. Other axes may shard the rows. Targets and
-weights are DTensors, or plain and equal on all ranks; results are plain: sums and means equal on
-all ranks, and one entry for each of this rank's rows where nothing is reduced.
+weights are DTensors, or plain and equal on all ranks; results are plain: sums and means are equal
+on all ranks, and unreduced losses have one entry for each of this rank's rows.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def logit_gradient(
     inside: Tensor,
     q: Tensor | None,
 ) -> Tensor:
-    """The gradient of logits from those of their statistics, in the memory of the logits minus their log-sum-exp."""
+    """Compute the gradient of logits from the gradients of their statistics, in place.
+
+    The result replaces the logits minus their log-sum-exp in memory.
+    """
     to_lse, to_picked, to_q = (None if grad is None else grad.unsqueeze(-1) for grad in grads)
     # softmax; of 0 2 | 1 3: 0.03, 0.24 | ...
     dz = shifted.zero_() if to_lse is None else shifted.exp_().mul_(to_lse)
@@ -90,7 +93,10 @@ def logit_gradient(
 
 
 def own_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
-    """Index of each target among this rank's classes (0 for those of other ranks), and whether it is one of them."""
+    """Return each target's index among this rank's classes, and whether this rank holds the target.
+
+    The index is 0 for a target on another rank.
+    """
     # 5, 1 and 9 on the rank with 4:8: 1, -3, 5
     local = target - vocab.first
     # of 1, -3, 5 with 4 classes here: True, False, False
@@ -99,7 +105,7 @@ def own_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
 
 
 def pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
-    """Per row of this rank's logits, the one at an index of `own_classes`; zero for classes of other ranks."""
+    """Return one logit per row, at an index of `own_classes`; zero for classes of other ranks."""
     if x.shape[-1] == 0:
         # zeros, whose backward runs on all ranks
         return x.sum(-1)
@@ -107,7 +113,7 @@ def pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
 
 
 def log_sum_exp(x: Tensor, vocab: Vocab) -> Tensor:
-    """Per row of this rank's logits (classes last), the log-sum-exp over all classes.
+    """Return the log-sum-exp over all classes for each row of this rank's logits (classes last).
 
     Args:
         x: this rank's logits `(..., classes of this rank)`.
@@ -127,7 +133,7 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     label_smoothing: float = 0.0,
     vocab: Vocab | None = None,
 ) -> Tensor:
-    """What `torch.nn.functional.cross_entropy` gives for the full logits.
+    """Compute `torch.nn.functional.cross_entropy` of the full logits.
 
     Args:
         input: logits `(C,)`, `(N, C)` or `(N, C, d1, ...)`, C sharded over ranks.
@@ -215,10 +221,12 @@ def of_labels(  # noqa: PLR0913  # everything that a row's loss depends on
     z_loss: float,
     classes: Vocab,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and what the rows weigh together in a mean; those with `ignore_index` have neither.
+    """Return the loss of each row, and the rows' total weight in a mean.
 
-    `statistics` are per row the log-sum-exp, the label's logit, and the sum of all logits, weighted
-    as the classes are.
+    Rows with `ignore_index` have neither a loss nor a weight.
+
+    `statistics` holds for each row the log-sum-exp, the label's logit, and the sum of all logits
+    with the weights of the classes.
     """
     lse, picked, total = statistics
     ignored = labels == ignore_index
@@ -244,7 +252,10 @@ def _placed_as(logits: DTensor, tensor: DTensor) -> DTensor:
 
 
 def reduced(loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: LogitRows) -> Tensor:
-    """The losses of this rank's rows, reduced over all rows; `weight` is that of its rows (a tensor), or of all."""
+    """Reduce the losses of this rank's rows over all rows.
+
+    `weight` is the weight of this rank's rows (a tensor), or of all rows.
+    """
     if reduction == "none":
         return loss
     if reduction not in ("mean", "sum"):
@@ -260,7 +271,7 @@ def reduced(loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: Logi
 def log_prob(
     logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | None = None
 ) -> Tensor:
-    """Log-probability of one given token per row.
+    """Return the log-probability of one given token per row.
 
     Args:
         logits: sharded along `dim`.
@@ -288,9 +299,9 @@ def log_prob(
 
 
 def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
-    """This rank's shard of the log-probabilities, sharded like the logits (plain).
+    """Return this rank's shard of the log-probabilities, sharded like the logits (plain).
 
-    The gradient that arrives must be that of this shard.
+    The incoming gradient must be the gradient of this shard.
 
     Args:
         logits: sharded along `dim`.
@@ -330,7 +341,9 @@ def nll_loss(
     reduction: Reduction = "mean",
     vocab: Vocab | None = None,
 ) -> Tensor:
-    """What `torch.nn.functional.nll_loss` gives for the full log-probabilities (`(N, C)` or `(N, C, d1, ...)`).
+    """Compute `torch.nn.functional.nll_loss` of the full log-probabilities.
+
+    Their shape is `(N, C)` or `(N, C, d1, ...)`.
 
     Args:
         log_probs: sharded along dim 1, or dim 0 of a vector.
@@ -375,7 +388,9 @@ def kl_div(
     reduction: Reduction | Literal["batchmean"] = "batchmean",
     vocab: Vocab | None = None,
 ) -> Tensor:
-    """KL(softmax(target_logits) || softmax(logits)), both sharded alike; gradients go to `logits` only (distillation).
+    """Compute KL(softmax(target_logits) || softmax(logits)) of logits that are sharded alike.
+
+    Gradients go to `logits` only (distillation).
 
     Args:
         logits: of the student, sharded along `dim`.
@@ -403,13 +418,13 @@ def kl_div(
 
 
 def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = None) -> Tensor:
-    """How much a router prefers the experts that it fills, over the tokens of all ranks: 1 where it is even.
+    """Return a router's imbalance over the tokens of all ranks: 1 if experts are filled evenly.
 
     `experts * sum over experts of (share of choices * mean probability)`, as in the Switch
-    Transformer; shares and means are those of all tokens, which the mean of the ranks' own losses
-    is not. Every rank gets the same value. Gradients are those of the sum of the ranks' values:
-    right where data parallelism averages them over the same ranks; where they are summed, divide
-    the loss by the number of ranks.
+    Transformer; shares and means are taken over all tokens; the mean of the ranks' own losses would
+    differ. Every rank gets the same value. Gradients are the gradients of the sum of the ranks'
+    values: they are correct if data parallelism averages them over the same ranks; if it sums them,
+    divide the loss by the number of ranks.
 
     Args:
         probabilities: `(*tokens, experts)` of this rank's tokens, after the softmax.
@@ -418,7 +433,7 @@ def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = No
             rank has all tokens.
 
     Raises:
-        LayoutError: if the two are not of the same tokens.
+        LayoutError: if the probabilities and the choices differ in their tokens.
 
     Example:
         >>> load_balance(torch.full((4, 2), 0.5), torch.tensor([[0], [1], [0], [1]]))

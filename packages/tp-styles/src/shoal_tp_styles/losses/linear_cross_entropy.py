@@ -1,8 +1,8 @@
-"""`linear_cross_entropy`: the last product and the loss as one function; logits exist for some rows at a time.
+"""`linear_cross_entropy`: the last product and the loss as one function, a block of rows at a time.
 
-Logits are the largest tensor of a training step: 8,192 tokens of 128,000 classes are 4 GB in
-float32, and as much again for their gradient. Kept for backward are the operands and one number per
-row; backward computes the blocks again.
+Logits are the largest tensor of a training step: 8,192 tokens of 128,000 classes take 4 GB in
+float32, and their gradient takes 4 GB more. Here logits exist for one block of rows at a time. The
+operands and one number per row are saved for backward, which computes the blocks again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _LogitBlocks:
-    """What all blocks of rows share."""
+    """The operands and options that all blocks of rows share."""
 
     vocab: Vocab  # the classes of each rank
     # logits are `cap * tanh(logits / cap)`; None for no bound
@@ -41,7 +41,7 @@ class _LogitBlocks:
         return [slice(start, start + self.block) for start in range(0, rows, self.block)]
 
     def logits(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        """(rows, own classes) in the dtype of the statistics, at least float32."""
+        """Compute logits (rows, own classes) in the dtype of the statistics, at least float32."""
         z = torch.nn.functional.linear(x, w, b)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         return z if self.cap is None else z.div_(self.cap).tanh_().mul_(self.cap)
@@ -140,9 +140,12 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
     block_rows: int | None = None,
     vocab: Vocab | None = None,
 ) -> Tensor:
-    """Cross entropy of `linear(input, linear_weight, linear_bias)` whose classes are sharded, without the logits.
+    """Compute the cross entropy of `linear(input, linear_weight, linear_bias)` without the logits.
 
-    Two all-reduces of up to three numbers per row forward, one of the shape of `input` backward.
+    The classes are sharded.
+
+    The forward runs two all-reduces of up to three numbers per row, the backward one all-reduce of
+    the shape of `input`.
 
     Args:
         input: (..., features): plain and equal on the ranks that shard the classes, or a DTensor
@@ -231,7 +234,10 @@ def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
 def _operands(
     input: Tensor, weight: Tensor, bias: Tensor | None, vocab: Vocab
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], LogitRows]:
-    """The local operands, without padding, in the dtype of the product; and the layout of the rows."""
+    """Return the local operands in the dtype of the product, and the layout of the rows.
+
+    The operands have no padding.
+    """
     rows = LogitRows.of(input, -1)
     # the ranks that shard the classes all need the same rows, with all features
     if isinstance(input, DTensor):

@@ -1,7 +1,7 @@
-"""The layout of logits: `Vocab`, the classes of each rank, and `LogitRows`, all dims but the classes.
+"""Layout of logits: `Vocab`, the classes of each rank, and `LogitRows`, all dims but the classes.
 
 Other mesh axes may shard the rows: every rank computes the loss of its own rows, and sums are
-summed over those axes.
+reduced over these axes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Order = tuple[tuple[int, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Vocab:
-    """Which classes this rank holds.
+    """The classes that this rank holds.
 
     Attributes:
         comm: communicator over which the classes are sharded.
@@ -37,7 +37,7 @@ class Vocab:
 
     @classmethod
     def of(cls, logits: Tensor, dim: int, real: int | None = None) -> Vocab:
-        """The sharding of a DTensor's class dim.
+        """Return the sharding of a DTensor's class dim.
 
         Raises:
             LayoutError: if the class dim is not sharded on exactly one mesh axis, or another axis
@@ -57,7 +57,7 @@ class Vocab:
 
     @classmethod
     def even(cls, mesh: DeviceMesh, size: int, axis: int | str = 0) -> Vocab:
-        """`size` classes sharded like `torch.chunk` over one axis of a mesh."""
+        """Shard `size` classes like `torch.chunk` over one axis of a mesh."""
         comm = mesh.comm(axis)
         return cls(comm, tuple(shard_sizes(size, Shard(0), comm.size)))
 
@@ -77,7 +77,10 @@ class Vocab:
         return max(0, min(self.sizes[self.comm.rank], self.total - self.first))
 
     def sum_of_classes(self, tensor: Tensor) -> Tensor:
-        """(..., own) -> (...): the sum over this rank's classes; a node of the tree inside `invariant_arithmetic`."""
+        """Sum over this rank's classes, (..., own) -> (...).
+
+        Inside `invariant_arithmetic` the sum is a node of the tree.
+        """
         arithmetic = current_arithmetic()
         if arithmetic is None:
             return tensor.sum(-1)
@@ -89,7 +92,7 @@ class Vocab:
         return tree_sum(tensor.movedim(-1, 0))
 
     def shard(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """This rank's shard of a tensor with one entry per class along `dim`."""
+        """Return this rank's shard of a tensor with one entry per class along `dim`."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         # A rank with padding alone holds no class, and begins where the classes end: of 9 real
@@ -99,7 +102,10 @@ class Vocab:
 
 
 def local_logits(logits: Tensor, vocab: Vocab | None, dim: int) -> tuple[Tensor, Vocab, LogitRows]:
-    """This rank's logits with the classes last and without padding, their vocabulary, and the layout of their rows."""
+    """Return this rank's logits, their vocabulary, and the layout of their rows.
+
+    The classes come last and have no padding.
+    """
     dim = dim + logits.ndim if dim < 0 else dim
     rows = LogitRows.of(logits, dim)
     if vocab is None or isinstance(logits, DTensor):
@@ -110,7 +116,9 @@ def local_logits(logits: Tensor, vocab: Vocab | None, dim: int) -> tuple[Tensor,
 
 
 def check_targets(targets: Tensor, vocab: Vocab, ignored: int | None = None) -> None:
-    """Refuse targets that are not classes, before anything is sent: no rank would find their logits.
+    """Refuse targets that are not classes before anything is sent.
+
+    No rank would find the logits of such a target.
 
     The ranks that share the classes have the same targets, so all of them raise. Compiled code and
     accelerators report a wrong target when the assertion runs on the device.
@@ -129,7 +137,7 @@ def check_targets(targets: Tensor, vocab: Vocab, ignored: int | None = None) -> 
 
 
 def plain(tensor: Tensor | None) -> Tensor | None:
-    """A target or weight as a plain replicated tensor."""
+    """Return a target or weight as a plain replicated tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -147,7 +155,7 @@ class LogitRows:
 
     @classmethod
     def of(cls, logits: Tensor, class_dim: int) -> LogitRows:
-        """The rows of logits whose class dim is `class_dim`."""
+        """Return the rows of logits whose class dim is `class_dim`."""
         if not isinstance(logits, DTensor):
             return cls()
         class_dim %= logits.ndim
@@ -164,12 +172,15 @@ class LogitRows:
 
     @property
     def comm(self) -> Comm | None:
-        """Between ranks with other rows of the same classes; None if every rank has all rows."""
+        """Communicator of the ranks with other rows of the same classes; None if there are none."""
         axes = tuple(sorted(axis for _, sharding in self.order for axis in sharding))
         return self.mesh.comm(axes) if self.mesh is not None and axes else None
 
     def shard(self, target: Tensor) -> Tensor:
-        """The entries of this rank's rows, of a tensor with one per row; a plain one is the same on all ranks."""
+        """Return this rank's rows of a tensor with one entry per row.
+
+        A plain tensor is the same on all ranks.
+        """
         if self.mesh is None:
             return target.full_tensor() if isinstance(target, DTensor) else target
         if not isinstance(target, DTensor):
@@ -177,6 +188,9 @@ class LogitRows:
         return target.redistribute(placements=self.placements, shard_order=self.order).to_local()
 
     def total(self, loss: Tensor) -> Tensor:
-        """`P -> R`: the sum of the losses of all rows, in the tree inside `invariant_arithmetic`; gradients pass."""
+        """Sum the losses of all rows (`P -> R`); gradients pass.
+
+        Inside `invariant_arithmetic` the sum follows its tree.
+        """
         own = loss.sum() if current_arithmetic() is None else tree_sum(loss.flatten())
         return own if self.comm is None else differentiable.all_reduce_replicated(own, self.comm)

@@ -1,8 +1,8 @@
 """`loss_parallel`: losses on DTensor logits whose classes are sharded, without gathering them.
 
 Inside the block `functional.py` computes `torch.nn.functional.cross_entropy` and `nll_loss`, also
-for what calls them. It is a mode of the thread that enters it: blocks nest, and the backward may
-run outside.
+for code that calls them indirectly. The block is a mode of the thread that enters it: blocks nest,
+and the backward may run outside.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from .logits import LogitRows
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Compute losses on logits sharded along the classes without gathering them; other axes may shard the rows.
+    """Compute losses on logits that are sharded along the classes without gathering them.
+
+    Other axes may shard the rows.
 
     Label smoothing, class weights, `ignore_index`, probability targets and every reduction are
-    those of `torch.nn.functional`; the loss is a replicated DTensor, or sharded like the rows where
-    nothing is reduced. DTensor logits give the same numbers outside of the block; inside no rank
-    gathers them.
+    those of `torch.nn.functional`; the loss is a replicated DTensor, or sharded like the rows if
+    nothing is reduced. DTensor logits give the same numbers outside the block; inside the block no
+    rank gathers them.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -69,7 +71,7 @@ class _Mode(FunctionMode):
 def _loss(
     function: Callable[..., Tensor], logits: DTensor, class_dim: int, given: dict[str, Any]
 ) -> DTensor:
-    """A loss of `functional` as a DTensor: sharded like the rows, or reduced and replicated."""
+    """Return a loss of `functional` as a DTensor: sharded like the rows, or replicated."""
     average = given.pop("size_average", None)
     reduces = given.pop("reduce", None)
     if average is not None or reduces is not None:  # torch's older way of saying it

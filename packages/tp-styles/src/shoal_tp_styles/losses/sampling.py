@@ -1,4 +1,4 @@
-"""Tokens chosen from logits whose vocabulary is sharded: the same on every rank and for every sharding."""
+"""Choice of tokens from logits with a sharded vocabulary, the same for every sharding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["argmax", "sample"]
 
 
 def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
-    """Index of the largest logit per row; the smallest index among equals, on all ranks.
+    """Return the index of the largest logit per row; the smallest index among equals, on all ranks.
 
     Args:
         logits: with the classes along `dim` sharded over ranks: a DTensor, or this rank's classes.
@@ -56,10 +56,12 @@ def sample(
     vocab: Vocab | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One token per row, drawn from softmax(logits / temperature): the same on all ranks and for any classes.
+    """Draw one token per row from softmax(logits / temperature), the same on all ranks.
 
-    A uniform number per row (that of rank 0) is compared with the cumulative probabilities, which
-    each rank computes for its own classes from the mass of the classes before them.
+    The drawn tokens do not depend on the sharding of the classes.
+
+    A uniform number per row (drawn on rank 0) is compared with the cumulative probabilities. Each
+    rank computes them for its own classes, starting from the mass of the classes before.
 
     Args:
         logits, dim, vocab: as for `argmax`.

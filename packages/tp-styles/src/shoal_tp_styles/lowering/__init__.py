@@ -1,4 +1,4 @@
-"""What every local computation is built from: parameters, ports and collectives with their gradients.
+"""Building blocks of local computation: parameters, ports and collectives with their gradients.
 
 May import: _torch, sharding.
 """

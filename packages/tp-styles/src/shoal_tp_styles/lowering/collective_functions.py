@@ -1,20 +1,22 @@
-"""Differentiable collectives on plain activations of one mesh axis; each function's backward is the reverse move.
+"""Differentiable collectives on plain activations of one mesh axis.
 
-Between modules a plain tensor has a layout that only its modules know, and so has its gradient:
-that of a replicated tensor is complete and equal on all ranks, that of a sharded one is this rank's
-shard. Dims stay in memory as they lie: what is drawn later fills elements in that order, as on one
-device.
+The backward of each function is the reverse move.
+
+Between modules a plain tensor has a layout that only its modules determine, and so does its
+gradient: the gradient of a replicated tensor is complete and equal on all ranks, the gradient of a
+sharded tensor is this rank's shard. The order of dims in memory stays, because random values that
+are drawn later fill elements in this order, as on one device.
 
 Readers of the same replicated tensor `x` (q, k and v; gate and up) share one reduction of their
-partial gradients. The first one, the leader, gives beside its output a *token*: an alias of `x`
+partial gradients. The first reader, the leader, returns its output and a *token*: an alias of `x`
 whose gradient edge is the leader's own node. Later readers run on the token, so autograd delivers
 their partials to the leader, which adds its own and reduces the sum. The token is an attribute of
-the tensor object `x`: its lifetime does not depend on other references (all ranks take the same
-decision), it dies with `x`, and no cycle arises, as the leader saves aliases, never `x` itself. A
-leaf is never shared, because its gradient edge leads back to it. A write to `x` (its version or
-storage changes), another communicator, layout or dtype, or a change of grad mode ends the sharing.
-In compiled code the readers are single nodes of the graph (`whole_when_compiled`), and the tensors
-on which autograd traces it carry the tokens.
+the tensor object `x`: its lifetime does not depend on other references (all ranks make the same
+decision), it dies with `x`, and no cycle arises, because the leader saves aliases, never `x`
+itself. A leaf is never shared, because its gradient edge leads back to it. A write to `x` (its
+version or storage changes), another communicator, layout or dtype, or a change of grad mode ends
+the sharing. In compiled code the readers are single nodes of the graph (`whole_when_compiled`), and
+the tensors on which autograd traces it carry the tokens.
 """
 
 from __future__ import annotations
@@ -60,9 +62,11 @@ class _Token(TensorNote):
 def find_token(
     tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = False
 ) -> Tensor | None:
-    """The token, with or without gradient, that an earlier reader with the same key left, if it still holds.
+    """Return the token that an earlier reader with the same key left, if it is still valid.
 
-    `in_tree`: readers add their partials up block by block, as those inside `sums_in_tree` have to.
+    The token may be with or without a gradient.
+
+    `in_tree`: readers add their partials block by block, as readers inside `sums_in_tree` must.
     """
     if sums_are_in_tree() and not in_tree:
         return None
@@ -85,7 +89,7 @@ def keep_token(tensor: Tensor, key: Hashable, token: Tensor) -> None:
 
 
 def _memory(tensor: Tensor) -> object:
-    """Where the elements are; those of a tensor that is traced are nowhere, and stay there."""
+    """Return the memory of the elements; None for a traced tensor."""
     return None if is_compiling() else memory_of(tensor)
 
 
@@ -96,14 +100,14 @@ Move = Callable[..., Tensor]
 
 
 def sharded_dim(layout: Placement, comm: Comm) -> ShardedDim | None:
-    """Communicator, dim and shard sizes of a sharded layout of plain tensors; None for other layouts."""
+    """Return communicator, dim and shard sizes of a sharded layout of plain tensors, or None."""
     if not isinstance(layout, Shard) or layout.multiple_of != 1:
         return None
     return comm, layout.dim, layout.sizes
 
 
 def uneven_output(style: str, size: int, dim: int, comm: Comm) -> LayoutError:
-    """The error of an output with shards of different sizes that would leave as plain tensors."""
+    """Return the error for an output with unequal shards that would leave as plain tensors."""
     return LayoutError(
         f"{style}: dim {dim} of the output has {size} elements, not a multiple of the {comm.size} "
         f"ranks along {'x'.join(comm.axes)}; plain local tensors do not carry shard sizes. Use "
@@ -112,21 +116,21 @@ def uneven_output(style: str, size: int, dim: int, comm: Comm) -> LayoutError:
 
 
 def gather_dim(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes, **options: Any) -> Any:
-    """`S(dim) -> R`: the shards of all ranks, concatenated along `dim`."""
+    """Concatenate the shards of all ranks along `dim` (`S(dim) -> R`)."""
     if sizes is None:
         return all_gather(tensor, comm, dim, **options)
     return all_gather_v(tensor, comm, sizes, dim, **options)
 
 
 def reduce_scatter_dim(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes, **options: Any) -> Any:
-    """`P -> S(dim)`: this rank's shard of the sum over the ranks."""
+    """Return this rank's shard of the sum over the ranks (`P -> S(dim)`)."""
     if sizes is None:
         return reduce_scatter(tensor, comm, dim, **options)
     return reduce_scatter_v(tensor, comm, sizes, dim, **options)
 
 
 def own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
-    """This rank's shard of a replicated tensor, contiguous."""
+    """Return this rank's shard of a replicated tensor, contiguous."""
     sizes = sizes or (tensor.shape[dim] // comm.size,) * comm.size
     start = sum(sizes[: comm.rank])  # of sizes (3, 1, 2), rank 2 has 4 and 5
     return tensor.narrow(dim, start, sizes[comm.rank]).contiguous()
@@ -155,7 +159,10 @@ class _ReversibleMove(Function):
 
 
 def _moved(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
-    """`_ReversibleMove`; selective activation checkpointing does not see the results, which are written to."""
+    """Apply `_ReversibleMove`.
+
+    Selective activation checkpointing does not see the results, which are written to.
+    """
     with nullcontext() if is_compiling() or not selectively_checkpointed() else unwatched():
         out: Tensor = apply(_ReversibleMove, tensor, move, back, where)
         return out
@@ -163,30 +170,33 @@ def _moved(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
 
 @whole_when_compiled
 def reduce(tensor: Tensor, comm: Comm) -> Tensor:
-    """`P -> R`, backward nothing: the sum over the axis."""
+    """Sum over the axis (`P -> R`); the backward does nothing."""
     return _moved(tensor, all_reduce, _unchanged, comm)
 
 
 @whole_when_compiled
 def scatter(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
-    """`P -> S(dim)`, backward `gather`: this rank's shard of the sum over the axis."""
+    """Return this rank's shard of the sum over the axis (`P -> S(dim)`); backward `gather`."""
     return _moved(tensor, reduce_scatter_dim, gather, comm, dim, sizes)
 
 
 @whole_when_compiled
 def gather(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
-    """`S(dim) -> R`, backward `split`: the shards of all ranks."""
+    """Gather the shards of all ranks (`S(dim) -> R`); backward `split`."""
     return _moved(tensor, gather_dim, split, comm, dim, sizes)
 
 
 @whole_when_compiled
 def split(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
-    """`R -> S(dim)`, backward `gather`: this rank's shard, without communication."""
+    """Return this rank's shard (`R -> S(dim)`), without communication; backward `gather`."""
     return _moved(tensor, own_shard, gather, comm, dim, sizes)
 
 
 def copy(tensor: Tensor, comm: Comm) -> Tensor:
-    """`R -> R`, for consumers whose gradients are partial: all-reduced, once for all readers of `tensor`."""
+    """Return the tensor (`R -> R`) for consumers whose gradients are partial.
+
+    The gradients are all-reduced once for all readers of `tensor`.
+    """
     return _copied(tensor, comm) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
@@ -197,12 +207,18 @@ def _copied(tensor: Tensor, comm: Comm) -> Tensor:
 
 @whole_when_compiled
 def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
-    """`S(dim) -> R`, for consumers whose gradients are partial: reduce-scattered, once for all readers of `tensor`."""
+    """Gather shards (`S(dim) -> R`) for consumers whose gradients are partial.
+
+    The gradients are reduce-scattered once for all readers of `tensor`.
+    """
     return _read_once(tensor, (comm, dim, sizes, None), gather_dim, scatter, comm, dim, sizes)
 
 
 def _read_once(tensor: Tensor, key: Hashable, move: Move, back: Move, *where: Any) -> Tensor:
-    """What the first reader of a tensor made of it, for all that follow; a leaf is not shared (`shared_input`)."""
+    """Apply `move`, or return the result of the tensor's first reader with the same key.
+
+    A leaf is not shared (`shared_input`).
+    """
     grad = tensor.requires_grad and torch.is_grad_enabled()
     alone = tensor.is_leaf and grad
     shared = None if alone else find_token(tensor, key, grad)
@@ -215,7 +231,10 @@ def _read_once(tensor: Tensor, key: Hashable, move: Move, back: Move, *where: An
 
 
 def sum_over_ranks(tensors: list[Tensor | None], comm: Comm | None) -> list[Tensor | None]:
-    """`P -> R` for each tensor (not in place: others may refer to it), in one collective per dtype; None stays None."""
+    """Sum each tensor over the ranks (`P -> R`), in one collective per dtype; None stays None.
+
+    The sum is not in place, because other objects may refer to the tensors.
+    """
     if comm is None or comm.size == 1:
         return tensors
     summed = list(tensors)

@@ -1,7 +1,7 @@
 """`Lowered`: a `ModuleForward` that computes on local shards as a record declares.
 
-It refers to the module's parameter dict. Copying or pickling a module rebuilds its callable from
-the `ModuleSharding`.
+A `Lowered` refers to the module's parameter dict. Copying or pickling a module rebuilds its
+callable from the `ModuleSharding`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .parameters import check_plain, local_parameters
 
 
 class Lowered(ModuleForward):
-    """Base of the lowerings.
+    """Base class of the lowerings.
 
     Args:
         module: the module whose forward it is.
@@ -62,13 +62,13 @@ class Lowered(ModuleForward):
             self.resolve()
 
     def resolve(self) -> None:
-        """Work out everything that calls need from the record; overridden by each lowering."""
+        """Compute everything that calls need from the record; overridden by each lowering."""
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        """The collectives that one call runs, forward and backward; plain tensors are taken to arrive.
+        """Yield the collectives of one call, forward and backward, for plain inputs.
 
-        By default those of the record's inputs and first output.
+        By default these are the collectives of the record's inputs and first output.
         """
         for index in range(len(call.sharding.inputs or ())):
             yield from declare_input(call, index)
@@ -94,7 +94,7 @@ class Lowered(ModuleForward):
         return sizes if sizes and sizes[self.comm.rank] == size else None
 
     def extra_repr(self) -> str:
-        """What the module shows of itself when it is printed, and its styles."""
+        """Return the printed attributes of the module, and its styles."""
         sharding = self.sharding
         declares = sharding.parameters or sharding.inputs or sharding.outputs or sharding.lowering
         style = (
@@ -103,9 +103,10 @@ class Lowered(ModuleForward):
         return ", ".join(filter(None, [super().extra_repr(), style]))
 
     def parameter(self, name: str) -> Any:
-        """One of the module's parameters; where it was replaced since by what is computed from others, the result.
+        """Return a parameter of the module, or the tensor that is computed in its place.
 
-        `weight_norm`, pruning and parametrizations of an already parallel module do that.
+        `weight_norm`, pruning and parametrizations of an already parallel module replace parameters
+        so.
 
         Raises:
             LayoutError: if the result is not sharded as the parameter was, or in compiled code.
@@ -126,16 +127,16 @@ class Lowered(ModuleForward):
         return tensor
 
     def local(self, *names: str, comm: Comm | None = None) -> dict[str, Tensor | None]:
-        """`local_parameters` of some of the module's parameters.
+        """Return `local_parameters` of some of the module's parameters.
 
         Args:
-            names: of the parameters; those that are None stay None.
+            names: names of the parameters; a parameter that is None stays None.
             comm: given where their local gradients are partial sums over an axis.
         """
         return local_parameters({name: self.parameter(name) for name in names}, comm)
 
     def spec(self, name: str) -> Spec:
-        """The spec of one of the module's parameters.
+        """Return the spec of one of the module's parameters.
 
         Raises:
             LayoutError: if it is not a DTensor (any more).
@@ -170,7 +171,10 @@ class Lowered(ModuleForward):
 
 
 def lowered_of(module: nn.Module) -> Lowered | None:
-    """The lowering of a module, under a watch that may be around it; None if its forward is its class's, or another."""
+    """Return the lowering of a module, also under a watch around it.
+
+    None if the module's forward is the forward of its class, or another function.
+    """
     forward = forward_of(module)
     while forward is not None and not isinstance(forward, Lowered):
         forward = forward.inner
@@ -178,7 +182,7 @@ def lowered_of(module: nn.Module) -> Lowered | None:
 
 
 def spec_of(param: Tensor, name: str) -> Spec:
-    """The spec of a distributed parameter; a LayoutError if it is not a DTensor (any more)."""
+    """Return the spec of a distributed parameter, or raise LayoutError if it is not a DTensor."""
     if isinstance(param, DTensor):
         return param.spec
     check_plain(param)
@@ -205,7 +209,10 @@ def moves(
     grad: Placement | None = None,
     once: Hashable = None,
 ) -> Iterator[Collective]:
-    """The collectives of a tensor that moves, and of its gradient, which comes back as `grad`, else as `target`."""
+    """Yield the collectives of a tensor that moves, and of its gradient.
+
+    The gradient comes back as `grad`, or as `target` without it.
+    """
     if not isinstance(x, Tensor):
         return
     ways = [(False, source, target)]
@@ -222,7 +229,10 @@ def _of_gradient(placement: Placement) -> Placement:
 
 
 def declare_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
-    """What an input runs; readers of a replicated one share the gather, and the reduction of its partial gradient."""
+    """Yield the collectives of an input.
+
+    Readers of a replicated input share the gather, and the reduction of its partial gradient.
+    """
     x = call.input(index)
     port = call.sharding.input_port(index)
     if (
@@ -237,7 +247,10 @@ def declare_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
 
 
 def declare_output(call: ModuleCall, bias: str | None = "bias") -> Iterator[Collective]:
-    """What the first output runs; the gradients of a bias are summed where a partial output is sharded."""
+    """Yield the collectives of the first output.
+
+    The gradients of a bias are summed if a partial output is sharded.
+    """
     port = call.sharding.output_port()
     out = call.output
     if not isinstance(port.layout, Partial) or not isinstance(port.desired, Shard):
@@ -255,7 +268,10 @@ def declare_output(call: ModuleCall, bias: str | None = "bias") -> Iterator[Coll
 
 
 def declare_summed_gradients(params: Iterable[nn.Parameter]) -> Iterator[Collective]:
-    """What `local_parameters(..., comm)` runs: one all-reduce for the gradients of each dtype."""
+    """Yield the collectives of `local_parameters(..., comm)`.
+
+    The gradients of each dtype are all-reduced together.
+    """
     by_dtype: dict[object, list[Tensor]] = {}
     for param in params:
         by_dtype.setdefault(param.dtype, []).append(param)
@@ -264,5 +280,5 @@ def declare_summed_gradients(params: Iterable[nn.Parameter]) -> Iterator[Collect
 
 
 def nbytes(*tensors: Tensor) -> int:
-    """Bytes of the values of tensors."""
+    """Return the bytes of the values of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

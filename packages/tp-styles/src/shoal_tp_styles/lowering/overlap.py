@@ -1,10 +1,10 @@
-"""Products whose collective runs beside them, in chunks of dim 0 ("async TP", on any backend).
+"""Products that overlap their collective, in chunks of dim 0 ("async TP", on any backend).
 
     gathered_product   x: S(d) -> x: R, x W^T    while one chunk is multiplied, the next are gathered
     reduced_product    x -> x W^T: R | S(d)      while the product of one chunk is reduced, the next is multiplied
 
-The values are those of one product. Where dim 0 is the sharded one, a chunk holds some rows of
-every rank's shard.
+The values equal the values of one product. If dim 0 is sharded, a chunk holds some rows of every
+rank's shard.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from .collective_functions import ShardedDim, Sizes, gather_dim, reduce_scatter_
 
 
 def chunks_of(sharding: ModuleSharding) -> int:
-    """The number of chunks of a style with `.overlapped(chunks)`; 1 of another."""
+    """Return the number of chunks of a style with `.overlapped(chunks)`; 1 for any other style."""
     return sharding.options.chunks if isinstance(sharding.options, Overlap) else 1
 
 
 def gathered_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, where: ShardedDim, chunks: int
 ) -> tuple[Tensor, Tensor]:
-    """The gathered `x`, this rank's shard (..., in) of two dims or more, and its product with a weight (out, in)."""
+    """Gather `x` and multiply it by a weight (out, in); return the gathered `x` and the product.
+
+    `x` is this rank's shard (..., in) and has two dims or more.
+    """
     comm, dim, sizes = where
     along_rows = dim % x.ndim == 0
     count = _count(chunks, x.shape[0], sizes if along_rows else None)
@@ -64,7 +67,10 @@ def gathered_product(
 
 
 def reduced_product(x: Tensor, weight: Tensor, where: Comm | ShardedDim, chunks: int) -> Tensor:
-    """The product of `x` (..., in) with a weight (out, in), reduced over the ranks as `where` says."""
+    """Multiply `x` (..., in) by a weight (out, in) and reduce the product over the ranks.
+
+    `where` is the target of the reduction.
+    """
     if isinstance(where, tuple):
         parts = _chunks(x, where, chunks)
         scattered = [
@@ -90,9 +96,12 @@ def in_chunks(
     placement: Placement,
     *chunked: tuple[str, bool],
 ) -> Iterator[Collective]:
-    """The collectives of a Linear as declared for one product; those of `chunked` (op, backward) in chunks.
+    """Yield the collectives of a Linear that are declared for one product.
 
-    `full` is the tensor of all ranks that they gather or reduce, `placement` where it is sharded.
+    The collectives of `chunked` (op, backward) come in chunks.
+
+    `full` is the tensor of all ranks that the collectives gather or reduce, `placement` its
+    sharding.
     """
     count = 1
     if full is not None and full.ndim > 1:
@@ -118,7 +127,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor, ShardedDim]]:
-    """Rows of `x`, and how their products are scattered, so that the results are in order."""
+    """Yield rows of `x`, and how their products are scattered to bring results into order."""
     comm, dim, sizes = where
     if dim != 0:
         for rows in x.tensor_split(_count(chunks, x.shape[0])):
@@ -135,5 +144,5 @@ def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor,
 
 
 def _count(chunks: int, rows: int, sizes: Sizes = None) -> int:
-    """The number of chunks, equal on all ranks: of so many rows, or of shards of these sizes."""
+    """Return the number of chunks, equal on all ranks, of so many rows or of these shards."""
     return max(1, min(chunks, rows if sizes is None else max(sizes)))

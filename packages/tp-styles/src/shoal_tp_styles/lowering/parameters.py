@@ -1,14 +1,14 @@
 """Parameters in local computation: DTensors in, their local shards out, gradients back into `.grad`.
 
-With `local_parameters` any function of plain tensors is a lowering: autograd differentiates what it
-computes.
+With `local_parameters` any function of plain tensors is a lowering: autograd differentiates its
+computation.
 
-Where autograd would do no more than accumulate, a backward adds to the local shard of `.grad`
-itself and returns None: autograd's own way (a DTensor, a hook, a detach through dispatch) takes 10
-us per parameter, as long as a small product. The leaf's accumulation node runs all the same, with
-its hooks (of DDP's reducer); `.grad` is complete then. A gradient is returned wherever it could be
-seen or is wanted for something else: hooks of the parameter, `torch.autograd.grad`, parameters that
-are no leaves, compilation, a `.grad` with another spec.
+If autograd would only accumulate, a backward adds to the local shard of `.grad` itself and returns
+None: autograd's own path (a DTensor, a hook, a detach through dispatch) takes 10 us per parameter,
+as long as a small product. The leaf's accumulation node runs nevertheless, with its hooks (of DDP's
+reducer), and finds a complete `.grad`. A gradient is returned whenever other code could observe it:
+hooks of the parameter, `torch.autograd.grad`, parameters that are not leaves, compilation, a
+`.grad` with another spec.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _BLOCK_BYTES = 4 * 2**20
 
 
 def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTensor | None:
-    """The gradient to return to autograd, or None after it has been added to `.grad`.
+    """Return the gradient for autograd, or None after adding it to `.grad`.
 
-    `route` is not "unused", `spec` the parameter's in the forward, and nothing else refers to the
-    local gradient.
+    `route` is not "unused", `spec` is the parameter's spec in the forward, and nothing else refers
+    to the local gradient.
     """
     if local.dtype is not spec.dtype:
         local = local.to(spec.dtype)
@@ -73,7 +73,9 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
 def deliver_product(
     route: GradRoute, param: Any, spec: Spec, left: Tensor, right: Tensor
 ) -> DTensor | None:
-    """`deliver_grad` of `left @ right`.  Where `.grad` has another dtype, some rows at a time, never all as one tensor.
+    """Deliver the gradient `left @ right` as `deliver_grad` does.
+
+    If `.grad` has another dtype, the product is computed and added some rows at a time.
 
     `left` is (rows of the local shard, samples), `right` (samples, columns of the local shard).
     """
@@ -97,7 +99,10 @@ def deliver_product(
 
 
 def _adds_to(accumulated: Tensor, spec: Spec) -> bool:
-    """Whether a local gradient of this spec is added to the local shard of `.grad`, in the dtype of that."""
+    """Tell whether a local gradient of this spec is added to the local shard of `.grad`.
+
+    The sum has the dtype of `.grad`.
+    """
     if type(accumulated) is not DTensor or accumulated.requires_grad:
         return False
     return accumulated.spec is spec or accumulated.spec is spec.with_(dtype=accumulated.dtype)
@@ -107,7 +112,10 @@ def _adds_to(accumulated: Tensor, spec: Spec) -> bool:
 
 
 class _DeliveredShards(Function):
-    """Parameters -> their local shards.  Backward: gradients with the parameters' specs, summed over `comm`."""
+    """Function from parameters to their local shards.
+
+    Backward returns gradients with the parameters' specs, summed over `comm`.
+    """
 
     @staticmethod
     def forward(ctx: Any, comm: Comm | None, *params: Tensor) -> tuple[Tensor, ...]:
@@ -142,7 +150,10 @@ class _DeliveredShards(Function):
 
 @whole_when_compiled
 def _delivered_shards(comm: Comm | None, *params: Tensor) -> tuple[Tensor, ...]:
-    """The local shards of parameters, behind one node of compiled code: gradients leave it as DTensors, as in eager."""
+    """Return the local shards of parameters, as one node of compiled code.
+
+    Gradients leave the node as DTensors, as in eager mode.
+    """
     shards: tuple[Tensor, ...] = apply(_DeliveredShards, comm, *params)
     return shards
 
@@ -155,7 +166,7 @@ def _shard(param: Tensor) -> Tensor:
 
 
 def check_plain(param: Tensor) -> None:
-    """Raise LayoutError if a parameter that is no DTensor was quantized since its module is lowered."""
+    """Raise LayoutError if a plain parameter was quantized after its module was lowered."""
     if holds_tensors(param):
         raise LayoutError(
             f"a parameter of a parallel module became a {type(param).__name__}, a tensor of "
@@ -166,7 +177,7 @@ def check_plain(param: Tensor) -> None:
 def local_parameters(
     params: dict[str, Tensor | None], comm: Comm | None = None
 ) -> dict[str, Tensor | None]:
-    """The local shards of parameters, by name (None stays None), with gradients.
+    """Return the local shards of parameters, by name (None stays None), with gradients.
 
     Args:
         params: DTensor or plain parameters.
@@ -197,7 +208,10 @@ def local_parameters(
 def while_replaced(
     call: Callable[[], Any], *changes: tuple[dict[str, Any], Mapping[str, Any]]
 ) -> Any:
-    """What a call returns while tables of a module (its parameters, buffers, attributes) have other values."""
+    """Return the result of a call during which tables of a module have other values.
+
+    The tables hold parameters, buffers or attributes.
+    """
     saved = [(table, {name: table[name] for name in values}) for table, values in changes]
     try:
         for table, values in changes:
@@ -209,7 +223,10 @@ def while_replaced(
 
 
 def own_forward(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """What a module's own forward returns with other values, by path, of parameters, buffers and attributes it has."""
+    """Run a module's own forward with other values of its parameters, buffers and attributes.
+
+    `values` is by path.
+    """
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for path, value in values.items():
         prefix, _, name = path.rpartition(".")

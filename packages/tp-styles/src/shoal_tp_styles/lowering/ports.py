@@ -1,13 +1,14 @@
-"""Tensors that enter and leave a module.
+"""Layout changes of the tensors that enter and leave a module.
 
-By way of DTensor any layout becomes any layout: for `Boundary`, which runs a module's own forward,
-DTensor inputs and unusual layouts. The usual ones of plain tensors are direct collectives:
+A DTensor can change between any two layouts; `Boundary`, which runs a module's own forward, uses
+this for DTensor inputs and unusual layouts. The usual changes of plain tensors are direct
+collectives:
 
 columns   replicated_input   x: R | S(d) -> R, its gradient partial      sharded_output   y: S(features) -> port
 rows      sharded_input      x: R | S(d) -> S(features)                  partial_output   y: P -> port, then the bias
 
-A port that is left out is that of the lowering's first input, or output; `lowered.py` declares the
-collectives.
+A port that is left out is the port of the lowering's first input, or output; `lowered.py` declares
+the collectives.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from .parameters import local_parameters
 
 
 def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
-    """The DTensor in the port's desired layout; a plain tensor has the port's `layout`."""
+    """Return the DTensor in the port's desired layout; a plain tensor has the port's `layout`."""
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise LayoutError(f"the input is on {tensor.device_mesh}, the module on {mesh}")
@@ -72,16 +73,21 @@ def _redistributed(tensor: DTensor, placement: Placement) -> DTensor:
 
 
 def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -> Tensor:
-    """The local shard in the port's desired layout; the computation returns its gradient placed as `grad`."""
+    """Return the local shard in the port's desired layout.
+
+    The computation returns the gradient of the shard placed as `grad`.
+    """
     return input_dtensor(tensor, port, mesh).to_local(grad_placements=(grad,))
 
 
 def leaving(
     lowered: Lowered, tensor: Tensor, port: Port, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """An output in the port's desired layout: a DTensor, or its local shard where plain tensors leave.
+    """Return an output in the port's desired layout: a DTensor, or its local shard.
 
-    `shape` is the global shape of a plain tensor where ranks may hold shards of different sizes.
+    The style determines whether plain tensors leave.
+
+    `shape` is the global shape of a plain tensor if ranks may hold shards of different sizes.
     """
     if not isinstance(tensor, DTensor):
         tensor = from_local(tensor, port.layout, lowered.mesh, shape)
@@ -90,7 +96,10 @@ def leaving(
 
 
 def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> Tensor:
-    """The local shard of an output; `source` the plain tensor it was, if its layout on other axes is the same."""
+    """Return the local shard of an output.
+
+    `source` is the plain tensor that it was, if its layout on other axes is the same.
+    """
     (placement,) = tensor.placements
     # The next module knows the sizes of shards of features, the last dim, from its weight; others
     # it could not know.
@@ -116,13 +125,19 @@ def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> T
 def from_local(
     tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Sequence[int] | None = None
 ) -> DTensor:
-    """A plain local shard as DTensor; `shape` is the global shape where shards may differ in size."""
+    """Wrap a plain local shard as a DTensor.
+
+    `shape` is the global shape if shards may differ in size.
+    """
     stride = None if shape is None else global_stride(tensor, shape)
     return DTensor.from_local(tensor, mesh, (placement,), shape=shape, stride=stride)
 
 
 class Boundary(Lowered):
-    """Brings inputs to their ports' layouts, runs the module's forward, or a lowering inside, and then outputs."""
+    """A forward between ports: the module's own forward, or a lowering inside.
+
+    The inputs are brought to the layouts of their ports before, the outputs after the call.
+    """
 
     sampling: ClassVar[Literal["watched"]] = "watched"
 
@@ -175,7 +190,10 @@ class Boundary(Lowered):
         move: Callable[[Any, Port], Any],
         what: str,
     ) -> tuple[Any, ...]:
-        """Inputs or outputs in the layouts of their ports; those behind the last port pass through."""
+        """Return inputs or outputs in the layouts of their ports.
+
+        Tensors after the last port pass through.
+        """
         if ports is None:
             return values
         if self.sharding.strict and len(values) != len(ports):
@@ -215,7 +233,7 @@ class Boundary(Lowered):
 
 
 def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
-    """`R | S(d) -> R`: one input whose gradient is partial in the lowering."""
+    """Return an input, replicated (`R | S(d) -> R`), whose gradient is partial in the lowering."""
     port = port or lowered.port_in
     where = sharded_dim(port.layout, lowered.comm)
     if isinstance(x, DTensor) or (where is None and not port.layout.is_replicate()):
@@ -229,7 +247,10 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
 def sharded_input(
     lowered: Lowered, x: Tensor, sizes: Sizes = None, port: Port | None = None
 ) -> Tensor:
-    """`R | S(d) -> S(features)`: the input sharded as the weight is, or into `sizes`; or as it is, if it arrives so."""
+    """Return the input sharded as the weight is, or into `sizes` (`R | S(d) -> S(features)`).
+
+    An input that already has this layout is returned as it is.
+    """
     port = port or lowered.port_in
     if not isinstance(x, DTensor):
         if port.layout == port.desired:
@@ -244,7 +265,10 @@ def sharded_input(
 def sharded_output(
     lowered: Lowered, out: Tensor, sizes: Sizes = None, port: Port | None = None
 ) -> Tensor:
-    """`S(features) -> port`: what leaves a module of which each rank holds some features, as the weight, or `sizes`."""
+    """Move sharded features to the layout of the port (`S(features) -> port`).
+
+    Each rank holds some features, sharded as the weight is, or into `sizes`.
+    """
     port = port or lowered.port_out
     local = lowered.sharding.local_outputs
     if local and port.layout == port.desired:
@@ -259,7 +283,7 @@ def sharded_output(
 
 
 def _shards_of_weight(lowered: Lowered) -> tuple[int, Sizes]:
-    """Size of the sharded dim of the weight, and of its shards."""
+    """Return the size of the sharded dim of the weight, and of its shards."""
     spec = lowered.spec("weight")
     ((dim, _),) = spec.shard_order
     return spec.shape[dim], spec.sizes(dim)
@@ -268,7 +292,9 @@ def _shards_of_weight(lowered: Lowered) -> tuple[int, Sizes]:
 def partial_output(
     lowered: Lowered, partial: Tensor, bias: Tensor | str | None, port: Port | None = None
 ) -> Tensor:
-    """`P -> port`: what leaves a module whose ranks each hold a summand of the output.
+    """Move a partial output to the layout of the port (`P -> port`).
+
+    Each rank holds one term of the sum.
 
     The bias, a replicated parameter or its name, is added after the reduction, along the dim of the
     input's features.

@@ -1,13 +1,14 @@
-"""Modules whose channels are sharded: convolutions, what treats channels alone, and others of their shape.
+"""Modules with sharded channels: convolutions, norms, activations, and others of their shape.
 
 columns   x: R | S(d), W: S(out), b: S(0) -> y: S(channels)
 rows      x: S(channels), W: S(in), b: R -> y: R | S(d), the bias once, after the reduction
 groups    x: R | S(channels), W: S(groups), b: S(groups) -> y: S(channels) | R | S(d), no communication inside
 
-Transposed convolutions are convolutions whose weight is (in, out, ...). By columns there are also
-Bilinear and Linears with a weight of (in, out), by rows the latter. Norms, PReLU and convolutions
-of several groups treat every group of channels alone: a rank holds complete groups, reads their
-input channels and computes their output channels. Ranks may hold unequally many, also none.
+Transposed convolutions are convolutions whose weight is (in, out, ...). Bilinear is sharded by
+columns too, a Linear with a weight of (in, out) by columns or by rows. Norms, PReLU and
+convolutions of several groups treat every group of channels alone: a rank holds complete groups,
+reads their input channels and computes their output channels. Ranks may hold different numbers of
+groups, also none.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ def _convolved(
     *,
     groups: int = 1,
 ) -> Tensor:
-    """The convolution of a module, with other channels and as many groups, of which there may be none.
+    """Compute the convolution of a module with other channels, in `groups` groups or in none.
 
     x: (*batch, in, *spatial), weight: (out, in / groups, *kernel), of a transposed one (in, out /
-    groups, *kernel). What kernels refuse, an empty shard, goes by way of a channel of zeros, so
-    that a rank without channels takes part in every collective, forward and backward.
+    groups, *kernel). Kernels refuse an empty shard; a channel of zeros takes its place, so that a
+    rank without channels takes part in every collective, forward and backward.
     """
     (x,) = inputs
     spatial = weight.ndim - 2
@@ -84,7 +85,7 @@ def _convolved(
 
 
 def with_zeros(tensor: Tensor, dim: int, more: int) -> Tensor:
-    """A tensor with so many more indices of a dim, of zeros."""
+    """Append so many indices of zeros to a dim of a tensor."""
     shape = list(tensor.shape)
     shape[dim] = more
     return torch.cat([tensor, tensor.new_zeros(shape)], dim) if more else tensor
@@ -102,7 +103,7 @@ _COMPUTE: dict[type[nn.Module], Compute] = {
 
 
 class Channels(Lowered):
-    """A Conv, ConvTranspose, Bilinear or transposed Linear whose output channels, or input channels, are sharded."""
+    """A Conv, ConvTranspose, Bilinear or transposed Linear with sharded output or input dims."""
 
     __slots__ = ("compute", "rows")
 
@@ -132,7 +133,7 @@ class Channels(Lowered):
 
 
 class ChannelsOfGroups(NamedTuple):
-    """How the groups of channels of a module are sharded."""
+    """The sharding of the groups of channels of a module."""
 
     groups: int  # number of groups
     unit: int  # groups that stay together
@@ -143,7 +144,10 @@ class ChannelsOfGroups(NamedTuple):
 
     @classmethod
     def of(cls, module: Any, multiple_of: int) -> Self:
-        """Of a module, whose ranks hold multiples of so many output channels; of a group norm any complete groups."""
+        """Return the groups of a module whose ranks hold multiples of so many output channels.
+
+        Ranks of a group norm hold any complete groups.
+        """
         if isinstance(module, CONVOLUTIONS):
             # 6, 12 by 6: 1, 2
             into = module.in_channels // module.groups
@@ -161,7 +165,10 @@ class ChannelsOfGroups(NamedTuple):
 
 
 class GroupedChannels(Lowered):
-    """A module of which each rank holds some groups; one with a forward of its own runs on DTensors."""
+    """A module of which each rank holds some groups.
+
+    A module with a forward of its own runs on DTensors.
+    """
 
     __slots__ = ("groups", "into", "options", "out_of", "runs_locally")
 
@@ -193,7 +200,10 @@ class GroupedChannels(Lowered):
         return ports.sharded_output(self, out, self.out_of)
 
     def computed(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The output channels of this rank's groups; of none, which kernels refuse, by way of a group of zeros."""
+        """Return the output channels of this rank's groups.
+
+        A rank without groups computes a group of zeros, because kernels refuse empty groups.
+        """
         module = self.module
         options = self.options
         if isinstance(module, CONVOLUTIONS):
@@ -211,7 +221,7 @@ class GroupedChannels(Lowered):
         return out if self.groups else out.narrow(options.dim, 0, 0)
 
     def on_dtensors(self, x: Tensor) -> Tensor:
-        """What a forward of the module's own makes of the channels of all ranks."""
+        """Run the module's own forward on the channels of all ranks, as DTensors."""
         layout = self.port_in.desired
         shape = [*x.shape]
         shape[self.options.dim] = sum(self.into)

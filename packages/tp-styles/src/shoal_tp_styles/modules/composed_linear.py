@@ -1,4 +1,6 @@
-"""Linear layers of several factors or blocks of parameters: adapters, projections to a latent, fused ones, attention.
+"""Linear layers of several factors or blocks of parameters.
+
+These are adapters, projections to a latent, fused projections and attention.
 
 adapter   y = x W^T + scale * x A^T B^T    base and adapter run every collective together
     columns   x: R | S(d), W: S(0), A: R, B: S(0) -> y: S(-1)
@@ -84,7 +86,10 @@ class AdapterLinear(Lowered):
 
 
 class LatentLinear(Lowered):
-    """A Linear of multi-head latent attention: the latent, then features that each head reads (of rotary positions)."""
+    """A Linear of multi-head latent attention.
+
+    Its output is the latent, then the features that each head reads (of rotary positions).
+    """
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -106,9 +111,11 @@ class LatentLinear(Lowered):
 
 
 class _Concatenate(Function):
-    """Local shards -> one matrix along dim 0: a view of their common buffer if they are adjacent, else a copy.
+    """Function from local shards to one matrix along dim 0.
 
-    A dtype change or a load moves them apart.
+    The matrix is a view of the shards' common buffer if they are adjacent, else a copy.
+
+    A dtype change or a load moves the shards apart.
     """
 
     @staticmethod
@@ -134,7 +141,7 @@ class _Concatenate(Function):
 
 
 class FusedLowering(Lowered):
-    """Base of the lowerings of fused modules: their parameters, concatenated."""
+    """Base class of the lowerings of fused modules: their parameters, concatenated."""
 
     __slots__ = ("columns", "comms")
 
@@ -152,7 +159,7 @@ class FusedLowering(Lowered):
         self.columns: str = fused.names[0] if fused.transposed and not splits else ""
 
     def concatenate(self, kind: str) -> Tensor | None:
-        """The local matrix (or bias) of all blocks, as rows."""
+        """Return the local matrix (or bias) of all blocks, as rows."""
         comms = self.comms[kind]
         # one node for all
         local = self.local(*(name for name, comm in comms.items() if comm is None))
@@ -169,7 +176,7 @@ class FusedLowering(Lowered):
 
 
 class FusedColumn(FusedLowering):
-    """A fused Linear, or one whose heads are held by several ranks."""
+    """A fused Linear, or a Linear whose heads are held by several ranks."""
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -203,7 +210,7 @@ OWN_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class AttentionHeads(FusedLowering):
-    """nn.MultiheadAttention on this rank's heads."""
+    """Forward of nn.MultiheadAttention on this rank's heads."""
 
     one_axis = True
 
@@ -266,7 +273,7 @@ class AttentionHeads(FusedLowering):
         return out, weights if batched else weights.squeeze(0)
 
     def project(self, inputs: list[Tensor], *, same: bool) -> list[Tensor]:
-        """Queries, keys and values of this rank's heads: `(batch, heads, length, head_dim)`."""
+        """Return this rank's queries, keys and values: `(batch, heads, length, head_dim)`."""
         bias = self.concatenate("in_proj_bias")
         weight = self.concatenate("in_proj_weight")
         separate = self.local(*OWN_PROJECTIONS)
@@ -286,7 +293,7 @@ class AttentionHeads(FusedLowering):
         return [x.view(*x.shape[:-1], x.shape[-1] // head, head).transpose(1, 2) for x in projected]
 
     def dropped(self, attention: Tensor) -> Tensor:
-        """Attention weights after dropout, which draws the values that one device with all heads would draw."""
+        """Return attention weights after dropout, with the values that one device would draw."""
         module: Any = self.module
         placement = HeadShard(1, Heads(module.num_heads, 1)).on(self.comm.size)
         shape = attention.shape[0], module.num_heads, *attention.shape[2:]
@@ -299,7 +306,10 @@ class AttentionHeads(FusedLowering):
 def _mask(
     q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, *, causal: bool
 ) -> Tensor | None:
-    """What is added to the scores, broadcast over `(batch, heads, queries, keys)`."""
+    """Return the mask that is added to the scores.
+
+    The mask broadcasts over `(batch, heads, queries, keys)`.
+    """
     if causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
     if mask is not None and mask.ndim == 3:

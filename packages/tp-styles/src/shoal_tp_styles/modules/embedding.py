@@ -35,7 +35,10 @@ from ..sharding.module_sharding import Collective, ModuleCall, Port
 
 
 def check_ids(tokens: Tensor, rows: int) -> None:
-    """Refuse ids that no rank has a row for, on all ranks; they would be zeros. Accelerators report them later."""
+    """Refuse ids for which no rank has a row, on all ranks.
+
+    The result would be zeros. Accelerators report such ids later.
+    """
     valid = (tokens >= 0) & (tokens < rows)
     if is_compiling() or not tokens.is_cpu or isinstance(tokens, FakeTensor):
         torch.ops.aten._assert_async.msg(
@@ -48,7 +51,10 @@ def check_ids(tokens: Tensor, rows: int) -> None:
 
 
 class _Table(Lowered):
-    """Base of what looks rows of a table up; it refuses what a sharded one cannot do."""
+    """Base class of modules that look up rows of a table.
+
+    It refuses options that a sharded table does not support.
+    """
 
     def resolve(self) -> None:
         style = self.sharding.style
@@ -70,7 +76,7 @@ class ColumnEmbedding(_Table):
         return ports.sharded_output(self, self.look_up(ports.replicated_input(self, input)))
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """This rank's features of the tokens."""
+        """Return this rank's features of the tokens."""
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
         return functional.embedding(
@@ -79,10 +85,12 @@ class ColumnEmbedding(_Table):
 
 
 class OwnRows(Function):
-    """tokens: R, rows of this rank from `first` on -> y: P.  Tokens of other ranks give zeros.
+    """Function from replicated tokens to the rows that this rank holds, from `first` on (`R -> P`).
 
-    Of 8 rows on 2 ranks, on the second (first = 4): tokens 1 5 7 -> own rows 4 1 3, of which 4 is
-    behind the last one.
+    Tokens of other ranks give zeros.
+
+    Example: 8 rows on 2 ranks, the second rank (first = 4): tokens 1 5 7 -> own rows 4 1 3, where 4
+    is after the last row.
     """
 
     @staticmethod
@@ -134,7 +142,7 @@ class RowEmbedding(_Table):
         return ports.partial_output(self, self.look_up(tokens), None)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """The tokens' rows of the table; zeros for those of other ranks."""
+        """Return the tokens' rows of the table; zeros for tokens of other ranks."""
         module: Any = self.module
         table: Any = self.local("weight")["weight"]
         first = self.spec("weight").offset(0)
@@ -146,7 +154,10 @@ _Bags = tuple[Tensor, Tensor | None, Tensor | None, Port]
 
 
 def _bags(lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> _Bags:
-    """The bags of one call; plain tokens that arrive sharded, with offsets, are this rank's own bags."""
+    """Return the bags of one call.
+
+    Plain sharded tokens with offsets are this rank's own bags.
+    """
     arriving = lowered.port_in
     if offsets is not None and isinstance(arriving.layout, Shard):
         if isinstance(input, DTensor) is not isinstance(offsets, DTensor):
@@ -170,7 +181,7 @@ def _bags(lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tens
 def _bags_of_ranks(
     lowered: Lowered, input: Tensor, offsets: Tensor, weights: Tensor | None, dim: int
 ) -> _Bags:
-    """The ranks' own bags, rank after rank; their numbers and lengths may differ."""
+    """Return the ranks' own bags, rank after rank; their numbers and lengths may differ."""
     comm = lowered.comm
     module = lowered.module
     leaving = lowered.port_out
@@ -204,8 +215,8 @@ def _bags_of_ranks(
 class EmbeddingBag(_Table):
     """An embedding bag whose features, or vocabulary, are sharded.
 
-    By columns every mode works, since bags are local; by rows sums and means, which are sums over
-    the ranks.
+    Every mode works by columns, because bags are local; sums and means, which are sums over the
+    ranks, also work by rows.
     """
 
     __slots__ = ("rows",)
@@ -250,7 +261,10 @@ class EmbeddingBag(_Table):
         return ports.sharded_output(self, out, port=leaving)
 
     def summed(self, tokens: Tensor, starts: Tensor | None, weights: Tensor | None) -> Tensor:
-        """Of each bag the sum (of a mean: divided by the number of tokens) of the rows that are on this rank."""
+        """Sum the rows of each bag that are on this rank.
+
+        A mean is divided by the number of tokens.
+        """
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
         rows = weight.shape[0]

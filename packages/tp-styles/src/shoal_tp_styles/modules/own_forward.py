@@ -1,4 +1,7 @@
-"""A module's own forward: on a rank's tokens, with local parameters and counts, or with other attention inside.
+"""A module's own forward on local tokens or parameters, or with sequence-parallel attention.
+
+The forward runs on a rank's tokens, with local parameters and counts, or with other attention
+inside.
 
 x: S(sequence) -> y: S(sequence)    no communication of activations; the gradients of the replicated parameters are
                                     partial sums, reduced in one collective per module
@@ -62,7 +65,10 @@ _OTHER: Any = (
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module of another library is, by name and parameters, a norm over the last dim."""
+    """Tell whether a module of another library is a norm over the last dim.
+
+    The test is by the module's name and parameters.
+    """
     name = type(module).__name__
     params = {key: param for key, param in module._parameters.items() if param is not None}
     plain = params.keys() <= {"weight", "bias"} and all(
@@ -116,13 +122,16 @@ class Tokenwise(Lowered):
         return from_local(out, self.port_in.desired, self.mesh, shape)
 
     def computed(self, local: Tensor) -> Tensor:
-        """What the module makes of this rank's tokens."""
+        """Return the module's output for this rank's tokens."""
         names = self.params if self.read is None else self.read
         return self.compute(self.module, local, self.local(*names, comm=self.comm) if names else {})
 
 
 class SequenceDropout(Boundary):
-    """A Dropout under `SequenceParallel`; an active one draws, as a DTensor, what one device with all tokens would."""
+    """A Dropout under `SequenceParallel`.
+
+    An active one draws, as a DTensor, the values that one device with all tokens would draw.
+    """
 
     one_axis = True
 
@@ -162,7 +171,7 @@ class LocalForward(Boundary):
 
 
 class ContextAttention(Boundary):
-    """What was the forward before, with attention of the sharded sequence."""
+    """The previous forward, with attention of the sharded sequence."""
 
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +210,10 @@ class ContextAttention(Boundary):
 
 
 def _attentions(call: ModuleCall) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values of the attentions in a call, from a run on meta tensors of global shape."""
+    """Return queries, keys and values of the attentions in a call.
+
+    They are recorded in a run on meta tensors of global shape.
+    """
     found: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:

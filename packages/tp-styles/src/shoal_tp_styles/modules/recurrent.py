@@ -5,10 +5,10 @@ batch         x: S(batch), state: S(batch) -> output and states: S(batch); param
 hidden units x: R | S(d), W of each gate: S(hidden), h: S(hidden) -> output and states: S(hidden) |
 R
 
-A step reads all of the hidden state before it. Where the units are sharded, the state is gathered
-in every step of every layer and direction, and its gradient reduce-scattered, (batch, hidden) each:
-it pays for wide layers and short sequences. Sharding the batch takes no communication of
-activations at all.
+A step reads the complete hidden state of the step before. If the units are sharded, the state is
+gathered in every step of every layer and direction, and its gradient is reduce-scattered, (batch,
+hidden) each: sharded units pay off for wide layers and short sequences. Sharding the batch takes no
+communication of activations.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class Recurrent(Lowered):
 def sharded_hidden_units(
     style: str, module: Any, arriving: Placement, leaving: Placement | None, local_outputs: bool
 ) -> ModuleSharding:
-    """The sharding of a recurrent module along its hidden units; `leaving` is the layout of output and states."""
+    """Return the sharding of a recurrent module along its hidden units.
+
+    `leaving` is the layout of output and states.
+    """
     kind = next(kind for kind in _GATES if isinstance(module, kind))
     if module.proj_size or not keeps_forward(module, kind):
         what = f"proj_size={module.proj_size}" if module.proj_size else "a forward of its own"
@@ -202,7 +205,10 @@ class HiddenUnits(Lowered):
         return out, left if isinstance(module, nn.LSTM) else left[0]
 
     def leaving(self, parts: list[Tensor]) -> Tensor:
-        """An output, or a state, of this rank's units in the layout that leaves; of two directions side by side."""
+        """Return an output or a state of this rank's units in the layout that leaves.
+
+        Two directions are placed side by side.
+        """
         if len(parts) == 1:
             return ports.sharded_output(self, parts[0], self.sizes)
         whole = [gather(part, self.comm, part.ndim - 1, self.sizes) for part in parts]
@@ -210,10 +216,10 @@ class HiddenUnits(Lowered):
         return out if self.sharding.local_outputs else from_local(out, Replicate(), self.mesh)
 
     def layers(self, x: Tensor, initial: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs of each direction of the last layer, and the last states; all of this rank's units.
+        """Return the last layer's outputs by direction and the last states, of this rank's units.
 
-        `x` is (steps, batch, features), each of `initial` (layers and directions, batch, units);
-        none: zeros.
+        `x` is (steps, batch, features), each tensor of `initial` (layers and directions, batch,
+        units); without them the states are zeros.
         """
         module: Any = self.module
         local: Any = self.local(*module._flat_weights_names)
@@ -241,7 +247,10 @@ class HiddenUnits(Lowered):
     def steps(
         self, x: Tensor, weights: list[Tensor], state: tuple[Tensor, ...], inner: bool
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """One layer in one direction: outputs of own units, (steps, batch, units), of all if `inner`, and states."""
+        """Run one layer in one direction; return its outputs and states.
+
+        The outputs (steps, batch, units) have all units if `inner`, else this rank's units.
+        """
         of_inputs, of_state, bias_of_inputs, bias_of_state = weights
         # (steps, batch, gates * units), of all steps at once
         drive = linear(x, of_inputs, bias_of_inputs)
@@ -267,7 +276,10 @@ class HiddenUnits(Lowered):
     def cell(
         self, driven: Tensor, recurrence: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """The next state, from what the gates get from the input and from the state, (batch, gates and units)."""
+        """Return the next state from the gates' inputs, (batch, gates and units).
+
+        One of them comes from the input, the other from the state.
+        """
         module: Any = self.module
         if isinstance(module, nn.LSTM):
             # (batch, 4 * 3): four of (batch, 3)
@@ -284,7 +296,10 @@ class HiddenUnits(Lowered):
         return (both.tanh() if module.nonlinearity == "tanh" else both.relu(),)
 
     def dropped(self, x: Tensor) -> Tensor:
-        """What the next layer reads, after the dropout that one device would draw; the gradient of `x` is partial."""
+        """Return the next layer's input: `x` after the dropout that one device would draw.
+
+        The gradient of `x` is partial.
+        """
         module: Any = self.module
         if not module.training or not module.dropout:
             return x
@@ -296,5 +311,5 @@ class HiddenUnits(Lowered):
 
 
 def _tensors(state: Any) -> tuple[Tensor, ...]:
-    """Of an RNN or GRU one state, of an LSTM two."""
+    """Return the state tensors: one of an RNN or GRU, two of an LSTM."""
     return tuple(state) if isinstance(state, tuple | list) else (state,)

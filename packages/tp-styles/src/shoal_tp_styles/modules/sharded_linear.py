@@ -1,4 +1,4 @@
-"""Linear layers sharded by output features (columns) or by input features (rows), on plain local tensors.
+"""Linear layers sharded by output features (columns) or input features (rows), on local tensors.
 
     columns   x: R -> y: S(-1)       backward: all-reduce of dx (shared by all readers of x), beside dW
               x: S(d) -> y: S(-1)    all-gather of x; backward: reduce-scatter of dx, beside dW
@@ -6,9 +6,9 @@
               x: S(-1) -> y: S(d)    reduce-scatter of y; backward: all-gather of dy
 
 Under a style with `.overlapped(chunks)` the gather of x, the reduction of y, and in the backward
-the gather of dy run in chunks of dim 0 beside the products of others. One autograd function works
-on the local shard of the weight, whose gradient is added to `.grad` or returned as a DTensor of the
-same spec. The input (an alias) and that shard are saved.
+the gather of dy run in chunks of dim 0 and overlap the products of other chunks. One autograd
+function works on the local shard of the weight, whose gradient is added to `.grad` or returned as a
+DTensor of the same spec. The input (an alias) and the shard of the weight are saved.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ OVERLAP_FROM = 1 << 20
 
 
 class _LinearProduct(Function):
-    """x W^T + b of the local shards, and the collectives before and after it.
+    """Function x W^T + b of the local shards, with the collectives before and after it.
 
         enters  None                 x as it is, its gradient too
                 communicator         x: R       its gradient is all-reduced
@@ -69,8 +69,8 @@ class _LinearProduct(Function):
                 communicator         y: P -> R
                 (comm, dim, sizes)   y: P -> S(dim); its gradient is gathered
 
-    What leaves gets its bias once, after the reduction. The leader of several readers returns x: R
-    too, the token on which the others run (`collective_functions`).
+    The output gets its bias once, after the reduction. The leader of several readers also returns
+    x: R, the token on which the other readers run (`collective_functions`).
     """
 
     @staticmethod
@@ -158,7 +158,7 @@ class _LinearProduct(Function):
 def _reduced(
     x: Tensor, w: Tensor, bias: Tensor | None, leaves: Comm | ShardedDim, chunks: int
 ) -> Tensor:
-    """The product, reduced (in place where it is all-reduced), and the bias."""
+    """Return the product, reduced (in place if it is all-reduced), with the bias."""
     if chunks > 1:
         with unwatched():
             out = reduced_product(x, w, leaves, chunks)
@@ -184,7 +184,10 @@ def _reduce(out: Tensor, bias: Tensor | None, leaves: Comm | ShardedDim) -> Tens
 def _input_gradient(
     ctx: Any, dx: Tensor | None, others: Tensor | None, w: Tensor
 ) -> Tensor | Pending | None:
-    """The gradient of x, this product's `dx` plus that of `others`, reduced as `enters` says, or while it is."""
+    """Return the gradient of x, `dx` plus `others`, reduced as `enters` specifies.
+
+    The reduction may still be in flight.
+    """
     where = ctx.enters
     # The token of a gathered x, and so the gradient of its readers, is in the dtype of the product.
     if dx is not None and not isinstance(where, tuple) and dx.dtype is not ctx.input_dtype:
@@ -205,7 +208,10 @@ def _input_gradient(
 
 
 def _weight_gradients(ctx: Any, grad: Tensor, x: Tensor) -> tuple[DTensor | None, DTensor | None]:
-    """Gradients of weight and bias from local dy (..., out) and x (..., in); None for those added to `.grad`."""
+    """Return gradients of weight and bias from local dy (..., out) and x (..., in).
+
+    A gradient that was added to `.grad` is None.
+    """
     _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     weight_grad = None
     bias_grad = None
@@ -269,7 +275,10 @@ class ColumnLinear(Lowered):
     def product(
         self, input: Tensor, where: Comm | ShardedDim, weight: Any, bias: Any, dtype: Any
     ) -> Tensor:
-        """One reader, among possibly several, of an activation: they gather it once, and reduce its gradient once."""
+        """Return one reader's product of an activation that several may read.
+
+        The readers gather the activation once, and reduce its gradient once.
+        """
         out: Tensor
         grad = input.requires_grad and torch.is_grad_enabled()
         if isinstance(where, tuple):
@@ -293,7 +302,7 @@ class ColumnLinear(Lowered):
         return out
 
     def general(self, input: Tensor) -> Tensor:
-        """The local product for DTensor inputs, other layouts and autocast."""
+        """Return the local product for DTensor inputs, other layouts and autocast."""
         weight = self.parameter("weight")
         bias = self.parameter("bias")
         spec_of(weight, "weight")
@@ -386,7 +395,10 @@ class RowLinear(Lowered):
         )
 
     def target(self, shape: torch.Size) -> Where:
-        """Communicator, or sharded dim, over which the partial output is reduced; None where that is not all."""
+        """Return the communicator, or sharded dim, over which the partial output is reduced.
+
+        None if the output needs more than this reduction.
+        """
         if not isinstance(self.where, tuple):
             return self.where
         comm, dim, sizes = self.where

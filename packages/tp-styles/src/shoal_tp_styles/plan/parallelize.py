@@ -51,12 +51,12 @@ def parallelize_module(
     on_unmatched: Literal["warn", "error"] = "warn",
     lower: bool = True,
 ) -> Module:
-    """The module, made parallel in place.
+    """Make a module parallel in place; return it.
 
     Args:
         module: the root that the plan's paths start from.
-        device_mesh: the mesh; that of the enclosing `with mesh:` if left out. With several axes the
-            styles name theirs: `ColwiseParallel().on("tp")`.
+        device_mesh: the mesh; the mesh of the enclosing `with mesh:` if left out. With several axes
+            the styles name theirs: `ColwiseParallel().on("tp")`.
         parallelize_plan: one style for the module itself, or styles by module path, with wildcards
             and `""` for the module itself. A style may be given by its Hugging Face name.
         src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's
@@ -72,8 +72,8 @@ def parallelize_module(
             automatic and not proven for the mesh. Nothing has been changed then.
         TiedWeightError: if modules that share a parameter ask for different placements, or one
             leaves it plain.
-        TypeError: if the plan is neither a style nor a mapping of them, or the module no module
-            (`StyleTypeError`).
+        TypeError: if the plan is neither a style nor a mapping of styles, or `module` is not a
+            module (`StyleTypeError`).
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -110,7 +110,10 @@ def parallelize_module(
 
 
 def _mesh(given: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
-    """The mesh that a plan is applied to; an automatic one only where it is proven."""
+    """Return the mesh that a plan is applied to.
+
+    An automatic plan is applied only to a mesh for which it is proven.
+    """
     mesh = given if given is not None else current_mesh()
     if mesh is None:
         raise LayoutError(
@@ -144,7 +147,7 @@ def _run_children(root: nn.Module) -> None:
 
 
 def _explain(module: nn.Module, args: Any, output: Any) -> None:
-    """Note on an error of a forward, which is over then, what its likely cause is: plain local tensors."""
+    """Add a note on the likely cause, plain local tensors, to an error that a forward raised."""
     if output is not None:
         return
     error = sys.exc_info()[1]
@@ -175,7 +178,7 @@ def _explain(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _local_outputs(owner: nn.Module) -> Iterator[str]:
-    """The modules in another one whose output is a plain local shard."""
+    """Return the modules inside another whose output is a plain local shard."""
     for path, module in owner.named_modules():
         for sharding, mesh in shardings_of(module):
             left = sharding.output_port().desired
@@ -190,13 +193,13 @@ def _local_outputs(owner: nn.Module) -> Iterator[str]:
 
 @takes(module=nn.Module)
 def unparallelize_module(module: nn.Module) -> nn.Module:
-    """The module with plain unsharded parameters (and gradients) on every rank, as before `parallelize_module`.
+    """Give a module plain unsharded parameters (and gradients) on every rank again; return it.
 
     All ranks of the mesh must call it. Shared parameters stay shared; the module can be made
     parallel again.
 
     Args:
-        module: changed in place; one that is not parallel stays as it is.
+        module: changed in place; a module that is not parallel stays as it is.
 
     Example:
         >>> from shoal_mesh import init_device_mesh

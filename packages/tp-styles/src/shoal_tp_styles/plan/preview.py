@@ -1,4 +1,6 @@
-"""What a plan will cost, before anything is changed: bytes per rank, collectives of a step, expected time.
+"""Preview of a plan's cost: bytes per rank, collectives of a step, expected time.
+
+The cost is known before anything is changed.
 
 The model runs once on the meta device to record the shapes that enter and leave its modules. Each
 module's lowering declares the collectives of its calls; the preview adds them up.
@@ -37,7 +39,7 @@ class CollectiveCost(NamedTuple):
 
 @dataclass(slots=True)
 class PreviewRow:
-    """One style on one module."""
+    """The cost of one style on one module."""
 
     path: str  # the module's path
     style: str  # the style
@@ -71,7 +73,7 @@ class Preview:
         return sum(cost.seconds for row in self.rows for cost in (*row.forward, *row.backward))
 
     def count(self, op: str) -> tuple[int, int]:
-        """Number of collectives of one kind in the forward and in the backward."""
+        """Return the number of collectives of one kind in the forward and in the backward."""
         forward = sum(cost.op == op for row in self.rows for cost in row.forward)
         return forward, sum(cost.op == op for row in self.rows for cost in row.backward)
 
@@ -116,7 +118,7 @@ class Preview:
 
 @takes(model=nn.Module)
 def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Preview:
-    """What a plan costs per rank and step.
+    """Return the cost of a plan per rank and step.
 
     Args:
         model: before `parallelize_module`, on any device; it stays as it is.
@@ -190,7 +192,7 @@ _Recorded = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 def _record_calls(
     model: nn.Module, paths: set[str], args: Any, kwargs: Any
 ) -> dict[str, list[_Recorded]]:
-    """Arguments and outputs, on the meta device, of each module of the plan in one forward."""
+    """Run a forward on the meta device; record arguments and outputs of the plan's modules."""
     calls: dict[str, list[_Recorded]] = {}
     handles = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -212,7 +214,7 @@ def _record_calls(
 
 
 def to_meta(value: Any) -> Any:
-    """Arguments on the meta device."""
+    """Move arguments to the meta device."""
     return map_tensors(
         lambda tensor: tensor.detach().to("meta").requires_grad_(tensor.requires_grad), value
     )

@@ -1,4 +1,7 @@
-"""A plan on a model: which style falls on which module.  Resolving and checking need no process group."""
+"""Resolution of a plan on a model: the style of each module.
+
+Resolving and checking need no process group.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,15 @@ _REASON = 200
 
 
 class AutoPlan(dict[str, ParallelStyle]):
-    """A plan of `auto_plan`: styles by path, and whether it is proven.  Any change of it gives a plain dict.
+    """A plan of `auto_plan`: styles by path, and whether it is proven.
+
+    Any change of the plan gives a plain dict.
 
     Attributes:
-        proven_for: shape of the mesh on which a run computed what the plain model computes; None
-            without one.
-        dropped: entries that a run showed to be wrong, each with the reason; the plan may have
-            others for them.
+        proven_for: shape of the mesh on which a run computed the results of the plain model; None
+            without such a run.
+        dropped: entries that a run found to be wrong, each with the reason; the plan may have other
+            entries in their place.
         whole: parameters that every rank holds whole, each with the reason.
     """
 
@@ -57,7 +62,7 @@ class AutoPlan(dict[str, ParallelStyle]):
 
     @property
     def why_empty(self) -> str:
-        """For a plan without entries: what kept each module out, modules of one reason together."""
+        """Reasons why each module was left out of an empty plan, grouped by reason."""
         by_reason: dict[str, list[str]] = {}
         for path, reason in (self.dropped or self.whole).items():
             by_reason.setdefault(reason[:_REASON], []).append(path)
@@ -67,7 +72,7 @@ class AutoPlan(dict[str, ParallelStyle]):
 
 
 class Use(NamedTuple):
-    """One style on one module."""
+    """The use of one style on one module."""
 
     key: str  # the plan's entry
     path: str  # path of the module from the root
@@ -77,7 +82,11 @@ class Use(NamedTuple):
     sharding: ModuleSharding | None
 
     def shard_sizes(self, name: str, mesh: DeviceMesh) -> Iterator[tuple[str, str, int, list[int]]]:
-        """For each axis that shards a parameter: its name, the dim in words, its elements, and those of each rank."""
+        """Yield the sharding of a parameter along each axis that shards it.
+
+        The items are the parameter's name, the dim in words, its elements, and the elements of each
+        rank.
+        """
         assert self.sharding is not None, "only declared styles are measured"
         fused = self.sharding.fused
         param = self.module.get_parameter(name)
@@ -95,7 +104,7 @@ class Use(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """A plan on a module."""
+    """A plan resolved on a module."""
 
     root: nn.Module  # the module
     uses: tuple[Use, ...]  # styles on modules, in the plan's order
@@ -103,7 +112,10 @@ class Resolved(NamedTuple):
     unmatched: tuple[str, ...]
 
     def ambiguous(self) -> Iterable[str]:
-        """Parameters that two entries would shard, and modules that one kind of boundary style would wrap twice."""
+        """Yield parameters that two entries would shard, and boundaries wrapped twice.
+
+        A module is wrapped twice if two entries have the same kind of boundary style.
+        """
         owners: dict[tuple[int, str], Use] = {}
         clashes: dict[tuple[int, int], str] = {}  # one message for each pair of uses
         for use in self.uses:
@@ -117,7 +129,7 @@ class Resolved(NamedTuple):
         return clashes.values()
 
     def tied_conflicts(self) -> Iterator[str]:
-        """Shared parameters with two layouts, or of which one owner has no style."""
+        """Yield shared parameters with two layouts, or with an owner that has no style."""
         reach = [use.module.named_modules() for use in self.uses if use.sharding is None]
         undeclared = {key for owners in reach for key, _, _ in _owned_parameters(owners)}
         for names, asked in _tied(self.root, self.uses):
@@ -131,7 +143,7 @@ class Resolved(NamedTuple):
                 yield f"one parameter shared under {len(names)} names must have one layout ({layouts})"
 
     def errors(self) -> Iterator[StyleError]:
-        """What keeps the plan from being applied."""
+        """Yield the errors that prevent the plan from being applied."""
         for use in self.uses:
             style = use.sharding.style if use.sharding is not None else type(use.style).__name__
             distributes = use.sharding is not None and use.sharding.distributes
@@ -147,7 +159,7 @@ class Resolved(NamedTuple):
             raise error
 
     def apply(self, mesh: DeviceMesh, *, src_data_rank: int | None = 0, lower: bool = True) -> None:
-        """Check the plan, then make every module parallel; nothing is changed where the check raises."""
+        """Check the plan, then make every module parallel; change nothing if the check raises."""
         self.check()
         tied = [[*names.values()] for names, _ in _tied(self.root, self.uses)]
         shared = [{path: self.root.get_parameter(path) for path in paths} for paths in tied]
@@ -185,10 +197,10 @@ class Resolved(NamedTuple):
 
 
 def progress(items: Iterable[T], title: str) -> Iterable[T]:
-    """The items, with a bar on standard error that says how far they are.
+    """Return the items, wrapped in a progress bar on standard error.
 
-    It appears after two seconds, on the first rank, where standard error is a terminal, and is
-    removed at the end. Logs get nothing.
+    The bar appears after two seconds, on the first rank, if standard error is a terminal, and is
+    removed at the end. Nothing is written to logs.
 
     Example:
         >>> sum(progress([1, 2, 3], "adding"))
@@ -205,7 +217,10 @@ def progress(items: Iterable[T], title: str) -> Iterable[T]:
 def _apply(
     use: Use, axis: DeviceMesh, scatter: Scatter, src_data_rank: int | None, lower: bool
 ) -> None:
-    """Make one module parallel; a style that does so by itself finds all values that are under way."""
+    """Make one module parallel.
+
+    A style that does so by itself finds all values that are in flight.
+    """
     if use.sharding is not None and type(use.style)._apply is DeclaredStyle._apply:
         apply_sharding(
             use.module,
@@ -223,7 +238,7 @@ def _apply(
 
 
 def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Apply a plan to a copy of a model, where every rank has the same parameters."""
+    """Apply a plan to a copy of a model without a broadcast: all ranks have the same parameters."""
     resolve(model, plan).apply(mesh, src_data_rank=None)
     watch_draws(model)
 
@@ -237,7 +252,10 @@ _Layout = tuple[ParameterPlacement, ParameterPlacement | None, object]
 def _owned_parameters(
     owners: Iterable[tuple[str, nn.Module]],
 ) -> Iterator[tuple[_Owned, str, nn.Parameter]]:
-    """Every parameter of modules by path, with its own path; a module with several paths has one."""
+    """Yield every parameter of the modules, with its owner and its path.
+
+    The owner is a key: the module's id and the parameter's name in it.
+    """
     for prefix, owner in owners:
         for name, param in owner._parameters.items():
             if param is not None:
@@ -245,7 +263,10 @@ def _owned_parameters(
 
 
 def _wrapped(use: Use) -> Iterator[tuple[int, str]]:
-    """What only one use may change: parameters, or the boundary of a module by one kind of style."""
+    """Yield keys of what only one use may change: parameters, or the boundary of a module.
+
+    Each kind of boundary style has its own key.
+    """
     if use.sharding is not None and not use.sharding.distributes:
         yield id(use.module), f"boundary of {use.sharding.style}"
         return
@@ -257,7 +278,10 @@ def _wrapped(use: Use) -> Iterator[tuple[int, str]]:
 def _tied(
     root: nn.Module, uses: Iterable[Use]
 ) -> Iterator[tuple[dict[_Owned, str], dict[_Owned, tuple[Use, _Layout]]]]:
-    """Of every plain parameter that several modules hold: its path in each, and what styles ask of it there."""
+    """Yield the paths of each plain parameter that several modules share, and its layouts.
+
+    The layouts come from the styles at these paths.
+    """
     shared: dict[int, dict[_Owned, str]] = {}
     for key, path, param in _owned_parameters(root.named_modules()):
         # what an earlier call has sharded is compared when styles are applied
@@ -277,7 +301,7 @@ def _tied(
 
 
 def sharded_parameters(resolved: Resolved) -> Iterator[nn.Parameter]:
-    """The parameters that a plan shards."""
+    """Yield the parameters that a plan shards."""
     for use in resolved.uses:
         if use.sharding is not None and use.sharding.distributes:
             yield from (
@@ -286,7 +310,7 @@ def sharded_parameters(resolved: Resolved) -> Iterator[nn.Parameter]:
 
 
 def resolve(root: nn.Module, plan: Plan) -> Resolved:
-    """Which style falls on which module; it raises if a style cannot shard a module that it falls on."""
+    """Resolve the style of each module; raise if a style cannot shard its module."""
     if isinstance(plan, (ParallelStyle, str)):
         plan = {"": plan}
     if not isinstance(plan, Mapping):
@@ -326,7 +350,7 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
 
 
 def _of_tied(root: nn.Module, uses: Sequence[Use]) -> Iterator[Use]:
-    """Styles of modules that the plan leaves out, but that hold a weight which it shards in another module."""
+    """Yield styles for modules without a style that hold a weight sharded in another module."""
     for names, asked in _tied(root, uses):
         if not asked:
             continue
@@ -350,7 +374,10 @@ def _by_module(
     tree: Tree,
     root: nn.Module,
 ) -> Mapping[str, ParallelStyle | str]:
-    """The plan without names for single parameters (`"experts.down_proj": "rowwise"`), which become their modules'."""
+    """Return the plan with entries for single parameters replaced by entries for modules.
+
+    An example is `"experts.down_proj": "rowwise"`.
+    """
     if not any(isinstance(value, str) for value in plan.values()):
         return plan
     from .style_names import WITH_CONTEXT, style_in_context  # with all styles that have names
@@ -380,7 +407,10 @@ def _by_module(
 def named_styles(
     plan: Mapping[str, ParallelStyle | str], root: nn.Module
 ) -> dict[str, ParallelStyle]:
-    """The styles of a plan by name: entries that match nothing, or that have no style here, are left out."""
+    """Replace the style names of a plan by styles.
+
+    Entries that match nothing, or that have no style here, are left out.
+    """
     tree = Tree(modules := dict(root.named_modules(remove_duplicate=False)))
     styles: dict[str, ParallelStyle] = {}
     with suppress(PlanError):
@@ -412,7 +442,7 @@ def _suggestion(similar: Sequence[str]) -> str:
 
 
 def _described(value: object) -> str:
-    """The value of a plan entry that is not a style, and what to write in its place."""
+    """Describe the value of a plan entry that is not a style, and the entry to write instead."""
     kind = value if isinstance(value, type) else type(value)
     if isinstance(value, type) and issubclass(value, ParallelStyle):
         return f"the class {kind.__name__} itself; write {kind.__name__}()"
@@ -432,7 +462,10 @@ def _use(key: str, path: str, module: nn.Module, style: ParallelStyle) -> Use:
 
 
 def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
-    """The mesh on which a style acts: one axis, or those that it names; a LayoutError where it cannot be known."""
+    """Return the mesh on which a style acts: one axis, or the axes that it names.
+
+    LayoutError is raised if the axis is ambiguous.
+    """
     check_device_mesh(type(style).__name__, mesh)
     axes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     if style.axis is None:

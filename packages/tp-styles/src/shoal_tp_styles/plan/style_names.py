@@ -1,4 +1,4 @@
-"""Styles by the names that Hugging Face transformers uses in its `tp_plan`s."""
+"""Styles by the names in the `tp_plan`s of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ _WHOLE = {"replicate", "replicated"}
 
 
 def style_in_context(name: str | None, parameters: Mapping[str, str], config: Any) -> ParallelStyle:
-    """The style of a module with this name in a plan, one of `WITH_CONTEXT`, and those of `parameters` in it."""
+    """Return the style that a name of `WITH_CONTEXT` has in a plan.
+
+    The style depends on the styles of `parameters` of the module.
+    """
     if name == "mla_kv_a_proj":
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         if not isinstance(getattr(text, "qk_rope_head_dim", None), int):
@@ -84,11 +87,11 @@ def style_in_context(name: str | None, parameters: Mapping[str, str], config: An
 
 
 def style_named(name: str) -> ParallelStyle | None:
-    """The style of a Hugging Face name; None for names that leave a module unchanged.
+    """Return the style of a Hugging Face name; None for names that leave a module unchanged.
 
     Raises:
-        StyleNameError: if the name is unknown, listing those that are known.
-        PlanError: if it stands for something that is not supported.
+        StyleNameError: if the name is unknown; the message lists the known names.
+        PlanError: if the name stands for a style that is not supported.
 
     Example:
         >>> style_named("rowwise")

@@ -1,8 +1,11 @@
-"""What is wrong with a plan, by its declarations and by a run, before anything is changed or a process group exists.
+"""Verification of a plan by its declarations and by a run on simulated ranks.
 
-`try_plan` runs one forward and backward of a parallel model on simulated ranks, against the plain
-model. Inputs are replicated; what leaves may be sharded. In float64 and eval mode only the plan
-makes a difference; a model that draws random numbers runs in training mode too.
+It happens before anything is changed or a process group exists.
+
+`try_plan` runs one forward and backward of a parallel model on simulated ranks, and compares it
+with the plain model. Inputs are replicated; outputs may be sharded. In float64 and eval mode only
+an error of the plan makes a difference; a model that draws random numbers runs in training mode
+too.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ class Verification(NamedTuple):
     """Findings about a plan, one readable line each.
 
     Attributes:
-        errors: what keeps the plan from being applied: unsupported modules, wrong axes, ambiguity,
+        errors: reasons why the plan cannot be applied: unsupported modules, wrong axes, ambiguity,
             tied conflicts.
-        wrong: what a run of the plan on simulated ranks computes differently from the plain model.
-        unproven: why the plan was not run.
+        wrong: results of a run on simulated ranks that differ from the plain model.
+        unproven: reason why the plan was not run.
         unmatched: entries that match no module.
         uneven: sharded parameters whose ranks hold shards of different sizes (correct, but slower).
         empty: sharded parameters of which some rank holds an empty shard.
@@ -51,16 +54,16 @@ class Verification(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the plan can be applied, every entry matches, and nothing that was run is wrong."""
+        """True if the plan can be applied, every entry matches, and no result of a run is wrong."""
         return not self.errors and not self.unmatched and not self.wrong
 
     @property
     def proven(self) -> bool:
-        """Whether the plan was run on simulated ranks and computes what the plain model computes."""
+        """True if the plan was run on simulated ranks and gives the results of the plain model."""
         return self.ok and not self.unproven
 
     def require(self) -> None:
-        """Raise unless `ok`.
+        """Raise PlanError unless `ok`.
 
         Raises:
             PlanError: with all findings.
@@ -70,7 +73,7 @@ class Verification(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """In a few words, what the findings come to; the first line of what is printed."""
+        """Short summary of the findings; the first line of the printed report."""
         if not self.ok:
             return "the plan does not fit"
         return (
@@ -97,7 +100,9 @@ class Verification(NamedTuple):
 def verify(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any
 ) -> Verification:
-    """What is wrong with a plan for a model.  Nothing is changed or raised; the mesh may be an `abstract_mesh`.
+    """Find errors of a plan for a model; the mesh may be an `abstract_mesh`.
+
+    Nothing is changed or raised.
 
     With example inputs the plan is run: one forward and backward on every rank of the mesh,
     simulated in this process, against the plain model, in float64 and eval mode; and in training
@@ -167,7 +172,7 @@ def verify(
 
 
 def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, str]]:
-    """Parameters whose shards differ in size, each as `uneven`, or `empty` where some shard is."""
+    """Yield parameters whose shards differ in size, as `uneven` or (an empty shard) `empty`."""
     if use.sharding is None or not use.sharding.distributes:
         return
     for name, _ in use.module.named_parameters():
@@ -188,7 +193,7 @@ MOST_PARAMETERS = 1 << 26
 
 
 class _Inputs(NamedTuple):
-    """Arguments of the model.
+    """The arguments of the model.
 
     Attributes:
         args: positional arguments.
@@ -220,7 +225,10 @@ class _Results(NamedTuple):
 def try_plan(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Verification:
-    """Whether a plan, on a copy for each rank, gives the plain model's outputs, and gradients of parameters, inputs."""
+    """Compare a plan, on a copy for each rank, with the plain model.
+
+    Outputs are compared, and gradients of parameters and inputs.
+    """
     refusal = _too_much(model, mesh, args, kwargs)
     if refusal:
         return Verification(unproven=(refusal,))
@@ -242,7 +250,7 @@ def try_plan(
 
 @contextmanager
 def _kept_random_states() -> Iterator[None]:
-    """Give the generators of torch, Python and NumPy their states back after the block."""
+    """Restore the states of the generators of torch, Python and NumPy after the block."""
     # imported here because it takes longer to import than the whole layer
     from shoal_dtensor.testing.random_states import RandomStates
 
@@ -290,9 +298,9 @@ def _tried(single: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Inputs) -> 
 
 
 def _unreached(single: nn.Module, plan: Plan, expected: _Results) -> Iterator[str]:
-    """Entries of which no parameter gets a gradient: a part of the model that these inputs do not run.
+    """Yield entries whose parameters get no gradient: parts that these inputs do not run.
 
-    Without any gradient in the model there is nothing to tell the parts apart by.
+    The parts cannot be distinguished if no parameter of the model has a gradient.
     """
     parameters = dict(single.named_parameters())
     reached = {id(parameters[name]) for name, grad in expected.grads.items() if grad is not None}
@@ -307,7 +315,7 @@ def _unreached(single: nn.Module, plan: Plan, expected: _Results) -> Iterator[st
 
 
 def _run_plain(single: nn.Module, inputs: _Inputs) -> tuple[_Inputs, _Results]:
-    """Run the plain model; return its results, and the inputs in the form in which it takes them.
+    """Run the plain model; return its results, and the inputs in the form that the model accepts.
 
     Some models write to their inputs or set `requires_grad` of a view of them, which autograd
     refuses for inputs that require gradients. Such models get inputs without gradients.
@@ -338,7 +346,10 @@ def _too_much(
 
 
 def _vary_constants(module: nn.Module) -> None:
-    """Noise on parameters whose elements are equal: a bias of zeros that is added once per rank would not show."""
+    """Add noise to parameters whose elements are equal.
+
+    Without it a bias of zeros that is added once per rank would not be found.
+    """
     with torch.no_grad():
         for param in module.parameters():
             if (
@@ -357,7 +368,7 @@ def _run(module: nn.Module, inputs: _Inputs) -> _Results:
     leaves: list[Tensor] = []
 
     def copy_input(tensor: Tensor) -> Tensor:
-        """Copy a tensor, a floating-point one as a float64 leaf."""
+        """Copy a tensor, a floating-point tensor as a float64 leaf."""
         tensor = tensor.detach().cpu().clone()
         if tensor.is_floating_point():
             tensor = tensor.double().requires_grad_(inputs.with_gradients)
@@ -390,7 +401,7 @@ def _run(module: nn.Module, inputs: _Inputs) -> _Results:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The arguments of a model with other tensors in them; a mapping of any kind becomes a dict."""
+    """Replace the tensors in the arguments of a model; a mapping of any kind becomes a dict."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -429,7 +440,10 @@ def _differences(results: list[_Results], expected: _Results) -> Iterator[str]:
 
 
 def _is_output(shards: list[Tensor], expected: Tensor) -> bool:
-    """Whether the ranks' outputs are replicas of the expected one, or its shards along one dim."""
+    """Tell whether the ranks' outputs are replicas or shards of the expected one.
+
+    Shards are along one dim.
+    """
     if all(shard.shape == expected.shape for shard in shards):
         return all(_same(shard, expected) for shard in shards)
     for dim in range(expected.ndim):
@@ -443,7 +457,7 @@ def _is_output(shards: list[Tensor], expected: Tensor) -> bool:
 
 
 def _same(value: Tensor | None, expected: Tensor | None) -> bool:
-    """Equal up to sums of another order; no gradient counts as zero."""
+    """Compare two tensors up to sums of another order; no gradient counts as zero."""
     if value is None or expected is None:
         return all(each is None or not each.any() for each in (value, expected))
     if value.shape != expected.shape:
@@ -463,7 +477,10 @@ def _shown(error: BaseException) -> str:
 
 
 def _line_of_model(error: BaseException) -> str:
-    """` (net.py:42, in Net.forward)`: the innermost line of the model's own code that an error came through."""
+    """Return the innermost line of the model's own code that raised an error.
+
+    The form is ` (net.py:42, in Net.forward)`.
+    """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         owner = frame.f_locals.get("self")
         if (

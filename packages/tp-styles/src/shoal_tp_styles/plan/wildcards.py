@@ -1,4 +1,4 @@
-"""Names with wildcards -> module paths: strings only, no torch.
+"""Matching of names with wildcards to module paths: strings only, no torch.
 
 A path is matched token by token against child names.  Within a token the shell wildcards `*`, `?`
 and `[...]` hold (`fnmatch`); the token `**` stands for any number of levels, also none.  The empty
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """What a pattern matched."""
+    """The result of matching a pattern."""
 
     # the matching module paths, in the order of the module tree
     paths: tuple[str, ...]
@@ -25,7 +25,7 @@ class Match(NamedTuple):
 
 
 class Tree:
-    """The tree of modules below a root, of their dotted paths, parents first.
+    """The tree of modules below a root, as dotted paths, parents first.
 
     Example:
         >>> tree = Tree(["", "layers", "layers.0", "layers.0.wq", "layers.1", "layers.1.wq", "head"])
@@ -42,7 +42,7 @@ class Tree:
             self._children[path.rpartition(".")[0]].append(path)
 
     def match(self, pattern: str) -> Match:
-        """Every path that a pattern names, or where it stopped matching."""
+        """Return every path that a pattern names, or where it stopped matching."""
         paths = [""]  # that the tokens so far name
         for token in filter(None, pattern.split(".")):
             if token == "**":
@@ -58,7 +58,7 @@ class Tree:
         return Match(tuple(paths))
 
     def similar_to(self, pattern: str) -> list[str]:
-        """Patterns that match, similar to one that matches nothing; the most similar first.
+        """Return patterns that match, similar to one that matches nothing; the most similar first.
 
         Example:
             >>> tree = Tree(["", "model", "model.layers", "model.layers.0", "model.layers.0.wq"])

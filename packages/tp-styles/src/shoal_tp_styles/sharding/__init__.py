@@ -1,4 +1,4 @@
-"""How one module is parallel on one mesh axis, as immutable values: no mesh, no communication.
+"""Immutable descriptions of one parallel module on one mesh axis: no mesh, no communication.
 
 May import: nothing.
 """

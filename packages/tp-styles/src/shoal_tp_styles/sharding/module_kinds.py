@@ -1,6 +1,7 @@
-"""What a module counts as in a style's table: its class, the classes above, or its structure; and modules of experts.
+"""Kinds of modules in a style's table: class, base classes, or structure; and modules of experts.
 
-Of experts: what their forwards take, how many there are, and how their parameters are sharded.
+For experts the file determines the arguments of their forwards, their number, and the sharding of
+their parameters.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ CONVOLUTIONS = (
 
 
 class TransposedLinear(nn.Module):
-    """Stands in the tables for modules that compute `x @ weight + bias`: a Linear whose weight is (in, out).
+    """Table entry for modules that compute `x @ weight + bias`: a Linear of weight (in, out).
 
-    GPT-2's `Conv1D` of the Hugging Face library is one. It is recognised without importing
-    anything: a module without children and buffers whose only parameters are a matrix and perhaps a
-    vector, and whose `nf` is the number of columns.
+    GPT-2's `Conv1D` of the Hugging Face library is an example. Such a module is recognized without
+    importing anything: it has no children and buffers, its only parameters are a matrix and perhaps
+    a vector, and its `nf` is the number of columns.
     """
 
 
@@ -46,29 +47,38 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def kinds_of(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    """What a module counts as, most specific first: by structure, its class, the classes above."""
+    """Return the kinds of a module, most specific first: structure, its class, its base classes."""
     parents = tuple(kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
     return (TransposedLinear, *parents) if _is_transposed(module) else parents
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as its user knows it, where `fully_shard` or `replicate` gave it another."""
+    """Return the user's class of a module, also after `fully_shard` or `replicate` replaced it."""
     kind: type[nn.Module] = getattr(type(module), "_shoal_class", type(module))
     return kind
 
 
 def is_grouped(module: Any) -> bool:
-    """Whether a module is a convolution of several groups, which reads each input channel in one of them."""
+    """Tell whether a module is a convolution of several groups.
+
+    Each input channel is read in one group only.
+    """
     return isinstance(module, CONVOLUTIONS) and module.groups > 1
 
 
 def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module that counts as `kind` computes what `kind` computes: a subclass may have its own forward."""
+    """Tell whether a module of kind `kind` keeps that kind's forward.
+
+    A subclass may have its own forward.
+    """
     return kind is TransposedLinear or type(module).forward is kind.forward
 
 
 def computed_parameters(module: nn.Module) -> list[str]:
-    """Tensors that are computed from other parameters before each forward: parametrizations, weight_norm, pruning."""
+    """Return tensors that are computed from other parameters before each forward.
+
+    These are parametrizations, weight_norm and pruning.
+    """
     names: list[str] = [*module.parametrizations] if is_parametrized(module) else []  # type: ignore[misc]  # a ModuleDict
     # the older utilities keep the result as a plain attribute
     for name, value in vars(module).items():
@@ -80,7 +90,7 @@ def computed_parameters(module: nn.Module) -> list[str]:
 
 
 def out_features(module: nn.Module) -> int | None:
-    """Number of output features of a Linear with a weight of either orientation; None for other modules."""
+    """Return the number of output features of a Linear or transposed Linear, else None."""
     if isinstance(module, nn.Linear):
         return module.out_features
     return module.get_parameter("weight").shape[1] if _is_transposed(module) else None
@@ -92,7 +102,7 @@ _WEIGHTS = ("weight", "score", "prob")
 
 
 def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> Experts:
-    """What a module of experts is called with, and how many experts it has; else an UnsupportedModuleError."""
+    """Return the call form and number of experts of a module, or raise UnsupportedModuleError."""
     names = [*inspect.signature(type(module).forward).parameters][1:]
     grouped = len(names) > 1 and "num_tokens" in names[1]
     routed = (
@@ -131,7 +141,7 @@ def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> 
 
 
 def expert_shards(module: nn.Module, experts: Experts) -> dict[str, ParameterPlacement]:
-    """The placement along the axis of experts of every parameter that belongs to experts."""
+    """Return the placements of the experts' parameters along the axis of experts."""
     if not experts.listed:
         own = module.named_parameters(recurse=False)
         return {name: Shard(0) for name, p in own if p.ndim > 1 and p.shape[0] == experts.count}
@@ -157,7 +167,7 @@ _WEIGHT_NAMES = {
 
 
 def hidden_shards(style: str, module: nn.Module) -> dict[str, ParameterPlacement]:
-    """The placement of packed weights and biases along an axis that shards the hidden features of each expert.
+    """Return the placements of packed weights and biases along the axis of hidden features.
 
     A bias that is added to the sum over the hidden features stays replicated.
     """

@@ -1,6 +1,8 @@
-"""`ModuleSharding`: how one module is parallel on one mesh axis.  A style declares it; `apply` acts on it.
+"""`ModuleSharding`: the declaration of how one module is parallel on one mesh axis.
 
-How a dim of heads or of experts is sharded is known once a style is applied to a number of ranks.
+A style declares it; `apply` acts on it.
+
+The shards of a dim of heads or of experts are known when a style is applied to a number of ranks.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ class Heads:
         return self.count * self.size
 
     def replicated(self, ranks: int) -> bool:
-        """Whether each head is held by several of so many ranks."""
+        """Tell whether each head is held by several of so many ranks."""
         # 2 heads on 4 ranks
         return not self.chunked and self.count < ranks and ranks % self.count == 0
 
     def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The one-axis mesh itself, or the same ranks as (heads, ranks that hold the same head)."""
+        """Return the one-axis mesh, or the same ranks as (heads, ranks that hold the same head)."""
         ranks = mesh.size()
         if not self.replicated(ranks):
             return mesh
@@ -65,7 +67,7 @@ class Heads:
         return mesh.unflatten(0, (self.count, ranks // self.count), names)
 
     def placements(self, mesh: DeviceMesh) -> tuple[Placement, ...]:
-        """Placements on `self.mesh(mesh)` of a parameter with these features as rows."""
+        """Return placements on `self.mesh(mesh)` for a parameter with these features as rows."""
         if self.replicated(mesh.size()):
             # 2 heads of 8 on (2, 2): rows 0:8, 0:8, 8:16, 8:16
             return Shard(0, multiple_of=self.size), Replicate()
@@ -74,7 +76,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """A parameter dim sharded by heads, over a number of ranks that is known when the style is applied."""
+    """A parameter dim sharded by heads; the number of ranks is known when the style is applied."""
 
     dim: int  # the dim
     heads: Heads  # of one block
@@ -82,7 +84,7 @@ class HeadShard:
     blocks: int = 1
 
     def on(self, ranks: int) -> Shard | StridedShard:
-        """The placement over so many ranks.
+        """Return the placement over so many ranks.
 
         Raises:
             LayoutError: if there are fewer heads than ranks.
@@ -116,14 +118,14 @@ class HeadShard:
 
 @dataclass(frozen=True, slots=True)
 class ExpertOwner:
-    """A parameter of one expert of a list: the rank that holds the expert holds all rows, the others none."""
+    """Placement of a parameter of one expert: one rank holds all its rows, the other ranks none."""
 
     expert: int  # index of the expert
     experts: int  # number of experts
     rows: int  # elements of dim 0
 
     def on(self, ranks: int) -> Placement:
-        """The placement over so many ranks."""
+        """Return the placement over so many ranks."""
         owner = self.expert // -(-self.experts // ranks)  # 3 experts on 2 ranks: 0 0 1
         return Shard(0, sizes=tuple(self.rows * (rank == owner) for rank in range(ranks)))
 
@@ -142,10 +144,10 @@ class Port:
     """One tensor that enters or leaves a module.
 
     Attributes:
-        layout: of an input, the layout of a plain tensor that arrives; of an output, what the
-            computation gives.
-        desired: of an input, the layout the computation needs; of an output, the layout that leaves
-            the module.
+        layout: for an input, the layout of a plain tensor that arrives; for an output, the layout
+            that the computation returns.
+        desired: for an input, the layout that the computation needs; for an output, the layout that
+            leaves the module.
     """
 
     layout: Placement
@@ -154,7 +156,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class FusedBlocks:
-    """A fused weight (and bias) whose blocks of rows are sharded each by itself."""
+    """A fused weight (and bias); each of its blocks of rows is sharded separately."""
 
     # name -> features, in the order of the rows
     blocks: Mapping[str, Heads]
@@ -174,29 +176,29 @@ class FusedBlocks:
         return f"{self.prefix}weight", f"{self.prefix}bias"
 
     def parts(self, kind: str) -> dict[str, Heads]:
-        """Parameter of each block, where the fused weight or bias is split -> its features."""
+        """Return the features of each block by parameter name, for a split fused weight or bias."""
         return {f"{kind}_{block}" if block else kind: heads for block, heads in self.blocks.items()}
 
     def splits(self, ranks: int) -> bool:
-        """Whether each block becomes a parameter of its own.
+        """Tell whether each block becomes a separate parameter.
 
-        Equal blocks are equal runs of one dim, of which every rank has the same rows: a
-        `StridedShard`. What ranks have of other blocks, or of heads that several ranks hold, is no
-        sharding of the fused dim.
+        Equal blocks are equal runs of one dim, and every rank has the same rows of each: a
+        `StridedShard`. The ranks' rows of other blocks, or of heads that several ranks hold, are
+        not a sharding of the fused dim.
         """
         return len({*self.blocks.values()}) > 1 or any(
             heads.replicated(ranks) for heads in self.blocks.values()
         )
 
     def placement(self, name: str, ranks: int) -> Shard | StridedShard:
-        """The placement over so many ranks of the fused weight or bias, where it is one parameter."""
+        """Return the placement of the fused weight or bias, as one parameter, over `ranks`."""
         heads = next(iter(self.blocks.values()))
         return HeadShard(
             int(self.transposed and name == self.names[0]), heads, len(self.blocks)
         ).on(ranks)
 
     def rows(self, ranks: int) -> list[int]:
-        """Rows of all blocks on each rank."""
+        """Return the rows of all blocks on each rank."""
         # 4 heads and 2 heads of 8 features on 4 ranks: 8 rows, then 8 more of a head that two
         # share.
         sizes = [
@@ -220,14 +222,17 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A Linear in so many chunks of dim 0, the collective of each beside the product of another."""
+    """A Linear in chunks of dim 0; a chunk's collective overlaps another chunk's product."""
 
     chunks: int
 
 
 @dataclass(frozen=True, slots=True)
 class LatentFeatures:
-    """The last so many features of a Linear are read by each rank's heads, those before them by a column-wise layer."""
+    """Number of last features of a Linear that each rank's heads read.
+
+    A column-wise layer reads the features before them.
+    """
 
     rotary: int
 
@@ -253,22 +258,24 @@ class ModuleSharding:
 
     Attributes:
         style: the style's name, for messages.
-        parameters: placement of each named parameter or buffer; those not named are replicated.
-        second_axis: of a style that acts on two axes, the placement of each parameter along the
-            second; None: one axis.
+        parameters: placement of each named parameter or buffer; parameters without an entry are
+            replicated.
+        second_axis: the placement of each parameter along the second axis of a style that acts on
+            two axes; None: one axis.
         inputs: one port per positional input, None where the input passes through; None: all pass
             through.
         keywords: ports of keyword inputs.
         outputs: one port per output, None where it passes through; None: all pass through.
         lowering: the subclass of `Lowered` that computes the forward on local tensors; None: the
             module's own forward runs on DTensors.
-        options: what the lowering must know beside placements, by its type; None: nothing.
+        options: options that the lowering needs in addition to placements, by type; None: no
+            options.
         local_inputs: the module's forward receives plain local tensors.
         local_outputs: plain local tensors leave the module.
         distributes: parameters become DTensors (False for styles that only prepare inputs or
             outputs).
-        own_parameters: only those of the module itself do, and its children may have styles of
-            their own.
+        own_parameters: only parameters of the module itself become DTensors, and its children may
+            have styles of their own.
         strict: a number of inputs or outputs other than the number of ports is an error.
     """
 
@@ -288,11 +295,11 @@ class ModuleSharding:
 
     @property
     def axes(self) -> int:
-        """On how many mesh axes the style acts."""
+        """Number of mesh axes on which the style acts."""
         return 1 if self.second_axis is None else 2
 
     def placements(self, name: str, mesh_shape: tuple[int, ...]) -> tuple[Placement, ...]:
-        """The placements of a parameter or buffer on a mesh of this shape."""
+        """Return the placements of a parameter or buffer on a mesh of this shape."""
         if (
             self.fused is not None
             and name in self.fused.names
@@ -309,32 +316,32 @@ class ModuleSharding:
         )
 
     def shards(self, name: str) -> bool:
-        """Whether a parameter is sharded."""
+        """Tell whether a parameter is sharded."""
         if self.fused is not None and name in self.fused.names:
             return True
         asked = (self.parameters.get(name), (self.second_axis or {}).get(name))
         return any(isinstance(each, Shard | HeadShard | ExpertOwner) for each in asked)
 
     def owners(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        """The modules whose own parameters it is about, with their paths."""
+        """Return the modules whose own parameters the record describes, with their paths."""
         return [("", module)] if self.own_parameters else module.named_modules()
 
     def input_port(self, index: int = 0) -> Port:
-        """The port of a positional input; replicated where none is declared."""
+        """Return the port of a positional input; replicated if none is declared."""
         return _port(self.inputs, index)
 
     def output_port(self, index: int = 0) -> Port:
-        """The port of an output; replicated where none is declared."""
+        """Return the port of an output; replicated if none is declared."""
         return _port(self.outputs, index)
 
     def options_of(self, kind: type[Options]) -> Options:
-        """The options, for a lowering whose style declares this kind of them."""
+        """Return the options, for a lowering whose style declares options of this type."""
         assert isinstance(self.options, kind), f"{self.style} declares {kind.__name__}"
         return self.options
 
     @property
     def fused(self) -> FusedBlocks | None:
-        """The blocks of a fused weight, if it has any."""
+        """The blocks of a fused weight, if the module has one."""
         return self.options if isinstance(self.options, FusedBlocks) else None
 
 
@@ -361,7 +368,7 @@ class ModuleCall:
     axis_sizes: tuple[int, ...] = ()
 
     def input(self, index: int = 0) -> Tensor | None:
-        """An input by position, also where it is given by keyword; None where it is no tensor."""
+        """Return an input by position, also if it came by keyword; None if it is not a tensor."""
         given = (*self.args, *self.kwargs.values())
         return given[index] if index < len(given) and isinstance(given[index], Tensor) else None
 
@@ -372,7 +379,7 @@ class ModuleCall:
         return first
 
     def trained(self, *names: str) -> list[nn.Parameter]:
-        """The parameters of these names that exist and get gradients."""
+        """Return the parameters of these names that exist and get gradients."""
         params = dict(self.module.named_parameters())
         return [params[name] for name in names if name in params and params[name].requires_grad]
 
@@ -384,10 +391,10 @@ class Collective(NamedTuple):
         op: `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`.
         nbytes: bytes of the global tensor.
         backward: whether it runs in the backward.
-        once_for: modules that declare the same key run this collective once, together; None: on its
-            own.
+        once_for: modules that declare the same key run this collective once, together; None: the
+            module runs it alone.
         ranks: number of ranks that take part; None: all of the axis.
-        chunks: in how many messages it is sent.
+        chunks: number of messages in which it is sent.
     """
 
     op: str

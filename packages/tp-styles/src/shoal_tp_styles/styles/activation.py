@@ -1,4 +1,4 @@
-"""Styles of what treats parts of an activation alone: every token, every channel, every head of an attention.
+"""Styles for modules that treat parts of an activation alone: tokens, channels or attention heads.
 
 `ContextParallel` is for attention of a sharded sequence; column-wise and row-wise projections stand
 beside the others.
@@ -52,10 +52,10 @@ _LOWERINGS: dict[type[nn.Module], type[Lowered]] = {
 class SequenceParallel(DeclaredStyle):
     """Run a module that treats every token alone on each rank's shard of the sequence.
 
-    For LayerNorm, RMSNorm, Dropout, activations and modules of your own of that kind; RNN, LSTM and
-    GRU along their batch dim. A plain input is this rank's shard of the sequence; a DTensor is
-    redistributed to it. The gradients of the replicated parameters are summed over the axis before
-    hooks and optimizers see them.
+    The style is for LayerNorm, RMSNorm, Dropout, activations and your own modules of this kind, and
+    for RNN, LSTM and GRU along their batch dim. A plain input is this rank's shard of the sequence;
+    a DTensor is redistributed to it. The gradients of the replicated parameters are summed over the
+    axis before hooks and optimizers see them.
 
     Args:
         sequence_dim: the dim of the activations that is sharded.
@@ -93,13 +93,13 @@ class SequenceParallel(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ContextParallel(DeclaredStyle):
-    """Let calls of `F.scaled_dot_product_attention` in a module be those of the sequence over all ranks of the axis.
+    """Run `F.scaled_dot_product_attention` in a module over the sequence of all ranks of the axis.
 
-    For a module of any kind: an attention, a block, a whole model. Its inputs are this rank's
-    positions. Parameters stay as they are; their gradients are those of this rank's positions, and
-    are reduced as over data ranks (`replicate`, `fully_shard`). Other styles on the same module or
-    inside of it use other axes. A checkpoint goes around the module, not inside of it: what runs
-    again in backward has to pass through its forward.
+    The style is for a module of any kind: an attention, a block, a whole model. The inputs of the
+    module are this rank's positions. Parameters stay as they are; their gradients are the gradients
+    of this rank's positions, and are reduced as over data ranks (`replicate`, `fully_shard`). Other
+    styles on the same module or inside it use other axes. A checkpoint goes around the module, not
+    inside it, because the recomputation in backward must pass through its forward.
 
     Args:
         method: how keys and values reach the queries, see `context_parallel_attention`.
@@ -107,7 +107,7 @@ class ContextParallel(DeclaredStyle):
             equally many.
         window: (left, right): keys before and behind the query's own position that it may read;
             None: no bound.
-        documents: of packed sequences that are the same in every batch; else use
+        documents: documents of packed sequences that are the same in every batch; else use
             `context_parallel`.
 
     Example:
@@ -131,12 +131,14 @@ class ContextParallel(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class HeadParallel(DeclaredStyle):
-    """Give each rank some heads of an `nn.MultiheadAttention`: projections by columns, the output projection by rows.
+    """Give each rank some heads of an `nn.MultiheadAttention`.
+
+    The input projections are sharded by columns, the output projection by rows.
 
     Query, key and value arrive replicated; the output leaves replicated (or sharded, by
-    `output_layouts`), after one reduction. The fused `in_proj_weight` stays one parameter; of each
-    of its three blocks a rank holds the rows of its heads, as of the three weights where `kdim` or
-    `vdim` are given.
+    `output_layouts`), after one reduction. The fused `in_proj_weight` stays one parameter; a rank
+    holds the rows of its heads from each of the three blocks, or from the three weights if `kdim`
+    or `vdim` are given.
 
     Args:
         output_layouts: layout of the output; Replicate if left out.
@@ -180,8 +182,8 @@ class OwnParameters(DeclaredStyle):
     named is replicated, and its gradient is taken to be the same on all ranks.
 
     Args:
-        dims: name of a parameter -> the dim that is sharded; a module where it is None has nothing
-            to shard.
+        dims: name of a parameter -> the dim that is sharded; a parameter that is None is not
+            sharded.
         counts: names of integers of the module by which its forward reshapes what column-wise
             children return: numbers of heads, features of all heads. While the forward runs, a rank
             reads its part of them.
@@ -233,13 +235,13 @@ class OwnParameters(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class LatentProjection(DeclaredStyle):
-    """A replicated Linear of multi-head latent attention, whose last features each rank's heads read by themselves.
+    """Replicate a Linear of multi-head latent attention whose last features each rank's heads read.
 
-    The latent passes a column-wise projection, which sums its gradient over the ranks; this style
-    sums that of the features beside it.
+    The latent passes a column-wise projection, which sums the latent's gradient over the ranks;
+    this style sums the gradient of the last features.
 
     Args:
-        rotary: number of these features, the last of the output.
+        rotary: number of last features of the output that the heads read.
 
     Raises:
         LayoutError: if the module has fewer features (when applied).
@@ -277,12 +279,15 @@ _KINDS: tuple[type[nn.Module], ...] = (
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ChannelParallel(DeclaredStyle):
-    """Run what treats channels alone, between a column-wise and a row-wise convolution, on the rank's channels.
+    """Run a module that treats channels alone on the rank's channels.
 
-    For GroupNorm, BatchNorm, PReLU, and convolutions of several groups, depthwise ones among them.
-    No communication in either direction. A shard of a GroupNorm or of a convolution holds complete
-    groups: where their number is not a multiple of the ranks, shard the module before it alike with
-    `.aligned(input channels of a group)`. BatchNorm's statistics are sharded with its channels.
+    The module is between a column-wise and a row-wise convolution.
+
+    The style is for GroupNorm, BatchNorm, PReLU, and convolutions of several groups, including
+    depthwise ones. It runs no communication in either direction. A shard of a GroupNorm or of a
+    convolution holds complete groups: if the number of groups is not a multiple of the ranks, shard
+    the module before it alike with `.aligned(input channels of a group)`. BatchNorm's statistics
+    are sharded with its channels.
 
     Args:
         use_local_output: return the plain local tensor instead of a DTensor.
@@ -308,7 +313,10 @@ class ChannelParallel(DeclaredStyle):
 def sharded_groups(
     style: DeclaredStyle, module: nn.Module, arriving: Placement | None, leaving: Placement | None
 ) -> ModuleSharding:
-    """The sharding of a module by groups of channels, by channels outside where no other layout is given."""
+    """Return the sharding of a module by groups of channels.
+
+    The layout outside the module is sharded by channels unless another layout is given.
+    """
     name = type(style).__name__
     channels = ChannelsOfGroups.of(module, style.multiple_of)
     if isinstance(module, CONVOLUTIONS) and not any(

@@ -1,8 +1,8 @@
-"""`ExpertParallel` and `ExpertTensorParallel`: experts on different ranks, or hidden features of every expert.
+"""`ExpertParallel` and `ExpertTensorParallel`: sharding by experts, or by their hidden features.
 
-Both go on the module that holds the experts and is called as `(hidden_states, top_k_index,
-top_k_weights)` or `(rows, num_tokens_per_expert)`; the router before it and shared experts beside
-it are modules of their own. `SharedExpertOverlap` goes on the block that holds them.
+Both styles go on the module that holds the experts and is called as `(hidden_states, top_k_index,
+top_k_weights)` or `(rows, num_tokens_per_expert)`; the router and shared experts are separate
+modules. `SharedExpertOverlap` goes on the block that holds all of them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ExpertParallel(DeclaredStyle):
         input_layouts: `Shard(0)`: every rank along the axis has tokens of its own, which are sent
             to the ranks of their experts and back. `Replicate()`: all ranks have all tokens; each
             computes its experts for them, and the outputs are summed.
-        capacity_factor: an expert takes at most this times the tokens that each would get if all
-            got equally many, of all ranks together; the last ones are dropped, which then get
-            nothing from it.
+        capacity_factor: capacity of an expert, as a multiple of the tokens that it would get if all
+            experts got equally many, over all ranks; the last tokens are dropped and get no output
+            from this expert.
 
     Raises:
         LayoutError: if the layout is another one, or the factor is not positive (at construction).
@@ -90,7 +90,7 @@ class ExpertParallel(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ExpertTensorParallel(DeclaredStyle):
-    """Hold some hidden features of every expert on each rank, and sum what they give.
+    """Hold some hidden features of every expert on each rank, and sum the experts' outputs.
 
     The parameters are known by their names: gate_up_proj, gate_proj, up_proj, w1, w3 and down_proj,
     w2, packed over the experts or of Linears in a ModuleList, and their biases. All ranks have the
@@ -123,7 +123,9 @@ class ExpertTensorParallel(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class IdentityExpert(DeclaredStyle):
-    """An `nn.Identity` among experts under `ExpertTensorParallel`: every rank gives its share of the sum over ranks.
+    """Return each rank's share of the sum from an `nn.Identity` among experts.
+
+    The experts are under `ExpertTensorParallel`.
 
     Raises:
         UnsupportedModuleError: if the module is another one (when applied).
@@ -141,12 +143,14 @@ class IdentityExpert(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class SharedExpertOverlap(DeclaredStyle):
-    """Compute a block's shared expert while tokens are under way to its routed experts, and so in backward.
+    """Compute a block's shared expert while tokens are in flight to its routed experts.
 
-    For the block that holds both, beside `ExpertParallel()` on its experts. Values and collectives
-    stay the same. The block calls the experts first, then the shared expert with its own input or a
-    view of it; the shared expert treats every token alone. A compiled graph breaks at the block. A
-    checkpoint goes around the block, not inside.
+    The backward overlaps likewise.
+
+    The style goes on the block that holds both, in addition to `ExpertParallel()` on its experts.
+    Values and collectives stay the same. The block calls the experts first, then the shared expert
+    with its own input or a view of it; the shared expert treats every token alone. A compiled graph
+    breaks at the block. A checkpoint goes around the block, not inside.
 
     Args:
         experts: path of the experts in the block.

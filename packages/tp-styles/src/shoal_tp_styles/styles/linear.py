@@ -1,4 +1,4 @@
-"""Styles that shard output features, or input features: by columns, by rows, and of fused and of tied weights.
+"""Styles that shard output features or input features, of single, fused and tied weights.
 
 One table per style: module type -> the sharded dims of its parameters, the dims of input and output
 that hold the sharded features, and the lowering that computes it.
@@ -82,7 +82,10 @@ _OF_HEADS: _Table = {kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinea
 def _features(
     style: str, table: _Table, module: nn.Module
 ) -> tuple[Features, type[Lowered] | None]:
-    """The module's row of the table, and its lowering; None for a subclass with a forward of its own."""
+    """Return the module's row of the table, and its lowering.
+
+    None for a subclass with its own forward.
+    """
     for kind in kinds_of(module):
         if kind in table:
             return table[kind], table[kind].lowering if keeps_forward(module, kind) else None
@@ -91,7 +94,7 @@ def _features(
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class _FeatureStyle(DeclaredStyle):
-    """What both styles have in common."""
+    """Base class of the column-wise and the row-wise style."""
 
     use_local_output: bool = True
     of_heads: Heads | None = field(
@@ -100,11 +103,11 @@ class _FeatureStyle(DeclaredStyle):
     chunks: int = field(default=1, init=False, metadata={"call": ".overlapped({})"})
 
     def heads(self, count: int, size: int) -> Self:
-        """The same style for a projection to `count` heads of `size` features, or by rows from them.
+        """Return the same style for a projection to (or from) `count` heads of `size` features.
 
-        Shards hold complete heads; where there are fewer heads than ranks, neighbouring ranks hold
-        the same head (Linear only). An Embedding may hold features of heads too: a relative
-        position bias has one feature for each.
+        Shards hold complete heads; if there are fewer heads than ranks, neighboring ranks hold the
+        same head (Linear only). An Embedding may hold features of heads too: a relative position
+        bias has one feature for each.
 
         Example:
             >>> ColwiseParallel().heads(2, 64).of_heads
@@ -113,10 +116,12 @@ class _FeatureStyle(DeclaredStyle):
         return self._with(of_heads=Heads(count, size))
 
     def overlapped(self, chunks: int) -> Self:
-        """The same style for a Linear whose collective runs beside its product, in so many chunks of dim 0.
+        """Return the same style for a Linear whose collective overlaps its product.
+
+        The overlap is in chunks of dim 0.
 
         Columns gather a sharded input in chunks; rows reduce or scatter their output, and gather
-        its gradient. Eager forwards do; compiled code orders collectives itself.
+        its gradient. Eager forwards overlap; compiled code orders collectives itself.
 
         Raises:
             LayoutError: if there is no chunk; (when it is applied) if columns get an input that
@@ -140,7 +145,10 @@ class _FeatureStyle(DeclaredStyle):
         arriving: Placement | None,
         leaving: Placement | None,
     ) -> ModuleSharding:
-        """The sharding by a module's row of the table; outside layouts that nobody gives are those inside."""
+        """Return the sharding by a module's row of the table.
+
+        Layouts outside the module equal the layouts inside unless they are given.
+        """
         arriving, leaving = (
             self.given("input_layouts") or arriving,
             self.given("output_layouts") or leaving,
@@ -172,7 +180,7 @@ class _FeatureStyle(DeclaredStyle):
         )
 
     def _overlap(self, module: nn.Module, lowering: type[Lowered] | None) -> Overlap | None:
-        """The options of a module's lowering; those that overlap where the style asks for it."""
+        """Return the options of a module's lowering, with overlap if the style requests it."""
         if self.chunks == 1:
             return None
         if lowering not in (ColumnLinear, RowLinear):
@@ -211,7 +219,7 @@ class ColwiseParallel(_FeatureStyle):
 
     @property
     def desired_input_layouts(self) -> tuple[Placement, ...]:
-        """The layout of the input inside the module; what is assigned to it can only be that.
+        """Layout of the input inside the module; no other layout can be assigned.
 
         Raises:
             LayoutError: if another layout is assigned.
@@ -284,8 +292,8 @@ class RowwiseParallel(_FeatureStyle):
     with several groups complete ones, with their output channels, so that nothing is summed.
 
     Args:
-        input_layouts: layout of a plain input; the last dim sharded if left out. Of bags as in
-            `ColwiseParallel`.
+        input_layouts: layout of a plain input; the last dim sharded if left out. For bags the
+            layout is the same as in `ColwiseParallel`.
         output_layouts: layout of the output; Replicate if left out.
         use_local_output: return the plain local tensor instead of a DTensor.
 
@@ -304,7 +312,10 @@ class RowwiseParallel(_FeatureStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class TiedStyle(DeclaredStyle):
-    """The style `of`, with replicated inputs and outputs, until a later call gives the module one of its own."""
+    """The style `of` with replicated inputs and outputs.
+
+    A later call may replace it by a style of the module's own.
+    """
 
     of: DeclaredStyle
 
@@ -313,7 +324,7 @@ class TiedStyle(DeclaredStyle):
 
 
 def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
-    """The style under which the weight of a Linear or Embedding is placed so; None if there is none."""
+    """Return the style that places the weight of a Linear or Embedding so, or None."""
     known = class_of(module) in (nn.Linear, nn.Embedding)
     if not known or not isinstance(placement, Shard) or placement.sizes is not None:
         return None
@@ -327,7 +338,7 @@ def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
 class PackedColwiseParallel(DeclaredStyle):
     """Shard each block of a fused Linear along its output features.
 
-    The local output holds this rank's shard of every block, in the blocks' order.
+    The local output holds this rank's shard of every block, in the order of the blocks.
 
     Args:
         blocks: name and number of output features of each block, in the order of the rows; or

@@ -28,10 +28,10 @@ from .style import DeclaredStyle
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class LoRA(DeclaredStyle):
-    """`base`, plus `alpha / rank * B A x` with `A` random and `B` zero at first.
+    """Add `alpha / rank * B A x` to `base`, with `A` random and `B` zero at first.
 
     Args:
-        base: ColwiseParallel or RowwiseParallel; its layouts are those of the sum.
+        base: ColwiseParallel or RowwiseParallel; its layouts are the layouts of the sum.
         rank: inner size of the adapter.
         alpha: scale of the adapter times `rank`.
         train_base: leave the base weight trainable.
@@ -84,17 +84,17 @@ class LoRA(DeclaredStyle):
 
 
 def initialize_adapter(module: nn.Module) -> None:
-    """`A` as a Linear's weight, `B` zero."""
+    """Initialize `A` as a Linear's weight, `B` with zeros."""
     nn.init.kaiming_uniform_(module.get_parameter("lora_A"), a=math.sqrt(5))
     nn.init.zeros_(module.get_parameter("lora_B"))
 
 
 @takes(model=nn.Module)
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters of all adapters, the ones to train and save.
+    """Yield names and parameters of all adapters, the parameters to train and save.
 
     Args:
-        model: with modules that have the style `LoRA`.
+        model: a model with modules that have the style `LoRA`.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -113,7 +113,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @takes(model=nn.Module)
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """The model with every adapter added to its base weight and then set to zero.
+    """Add every adapter to its base weight and set the adapter to zero; return the model.
 
     Nothing is sent, unless `fully_shard` has sharded the adapters over data axes too.
 

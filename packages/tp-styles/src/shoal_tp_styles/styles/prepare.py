@@ -1,7 +1,7 @@
 """`PrepareModuleInput`, `PrepareModuleOutput`, `PrepareModuleInputOutput`: layouts at a module's boundary.
 
-They change no parameter, only the layouts of the tensors that enter and leave; `input_reshard` that
-of what is saved for backward.
+The styles change no parameter, only the layouts of the tensors that enter and leave;
+`input_reshard` changes the layout of the tensors that are saved for backward.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def _keyword_ports(
 
 
 class _Prepare(DeclaredStyle):
-    """Base of the styles here: layouts are checked, and kept in torch's form, tuples, and dicts of keyword inputs."""
+    """Base class of the styles in this file: checks layouts, and keeps them in torch's form.
+
+    Torch's form is tuples, and dicts of keyword inputs.
+    """
 
     def __post_init__(self) -> None:
         self.sharding(nn.Identity())
@@ -111,7 +114,7 @@ class PrepareModuleInput(_Prepare):
 
     @property
     def with_kwargs(self) -> bool:
-        """Whether there are layouts of keyword inputs."""
+        """True if there are layouts of keyword inputs."""
         return bool(self.input_kwarg_layouts)
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
@@ -179,7 +182,7 @@ class PrepareModuleInputOutput(_Prepare):
 
     @property
     def prepare_module_input(self) -> PrepareModuleInput:
-        """What happens to the inputs."""
+        """The style for the inputs."""
         return PrepareModuleInput(
             input_layouts=self.input_layouts,
             desired_input_layouts=self.desired_input_layouts,
@@ -190,7 +193,7 @@ class PrepareModuleInputOutput(_Prepare):
 
     @property
     def prepare_module_output(self) -> PrepareModuleOutput:
-        """What happens to the outputs."""
+        """The style for the outputs."""
         return PrepareModuleOutput(
             output_layouts=self.output_layouts,
             desired_output_layouts=self.desired_output_layouts,
@@ -214,7 +217,9 @@ class PrepareModuleInputOutput(_Prepare):
 def input_reshard(
     module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None
 ) -> nn.Module:
-    """The module, saving this rank's shard of its replicated inputs for backward and gathering them there.
+    """Save this rank's shard of a module's replicated inputs for backward, and gather it there.
+
+    Return the module.
 
     Trades an all-gather in the backward for memory. Only tensors known to be replicated are
     sharded: the plain tensors that the module is called with (and aliases of them), and replicated
@@ -269,7 +274,10 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
         self.shards.clear()
 
     def pack(self, tensor: Tensor) -> Any:
-        """What is saved instead of a tensor; of a plain one that is sharded a tuple."""
+        """Return the object that is saved instead of a tensor.
+
+        A tuple stands for a plain tensor that is sharded.
+        """
         # a node that saves its own output would hold itself
         is_leaf = tensor.is_leaf
         tensor = tensor.detach()

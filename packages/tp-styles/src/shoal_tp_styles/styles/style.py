@@ -1,7 +1,7 @@
-"""`ParallelStyle`, what every style is, and `DeclaredStyle`, a style that declares a `ModuleSharding`.
+"""`ParallelStyle`, the base of all styles, and `DeclaredStyle`, which declares a `ModuleSharding`.
 
-Applying a style changes the module, never the style, so one can serve any number of modules, meshes
-and threads.
+Applying a style changes the module, never the style, so one style can serve any number of modules,
+meshes and threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _TORCH_HOOKS = {
 
 
 class LayoutField:
-    """A field that is read as torch's styles are, as a tuple of placements; one placement may be given too."""
+    """A field that is read like torch's style fields, as a tuple of placements.
+
+    One placement may be given too.
+    """
 
     def __init__(self, default: tuple[Placement, ...]) -> None:
         self._default = default
@@ -59,12 +62,14 @@ class LayoutField:
 
 
 class ParallelStyle(ABC):
-    """How a module is made parallel.  Subclass it and write `_apply` for a style that changes the module itself.
+    """Base class of all styles.
+
+    Subclass it and write `_apply` for a style that changes the module itself.
 
     Attributes:
         src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's
-            own values. `parallelize_module` applies a copy of the style with the value of that
-            call.
+            own values. `parallelize_module` applies a copy of the style with the value of its own
+            argument.
         axis: name or index of the mesh axis that the style uses, or several names; None where the
             mesh has one axis.
         lower: run known module types as local computation; `parallelize_module` sets it like
@@ -84,7 +89,9 @@ class ParallelStyle(ABC):
         """Make `module` parallel on a one-axis mesh, and return it."""
 
     def on(self, axis: str | int | tuple[str, ...]) -> Self:
-        """The same style for one axis of an n-D mesh; for two of them, where a style acts on two.
+        """Return the same style for one axis of an n-D mesh, or for two axes.
+
+        Only some styles act on two axes.
 
         Example:
             >>> from shoal_tp_styles import ColwiseParallel
@@ -101,14 +108,16 @@ class ParallelStyle(ABC):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class DeclaredStyle(ParallelStyle):
-    """A style that is a function from a module to its `ModuleSharding`: subclass it and write `sharding`.
+    """A style that is a function from a module to its `ModuleSharding`.
+
+    Subclass it and write `sharding`.
 
     `parallelize_module`, `unparallelize_module`, `verify`, `preview` and `load_sharded` act on the
     declaration.
 
     Raises:
         StyleError: when a subclass is defined that overrides one of torch's extension points
-            (`_prepare_input_fn`, ...) but not `_apply`: nothing would call it.
+            (`_prepare_input_fn`, ...) but not `_apply`: nothing would call the overridden method.
 
     Example:
         >>> from shoal_dtensor import Shard
@@ -169,7 +178,7 @@ class DeclaredStyle(ParallelStyle):
         return f"{type(self).__name__}({given}){calls}"
 
     def given(self, name: str) -> Any:
-        """The value of a field; of layouts that were left out None, and a single one by itself."""
+        """Return the value of a field: None if layouts were left out, a single layout by itself."""
         if f"_{name}" not in vars(self):
             return getattr(self, name)
         layouts = vars(self)[f"_{name}"]
@@ -177,14 +186,16 @@ class DeclaredStyle(ParallelStyle):
 
     @abstractmethod
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        """What the style declares for a module.
+        """Declare the sharding of a module.
 
         Raises:
             UnsupportedModuleError: if the style has no sharding for this type of module.
         """
 
     def aligned(self, multiple_of: int) -> Self:
-        """The same style, with shards of features that are multiples of so many elements (the size of a head).
+        """Return the same style, with shard sizes that are multiples of `multiple_of` features.
+
+        The multiple is for example the size of a head.
 
         Raises:
             LayoutError: if `multiple_of` is below 1.
@@ -203,7 +214,7 @@ class DeclaredStyle(ParallelStyle):
 
 
 def check_forward(style: str, module: nn.Module, kind: type[nn.Module]) -> None:
-    """Refuse a module of a kind that has a forward of its own, where a style computes what the kind does."""
+    """Refuse a module with its own forward if a style computes the forward of its kind."""
     if not keeps_forward(module, kind):
         name = type(module).__name__
         raise UnsupportedModuleError(
@@ -214,7 +225,7 @@ def check_forward(style: str, module: nn.Module, kind: type[nn.Module]) -> None:
 def unsupported(
     style: str, module: nn.Module, supported: tuple[type[nn.Module], ...], *others: str
 ) -> UnsupportedModuleError:
-    """The error of a style for a type of module that it cannot shard."""
+    """Return the error of a style for a type of module that it cannot shard."""
     names = ", ".join((*(kind.__name__ for kind in supported), *others))
     way_out = (
         "Its batch can be sharded: "
