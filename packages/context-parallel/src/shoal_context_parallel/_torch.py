@@ -26,14 +26,14 @@ _aten = torch.ops.aten
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float | None
 ) -> Outputs:
-    """Output and log-sum-exp of torch's CPU kernel."""
+    """Return output and log-sum-exp of torch's CPU kernel."""
     op = _aten._scaled_dot_product_flash_attention_for_cpu.default
     out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
 
 
 def flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
-    """Gradients of torch's CPU kernel."""
+    """Return the gradients of torch's CPU kernel."""
     op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     dq, dk, dv = op(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
     return dq, dk, dv
@@ -42,7 +42,7 @@ def flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: 
 def cuda_flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
 ) -> Outputs:
-    """Output and log-sum-exp of the flash kernel of CUDA, which takes no mask."""
+    """Return output and log-sum-exp of the CUDA flash kernel, which takes no mask."""
     out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(
         q, k, v, 0.0, causal, scale=scale
     )
@@ -52,7 +52,10 @@ def cuda_flash_attention(
 def cuda_flash_attention_backward(
     *tensors: Tensor, causal: bool, mask: Mask, scale: float
 ) -> Gradients:
-    """Gradients of the flash kernel of CUDA, which reads log-sums by their address alone."""
+    """Return the gradients of the CUDA flash kernel.
+
+    The kernel reads log-sums by their address alone.
+    """
     *others, lse = tensors
     lengths = (tensor.shape[-2] for tensor in others[1:3])
     op = _aten._scaled_dot_product_flash_attention_backward.default
@@ -73,7 +76,7 @@ def cuda_flash_attention_backward(
 def efficient_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
 ) -> Outputs:
-    """Output and log-sum-exp of the memory-efficient kernel of CUDA."""
+    """Return output and log-sum-exp of the memory-efficient CUDA kernel."""
     op = _aten._scaled_dot_product_efficient_attention.default
     out, lse, *_ = op(q, k, v, _aligned(mask, q), True, 0.0, causal, scale=scale)
     return out, lse.narrow(-1, 0, q.shape[-2])  # it has a multiple of 32 rows
@@ -82,7 +85,7 @@ def efficient_attention(
 def efficient_attention_backward(
     *tensors: Tensor, causal: bool, mask: Mask, scale: float
 ) -> Gradients:
-    """Gradients of the memory-efficient kernel of CUDA."""
+    """Return the gradients of the memory-efficient CUDA kernel."""
     grad, q, k, v, out, lse = tensors
     # exp(-inf) of rows that are none
     lse = functional.pad(lse.contiguous(), (0, -lse.shape[-1] % 32), value=torch.inf)
@@ -93,7 +96,10 @@ def efficient_attention_backward(
 
 
 def _aligned(mask: Mask, q: Tensor) -> Mask:
-    """The mask for all batch rows and heads, each of its rows at a multiple of 16 elements, as the kernel reads it."""
+    """Expand the mask to all batch rows and heads, with rows aligned to 16 elements.
+
+    The kernel requires this alignment.
+    """
     if mask is None:
         return None
     padded = functional.pad(mask, (0, -mask.shape[-1] % 16)).narrow(-1, 0, mask.shape[-1])
@@ -101,12 +107,15 @@ def _aligned(mask: Mask, q: Tensor) -> Mask:
 
 
 def _no_random_state(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a dropout that there is none of."""
+    """Return a seed and an offset for a kernel without dropout."""
     return like.new_empty(2, dtype=torch.uint64), like.new_empty((), dtype=torch.uint64)
 
 
 def can_use(kernel: str, q: Tensor, v: Tensor) -> bool:
-    """Whether torch uses a kernel of CUDA, "flash" or "efficient", on this device and under `sdpa_kernel`."""
+    """Tell whether torch uses a CUDA kernel on this device and under `sdpa_kernel`.
+
+    The kernel is "flash" or "efficient".
+    """
     cuda: Any = torch.backends.cuda
     return bool(
         getattr(cuda, f"can_use_{kernel}_attention")(
@@ -123,10 +132,10 @@ _HANDLER = "_shoal_attention"
 def redirect_flex_attention(
     handle: Callable[[Callable[..., Any], Any, Any], Any],
 ) -> Callable[[], None]:
-    """Have `flex_attention` call `handle(original, args, kwargs)`; return a function that undoes it.
+    """Redirect `flex_attention` to `handle(original, args, kwargs)`; return a function to undo it.
 
-    No mode of torch observes `flex_attention`, and programs import it by name. So the function
-    object itself gets another code, which every reference to it runs.
+    No mode of torch observes `flex_attention`, and programs import it by name. Therefore the
+    function object itself gets another code object, which every reference to the function runs.
     """
     from torch.nn.attention.flex_attention import flex_attention  # it takes 0.1 s to import
 

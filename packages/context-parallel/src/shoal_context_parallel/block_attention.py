@@ -1,16 +1,18 @@
 """Attention of this rank's queries to the keys and values of all ranks, block by block.
 
-q, k, v: S(sequence) -> S(sequence). What is saved for backward is the rank's own; blocks come again
-in backward.
+q, k, v: S(sequence) -> S(sequence). Only the rank's own tensors are saved for backward; blocks are
+sent again in backward.
 
 A block is one flat tensor: keys, then values, of one rank. Blocks go around a ring, or are
-gathered; their gradients go back likewise. Each generator of blocks yields the rank's own first and
-starts the next message before it does, so that blocks travel while the one before is computed.
+gathered; their gradients go back likewise. Each generator of blocks yields the rank's own block
+first and starts the next message before it yields, so that a block is in flight while the previous
+block is computed.
 
-Of each block come the part of the softmax, its log-sum, and both gradients. Queries are (n, group,
-length, width) and keys (n, 1, length, width): n counts batch rows and heads of keys, `group` query
-heads share a head of keys. The kernel is one of torch's that gives log-sums, where the device has
-one for these tensors; else the same in plain operators, some queries at a time.
+Each block contributes its part of the softmax, its log-sum, and both gradients. Queries are (n,
+group, length, width) and keys (n, 1, length, width): n counts batch rows and heads of keys, `group`
+query heads share a head of keys. The kernel is one of torch's kernels that return log-sums, if the
+device has one for these tensors; otherwise plain operators compute the same, some queries at a
+time.
 
 May import: _torch, sequence_layout.
 """
@@ -41,11 +43,11 @@ _SCORES_OF_DEVICE = 1 << 25
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Add a block to what was computed before, in place: the online softmax.
+    """Merge the attention of a block into the previous result, in place: the online softmax.
 
     `softmax` over both key sets is a mean of the two outputs (..., queries, width), weighted by the
-    sums of their exponentials, whose logarithms are (..., queries); -inf where nothing was read
-    yet.
+    sums of their exponentials. The logarithms of these sums are (..., queries); -inf for queries
+    that have not read a key yet.
     """
     # sums of exponentials 1 before, 3 here: log 4
     total = torch.logaddexp(lse, block_lse)
@@ -57,7 +59,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 
 
 class AttentionKernel(NamedTuple):
-    """A kernel of attention that gives the log-sums of its rows, and what it takes."""
+    """A kernel of attention that returns the log-sums of its rows, and its limits."""
 
     # output and log-sums of queries, keys and values; causal, mask (added to the scores) and scale
     # follow
@@ -74,7 +76,7 @@ class AttentionKernel(NamedTuple):
     name: str = ""
 
     def takes(self, q: Tensor, v: Tensor, masked: bool) -> bool:
-        """Whether it computes such tensors."""
+        """Tell whether the kernel supports these tensors."""
         widths = q.shape[-1], v.shape[-1]
         fits = all(width % self.multiple == 0 for width in widths) and (self.masks or not masked)
         if not fits or (self.equal_widths and widths[0] != widths[1]):
@@ -88,7 +90,7 @@ class AttentionKernel(NamedTuple):
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
 ) -> Outputs:
-    """Output and log-sum-exp in plain operators, for any dtype, widths and mask."""
+    """Compute output and log-sum-exp in plain operators, for any dtype, widths and mask."""
     outs = []
     sums = []
     for _, scores in _scores(q, k, causal, mask, scale=scale):
@@ -100,7 +102,7 @@ def plain_attention(
 
 
 def plain_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
-    """Gradients of `plain_attention`: with the log-sum of a row, `exp(scores - lse)` is its softmax."""
+    """Compute the gradients of `plain_attention`: `exp(scores - lse)` is the softmax of a row."""
     grad, q, k, v, out, lse = tensors
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k)
@@ -118,7 +120,7 @@ def plain_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: 
 def _scores(
     q: Tensor, k: Tensor, causal: bool, mask: Mask, scale: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Some queries after others: which, and their scores, in float32 or more."""
+    """Yield ranges of queries and their scores, in float32 or more."""
     limit = _SCORES if q.is_cpu else _SCORES_OF_DEVICE
     # 6 x 4 heads, 8192 keys: 21 queries
     step = max(1, limit // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
@@ -160,7 +162,10 @@ _KERNELS = {
 
 
 def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> AttentionKernel:
-    """The kernel for queries and values, the same on all ranks: it follows from device, dtype and widths."""
+    """Return the kernel for queries and values, the same on all ranks.
+
+    The choice depends only on device, dtype and widths.
+    """
     kernels: list[AttentionKernel] = [*_KERNELS.get(q.device.type, []), _PLAIN]
     return next(kernel for kernel in kernels if kernel.takes(q, v, masked))
 
@@ -179,7 +184,10 @@ class BlockKernel:
     masked: AttentionKernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
-        """Output and log-sum-exp of a tile's queries: (n, group, queries, width) and (n, group, queries)."""
+        """Return output and log-sum-exp of a tile's queries.
+
+        Their shapes are (n, group, queries, width) and (n, group, queries).
+        """
         kernel, causal, mask = self._computed_by(q, k, tile)
         if not kernel.groups:
             k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
@@ -193,7 +201,10 @@ class BlockKernel:
     def backward(  # noqa: PLR0913  # what the gradient of attention depends on
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> Gradients:
-        """Gradients of a tile's queries, keys and values; `out` and `lse` are those of all keys."""
+        """Return the gradients of a tile's queries, keys and values.
+
+        `out` and `lse` are the results over all keys.
+        """
         kernel, causal, mask = self._computed_by(q, k, tile)
         keys, values = (x if kernel.groups else x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         dq, *grads = kernel.backward(
@@ -206,7 +217,7 @@ class BlockKernel:
         return dq, dk, dv
 
     def _computed_by(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[AttentionKernel, bool, Mask]:
-        """The kernel of a tile, whether it masks the tile as a causal one, and what is added to the scores."""
+        """Return a tile's kernel, whether it masks causally, and the mask added to the scores."""
         given = self.attn_mask
         rows = q.shape[-2]
         columns = k.shape[-2]
@@ -233,7 +244,7 @@ class BlockKernel:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What all blocks of one attention share."""
+    """The settings that all blocks of one attention share."""
 
     layout: SequenceLayout  # positions of each rank
     # the axis; where the layout has one rank, this one holds the whole sequence
@@ -251,7 +262,7 @@ class Task:
         return self.comm.rank if self.layout.ranks > 1 else 0
 
     def rows(self, tile: Tile, folded: Tensor) -> Tensor:
-        """The batch row of a tile, of a folded tensor."""
+        """Return the rows of a folded tensor that belong to the batch row of a tile."""
         if tile.row is None:
             return folded
         # 6 rows of a batch of 3: 2 heads of keys each
@@ -266,7 +277,10 @@ Gradient = Callable[[int, Tensor], Tensor]
 
 
 def around_ring(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
-    """Each rank's block in turn, from this rank's on; two, of `sizes` elements, are in memory at a time."""
+    """Yield each rank's block in turn, starting with this rank's block.
+
+    Two blocks, of `sizes` elements, are in memory at a time.
+    """
     # of three ranks, rank 1 yields the blocks of 1 0 2; alone, the one of 0
     owner = comm.rank % len(sizes)
     for step in range(len(sizes)):
@@ -280,7 +294,10 @@ def around_ring(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
 
 
 def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
-    """The gradient of this rank's block: a sum that travels behind the blocks, and comes home after the last step."""
+    """Return the gradient of this rank's block, as a sum that travels around the ring.
+
+    The sum follows the block, and returns to this rank after the last step.
+    """
     arriving: Pending | None = None
     for owner, block in blocks:
         summed = gradient(owner, block)
@@ -294,7 +311,10 @@ def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: C
 
 
 def _to_next(block: Tensor, sizes: list[int], owner: int, comm: Comm, what: str) -> Pending:
-    """Send a block to the next rank, and receive the one of the rank before, which is of the owner before."""
+    """Send a block to the next rank, and receive a block from the previous rank.
+
+    The received block belongs to the owner before `owner`.
+    """
     send = [0] * comm.size
     receive = [0] * comm.size
     send[(comm.rank + 1) % comm.size] = block.numel()
@@ -305,7 +325,7 @@ def _to_next(block: Tensor, sizes: list[int], owner: int, comm: Comm, what: str)
 
 
 def gathered(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
-    """Each rank's block, in the order of `around_ring`, all from one all-gather."""
+    """Yield each rank's block, in the order of `around_ring`, all from one all-gather."""
     with purpose("attention: gather keys and values"):
         pending = all_gather_v(block, comm, sizes, async_op=True)
     yield comm.rank, block
@@ -317,7 +337,7 @@ def gathered(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
 
 
 def gathered_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
-    """The gradient of this rank's block: the ranks' summands, by one reduce-scatter."""
+    """Return the gradient of this rank's block: the ranks' terms, summed by one reduce-scatter."""
     summands = {owner: gradient(owner, block) for owner, block in blocks}
     # rank 1 of 3 computed 1, 0, 2; now 0, 1, 2
     flat = torch.cat([summands[owner] for owner in range(comm.size)])
@@ -339,7 +359,7 @@ class _Sizes:
         self.flat = [prod(shape) * sum(self.widths) for shape in self.shapes]
 
     def keys_and_values(self, flat: Tensor, owner: int) -> tuple[Tensor, Tensor]:
-        """Views of a flat block: (n, 1, length, width) each."""
+        """Return views of a flat block as keys and values, each (n, 1, length, width)."""
         shape = self.shapes[owner]
         # 6 * 4 * 8 = 192, twice
         k, v = torch.split_with_sizes(flat, [prod(shape) * width for width in self.widths])
@@ -347,7 +367,7 @@ class _Sizes:
 
 
 class _RotatedAttention(Function):
-    """q, k, v: S -> S."""
+    """Attention of a sharded sequence, q, k, v: S -> S, as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
@@ -400,7 +420,10 @@ class _RotatedAttention(Function):
 
 
 def rotated_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
-    """The rank's rows of the attention: (batch, heads, local length, width) to that of values."""
+    """Return this rank's rows of the attention.
+
+    The shape (batch, heads, local length, width) has the width of values.
+    """
     # 8 heads with 2 of keys in a batch of 3: 6 heads of keys in the first dim, the 4 heads that
     # read each in the next.
     folded = k.shape[0] * k.shape[1]  # batch 3, 2 heads of keys: 6

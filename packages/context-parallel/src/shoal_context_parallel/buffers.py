@@ -1,4 +1,4 @@
-"""`context_parallel`: a block in which buffers are a rank's shards, and attention is that of the sequence; and back.
+"""`context_parallel`: a block with sharded buffers and attention of the global sequence.
 
 May import: errors, interceptions, parallel_attention, position_mask, sequence_layout.
 """
@@ -52,22 +52,24 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
     window: tuple[int | None, int | None] = (None, None),
     documents: Documents | None = None,
 ) -> Iterator[SequenceLayout | None]:
-    """A block in which buffers are this rank's shards, and `F.scaled_dot_product_attention` is that of the sequence.
+    """Shard buffers inside the block, where attention is the attention of the whole sequence.
 
-    Run forward and backward inside: what backward needs of a buffer is gone after the block (an
-    error says so). What `torch.utils.checkpoint` runs again is attention of the sequence, in the
-    block or after it.
+    The block replaces `F.scaled_dot_product_attention`; buffers are this rank's shards.
+
+    Run forward and backward inside: the shards that backward needs are gone after the block, and a
+    later backward raises an error. A recomputation by `torch.utils.checkpoint` runs attention of
+    the whole sequence, in the block or after it.
 
     Args:
         mesh: with one axis.
         buffers: the same on all ranks: inputs, labels, positions, tables of rotary embeddings. They
             are sharded in place, and get their contents back after the block.
         buffer_seq_dims: the dim of each buffer that is the sequence.
-        no_restore_buffers: those of `buffers` that stay sharded.
+        no_restore_buffers: the members of `buffers` that stay sharded.
         layout: which positions each rank holds. By default early and late ones, so that a causal
             mask leaves all ranks equal work.
-        method: as of `context_parallel_attention`; if left out, what `set_rotate_method` said.
-        window, documents: as of that.
+        method: as for `context_parallel_attention`; if left out, the method of `set_rotate_method`.
+        window, documents: as for `context_parallel_attention`.
 
     Yields:
         The layout: `layout.positions(mesh.get_local_rank())` are this rank's global positions. None
@@ -75,8 +77,8 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
         buffers and `layout` is a name.
 
     Raises:
-        LayoutError: before anything is changed, if the mesh has several axes, lists have different
-            lengths, sequences have, or a buffer needs a gradient.
+        LayoutError: before anything is changed, if the mesh has several axes, lists or sequences
+            have different lengths, or a buffer needs a gradient.
         UnsupportedAttentionError: at an attention with dropout, and at `nn.MultiheadAttention`.
 
     Example:
@@ -119,13 +121,13 @@ def _replaced(
 
 
 def _replace(buffer: Tensor, contents: Tensor) -> None:
-    """Give a tensor other contents, of another shape; a backward that saved it finds that out."""
+    """Give a tensor other contents, of another shape; a backward that saved it detects this."""
     buffer.data = contents
     torch.autograd.graph.increment_version(buffer)
 
 
 def _sequences(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
-    """Each buffer with the dim that is its sequence."""
+    """Return each buffer with its sequence dim."""
     buffers, dims = ([] if given is None else given for given in (buffers, dims))
     for what, values, kind in (("buffers", buffers, Tensor), ("dims of sequences", dims, int)):
         if not isinstance(values, Sequence) or not all(isinstance(value, kind) for value in values):
@@ -172,17 +174,17 @@ def context_parallel_unshard(
     seq_dims: Sequence[int],
     load_balancer: SequenceLayout | None = None,
 ) -> list[Tensor]:
-    """The global tensors of which the ranks hold shards, with positions in order.
+    """Gather the global tensors from the ranks' shards, with positions in order.
 
     Args:
         mesh: with one axis.
         buffers: this rank's shards; all of the same positions.
         seq_dims: the dim of each that is the sequence.
-        load_balancer: the layout of the sequence; if left out that of the `context_parallel` block
-            around the call, and the default of such a block where there is none.
+        load_balancer: the layout of the sequence; if left out, the layout of the `context_parallel`
+            block around the call, or the default layout of such a block if there is none.
 
     Raises:
-        LayoutError: on all ranks, if the ranks' shards are none of the layout.
+        LayoutError: on all ranks, if the ranks' shards do not fit the layout.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -219,7 +221,7 @@ def context_parallel_unshard(
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Nothing; `context_parallel` blocks without a method use this one from now on.
+    """Set the method of `context_parallel` blocks that are given none.
 
     Args:
         rotate_method: "allgather", or "alltoall" for the ring, as torch names them.
@@ -239,7 +241,10 @@ def set_rotate_method(rotate_method: str) -> None:
 
 
 class RoutedAttention(ReplacedAttention):
-    """Inside, `F.scaled_dot_product_attention` takes and returns this rank's positions, on a mesh of one axis."""
+    """Attention of the whole sequence inside a block, on a mesh of one axis.
+
+    Inside, `F.scaled_dot_product_attention` takes and returns this rank's positions.
+    """
 
     def __init__(self, mesh: DeviceMesh, options: ContextOptions) -> None:
         super().__init__(self.attend)
@@ -301,19 +306,19 @@ class RoutedAttention(ReplacedAttention):
             )
 
     def agree(self, qkv: Any, attn_mask: Tensor | None) -> None:
-        """Raise on all ranks what is wrong on some, at the first attention of a block."""
+        """Raise on all ranks the errors of some ranks, at the first attention of a block."""
         if not self._agreed:
             self._agree(qkv, attn_mask, True, replace(self.options, method="allgather"))
 
     def refuse(self, error: StyleError) -> None:
-        """Have all ranks raise at the first attention; after it, raise here."""
+        """Make all ranks raise at the first attention; after it, raise on this rank."""
         if self._agreed:
             raise error
         self._refusal = self._refusal or error
 
     @contextmanager
     def ruled(self, rule: AttentionMask) -> Iterator[None]:
-        """A block in which attention has a mask beside that of the options."""
+        """Add a mask to the options' mask inside the block."""
         before = self._rule
         self._rule = rule
         try:
@@ -324,7 +329,7 @@ class RoutedAttention(ReplacedAttention):
     def _agree(
         self, qkv: Any, attn_mask: Tensor | None, enable_gqa: bool, options: ContextOptions
     ) -> None:
-        """Raise on all ranks what is wrong with the arguments of some, at the first attention of a block."""
+        """Raise on all ranks if arguments of some are wrong, at a block's first attention."""
         failure = self._refusal
         try:
             check_attention(qkv, attn_mask, enable_gqa, self.comm, options=options)
@@ -353,7 +358,7 @@ class RoutedAttention(ReplacedAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attention of the global sequence, at this rank's positions."""
+        """Compute attention of the global sequence at this rank's positions."""
         if dropout_p:
             raise UnsupportedAttentionError(
                 f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no "
@@ -399,7 +404,10 @@ class RoutedAttention(ReplacedAttention):
         return out
 
     def _options_of(self, tensors: Sequence[Any], attn_mask: object) -> ContextOptions:
-        """The options for DTensors: sharded along the sequence on the axis of the sequence, if their mesh has it."""
+        """Return the options for DTensors.
+
+        They are sharded along the sequence on the axis of the sequence, if their mesh has it.
+        """
         specs = [x.spec if isinstance(x, DTensor) else None for x in tensors]
         first = specs[0]
         if (
@@ -440,7 +448,7 @@ class RoutedAttention(ReplacedAttention):
 
 
 def _active_block() -> RoutedAttention | None:
-    """The innermost active block of this thread."""
+    """Return the innermost active block of this thread."""
     return next(iter(RoutedAttention.active()), None)
 
 

@@ -1,4 +1,4 @@
-"""The error of the context-parallel layer alone; those that it shares with its siblings are in `shoal_dtensor`."""
+"""Error of the context-parallel layer alone; its siblings' shared errors are in `shoal_dtensor`."""
 
 from __future__ import annotations
 
@@ -6,4 +6,7 @@ from shoal_dtensor.errors import StyleError
 
 
 class UnsupportedAttentionError(StyleError, NotImplementedError):
-    """Attention of a sharded sequence does not compute this; the message names what it does."""
+    """An attention that is not supported on a sharded sequence.
+
+    The message names what is supported.
+    """

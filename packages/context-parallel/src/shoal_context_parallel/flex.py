@@ -1,4 +1,4 @@
-"""`flex_attention` in a block: its mask and its scores by global positions, with the keys of all ranks.
+"""`flex_attention` in a block: masks and scores by global positions, on the keys of all ranks.
 
 May import: errors, parallel_attention, sequence_layout.
 """
@@ -26,7 +26,7 @@ MaskFunction = Callable[..., Any]
 def gather_keys(
     key: Tensor, value: Tensor, comm: Comm, layout: SequenceLayout
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values (..., length, width) of all ranks, positions in order.
+    """Gather keys and values (..., length, width) of all ranks, positions in order.
 
     Their gradients are summed over the ranks.
     """
@@ -48,8 +48,8 @@ def attend_by_flex(
 ) -> Any:
     """Run `flex_attention` on this rank's queries and the keys and values of all ranks.
 
-    Functions of the call get global indices of queries and keys. A mask of this rank's rows and
-    all columns is taken as it is.
+    Functions of the call get global indices of queries and keys. A mask of this rank's rows and all
+    columns is used unchanged.
 
     Raises:
         UnsupportedAttentionError: DTensors, or a mask that reads tensors of this rank's positions.
@@ -88,7 +88,7 @@ def _by_position(score: MaskFunction, positions: Tensor) -> MaskFunction:
 def _mask_of_rows(
     mask: Any, query: Tensor, positions: Tensor, layout: SequenceLayout, options: ContextOptions
 ) -> Any:
-    """The mask of this rank's rows and all columns; None if there is nothing to mask."""
+    """Return the mask of this rank's rows and all columns; None if there is nothing to mask."""
     from torch.nn.attention.flex_attention import create_block_mask  # it takes 0.1 s to import
 
     rule = AttentionMask(window=options.window, documents=options.documents)
@@ -138,7 +138,7 @@ def _mask_of_rows(
 
 
 def function_of(rule: AttentionMask, device: torch.device) -> MaskFunction:
-    """A mask as a function of batch row and global positions of query and key."""
+    """Return a mask as a function of batch row and global positions of query and key."""
     left, right = rule.reach
     ids = None if rule.documents is None else rule.documents.ids(device)
 

@@ -1,4 +1,4 @@
-"""`Interceptions`: attention that no mode of torch observes, replaced while some block is active.
+"""`Interceptions`: replacements for attention that no mode of torch observes, in active blocks.
 
 May import: _torch, flex, models_of_transformers.
 """
@@ -15,7 +15,9 @@ from .models_of_transformers import ActiveBlock, change_registries
 
 
 class Interceptions:
-    """Replacements that all threads share; code of a thread without a block runs the originals.
+    """Replacements that all threads share.
+
+    Code of a thread without an active block runs the originals.
 
     Attributes:
         active: returns the innermost active block of a thread.

@@ -1,6 +1,6 @@
-"""For authors of layers: names of this package that the packages above use beside its facade.
+"""Internal interface: names that the packages above use beside the public facade.
 
-They may change with any release; all packages are released together.
+These names may change with any release; all packages are released together.
 
 May import: _torch, buffers, parallel_attention.
 """

@@ -1,13 +1,13 @@
-"""Models of transformers in a block: their masks by global positions, and every attention of theirs.
+"""Models of transformers in a block: masks by global positions, and attention of all ranks' keys.
 
 transformers looks up masks and attention by the name of an implementation. While a block is active,
-the look-ups of its own registries answer with functions that have global positions: masks get this
+look-ups in the registries of transformers return functions with global positions: masks get this
 rank's rows and all columns, "sdpa" is the attention of the block, and any other implementation gets
 the keys and values of all ranks. A model that mixes positions by other means is refused where it is
 called.
 
-This file is in this package, because a program that imports nothing above it may run such a model
-in a block; it would then be wrong without an error.
+This file is in this package, because a program that imports no package above may run such a model
+in a block; the results would then be silently wrong.
 
 May import: _torch, errors, flex, parallel_attention, position_mask, sequence_layout.
 """
@@ -60,16 +60,16 @@ _OTHER_WAYS = (
 
 
 class Block(Protocol):
-    """The part of an active block that is needed here."""
+    """The interface of an active block that this file needs."""
 
     comm: Comm
     options: ContextOptions
 
     def agree(self, qkv: Any, attn_mask: Tensor | None) -> None:
-        """Raise on all ranks where the arguments of some do not fit."""
+        """Raise on all ranks if the arguments of some do not fit."""
 
     def refuse(self, error: StyleError) -> None:
-        """Have all ranks raise at the next agreement, or raise here if there is none."""
+        """Make all ranks raise at the next agreement, or raise here if there is none."""
 
     def ruled(self, rule: AttentionMask) -> Any:
         """Enter a scope in which attention has these masks too."""
@@ -79,7 +79,7 @@ ActiveBlock = Callable[[], Block | None]
 
 
 def change_registries(active: ActiveBlock) -> Iterator[Callable[[], None]]:
-    """Change the registries of transformers, if it is imported; yield functions that undo it."""
+    """Change the registries of transformers, if it is imported; yield functions to undo this."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     if masking is None or modeling is None:
@@ -121,7 +121,10 @@ def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def _sharding_block(active: ActiveBlock) -> Block | None:
-    """The active block, unless a rank alone holds the whole sequence and nothing else is asked for."""
+    """Return the active block, or None if attention needs no change.
+
+    No change is needed if one rank holds the whole sequence and the options add no mask.
+    """
     block = active()
     if block is None or block.comm.size > 1:
         return block
@@ -134,7 +137,10 @@ def _sharding_block(active: ActiveBlock) -> Block | None:
 def _make_mask(
     active: ActiveBlock, name: str, original: Callable[..., Any], **arguments: Any
 ) -> Any:
-    """The mask of this rank's queries and all keys, by a function of transformers' registry."""
+    """Make the mask of this rank's queries and all keys by a function of transformers.
+
+    The function is from transformers' registry.
+    """
     block = _sharding_block(active)
     if block is None:
         return original(**arguments)
@@ -168,7 +174,7 @@ def _has_offset(arguments: Any) -> bool:
 
 
 def _layout_of(block: Block, count: int) -> SequenceLayout | None:
-    """The layout of the block's sequence; None if this rank does not hold so many positions."""
+    """Return the layout of the block's sequence; None if this rank holds another length."""
     try:
         return block.options.layout_of(count, block.comm)
     except LayoutError:
@@ -178,7 +184,7 @@ def _layout_of(block: Block, count: int) -> SequenceLayout | None:
 def _rule_of(
     arguments: Any, layout: SequenceLayout, documents: Documents | None
 ) -> AttentionMask | None:
-    """The mask as ranges of positions; None where it has overlays that only its function knows."""
+    """Return the mask as ranges of positions; None for overlays that are known as functions."""
     skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
     if not any(arguments.get(name, False) for name in skips):
         return None
@@ -196,7 +202,7 @@ def _rule_of(
 
 
 def _known_rules(size: int | None, length: int) -> list[AttentionMask]:
-    """The masks that transformers makes without overlays: causal, full, windows, chunks."""
+    """Return the masks that transformers makes without overlays: causal, full, windows, chunks."""
     if size is None:
         return [AttentionMask(causal=True), AttentionMask()]
     rules = [AttentionMask(causal=True, window=(size - 1, None))]
@@ -234,7 +240,7 @@ def _is_same_mask(
 def _whole_rows(
     block: Block, layout: SequenceLayout, original: Callable[..., Any], arguments: Any
 ) -> Any:
-    """The original's mask of this rank's rows and all columns, which it makes from global indices."""
+    """Return the original's mask of this rank's rows and all columns, made from global indices."""
     device = arguments.get("device", "cpu")
     positions = layout.positions(block.comm.rank, device)
     options = block.options
@@ -272,7 +278,10 @@ def _whole_rows(
 def _find_documents(
     active: ActiveBlock, original: Callable[[Tensor], Any], position_ids: Tensor
 ) -> Any:
-    """Documents by jumps of position ids; none where the ids are those that this rank holds."""
+    """Find documents by jumps of position ids.
+
+    There are none if the ids are the positions that this rank holds.
+    """
     block = _sharding_block(active)
     layout = None if block is None else _layout_of(block, position_ids.shape[-1])
     if block is None or layout is None:
@@ -295,7 +304,7 @@ def _find_documents(
 def _look_up_attention(
     active: ActiveBlock, registry: Any, implementation: str, default: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The attention of an implementation, of the whole sequence where a block is active."""
+    """Return the attention of an implementation, of the whole sequence if a block is active."""
     function: Callable[..., Any] = type(registry).get_interface(registry, implementation, default)
     block = _sharding_block(active)
     if block is None:
@@ -319,7 +328,7 @@ def _attend_by_block(  # noqa: PLR0913  # the arguments of transformers' functio
     attention_mask: Any,
     **options: Any,
 ) -> Any:
-    """The function for "sdpa" of transformers, whose call of attention the block replaces."""
+    """Call transformers' "sdpa" function, whose call of attention the block replaces."""
     if not isinstance(attention_mask, PositionMask):
         return implementation(module, query, key, value, attention_mask, **options)
     # Without a mask it has heads of keys shared by heads of queries, which are fewer to send.
@@ -338,7 +347,7 @@ def _attend_all_keys(  # noqa: PLR0913  # likewise
     attention_mask: Any,
     **options: Any,
 ) -> Any:
-    """Attention of this rank's queries to the keys and values of all ranks, by another function."""
+    """Attend from this rank's queries to the keys and values of all ranks, by another function."""
     if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
         raise UnsupportedAttentionError(
             "attention of DTensors in a context_parallel block by another implementation than "
@@ -372,7 +381,7 @@ def _attend_all_keys(  # noqa: PLR0913  # likewise
 
 
 class KeysOfAllRanks:
-    """A cache in the place of transformers' one: its update returns keys and values of all ranks.
+    """A cache in place of transformers' cache; its update returns keys and values of all ranks.
 
     Args:
         block: the active block.
@@ -388,7 +397,7 @@ class KeysOfAllRanks:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole sequence."""
+        """Return keys and values of the whole sequence."""
         if not self._gathers:
             return key, value
         self._block.agree((key, key, value), None)
@@ -396,27 +405,31 @@ class KeysOfAllRanks:
             return gather_keys(key, value, self._block.comm, self._layout)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions beside those of this rank: with them the model counts the whole sequence."""
+        """Return the number of positions on other ranks.
+
+        The model adds this rank's positions and so gets the length of the whole sequence.
+        """
         return self._layout.length - self._layout.sizes[self._block.comm.rank]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Columns of a mask, and the position of the first one."""
+        """Return the columns of a mask, and the position of the first one."""
         return self._layout.length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Zero: rows of a mask are counted by `_make_mask`."""
+        """Return zero, because `_make_mask` counts the rows of a mask."""
         return 0
 
 
 def check_model(block: Block, model: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Check a model of transformers that is called in a block; return its keyword arguments.
 
-    Labels of a causal model are shifted over the whole sequence, because the model would shift
-    those of this rank alone.
+    Labels of a causal model are shifted over the whole sequence, because the model would shift only
+    this rank's labels.
 
     Raises:
-        UnsupportedAttentionError: if it mixes positions by what the block does not replace.
-        LayoutError: if it would number this rank's positions from 0.
+        UnsupportedAttentionError: if the model mixes positions by code that the block does not
+            replace.
+        LayoutError: if the model would number this rank's positions from 0.
     """
     if block.comm.size == 1:
         return kwargs
@@ -465,7 +478,7 @@ def _check_positions(block: Block, model: Any, parameters: Any, given: Any) -> N
 
 
 def _shift_labels(block: Block, labels: Tensor) -> Tensor:
-    """For each of this rank's positions the label of the next position of the whole sequence."""
+    """Return the label of the next position of the sequence, for each of this rank's positions."""
     layout = block.options.layout_of(labels.shape[-1], block.comm)
     with unwatched_functions(), unwatched():
         gathered = all_gather_v(labels.contiguous(), block.comm, layout.sizes, labels.ndim - 1)
@@ -476,7 +489,10 @@ def _shift_labels(block: Block, labels: Tensor) -> Tensor:
 
 
 def mixed_by(model: Any) -> str:
-    """What in a model of transformers mixes positions beside attention; empty if nothing does."""
+    """Describe the part of a model that mixes positions by other means than attention.
+
+    The description is empty if there is no such part.
+    """
     for path, module in model.named_modules():
         kind = type(module).__name__
         where = f"{path or 'the model'} ({kind})"

@@ -1,9 +1,9 @@
-"""`context_parallel_attention`: scaled dot-product attention of a sequence that is sharded over an axis.
+"""`context_parallel_attention`: scaled dot-product attention of a sharded sequence.
 
-Ulysses sends positions for heads, all to all: from some positions of all heads to all positions of
-some heads, and back. With 8 query heads, 2 heads of keys and 4 ranks, rank 1 gets query heads 2 and
-3 and head 0 of the keys, which rank 0 gets too. Heads that the ranks do not divide are shared out
-as `torch.chunk` does: some ranks may have none.
+Ulysses exchanges positions for heads by an all-to-all: from some positions of all heads to all
+positions of some heads, and back. With 8 query heads, 2 heads of keys and 4 ranks, rank 1 gets
+query heads 2 and 3 and head 0 of the keys, which rank 0 gets too. If the ranks do not divide the
+heads, heads are distributed as by `torch.chunk`: some ranks may have none.
 
 May import: block_attention, errors, sequence_layout.
 """
@@ -43,7 +43,7 @@ Moves = list[tuple[Spec, Spec]]
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """How attention of a sharded sequence is computed, see `context_parallel_attention`."""
+    """Options for attention of a sharded sequence, see `context_parallel_attention`."""
 
     method: Method = "allgather"
     layout: SequenceLayout | Literal["contiguous", "head_tail"] = "contiguous"
@@ -63,7 +63,10 @@ class ContextOptions:
         AttentionMask(window=self.window)
 
     def also(self, mask: AttentionMask) -> ContextOptions:
-        """These options for attention that has another mask, which knows of their documents, too."""
+        """Return these options combined with another mask.
+
+        Documents of the mask take the place of the options' documents.
+        """
         sides = []
         for own, other in zip(self.window, mask.window, strict=True):
             bounds = [side for side in (own, other) if side is not None]
@@ -72,7 +75,7 @@ class ContextOptions:
         return replace(self, window=(sides[0], sides[1]), documents=documents)
 
     def layout_of(self, local_length: int, comm: Comm) -> SequenceLayout:
-        """The layout of a sequence of which this rank holds so many positions."""
+        """Return the layout of a sequence from the number of positions that this rank holds."""
         layout = self.layout
         if isinstance(layout, str):
             layout = getattr(SequenceLayout, layout)(local_length * comm.size, comm.size)
@@ -108,12 +111,14 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
     window: tuple[int | None, int | None] = (None, None),
     documents: Documents | None = None,
 ) -> Tensor:
-    """This rank's rows of `F.scaled_dot_product_attention` of the global sequence, forward and backward.
+    """Compute this rank's rows of `F.scaled_dot_product_attention` of the global sequence.
 
-    "allgather" moves keys and values, gathered once; a rank holds those of the sequence. "ring"
-    moves them too, one rank's block at a time beside the computation; a rank holds two blocks.
-    "ulysses" moves queries, keys, values and outputs, heads for positions, all to all; a rank holds
-    the sequence of its heads.
+    The backward is supported too.
+
+    "allgather" gathers keys and values once; a rank holds the keys and values of the sequence.
+    "ring" moves keys and values too, one rank's block at a time, overlapped with the computation; a
+    rank holds two blocks. "ulysses" moves queries, keys, values and outputs, heads for positions,
+    all to all; a rank holds the sequence of its heads.
 
     Args:
         query: (..., heads, local length, width): this rank's positions, in the order of the layout.
@@ -121,16 +126,17 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
         value: (..., heads, local length, width of values).
         mesh: with one axis.
         attn_mask: broadcastable to (..., heads, local length, length of the sequence): this rank's
-            rows of a mask whose columns are in global order; True, or what is added to the scores.
-            Without a gradient of its own.
+            rows of a mask whose columns are in global order; a bool mask (True: read), or values
+            that are added to the scores. The mask gets no gradient.
         is_causal: queries read keys up to their own global position.
         scale: of the scores; `1 / sqrt(width)` if left out.
         enable_gqa: several query heads may share a head of keys.
         method: how keys and values reach the queries.
-        layout: which positions each rank holds. The name of one, for ranks that hold equally many.
+        layout: the positions that each rank holds: a layout, or the name of a layout for ranks that
+            hold equally many.
         window: (left, right): keys before and behind the query's own position that it may read;
             None: no bound.
-        documents: of a packed sequence; queries read keys of their own document only.
+        documents: documents of a packed sequence; queries read keys of their own document only.
 
     Raises:
         LayoutError: if shapes, layout and mesh do not fit each other.
@@ -154,7 +160,7 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
 
 
 def axis_of(mesh: DeviceMesh) -> Comm:
-    """The communicator of a mesh with one axis; a LayoutError if it has several."""
+    """Return the communicator of a mesh with one axis; raise LayoutError if it has several."""
     check_device_mesh("context parallelism", mesh)
     if mesh.ndim != 1:
         raise LayoutError(
@@ -174,7 +180,7 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     mesh: DeviceMesh,
     options: ContextOptions,
 ) -> Tensor:
-    """`context_parallel_attention` on a mesh of one axis, with its options as one value."""
+    """Compute `context_parallel_attention` on a mesh of one axis, with its options as one value."""
     comm = mesh.comm(0)
     layout = check_attention(qkv, attn_mask, enable_gqa, comm, options=options)
     (query, key, value) = qkv
@@ -208,7 +214,11 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
 def _in_heads(
     q: Tensor, k: Tensor, v: Tensor, whole: Task, layout: SequenceLayout, mesh: DeviceMesh
 ) -> Tensor:
-    """(batch, all heads, local length, width) to that, by attention of (batch, own heads, global length, width)."""
+    """Compute attention of this rank's heads over the whole sequence (Ulysses).
+
+    Tensors (batch, all heads, local length, width) are exchanged for (batch, own heads, global
+    length, width), and the output is exchanged back.
+    """
     heads = q.shape[1]
     shared = k.shape[1]
     rank = mesh.comm(0).rank
@@ -219,7 +229,10 @@ def _in_heads(
     keys = [(a // group, -(-b // group)) if a < b else (0, 0) for a, b in queries]
 
     def move(like: Tensor, shares: Sequence[Range], count: int) -> tuple[Spec, Spec]:
-        """S(sequence) and S(heads) of a tensor with so many heads; ranks' positions follow one another."""
+        """Return the specs S(sequence) and S(heads) of a tensor with `count` heads.
+
+        The ranks' positions follow one another.
+        """
         shape = (like.shape[0], count, layout.length, like.shape[-1])
         sizes = tuple(b - a for a, b in shares)
         source = Spec(mesh, [Shard(2, sizes=layout.sizes)], shape, None, dtype=like.dtype)
@@ -250,7 +263,10 @@ def _in_heads(
 
 
 class _Exchange(Function):
-    """S(sequence) -> S(heads), of several tensors by one all-to-all, or back; gradients go the other way."""
+    """Function S(sequence) -> S(heads), or back, of several tensors by one all-to-all.
+
+    Gradients are exchanged in the opposite direction.
+    """
 
     @staticmethod
     def forward(ctx: Any, moves: Moves, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -271,7 +287,10 @@ def _moved(tensors: Sequence[Tensor], moves: Moves) -> tuple[Tensor, ...]:
 def check_attention(
     qkv: QKV, attn_mask: Tensor | None, enable_gqa: bool, comm: Comm, options: ContextOptions
 ) -> SequenceLayout:
-    """The layout of the sequence; raises what is wrong with arguments, which may differ by rank. Nothing is sent."""
+    """Check arguments, which may differ by rank; return the layout of the sequence.
+
+    Nothing is sent.
+    """
     query, key, value = qkv
     heads, shared = (x.shape[-3] if x.ndim >= 3 else 0 for x in (query, key))
     fits = (
@@ -316,7 +335,10 @@ def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method)
 
 
 def _folded_mask(mask: Tensor, query: Tensor, shared: int, columns: int) -> Tensor:
-    """What a user's mask adds to the scores of folded tensors: (n or 1, group or 1, rows, columns)."""
+    """Return the mask that is added to the scores of folded tensors.
+
+    The shape is (n or 1, group or 1, rows, columns).
+    """
     if mask.dtype == torch.bool:
         mask = query.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
     mask = mask.to(query.dtype)

@@ -1,4 +1,4 @@
-"""`PositionMask`: a mask of attention by global positions, in the place of a tensor of queries times keys.
+"""`PositionMask`: an attention mask by positions, in place of a tensor of queries times keys.
 
 May import: errors, sequence_layout.
 """
@@ -37,8 +37,8 @@ _KEEPS_RULE = (
 class PositionMask(Tensor):
     """A bool mask (1, 1, queries, keys) without elements of its own.
 
-    Code between the function that makes masks and attention may look at its shape, slice it and
-    hand it on. Whatever reads elements raises an error, because there are none.
+    Code between the function that makes masks and attention may read the shape of the mask, slice
+    the mask and pass it on. Reading elements raises an error, because the mask has none.
 
     Attributes:
         rule: the keys that each query reads, by global positions.
@@ -76,7 +76,9 @@ class PositionMask(Tensor):
 
 
 def chunks_as_documents(size: int, length: int, documents: Documents | None) -> Documents:
-    """Documents whose queries read keys of their own chunk of `size` positions, and own document.
+    """Return documents whose queries read keys of their own chunk of `size` positions only.
+
+    Queries also stay in their own document.
 
     Example:
         >>> chunks_as_documents(3, 5, None) == Documents.from_ids([0, 0, 0, 1, 1])

@@ -1,7 +1,7 @@
-"""`SequenceLayout`: which positions of a sequence each rank holds; `AttentionMask`: which keys a query reads.
+"""`SequenceLayout`: the positions of each rank; `AttentionMask`: the keys that queries read.
 
-`tiles` is the queries and keys that the two leave to compute. No mask is a tensor of queries times
-keys: it splits ranges of positions into tiles of which most are full.
+`tiles` returns the queries and keys that both leave to compute. A mask is not a tensor of queries
+times keys: it splits ranges of positions into tiles, most of which are full.
 """
 
 from __future__ import annotations
@@ -62,22 +62,28 @@ class SequenceLayout:
 
     @classmethod
     def contiguous(cls, length: int, ranks: int) -> SequenceLayout:
-        """One range per rank, of the sizes that `torch.chunk` and `Shard(dim)` give; the last ranks may have none."""
+        """Return one range per rank, of the sizes of `torch.chunk` and `Shard(dim)`.
+
+        The last ranks may have no positions.
+        """
         # 10 on 4 ranks: 3, 3, 3, 1
         return cls._of([[own] for own in spans(shard_sizes(length, Shard(0), ranks))])
 
     @classmethod
     def head_tail(cls, length: int, ranks: int) -> SequenceLayout:
-        """Of `2 * ranks` chunks of equal size (give or take one position), chunk `r` and the `r`-th from the end."""
+        """Give rank `r` chunk `r` and the `r`-th chunk from the end, of `2 * ranks` chunks.
+
+        The sizes of chunks differ by at most one position.
+        """
         return cls.per_document([length], ranks)
 
     @classmethod
     def per_document(cls, lengths: Sequence[int], ranks: int) -> SequenceLayout:
-        """`head_tail` of each of several documents that follow one another in a packed sequence.
+        """Return `head_tail` of each of several consecutive documents of a packed sequence.
 
         Args:
-            lengths: of the documents, in order.
-            ranks: of the axis.
+            lengths: lengths of the documents, in order.
+            ranks: number of ranks of the axis.
 
         Example:
             >>> SequenceLayout.per_document([4, 8], ranks=2).positions(0)
@@ -115,12 +121,15 @@ class SequenceLayout:
         return sum(self.sizes)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """(sizes[rank],): the global positions that a rank holds, for rotary embeddings and the like."""
+        """Return the global positions that a rank holds, (sizes[rank],).
+
+        Rotary embeddings and similar code need them.
+        """
         own = [torch.arange(start, stop, device=device) for start, stop in self.ranges[rank]]
         return torch.cat(own) if own else torch.empty(0, dtype=torch.long, device=device)
 
     def shard(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
-        """A copy of what a rank holds of a global tensor whose dim `dim` is the sequence.
+        """Copy a rank's shard of a global tensor whose dim `dim` is the sequence.
 
         Raises:
             LayoutError: if that dim has another length.
@@ -134,7 +143,7 @@ class SequenceLayout:
         return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
     def in_order(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """The global tensor of the ranks' shards, in index order.
+        """Return the global tensor of the ranks' shards, in index order.
 
         Example:
             >>> layout = SequenceLayout.head_tail(4, ranks=1)
@@ -155,7 +164,10 @@ class SequenceLayout:
 
 
 class TileKind(Enum):
-    """What a query of a tile reads: every key, those up to its own index of as many, or those of a band around it."""
+    """The keys that a query of a tile reads.
+
+    These are all keys, keys up to the query's own index, or keys in a band around it.
+    """
 
     FULL = 0
     CAUSAL = 1
@@ -163,7 +175,7 @@ class TileKind(Enum):
 
 
 class Tile(NamedTuple):
-    """Local queries and keys of one block of keys, none of them without a partner."""
+    """Local queries and keys of one block of keys; each has at least one partner."""
 
     row: int | None  # batch row; None for all
     queries: slice  # slice of the rank's queries
@@ -182,7 +194,9 @@ class _Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Which document each position of a packed sequence belongs to; queries read keys of their own document only.
+    """The document of each position of a packed sequence.
+
+    Queries read keys of their own document only.
 
     Attributes:
         rows: for each batch row, or once for all of them, runs of positions: (start, stop,
@@ -197,10 +211,12 @@ class Documents:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | Tensor) -> Documents:
-        """From cumulative lengths, as flash-attention's variable-length calls take them: 0, ..., the full length.
+        """Make documents from cumulative lengths: 0, ..., the full length.
+
+        This is the format of flash-attention's variable-length calls.
 
         Raises:
-            LayoutError: if they do not start with 0 or go down.
+            LayoutError: if the lengths do not start with 0 or if they decrease.
         """
         bounds = [int(bound) for bound in cu_seqlens]
         if bounds[:1] != [0] or any(a > b for a, b in pairwise(bounds)):
@@ -212,10 +228,12 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids: Sequence[int] | Tensor) -> Documents:
-        """From the document of each position: (length,), or (batch, length) of global length, the same on all ranks.
+        """Make documents from the document id of each position, the same on all ranks.
+
+        The ids have the shape (length,), or (batch, length), of global length.
 
         Raises:
-            LayoutError: if it has other dims.
+            LayoutError: if `ids` has other dims.
         """
         table = torch.as_tensor(ids, device="cpu")
         if table.ndim not in (1, 2):
@@ -239,7 +257,7 @@ class Documents:
         return self.rows[0][-1].stop if self.rows and self.rows[0] else 0
 
     def ids(self, device: torch.device | str | None = None) -> Tensor:
-        """(batch rows or 1, length): the document of each position.
+        """Return the document of each position, (batch rows or 1, length).
 
         Example:
             >>> Documents.from_cu_seqlens([0, 1, 3]).ids()
@@ -254,7 +272,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """Which keys a query reads, by global positions."""
+    """The keys that a query reads, by global positions."""
 
     causal: bool = False  # keys up to the query's own position
     # (left, right): so many keys before and behind the query's own position; None: no bound
@@ -276,7 +294,7 @@ class AttentionMask:
 
 @lru_cache(maxsize=1024)
 def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) -> tuple[Tile, ...]:
-    """What the queries of `rank` have to do with the keys of `owner`.
+    """Return the tiles of attention from the queries of `rank` to the keys of `owner`.
 
     Example:
         >>> layout = SequenceLayout.head_tail(8, ranks=2)
@@ -301,7 +319,10 @@ def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) ->
 
 
 def _local(own: Sequence[Range], segments: Sequence[_Segment]) -> Iterator[tuple[Range, int, int]]:
-    """What a rank holds of each document: positions, index of the first one on the rank, document."""
+    """Yield a rank's part of each document.
+
+    The items are positions, the index of the first position on the rank, and the document.
+    """
     at = 0
     for start, stop in own:
         for segment in segments:
@@ -315,7 +336,7 @@ def _local(own: Sequence[Range], segments: Sequence[_Segment]) -> Iterator[tuple
 def _pairs(
     queries: Range, keys: Range, left: int, right: int
 ) -> Iterator[tuple[Range, Range, TileKind]]:
-    """The tiles of a range of queries and one of keys, every query with a key to read."""
+    """Yield the tiles of a range of queries and a range of keys; every query has a key to read."""
     # Queries 4 to 8, keys 0 to 4, left 2, right 0: queries 4 and 5 alone have keys to read, which
     # are 2 and 3.
     c, d = keys
