@@ -1,4 +1,4 @@
-"""Whole models: those of Hugging Face transformers, files of weights, automatic plans and proposals."""
+"""Whole models: Hugging Face transformers, files of weights, automatic plans and proposals."""
 
 from shoal_mesh.internal import facade
 

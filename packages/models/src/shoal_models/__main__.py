@@ -1,4 +1,6 @@
-"""`python -m shoal_models preview|verify MODEL PLAN MESH`: what a plan costs, and whether it is right; no ranks.
+"""Command line: `python -m shoal_models preview|verify MODEL PLAN MESH`.
+
+The commands print the cost of a plan, or its errors. They need no ranks.
 
 May import: planning.
 """
@@ -25,7 +27,7 @@ from .planning.auto import auto_plan
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the arguments name; 0 if nothing is wrong, 1 if something is, 2 for misuse."""
+    """Run the command of the arguments; return 0 on success, 1 for findings, 2 for misuse."""
     parser = argparse.ArgumentParser(
         prog="python -m shoal_models", description=(__doc__ or "").splitlines()[0]
     )
@@ -62,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def preview_plan(asked: argparse.Namespace) -> int:
-    """Print what the plan costs."""
+    """Print the cost of the plan."""
     model, plan, mesh = _subject(asked)
     if not asked.input:
         raise PlanError(
@@ -74,7 +76,7 @@ def preview_plan(asked: argparse.Namespace) -> int:
 
 
 def verify_plan(asked: argparse.Namespace) -> int:
-    """Print what is wrong with the plan; 0 if nothing is."""
+    """Print the errors of the plan; return 0 if there are none."""
     found = verify(*_subject(asked), *asked.input)
     sys.stdout.write(f"{found}\n")
     return int(not found.ok)
@@ -109,7 +111,10 @@ def _plan(text: str, model: nn.Module, mesh: DeviceMesh, inputs: list[torch.Tens
 
 
 def _named(text: str) -> Any:
-    """The object `package.module:name`; modules of the current folder are found too, as with `python -m`."""
+    """Return the object `package.module:name`.
+
+    Modules of the current folder are found too, as with `python -m`.
+    """
     module, colon, name = text.partition(":")
     if not colon:
         raise PlanError(f"{text!r} is neither a folder nor package.module:name")
@@ -129,7 +134,7 @@ def _mesh(text: str) -> DeviceMesh:
 
 
 def _tensor(text: str) -> torch.Tensor:
-    """Reproducible values: normal ones, or integers below what stands behind the colon."""
+    """Return reproducible values: normal ones, or integers below the number after the colon."""
     shape, _, below = text.partition(":")
     sizes = [int(size) for size in shape.split("x")]
     generator = torch.Generator().manual_seed(0)

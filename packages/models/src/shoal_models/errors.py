@@ -1,4 +1,4 @@
-"""The error and the warning of the models layer alone; those shared with its siblings are in `shoal_dtensor`."""
+"""Error and warning of the models layer alone; errors shared by siblings are in `shoal_dtensor`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from shoal_dtensor.errors import StyleError
 
 
 class CheckpointError(StyleError, RuntimeError):
-    """Files of a model cannot be written or read; the message says which, and what is as it was."""
+    """Files of a model cannot be written or read.
+
+    The message names the files, and the parts that are unchanged.
+    """
 
 
 class PlanWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft on a parallel model: sharded as the layers that they adapt, saved as peft saves them."""
+"""LoRA adapters of peft on a parallel model, sharded as their layers, saved in peft's format."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def parallelize_adapters(model: Model) -> Model:
-    """A model of peft whose base is parallel, with its LoRA adapters sharded as the layers that they are added to.
+    """Shard a peft model's LoRA adapters as the layers that they are added to; return the model.
+
+    The base of the model is parallel.
 
         columns   A: R, B: S(0)    B has the style of the layer; the gradient of A is reduced where B reads it
         rows      A: S(1), B: R    A has the style of the layer
 
-    Called after `get_peft_model` or `PeftModel.from_pretrained` on a parallel model. Where peft
-    comes first, the plan's paths get `.base_layer`, and this follows `parallelize_module`.
+    Call this function after `get_peft_model` or `PeftModel.from_pretrained` on a parallel model. If
+    peft comes first, add `.base_layer` to the paths of the plan, and call this function after
+    `parallelize_module`.
 
     Args:
         model: changed in place; adapters have the same values on all ranks. Adapters that are
-            parallel already stay.
+            already parallel stay unchanged.
 
     Raises:
         UnsupportedModuleError: if a parallel layer has an adapter of another kind than LoRA for
@@ -76,7 +79,9 @@ def parallelize_adapters(model: Model) -> Model:
 
 
 def merging_adapters() -> AbstractContextManager[None]:
-    """Inside the block `merge_adapter`, `unmerge_adapter` and `merge_and_unload` of peft work on parallel layers.
+    """Let peft merge adapters into parallel layers inside the block.
+
+    The methods are `merge_adapter`, `unmerge_adapter` and `merge_and_unload`.
 
     One factor of an adapter is replicated and plain, which counts as replicated here.
 
@@ -90,7 +95,9 @@ def merging_adapters() -> AbstractContextManager[None]:
 def save_adapters(
     model: Any, directory: str | PathLike[str], adapter_name: str = "default"
 ) -> None:
-    """Write an adapter as peft does; `PeftModel.from_pretrained` loads it, around a plain model or a parallel one.
+    """Write an adapter as peft does.
+
+    `PeftModel.from_pretrained` loads it, around a plain model or a parallel one.
 
     All ranks call it; the adapter's tensors, not the model's, are gathered one by one, and rank 0
     writes them.
@@ -124,7 +131,7 @@ def save_adapters(
 def load_adapters(
     model: Any, directory: str | PathLike[str], adapter_name: str = "default"
 ) -> None:
-    """Fill the adapters that a model has with what `save_adapters`, or `save_pretrained` of peft, wrote.
+    """Fill a model's adapters from a file of `save_adapters`, or of peft's `save_pretrained`.
 
     Every rank reads its own shards; nothing is sent.
 

@@ -1,4 +1,4 @@
-"""`choose_plan`: the plan for a model of transformers that is loaded, proven on a small copy of it."""
+"""`choose_plan`: a plan for a model of transformers, proven on a small copy of the model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .small_copy import NoSmallCopy, SmallCopy, small_copy
 
 
 def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
-    """The plan to apply to a model of transformers, proven on simulated ranks.
+    """Choose the plan for a model of transformers, and prove it on simulated ranks.
 
     Args:
         model: also on the meta device.
         mesh: with one axis.
-        plan: the user's; if left out the model's own plan, else an automatic one.
+        plan: the user's plan; if left out the model's own plan, else an automatic plan.
 
     Raises:
-        PlanError: if the user's plan does not fit, or no automatic plan is right; it names the
-            parameters that would be wrong.
+        PlanError: if the user's plan does not fit, or no automatic plan is right; the message names
+            the parameters that would be wrong.
 
     Warns:
         PlanWarning: if the model's own plan does not fit, and where a plan could not be proven.
@@ -82,7 +82,7 @@ def _automatic_plan(name: str, sample: SmallCopy, ranks: DeviceMesh, cause: str)
 
 
 def _first_problem(found: Verification) -> str:
-    """Errors and wrong results as one line; empty if there are none."""
+    """Return errors and wrong results as one line; empty if there are none."""
     lines = [*found.errors, *found.wrong]
     more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
     return f"{lines[0]}{more}" if lines else ""

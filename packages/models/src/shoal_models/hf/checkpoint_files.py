@@ -1,8 +1,10 @@
-"""Files of a model: which ones a path means, and their tensors under the names, and in the form, of this release.
+"""Files of a model: the files of a path, and their tensors in the form of this release.
 
-transformers declares per architecture how entries of files are renamed, and which of them are
+The tensors have the names of this release of transformers.
+
+transformers declares per architecture how entries of files are renamed, and which entries are
 merged or split (experts that are stored one by one, fused projections). Renamed entries are read by
-slices; converted ones are made whole, one parameter at a time, and the rank takes its shard.
+slices; converted entries are made whole, one parameter at a time, and the rank takes its shard.
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ _EXPECTED = (
 
 
 def find_files(path: str | PathLike[str]) -> tuple[Path, list[Path]]:
-    """The directory with the configuration, and the files with tensors: those of a directory, an index, or one file.
+    """Return the directory with the configuration, and the files with tensors.
 
-    A CheckpointError if there is no such path, no file in it, or files of the index are missing.
+    The path names a directory, an index, or one file.
+
+    CheckpointError is raised if the path does not exist or has no files, or if files of the index
+    are missing.
     """
     given = Path(path)
     if not given.exists():
@@ -69,7 +74,10 @@ def _listed(index: Path) -> list[Path]:
 
 
 def source_of(files: list[Path]) -> list[Path] | dict[str, Tensor]:
-    """What `load_sharded` reads: safetensors files as they are, pickled ones mapped into memory."""
+    """Return the source for `load_sharded`: safetensors files, or tensors mapped into memory.
+
+    Pickled files are mapped.
+    """
     if all(file.suffix == ".safetensors" for file in files):
         return files
     tensors: dict[str, Tensor] = {}
@@ -79,7 +87,10 @@ def source_of(files: list[Path]) -> list[Path] | dict[str, Tensor]:
 
 
 def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors of a checkpoint by the names of a model of transformers, which is on the meta device."""
+    """Return the tensors of a checkpoint by the names of a model, which is on the meta device.
+
+    The model is a model of transformers.
+    """
     found, groups = _by_names_of(model, stored)
     # those that were made last, by the first name
     last: dict[str, dict[str, Tensor]] = {}
@@ -107,7 +118,10 @@ _Conversion = tuple[Any, list[tuple[str, str]]]
 def _by_names_of(
     model: Any, stored: Mapping[str, Stored]
 ) -> tuple[dict[str, Stored], dict[str, _Conversion]]:
-    """The tensors that are only renamed; and what has to be converted, by the first name that comes of it."""
+    """Return the tensors that are only renamed, and the conversions.
+
+    A conversion is keyed by the first name of its results.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,

@@ -1,6 +1,6 @@
-"""`from_pretrained`: a model of transformers from files onto a mesh, each rank reading only its own shards.
+"""`from_pretrained`: a model of transformers from files onto a mesh; a rank reads its shards only.
 
-Its methods that know nothing of shards are replaced on the model: saving, resizing embeddings,
+Methods that do not support shards are replaced on the model: saving, resizing embeddings,
 continuous batching.
 """
 
@@ -47,35 +47,36 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
     output_loading_info: bool = False,
     **config_kwargs: Any,
 ) -> Any:
-    """A model of transformers, parallel, in eval mode, with the values of its files.
+    """Load a model of transformers from files, parallel and in eval mode.
 
-    It is built on the meta device and made parallel there; then every rank reads its own shards,
-    without communication. A rank's peak is its own part, and the largest parameter where the
-    architecture converts entries (experts that are stored one by one).
+    The model is built on the meta device and made parallel there; then every rank reads its own
+    shards, without communication. A rank's peak memory is its own part, plus the largest parameter
+    if the architecture converts entries (experts that are stored one by one).
 
     Args:
         path: a local directory as `save_pretrained` and `save_sharded` write it, its index, or one
             file in it.
-        device_mesh: of one axis, or of several of which one is named "tp"; torch's is converted
-            first, by `shoal_dtensor.interop.mesh_from_torch`.
+        device_mesh: a mesh with one axis, or with several axes if one is named "tp"; convert a mesh
+            of torch first, by `shoal_dtensor.interop.mesh_from_torch`.
         plan: styles by path; the model's own plan if left out. Every rank proves it on a small copy
-            of the model with random weights. An automatic plan, proven likewise, takes the place of
-            an own plan that does not fit, and of one that is missing.
-        model_class: a class of transformers, also an Auto class; that of the configuration if left
-            out.
-        dtype: of floating-point parameters; that of the configuration for "auto".
-        strict: raise if the files and the model do not have the same entries; otherwise those that
-            are missing are initialized as the model class does, else by their module's
+            of the model with random weights. An automatic plan, proven likewise, replaces a model's
+            own plan that does not fit or is missing.
+        model_class: a class of transformers, also an Auto class; the class of the configuration if
+            left out.
+        dtype: dtype of floating-point parameters; the configuration's dtype for "auto".
+        strict: raise if the files and the model do not have the same entries; otherwise missing
+            entries are initialized as the model class does, else by their module's
             `reset_parameters` or their style, with the same values on any number of ranks.
-        output_loading_info: return a `Loaded` too: what is missing, what unexpected, how many bytes
-            this rank read.
+        output_loading_info: return a `Loaded` too, with missing and unexpected entries, and the
+            number of bytes that this rank read.
         config_kwargs: changes of the configuration, `attn_implementation` among them.
 
     Returns:
         The model, or the model and a `Loaded`.
 
     Raises:
-        CheckpointError: if the path has no model; it says what was expected and what is there.
+        CheckpointError: if the path has no model; the message names the expected and the existing
+            files.
         LayoutError: if the mesh has several axes and none is named "tp".
         PlanError: if no plan is found, the plan does not fit (with the parameter or output that
             would be wrong), entries differ under `strict`, nothing initializes a missing one, or
@@ -170,7 +171,7 @@ def _dtype(dtype: torch.dtype | str, config: Any, stored: Mapping[str, Stored]) 
 
 
 def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """A model without storage, with the dtypes that transformers gives it."""
+    """Build a model without storage, with the dtypes that transformers gives it."""
     with torch.device("meta"):
         make = getattr(model_class, "from_config", None) or model_class._from_config
         model = make(config, dtype=dtype)
@@ -183,7 +184,7 @@ def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
-    """Leaves out of the report what the model class says is of no consequence; raises if strict."""
+    """Remove irrelevant entries from the report, as the model class declares; raise if strict."""
     info = SimpleNamespace(missing_keys=set(loaded.missing), unexpected_keys=set(loaded.unexpected))
     model._adjust_missing_and_unexpected_keys(info)
     loaded.missing = sorted(info.missing_keys)
@@ -211,15 +212,17 @@ class _Hole(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor that the owner has now."""
+        """The current tensor of the owner."""
         tensor: torch.Tensor = self.table[self.name]
         return tensor
 
 
 def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
-    """Values for buffers, which no file has, and for missing parameters, by the rules of the model and of its modules.
+    """Initialize buffers, which no file has, and missing parameters.
 
-    If there is no rule for one of them, all ranks raise PlanError.
+    The values follow the rules of the model and of its modules.
+
+    If a tensor has no rule, all ranks raise PlanError.
     """
     holes = _find_holes(model)
     shared: dict[int, list[_Hole]] = {}
@@ -246,7 +249,10 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _find_holes(model: nn.Module) -> dict[str, _Hole]:
-    """Tensors on the meta device, by path; the others are marked as filled, which transformers heeds."""
+    """Return tensors on the meta device, by path; mark the other tensors as filled.
+
+    transformers leaves marked tensors alone.
+    """
     holes: dict[str, _Hole] = {}
     for path, module in model.named_modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -263,7 +269,7 @@ def _find_holes(model: nn.Module) -> dict[str, _Hole]:
 
 
 def _unset_values(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """A tensor of the same kind on the device, with values that no rule gives."""
+    """Return a tensor of the same kind on the device, with values that no rule gives."""
     with torch.no_grad():
         local = torch.full_like(local_of(tensor), _unset(tensor.dtype), device=device_type)
         value: Any = DTensor(local, tensor.spec) if isinstance(tensor, DTensor) else local
@@ -273,7 +279,7 @@ def _unset_values(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
 def _mark_filled_modules(model: nn.Module, holes: Iterable[str]) -> None:
     """Mark modules without a hole below them: transformers leaves them alone.
 
-    A module may fill buffers of the modules below, as the one of FalconH1 does.
+    A module may fill buffers of the modules below it, as FalconH1's module does.
     """
     with_holes = {""}
     for path in holes:
@@ -285,9 +291,9 @@ def _mark_filled_modules(model: nn.Module, holes: Iterable[str]) -> None:
 
 
 def _compute_buffers(model: Any, holes: Mapping[str, _Hole], mesh: DeviceMesh) -> None:
-    """Values for buffers that no rule has filled, as the constructor of the model computes them.
+    """Compute buffers that no rule has filled, as the constructor of the model does.
 
-    A bool has no value that says that nothing filled it, so all buffers of bools are computed.
+    No bool value can mark a buffer as unfilled, so all bool buffers are computed.
     """
     buffers = {path for path, hole in holes.items() if hole.table is hole.module._buffers}
     missing = buffers.intersection(_untouched(holes, mesh))
@@ -303,7 +309,10 @@ def _compute_buffers(model: Any, holes: Mapping[str, _Hole], mesh: DeviceMesh) -
 
 
 def _with_buffers_alone(model: Any) -> nn.Module:
-    """A model of the same configuration whose buffers are on CPU and whose parameters have no storage."""
+    """Build a model of the same configuration whose parameters have no storage.
+
+    The buffers are on CPU.
+    """
 
     def drop_storage(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(param.detach().to("meta"), param.requires_grad)
@@ -320,7 +329,7 @@ def _with_buffers_alone(model: Any) -> nn.Module:
 
 
 def _untouched(holes: Mapping[str, _Hole], mesh: DeviceMesh) -> list[str]:
-    """The tensors of which some rank still has no values."""
+    """Return the tensors that still lack values on some rank."""
     tensors = [hole.tensor for hole in holes.values()]
     values = [(local_of(tensor), _unset(tensor.dtype)) for tensor in tensors]
     empty = [
@@ -334,7 +343,7 @@ def _untouched(holes: Mapping[str, _Hole], mesh: DeviceMesh) -> list[str]:
 
 
 def _initialize(module: nn.Module, names: set[str]) -> None:
-    """Some tensors of a module, by its own rule; the others keep their values."""
+    """Initialize some tensors of a module by its own rule; the other tensors keep their values."""
     adapted = any(isinstance(sharding.options, Adapter) for sharding, _ in shardings_of(module))
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     rule = partial(initialize_adapter, module) if adapted else reset
@@ -348,7 +357,10 @@ def _initialize(module: nn.Module, names: set[str]) -> None:
 
 
 def _unset(dtype: torch.dtype) -> float:
-    """A value that no rule gives: NaN, or the largest integer; a bool has none."""
+    """Return a value that no rule gives: NaN, or the largest integer.
+
+    No bool value can serve for this.
+    """
     whole = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
     return torch.iinfo(dtype).max if whole else torch.nan
 
@@ -357,7 +369,7 @@ def _unset(dtype: torch.dtype) -> float:
 
 
 def _finish(model: Any, home: Path, mesh: DeviceMesh) -> None:
-    """The files' generation config; and methods in place of those of the class that know nothing of shards."""
+    """Set the files' generation config, and replace methods that do not support shards."""
     if model.can_generate() and (home / "generation_config.json").exists():
         model.generation_config = type(model.generation_config).from_pretrained(home)
     model.save_pretrained = partial(_save_pretrained, model)
@@ -378,7 +390,10 @@ def _save_pretrained(
 
 
 def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    """On every rank of the embeddings and the head alone, which are plain meanwhile; new rows are those of rank 0."""
+    """Resize the embeddings and the head, which are plain meanwhile, on every rank.
+
+    The new rows are the rows of rank 0.
+    """
     found = (model.get_input_embeddings(), model.get_output_embeddings())
     modules = {
         name: module
@@ -396,10 +411,10 @@ def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module
 
 
 def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
-    """The manager of `generate_batch`, whose caches have this rank's heads.
+    """Return the manager of `generate_batch`, whose caches have this rank's heads.
 
-    transformers takes their number from the mesh and from the entries of its own plan: another
-    number is refused.
+    transformers takes the number of heads from the mesh and from the entries of its own plan:
+    another number is refused.
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         heads = (

@@ -1,9 +1,9 @@
 """`small_copy`: a small model built from the configuration of a model of transformers, with inputs that run.
 
-A plan is proven on a copy that has every kind of layer of the model, and as few layers as that
-takes. The copy has random weights. Its widths are those of the configuration where the simulated
-ranks of one process can hold them; otherwise widths, experts and vocabulary are divided by a power
-of two, so that numbers of heads, and what divides what, stay as they are.
+A plan is proven on a copy that has every kind of layer of the model, and as few layers as possible.
+The copy has random weights. The widths are the widths of the configuration if the simulated ranks
+of one process can hold them; otherwise widths, experts and vocabulary are divided by a power of
+two, so that numbers of heads and divisibility do not change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SOURCE_LENGTH = 16
 
 
 class SmallCopy(NamedTuple):
-    """A model to prove a plan on.
+    """A small model on which a plan is proven.
 
     Attributes:
         model: in float32, on CPU.
@@ -54,7 +54,7 @@ class SmallCopy(NamedTuple):
 
 
 class NoSmallCopy(NamedTuple):
-    """The reason why there is no copy to prove a plan on.
+    """The reason why there is no copy on which a plan can be proven.
 
     Attributes:
         reason: one line.
@@ -64,7 +64,9 @@ class NoSmallCopy(NamedTuple):
 
 
 def small_copy(model: Any) -> SmallCopy | NoSmallCopy:
-    """The smallest copy of a model of transformers that has its kinds of modules and runs.
+    """Return the smallest copy of a model that has its kinds of modules and runs.
+
+    The model is a model of transformers.
 
     Args:
         model: on any device, also meta.
@@ -110,7 +112,7 @@ class _Reduction(NamedTuple):
 
 
 def _reductions(model: nn.Module, counts: Mapping[int, int]) -> Iterator[_Reduction]:
-    """Ways to make a configuration smaller, the one with the smallest result first."""
+    """Yield ways to make a configuration smaller, the way with the smallest result first."""
     if _count_with(model, counts) > _FEW_PARAMETERS:
         for divisor in _DIVISORS:
             yield _Reduction(divisor=divisor)
@@ -119,7 +121,7 @@ def _reductions(model: nn.Module, counts: Mapping[int, int]) -> Iterator[_Reduct
 
 
 def _reduced_config(model: Any, counts: Mapping[int, int], reduction: _Reduction) -> Any:
-    """A changed copy of the model's configuration.
+    """Return a changed copy of the model's configuration.
 
     Raises:
         ValueError: if widths are not multiples of the divisor.
@@ -134,7 +136,7 @@ def _reduced_config(model: Any, counts: Mapping[int, int], reduction: _Reduction
 
 
 def _parts(config: Any) -> list[Any]:
-    """The configuration and those inside of it: of the text, of images, of an encoder."""
+    """Return the configuration and its nested configurations: for text, images, an encoder."""
     parts = [config]
     for value in vars(config).values():
         if hasattr(value, "to_dict") and hasattr(value, "attribute_map"):
@@ -147,7 +149,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _least_layer_counts(model: nn.Module) -> dict[int, int]:
-    """By the length of a list of layers, how many of its first layers have all kinds of layers."""
+    """Return how many first layers have all kinds of layers, by the length of a list of layers."""
     counts: dict[int, int] = {}
     for module in model.modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
@@ -159,7 +161,7 @@ def _least_layer_counts(model: nn.Module) -> dict[int, int]:
 
 
 def _kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
-    """Modules, shapes of parameters, and the switches that a layer keeps as attributes."""
+    """Return a layer's modules, shapes of parameters, and switches that are attributes."""
     found: list[Any] = []
     for path, module in layer.named_modules():
         found.append((path, type(module).__qualname__))
@@ -179,7 +181,7 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _shorten(config: Any, counts: Mapping[int, int]) -> None:
-    """Give a configuration fewer layers, lists with an entry for each layer fewer entries."""
+    """Give a configuration fewer layers, and lists with an entry per layer fewer entries."""
     fields = _fields(config)
     for name, value in fields.items():
         is_count = _LAYER_COUNT.search(name) and not _NO_LAYER_COUNT.search(name)
@@ -200,7 +202,7 @@ def _shorten(config: Any, counts: Mapping[int, int]) -> None:
 
 
 def _count_with(model: nn.Module, counts: Mapping[int, int]) -> int:
-    """Parameters of a model whose lists of layers are shortened."""
+    """Count the parameters of a model whose lists of layers are shortened."""
     total = sum(param.numel() for param in model.parameters())
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
@@ -248,7 +250,7 @@ def _check_heads(config: Any) -> None:
 
 
 def _build(model: Any, config: Any) -> Any:
-    """A model on CPU by implementations that compute in float64 there."""
+    """Build a model on CPU by implementations that compute in float64 there."""
     attention = config._attn_implementation
     if attention not in ("eager", "sdpa"):
         attention = "eager"
@@ -264,7 +266,10 @@ def _build(model: Any, config: Any) -> Any:
 
 
 def _kinds_of_modules(model: nn.Module) -> set[tuple[Any, ...]]:
-    """Modules by path with a wildcard for numbers, class, names and dims of parameters."""
+    """Return the kinds of modules.
+
+    A kind is the path with a wildcard for numbers, the class, and the names and dims of parameters.
+    """
     kinds = set()
     for path, module in model.named_modules():
         general = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
@@ -278,7 +283,7 @@ def _kinds_of_modules(model: nn.Module) -> set[tuple[Any, ...]]:
 
 
 def _running_inputs(model: Any) -> tuple[dict[str, Tensor] | None, str]:
-    """The first example inputs on which a model runs, or None and the first error."""
+    """Return the first example inputs on which a model runs, or None and the first error."""
     problem = ""
     for inputs in _example_inputs(model):
         try:
@@ -293,7 +298,7 @@ def _running_inputs(model: Any) -> tuple[dict[str, Tensor] | None, str]:
 
 
 def _example_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Inputs by the name of the model's main one, likely ones first."""
+    """Yield inputs by the name of the model's main input, likely ones first."""
     generator = torch.Generator().manual_seed(0)
     # The same for encoders and decoders; 5 is no multiple of a number of ranks.
     tokens = torch.randint(3, 8, (2, 5), generator=generator)
@@ -316,7 +321,7 @@ def _example_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _main_shapes(model: Any) -> list[tuple[int, ...]]:
-    """Shapes of a main input that is not tokens."""
+    """Return shapes of a main input that is not tokens."""
     sizes: dict[str, Any] = {}
     for part in reversed(_parts(model.config)):
         sizes |= _fields(part)

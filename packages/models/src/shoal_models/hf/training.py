@@ -1,8 +1,11 @@
-"""transformers' Trainer and accelerate with a parallel model: what they do per process is done once for the mesh.
+"""transformers' Trainer and accelerate with a parallel model.
 
-Both take ranks for data-parallel processes: they would wrap the model in DistributedDataParallel
-and give every rank other batches. Ranks of one tensor axis read the same batches, so every rank is
-one process to them. In a checkpoint every rank writes its shards, rank 0 what is not sharded:
+Per-process actions of Trainer and accelerate run once for the mesh.
+
+Both treat ranks as data-parallel processes: they would wrap the model in DistributedDataParallel
+and give every rank different batches. Ranks of one tensor axis read the same batches, so each rank
+appears to both as the only process. In a checkpoint every rank writes its shards, and rank 0 also
+writes the tensors that are not sharded:
 
 checkpoint-STEP/
     model*.safetensors, config.json    as `save_sharded` writes them; of a model of peft
@@ -37,7 +40,7 @@ _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Inside the block, accelerate and `TrainingArguments` do not see the other ranks that torchrun started.
+    """Hide the other ranks that torchrun started from accelerate and `TrainingArguments`.
 
     Make `Accelerator(...)`, or `TrainingArguments(...)` and `Trainer(...)`, in it, before anything
     else asks accelerate for its state; the mesh exists already.
@@ -54,13 +57,15 @@ def single_process() -> Iterator[None]:
 
 
 def prepare_accelerator(accelerator: Any) -> Any:
-    """An `Accelerator` for a model on a tensor axis: `clip_grad_norm_` clips by the norm over all shards.
+    """Prepare an `Accelerator` for a model on a tensor axis; return it.
+
+    `clip_grad_norm_` clips by the norm over all shards.
 
     Args:
         accelerator: made inside `single_process()`; changed in place.
 
     Raises:
-        PlanError: if it is distributed itself.
+        PlanError: if the accelerator is itself distributed.
 
     Example:
         >>> with single_process():  # doctest: +SKIP
@@ -82,18 +87,18 @@ def prepare_accelerator(accelerator: Any) -> Any:
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """A `Trainer` of transformers for a parallel model.
+    """Prepare a `Trainer` of transformers for a parallel model; return it.
 
     Gradients are clipped by the norm over all shards. Checkpoints hold the shards of all ranks:
     models as `save_sharded` writes them, optimizers as torch.distributed.checkpoint does;
     `train(resume_from_checkpoint=...)` reads them, on any number of ranks. Losses, schedules,
-    accumulation, checkpointing of activations and fused optimizers need nothing.
+    accumulation, checkpointing of activations and fused optimizers need no preparation.
 
     Args:
         trainer: made, with its `TrainingArguments`, inside `single_process()`; changed in place.
 
     Raises:
-        PlanError: if its arguments are distributed.
+        PlanError: if the trainer's arguments are distributed.
 
     Example:
         >>> with single_process():  # doctest: +SKIP
@@ -117,7 +122,7 @@ def prepare_trainer(trainer: Any) -> Any:
 def _save(
     trainer: Any, inner: Callable[..., None], output_dir: str | None = None, state_dict: Any = None
 ) -> None:
-    """The model, by all ranks; tokenizer and arguments, by rank 0."""
+    """Save the model on all ranks; save tokenizer and arguments on rank 0."""
     directory = output_dir or trainer.args.output_dir
     if _adapted(trainer.model):
         save_adapters(trainer.model, directory, trainer.model.active_adapter)
@@ -159,13 +164,16 @@ def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
 
 
 def _adapted(model: Any) -> bool:
-    """Whether it is a model of peft, of which Trainer saves the adapters only."""
+    """Tell whether a model is a model of peft.
+
+    Trainer saves only the adapters of such a model.
+    """
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def _load_optimizer(trainer: Any, checkpoint: str | None) -> None:
-    """Nothing where the checkpoint has the model only, as Trainer does it."""
+    """Load the optimizer; do nothing if the checkpoint has the model only, as Trainer does."""
     if checkpoint is None or not (Path(checkpoint) / "optimizer").is_dir():
         return
     import torch.distributed.checkpoint as dcp
@@ -179,14 +187,14 @@ def _load_optimizer(trainer: Any, checkpoint: str | None) -> None:
 
 
 def _optimizer(trainer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside of accelerate's."""
+    """Return the optimizer inside accelerate's optimizer."""
     found: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return found
 
 
 @contextmanager
 def _doing_nothing(owner: Any, *names: str) -> Iterator[None]:
-    """A block in which methods of an object do nothing."""
+    """Replace methods of an object by methods that do nothing, inside the block."""
     before = {name: vars(owner).get(name) for name in names}
     for name in names:
         setattr(owner, name, lambda *_, **__: None)

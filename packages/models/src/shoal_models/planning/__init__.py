@@ -1,4 +1,4 @@
-"""Plans for a model: automatic ones, proposals, what they cost.
+"""Plans for a model: automatic plans, proposals, and their cost.
 
 May import: nothing.
 """

@@ -1,4 +1,7 @@
-"""A plan for common transformer shapes, derived from the module tree, for the user to read and edit."""
+"""Automatic plans for common transformer shapes, derived from the module tree.
+
+The user can read and edit the plan.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +30,22 @@ from .recipes import Entries, ModelBlocks, read_above
 def auto_plan(
     model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any
 ) -> AutoPlan:
-    """Styles by path, layers of one kind under one wildcard.
+    """Derive styles by path from a model, layers of one kind under one wildcard.
 
     For each block (an attention, a feed-forward, experts, the vocabulary) there are recipes: the
     model's own `tp_plan`; column-wise and row-wise projections by their usual names and shapes,
     with the norms, biases, sinks and counts of heads between them; experts of any kind; and weights
-    of which every rank gathers the output, which is right wherever inputs are replicated. Without a
-    mesh the first recipe of each block is returned.
+    whose output every rank gathers, which is right if inputs are replicated. Without a mesh the
+    first recipe of each block is returned.
 
-    Names prove nothing: a model may reshape by its own number of heads, or normalise sharded
-    queries. With a mesh and example inputs recipes are run on simulated ranks against the plain
-    model, and the first that computes the same is taken. What stays whole is in `whole`, with the
-    reason; an `UnmatchedPlanWarning` says so where that is every module. `parallelize_module` takes
-    an automatic plan only where it is proven.
+    Names are no proof: a model may reshape by its own number of heads, or normalize sharded
+    queries. With a mesh and example inputs, recipes are run on simulated ranks and compared with
+    the plain model, and the first recipe with the same results is used. Parameters that stay whole
+    are in `whole`, with the reason; an `UnmatchedPlanWarning` is issued if every module stays
+    whole. `parallelize_module` accepts an automatic plan only if it is proven.
 
     Args:
-        model: not parallel; it stays as it is.
+        model: a model that is not parallel; it is not changed.
         mesh: with one axis; also an `abstract_mesh`.
         args: example inputs of global shape; a small configuration of a model proves the plan for
             its shape.
@@ -90,7 +93,7 @@ def auto_plan(
 def _unproven(
     model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh, args: Any, kwargs: Any
 ) -> str:
-    """Why a plan is not proven; empty where it is."""
+    """Return the reason why a plan is not proven; empty if the plan is proven."""
     trial = try_plan(model, dict(styles), mesh, args, kwargs=kwargs)
     return "; ".join((*trial.wrong, *trial.unproven))
 
@@ -98,7 +101,7 @@ def _unproven(
 def _whole(
     blocks: ModelBlocks, plan: Entries, dropped: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Parameters of more than one dim that no entry shards, by wildcard path, with the reason."""
+    """Yield parameters of several dims that no entry shards, by wildcard path, with the reason."""
     model = blocks.model
     sharded = {id(param) for param in sharded_parameters(resolve(blocks.model, plan))}
     for path, module in model.named_modules():
@@ -130,7 +133,7 @@ def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
 
 @takes(plan=Mapping)
 def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
-    """A plan as Python text.
+    """Format a plan as Python text.
 
     Args:
         plan: styles by path.

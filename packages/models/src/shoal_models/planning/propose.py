@@ -1,10 +1,10 @@
-"""Degrees of data and tensor parallelism for so many ranks under a memory bound, each with memory and cost.
+"""Proposals of data- and tensor-parallel degrees for ranks under a memory bound, with their cost.
 
 Activations are counted by one forward on the meta device: simulated ranks run the parallel model on
-tensors without values. Every storage that is made is watched, and those that live when the forward
-is over count: what autograd, custom functions and checkpoints keep, and the outputs. Attention
-without dropout is that of torch's fused kernels, which the meta device has not: they keep no
-weights.
+tensors without values. Every new storage is recorded, and storages that still exist when the
+forward ends are counted: tensors that autograd, custom functions and checkpoints keep, and the
+outputs. Attention without dropout is counted as torch's fused kernels, which the meta device does
+not have: they keep no weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
         shape: replicas and tensor-parallel ranks: the shape of the mesh ("dp", "tp").
         data: the function for the axis of replicas.
         nbytes: parameters, gradients, optimizer state and activations on the rank that holds most.
-        activation_bytes: of these, what a forward keeps for its backward, and its outputs.
+        activation_bytes: bytes of these that a forward keeps for its backward, and of its outputs.
         seconds: expected time of the collectives of a step, without overlap.
     """
 
@@ -61,13 +61,13 @@ class Candidate(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """All candidates, those within the bound first, fastest first; those beyond it by memory.
+    """All candidates: those within the bound by speed, then the others by memory.
 
     Attributes:
         plan: of the tensor-parallel axis.
         bound: bytes per rank.
         candidates: of every shape.
-        uncounted: why activations are not counted for some of them; empty where they are.
+        uncounted: reason why activations are not counted for some candidates; empty if they are.
     """
 
     plan: Plan
@@ -77,7 +77,7 @@ class Proposal(NamedTuple):
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest within the bound; None if there is none."""
+        """The fastest candidate within the bound; None if there is none."""
         first = self.candidates[0]
         return first if first.nbytes <= self.bound else None
 
@@ -109,13 +109,15 @@ def propose(
     state: float = 2.0,
     **kwargs: Any,
 ) -> Proposal:
-    """Degrees and a plan under a memory bound, compared with the alternatives.  No process group is needed.
+    """Propose degrees and a plan under a memory bound, compared with the alternatives.
 
-    Memory is that of parameters, gradients, optimizer state, and what a forward keeps: give a model
-    that returns its loss, in the mode and with the checkpoints with which it trains. What a step
-    needs for moments comes on top: the parameters that `fully_shard` has gathered for a unit,
-    buckets of reductions, gradients of activations. Prove the plan by `verify` on a small
-    configuration.
+    The function needs no process group.
+
+    Memory is counted for parameters, gradients, optimizer state, and activations that a forward
+    keeps: give a model that returns its loss, in the mode and with the checkpoints with which it
+    trains. Temporary memory of a step is not included: the parameters that `fully_shard` has
+    gathered for a unit, buckets of reductions, gradients of activations. Prove the plan by `verify`
+    on a small configuration.
 
     Args:
         model: not parallel, on any device, also meta.
@@ -127,7 +129,7 @@ def propose(
         kwargs: likewise inputs.
 
     Raises:
-        LayoutError: if there is no rank, or the bound is not positive.
+        LayoutError: if there is no rank, or if the bound is not positive.
 
     Example:
         >>> import torch
@@ -179,7 +181,7 @@ def propose(
 
 
 def _of_one(value: Any, replicas: int) -> Any:
-    """The inputs of one replica, on the meta device."""
+    """Return the inputs of one replica, on the meta device."""
 
     def rows(tensor: Tensor) -> Tensor:
         return tensor[: -(-tensor.shape[0] // replicas)].to("meta") if tensor.ndim else tensor
@@ -191,7 +193,7 @@ def _of_one(value: Any, replicas: int) -> Any:
 
 
 class _Storages(TorchDispatchMode):
-    """Watches the storages that operators make."""
+    """Record of the storages that operators make."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -214,7 +216,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Attention, which keeps on the meta device what a fused kernel keeps."""
+    """Compute attention that saves the same tensors on the meta device as a fused kernel."""
     fits = query.ndim == key.ndim == value.ndim == 4 and query.shape[-1] == value.shape[-1]
     if dropout_p or not fits or any(isinstance(each, DTensor) for each in (query, key, value)):
         attend = functional.scaled_dot_product_attention
@@ -228,11 +230,11 @@ def _attention(
 
 
 def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, kwargs: Any) -> int:
-    """Bytes that the rank which keeps most holds of activations when a forward is over.
+    """Return the bytes of activations after a forward, on the rank that keeps most.
 
     The model is not parallel, in the mode and with the checkpoints in which it will train; inputs
-    are of global shape. It may raise anything where it reads values, which tensors on the meta
-    device have not.
+    are of global shape. The model may raise any error if it reads values, because tensors on the
+    meta device have no values.
 
     Example:
         >>> from shoal_mesh import abstract_mesh

@@ -1,9 +1,9 @@
-"""What may be done with the blocks of a model, in order of preference: entries of plans, to be tried one by one.
+"""Recipes for the blocks of a model: entries of plans, in order of preference, to be tried.
 
-A block is what is right or wrong together: projections around one attention, a feed-forward,
-experts, a vocabulary. Its recipes come from the model's own plan, from roles (which modules compute
-heads or hidden features, and which sum over them), and from the one thing that is always right:
-shards of a weight, of which every rank gathers the output.
+A block is a set of modules whose styles are right or wrong together: projections around one
+attention, a feed-forward, experts, a vocabulary. Its recipes come from the model's own plan, from
+roles (the modules that compute heads or hidden features, and the modules that sum over them), and
+from the one recipe that is always right: shards of a weight whose output every rank gathers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _ABOVE = re.compile(r"(^|\.)(output|self|intermediate|attention\.attention|atten
 
 
 def _general_paths(model: nn.Module) -> dict[str, str]:
-    """Path -> the path with a wildcard for every index of a list of alike layers."""
+    """Map each path to the path with a wildcard for every index of a list of alike layers."""
     modules = dict(model.named_modules(remove_duplicate=False))
     general = {"": ""}
     for path in list(modules)[1:]:
@@ -91,14 +91,20 @@ def _general_paths(model: nn.Module) -> dict[str, str]:
 
 
 def read_above(path: str, parent: Any) -> bool:
-    """Whether the code of the module above names the parameters of this one, perhaps where no trial comes."""
+    """Tell whether the parent's code names this module's parameters.
+
+    The code may be in a branch that no trial runs.
+    """
     name = re.escape(path.rpartition(".")[2])
     return re.search(rf"\.{name}\.(weight|bias)\b", _source(parent.__class__)) is not None
 
 
 @cache
 def _source(kind: type[Any]) -> str:
-    """The code of a class, for which its whole file is parsed; '' of one without a file."""
+    """Return the code of a class, or '' if it has no file.
+
+    The whole file of the class is parsed.
+    """
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):
@@ -123,7 +129,7 @@ class ModelBlocks:
                 self.roles.setdefault(f"{path}.{name}".lstrip("."), role)
 
     def recipes(self) -> dict[str, list[Entries]]:
-        """For each block, entries that may shard it, best first.
+        """Return entries that may shard each block, best first.
 
         Example:
             >>> blocks = ModelBlocks(nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10)))
@@ -174,7 +180,10 @@ class ModelBlocks:
         }
 
     def is_small(self, path: str, size: int) -> bool:
-        """Whether so many elements in each layer are left whole: gathering their output costs more than their bytes."""
+        """Tell whether a tensor of `size` elements per layer is left whole.
+
+        Gathering the output of a small tensor costs more than its bytes.
+        """
         return size * self.layers[path] < _SMALL * self.total
 
     def _block(self, path: str) -> str:
@@ -186,7 +195,7 @@ class ModelBlocks:
     def _own(
         self, blocks: set[str], inside: list[str], vocabulary: Entries
     ) -> dict[str, list[Entries]]:
-        """The entries of the model's own plan, by block."""
+        """Return the entries of the model's own plan, by block."""
         plan = getattr(self.model, "tp_plan", None)
         if not isinstance(plan, Mapping) or not plan:
             return {}
@@ -198,7 +207,7 @@ class ModelBlocks:
         return {block: [entries] for block, entries in found.items()}
 
     def _by_roles(self, block: str, roles: Mapping[str, str]) -> Iterator[Entries]:
-        """Column-wise and row-wise together, with norms and counts between them in all ways that there may be."""
+        """Yield column-wise entries with row-wise ones, with all choices of norms and counts."""
         by_role = {role: [path for path in roles if roles[path] == role] for role in ROLES}
         if not by_role["row"] and not by_role["fused"]:
             return
@@ -223,7 +232,10 @@ class ModelBlocks:
                     yield {**base, **style, **between, **rows, **counts}
 
     def _between(self, block: str, roles: Mapping[str, str]) -> list[Entries]:
-        """Norms of heads, learned activations: modules of vectors alone, which a rank uses for its own features."""
+        """Return modules of vectors alone, such as norms of heads and learned activations.
+
+        A rank uses them for its own features.
+        """
         vectors: Entries = {}
         features: Entries = {}
         for path, module in self.modules.items():
@@ -256,7 +268,10 @@ class ModelBlocks:
         return None
 
     def _counts(self, columns: list[str], rows: list[str]) -> Iterator[Entries]:
-        """No counts; those of heads alone; those of heads and of all their features; each with the vectors of heads."""
+        """Yield the possible counts, each with the vectors of heads.
+
+        They are no counts, counts of heads alone, and counts of heads and of all their features.
+        """
         paths = dict.fromkeys(path.rpartition(".")[0] for path in columns)
         widths = {
             int(self.modules[path].weight.numel() // out_features(self.modules[path]))
@@ -284,7 +299,7 @@ class ModelBlocks:
                 yield counts
 
     def _own_parameters(self, path: str, counts: tuple[str, ...]) -> OwnParameters | None:
-        """Vectors with an entry for each head, and the counts; None if there is neither."""
+        """Return vectors with an entry for each head, and the counts; None if there is neither."""
         vectors = {
             name: p
             for name, p in self.modules[path]._parameters.items()
@@ -294,7 +309,7 @@ class ModelBlocks:
         return OwnParameters(dims=dims, counts=counts) if dims or counts else None
 
     def _vocabulary(self) -> Entries:
-        """Embeddings of tokens and output projections, with all that shares a parameter with one of them."""
+        """Return embeddings, output projections, and all modules that share their parameters."""
         entries: Entries = {
             path: TOKENS if role == "tokens" else GATHERED
             for path, role in self.roles.items()
@@ -354,7 +369,7 @@ def _of_vocabulary(module: nn.Module, shared: list[str]) -> ParallelStyle:
 
 
 def _pair(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """The two Linears of a parent that has no others, where the second reads the first's output."""
+    """Yield the roles of a parent's only two Linears if the second reads the first's output."""
     children: Any = module.named_children()
     linears = [(name, child) for name, child in children if class_of(child) is nn.Linear]
     if len(linears) != 2:

@@ -1,4 +1,4 @@
-"""Weights of models: read, written and sent shard by shard.
+"""Weights of models: reading, writing and sending, shard by shard.
 
 May import: errors.
 """

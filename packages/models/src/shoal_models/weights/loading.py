@@ -1,7 +1,9 @@
-"""`load_sharded`: a parallel model filled from files or a state dict, each rank reading only its own shards.
+"""`load_sharded`: filling a parallel model from files or a state dict.
+
+Each rank reads only its own shards.
 
 Build the model on the meta device, parallelize it (parameters become DTensors without storage),
-then load: no rank ever holds a sharded parameter in full. Without communication.
+then load: no rank ever holds a sharded parameter in full. Loading needs no communication.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(slots=True)
 class Loaded:
-    """What was read.
+    """The result of loading.
 
     Attributes:
         missing: parameters and persistent buffers that the source does not have.
@@ -44,7 +46,7 @@ class Loaded:
 
 
 class Stored(Protocol):
-    """A tensor of a source, of which a rank reads its own slices."""
+    """A tensor of a source, from which a rank reads its own slices."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -68,7 +70,9 @@ class Lazy:
 
 @takes(module=nn.Module)
 def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> Loaded:
-    """Fill a parallel model in place; parameters on the meta device get storage on their mesh's device.
+    """Fill a parallel model in place.
+
+    Parameters on the meta device get storage on their mesh's device.
 
     Args:
         module: after `parallelize_module`; fused parameters that a style split are read from their
@@ -77,7 +81,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
         strict: raise if the model or the source has entries that the other lacks.
 
     Returns:
-        What was missing or unexpected, and how many bytes this rank read.
+        The missing and the unexpected entries, and the number of bytes that this rank read.
 
     Raises:
         PlanError: if a shape differs (before anything is written), or entries differ under
@@ -110,7 +114,10 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
 
 
 def _compared(entries: list[Entry], stored: Mapping[str, Stored], *, strict: bool) -> Loaded:
-    """What the model and the source do not have in common; raises before anything is written."""
+    """Return the entries that only the model or only the source has.
+
+    Errors are raised before anything is written.
+    """
     common = {entry.source for entry in entries} & stored.keys()
     reached = {id(entry.tensor) for entry in entries if entry.source in common}
     missing = {entry.source for entry in entries if id(entry.tensor) not in reached}
@@ -128,7 +135,7 @@ def _compared(entries: list[Entry], stored: Mapping[str, Stored], *, strict: boo
 
 
 def stored_in(source: Source, stack: ExitStack) -> Mapping[str, Stored]:
-    """The tensors of a source by name; of files, which the stack closes."""
+    """Return the tensors of a source by name; the stack closes the files."""
     if isinstance(source, Mapping):
         return source
     from safetensors import safe_open  # an extra, needed for files only
@@ -147,7 +154,7 @@ def _read(file: Any, name: str, slices: Slices) -> Tensor:
 
 
 class Entry(NamedTuple):
-    """A parameter or buffer: the table that holds it, and its rows of which entry of the source."""
+    """A parameter or buffer: the table that holds it, and its rows of an entry of the source."""
 
     table: dict[str, Any]
     name: str
@@ -159,7 +166,10 @@ class Entry(NamedTuple):
 
 
 def entries_of(module: nn.Module) -> Iterator[Entry]:
-    """Every parameter and persistent buffer of a parallel or plain module, with its entry in the plain one's files."""
+    """Yield every parameter and persistent buffer of a module, with its entry in the files.
+
+    The module is parallel or plain; the files are the files of the plain module.
+    """
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         blocks = {
@@ -188,7 +198,7 @@ def entries_of(module: nn.Module) -> Iterator[Entry]:
 
 
 def _split_parameters(owner: nn.Module) -> Iterator[Any]:
-    """The fused parameters of a module that its styles have split into one for each block."""
+    """Yield the fused parameters of a module that its styles have split into blocks."""
     for sharding, mesh in shardings_of(owner):
         if sharding.fused is not None and sharding.fused.splits(mesh.size()):
             yield sharding.fused
@@ -221,7 +231,7 @@ def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor
 
 
 def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:
-    """This rank's boxes, as slices of the source's entry and of the local tensor."""
+    """Yield this rank's boxes, as slices of the source's entry and of the local tensor."""
     boxes = [(whole_box(tensor.shape), whole_box(tensor.shape))]
     if isinstance(tensor, DTensor):
         spec = tensor.spec

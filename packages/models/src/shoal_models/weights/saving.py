@@ -1,8 +1,7 @@
-"""What the ranks hold of a model, written into safetensors files or into another model, shard by shard.
+"""Writing of a model's shards into safetensors files or into another model, shard by shard.
 
 No parameter is gathered. Files have their final size before the first byte of data, and a box of a
-tensor is written where it belongs in them: what the ranks send each other is names, shapes and
-boxes.
+tensor is written at its place in a file: ranks only send each other names, shapes and boxes.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _DTYPES = {
 
 
 class Saved(NamedTuple):
-    """What was written.
+    """The result of saving.
 
     Attributes:
         files: names of the files with tensors, in the directory.
@@ -84,7 +83,7 @@ class Saved(NamedTuple):
 
 @dataclass(slots=True)
 class StoredTensor:
-    """An entry of the files: which ranks hold which box of it, which one writes it, and where."""
+    """An entry of the files: its boxes, their ranks and writers, and its place."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -102,22 +101,24 @@ class StoredTensor:
 def save_sharded(
     module: nn.Module, directory: str | PathLike[str], *, max_file_bytes: int = 5 * 2**30
 ) -> Saved:
-    """Write a model's parameters and persistent buffers as safetensors, under the names that the plain model has.
+    """Write a model's parameters and persistent buffers as safetensors.
 
-    All ranks of the world call it, with a directory that all of them see. `load_sharded` reads the
-    files on any number of ranks, and so does plain `from_pretrained` of transformers, bit for bit:
-    a model with a configuration gets its `config.json` and `generation_config.json` too. Packed and
-    split parameters are written as the fused ones, shared ones once. A rank needs no memory beyond
-    one contiguous copy of its shard of one parameter.
+    The names are the names of the plain model.
 
-    Files are written beside the directory, which is then exchanged in one step (where the file
-    system cannot, by two renames); whatever is interrupted leaves the old one. Other files of the
-    directory are kept.
+    All ranks of the world call this function, with a directory that all of them can access.
+    `load_sharded` reads the files on any number of ranks, and so does plain `from_pretrained` of
+    transformers, bit for bit: a model with a configuration gets its `config.json` and
+    `generation_config.json` too. Packed and split parameters are written as the fused ones, shared
+    ones once. A rank needs no memory beyond one contiguous copy of its shard of one parameter.
+
+    Files are written beside the directory, which is then exchanged in one step (or in two renames
+    if the file system does not support this); an interruption leaves the old directory. Other files
+    of the directory are kept.
 
     Args:
         module: parallel or plain.
         directory: made where it does not exist.
-        max_file_bytes: of tensors in one file; a larger tensor has a file of its own.
+        max_file_bytes: bytes of tensors in one file; a larger tensor has a file of its own.
 
     Returns:
         The names of the files, and how many bytes this rank wrote.
@@ -152,17 +153,23 @@ def save_sharded(
 
 
 def own_rank() -> int:
-    """This process's rank in the world; 0 of the only process."""
+    """Return this process's rank in the world; 0 for a single process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def on_first(failed: str, step: Callable[[], T]) -> T | None:
-    """What a step returns on rank 0, on every rank; if it fails there, all raise a CheckpointError that begins so."""
+    """Run a step on rank 0; return its result on every rank.
+
+    If the step fails, all ranks raise a CheckpointError whose message begins with `failed`.
+    """
     return agree(lambda: step() if own_rank() == 0 else None, None, CheckpointError, failed)[0]
 
 
 def describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
-    """Dtype, shape and this rank's boxes of every entry; the tensors of the boxes go into `shards`."""
+    """Describe dtype, shape and this rank's boxes of every entry.
+
+    The tensors of the boxes are added to `shards`.
+    """
     described: dict[str, Any] = {}
     for entry in _once(module):
         dtype = entry.tensor.dtype
@@ -181,7 +188,7 @@ def describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) -> 
 
 
 def _once(module: nn.Module) -> list[Entry]:
-    """The entries, shared ones under the name that a tied model's files have."""
+    """Return the entries; a shared entry has the name that a tied model's files have."""
     entries = list(entries_of(module))
     plain = nn.Module.get_extra_state
     stateful = [
@@ -223,7 +230,7 @@ def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
 
 
 def _merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
-    """The entries of all ranks, with one writer per box; the same on every rank."""
+    """Merge the entries of all ranks, with one writer per box; equal on every rank."""
     tensors: dict[str, StoredTensor] = {}
     for rank, entries in enumerate(described):
         for name, (dtype, shape, boxes) in entries.items():
@@ -247,7 +254,10 @@ def _merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
 
 
 def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
-    """File -> its header; every entry gets its file and its place in it.  Entries of one file by size of element."""
+    """Return the header of each file; set the file and the place of every entry.
+
+    Entries of one file are ordered by size of element.
+    """
     groups = in_groups(tensors, lambda name: tensors[name].nbytes, limit) or [[]]
     headers: dict[str, bytes] = {}
     for number, names in enumerate(groups, 1):
@@ -283,7 +293,7 @@ def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
 def _prepare(
     module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], files: dict[str, bytes]
 ) -> None:
-    """The directory beside the target: files of their final size, the index, and the model's configuration."""
+    """Make the directory beside the target: files of their final size, index, and configuration."""
     shutil.rmtree(stage, ignore_errors=True)  # of a save that was interrupted
     stage.mkdir(parents=True)
     for file, header in files.items():
@@ -309,7 +319,7 @@ def _prepare(
 def _write(
     shards: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredTensor], stage: Path
 ) -> int:
-    """Write the boxes of which this rank is the writer; returns their bytes."""
+    """Write the boxes that this rank writes; return their bytes."""
     rank = own_rank()
     written = 0
     with ExitStack() as stack:
@@ -330,7 +340,11 @@ def _write(
 
 
 def _write_box(file: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
-    """Write one box: a run of bytes for every combination of the dims before the last one that is not full."""
+    """Write one box.
+
+    A run of bytes is written for every combination of the dims before the last dim that is not
+    full.
+    """
     values: Any = shard.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     data = memoryview(values)
     if not data.nbytes:
@@ -354,7 +368,7 @@ def _write_box(file: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
 
 
 def _publish(stage: Path, target: Path) -> None:
-    """Put the new directory in the place of the old one, with what else the old one has."""
+    """Put the new directory in the place of the old one, with the other files of the old one."""
     if not target.exists():
         stage.rename(target)
         return
@@ -384,7 +398,7 @@ def _keep(source: str, new: str) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two directories in one step; False where system or file system cannot."""
+    """Exchange two directories in one step; return False if system or file system cannot."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     return (
         call is not None
@@ -398,17 +412,19 @@ def _exchange(one: Path, other: Path) -> bool:
 def copy_weights(
     source: nn.Module | None, target: nn.Module | None, *, max_bytes: int = 64 * 2**20
 ) -> None:
-    """Write the parameters and persistent buffers of one model into another one, parallel in any other way.
+    """Write the parameters and persistent buffers of one model into another one.
 
-    For a mesh that serves beside one that trains: other degrees, other plans, the same ranks of the
-    world or others. All ranks of the world call it. No rank has more of a parameter than its shards
-    of both, and what is in flight.
+    The two models may be parallel in different ways.
+
+    Use this function for a mesh that serves and another mesh that trains: degrees, plans and ranks
+    of the world may differ. All ranks of the world call the function. No rank holds more of a
+    parameter than its shards of both models, and the parts in flight.
 
     Args:
         source: a parallel or plain model; None on ranks that have no part of it.
         target: a model with the same names, written in place; None on ranks that have no part of
             it.
-        max_bytes: of tensors that one collective moves.
+        max_bytes: bytes of tensors that one collective moves.
 
     Raises:
         PlanError: on all ranks, if the target has entries that the source lacks, or has in another
