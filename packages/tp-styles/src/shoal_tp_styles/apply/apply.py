@@ -304,7 +304,7 @@ def _shards(tensor: Tensor, fused: FusedBlocks, mesh: DeviceMesh) -> list[DTenso
 
 
 def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, tuple[str, int, int]]]:
-    """Return, for the parameter of each block, its place in the fused parameter.
+    """Yield, for the parameter of each block, its place in the fused parameter.
 
     The place is (fused name, first row in the fused parameter, rows of the fused parameter).
     """

@@ -1,4 +1,4 @@
-"""Losses on logits whose vocabulary (class dim) is sharded over ranks.  No rank ever holds full logits.
+"""Losses on logits with a sharded vocabulary (class dim); no rank ever holds full logits.
 
 Every loss uses one differentiable step, `_RowStatistics`, with two collectives of one number per
 row and sum; the rest of a loss (weights, smoothing, ignored rows, means) is plain arithmetic on the
@@ -31,7 +31,7 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class _RowStatistics(Function):
-    """x: S(-1) over classes -> per row: log-sum-exp, x[target], sum of q * x; all R.
+    """Function x: S(-1) over classes -> log-sum-exp, x[target], sum of q * x of each row; all R.
 
     Target and q (per class, or per row and class) may be None; their sums are then zero.
     """
@@ -314,7 +314,10 @@ def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) ->
 
 
 class _LogSoftmax(Function):
-    """x: S(-1) -> log-probabilities: S(-1).  Backward: one all-reduce of a number per row."""
+    """Function x: S(-1) -> log-probabilities: S(-1).
+
+    Backward: one all-reduce of a number per row.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, vocab: Vocab) -> Tensor:
@@ -393,8 +396,8 @@ def kl_div(
     Gradients go to `logits` only (distillation).
 
     Args:
-        logits: of the student, sharded along `dim`.
-        target_logits: of the teacher, sharded alike; taken as constant.
+        logits: logits of the student, sharded along `dim`.
+        target_logits: logits of the teacher, sharded alike; treated as constant.
         dim: the class dim.
         reduction: "none" gives one value per row; "batchmean" divides the sum by the first dim,
             "mean" by the rows.

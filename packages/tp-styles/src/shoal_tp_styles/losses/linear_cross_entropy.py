@@ -48,7 +48,9 @@ class _LogitBlocks:
 
 
 class _LinearStatistics(Function):
-    """x: R, w: S(0), b: S(0) over classes -> per row: log-sum-exp, logit of the target, sum of q * logits; all R.
+    """Function x: R, w: S(0), b: S(0) over classes -> statistics of each row of logits; all R.
+
+    The statistics are the log-sum-exp, the logit of the target, and the sum of q * logits.
 
     Backward: x's gradient by one all-reduce.  `q` (per class) may be None; its sum is then zero.
     """
@@ -161,7 +163,8 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
         z_loss: times the square of each row's log-sum-exp, added to its loss (weighted and ignored
             as the row is).
         logit_cap: bound of the logits, `cap * tanh(logits / cap)`.
-        block_rows: rows whose logits exist at a time; about 4 million logits if left out.
+        block_rows: number of rows whose logits exist at a time; rows with about 4 million logits if
+            left out.
         vocab: the classes of each rank, for plain local weights.
 
     Returns:

@@ -28,8 +28,8 @@ def loss_parallel() -> Iterator[None]:
 
     Other axes may shard the rows.
 
-    Label smoothing, class weights, `ignore_index`, probability targets and every reduction are
-    those of `torch.nn.functional`; the loss is a replicated DTensor, or sharded like the rows if
+    Label smoothing, class weights, `ignore_index`, probability targets and every reduction behave
+    as in `torch.nn.functional`; the loss is a replicated DTensor, or sharded like the rows if
     nothing is reduced. DTensor logits give the same numbers outside the block; inside the block no
     rank gathers them.
 

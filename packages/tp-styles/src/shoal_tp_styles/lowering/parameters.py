@@ -1,4 +1,4 @@
-"""Parameters in local computation: DTensors in, their local shards out, gradients back into `.grad`.
+"""Parameters in local computation: DTensors in, local shards out, gradients back to `.grad`.
 
 With `local_parameters` any function of plain tensors is a lowering: autograd differentiates its
 computation.

@@ -85,7 +85,7 @@ class ColumnEmbedding(_Table):
 
 
 class OwnRows(Function):
-    """Function from replicated tokens to the rows that this rank holds, from `first` on (`R -> P`).
+    """Function from replicated tokens to this rank's rows, from `first` on (`R -> P`).
 
     Tokens of other ranks give zeros.
 

@@ -70,8 +70,8 @@ def parallelize_module(
         PlanError: if a path matches nothing (`on_unmatched="error"`), two styles shard one module,
             or a module already has the style: `unparallelize_module` comes first. Or the plan is
             automatic and not proven for the mesh. Nothing has been changed then.
-        TiedWeightError: if modules that share a parameter ask for different placements, or one
-            leaves it plain.
+        TiedWeightError: if the styles of modules that share a parameter have different placements,
+            or one module has no style.
         TypeError: if the plan is neither a style nor a mapping of styles, or `module` is not a
             module (`StyleTypeError`).
 
@@ -135,7 +135,10 @@ def _mesh(given: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
 
 
 def _run_children(root: nn.Module) -> None:
-    """Have torch's encoder layers call modules that have styles: their fused kernel reads parameters alone."""
+    """Make torch's encoder layers call modules that have styles.
+
+    Their fused kernel would only read parameters.
+    """
     for module in root.modules():
         name = next((name for kind, name in _FUSED.items() if isinstance(module, kind)), "")
         own = vars(module)
@@ -178,7 +181,7 @@ def _explain(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _local_outputs(owner: nn.Module) -> Iterator[str]:
-    """Return the modules inside another whose output is a plain local shard."""
+    """Yield the modules inside another whose output is a plain local shard."""
     for path, module in owner.named_modules():
         for sharding, mesh in shardings_of(module):
             left = sharding.output_port().desired

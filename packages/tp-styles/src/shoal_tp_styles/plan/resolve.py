@@ -112,7 +112,7 @@ class Resolved(NamedTuple):
     unmatched: tuple[str, ...]
 
     def ambiguous(self) -> Iterable[str]:
-        """Yield parameters that two entries would shard, and boundaries wrapped twice.
+        """Return parameters that two entries would shard, and boundaries wrapped twice.
 
         A module is wrapped twice if two entries have the same kind of boundary style.
         """
@@ -263,7 +263,7 @@ def _owned_parameters(
 
 
 def _wrapped(use: Use) -> Iterator[tuple[int, str]]:
-    """Yield keys of what only one use may change: parameters, or the boundary of a module.
+    """Yield keys that only one use may have: parameters, or the boundary of a module.
 
     Each kind of boundary style has its own key.
     """

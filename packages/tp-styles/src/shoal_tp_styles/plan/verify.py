@@ -113,7 +113,7 @@ def verify(
         model: the root of the plan's paths; on any device, also meta.
         plan: as for `parallelize_module`.
         mesh: the mesh that the plan is for.
-        args: example inputs of global shape, which every rank gets.
+        args: example inputs of global shape; every rank gets the same inputs.
         kwargs: likewise.
 
     Example:

@@ -254,7 +254,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSharding:
-    """Placements of a module's parameters, inputs and outputs along one mesh axis, or along two of them.
+    """Placements of a module's parameters, inputs and outputs along one or two mesh axes.
 
     Attributes:
         style: the style's name, for messages.
@@ -350,11 +350,11 @@ class ModuleCall:
     """One call of a module, recorded on meta tensors of global shape.
 
     Attributes:
-        module: before it is parallel.
-        sharding: what a style declares for it.
+        module: the module before it is parallel.
+        sharding: the declaration of a style for the module.
         args: positional arguments; a tensor that `requires_grad` gets a gradient.
         kwargs: keyword arguments.
-        outputs: what the forward returns, as a tuple.
+        outputs: the results of the forward, as a tuple.
         ranks: size of the mesh axis.
         axis_sizes: size of each axis that the style acts on.
     """

@@ -50,7 +50,7 @@ _LOWERINGS: dict[type[nn.Module], type[Lowered]] = {
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class SequenceParallel(DeclaredStyle):
-    """Run a module that treats every token alone on each rank's shard of the sequence.
+    """Style that runs a module, one that treats tokens alone, on each rank's shard of the sequence.
 
     The style is for LayerNorm, RMSNorm, Dropout, activations and your own modules of this kind, and
     for RNN, LSTM and GRU along their batch dim. A plain input is this rank's shard of the sequence;
@@ -93,7 +93,9 @@ class SequenceParallel(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ContextParallel(DeclaredStyle):
-    """Run `F.scaled_dot_product_attention` in a module over the sequence of all ranks of the axis.
+    """Style for scaled dot-product attention over the sequence of all ranks of the axis.
+
+    It replaces calls of `F.scaled_dot_product_attention` in a module.
 
     The style is for a module of any kind: an attention, a block, a whole model. The inputs of the
     module are this rank's positions. Parameters stay as they are; their gradients are the gradients
@@ -131,7 +133,7 @@ class ContextParallel(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class HeadParallel(DeclaredStyle):
-    """Give each rank some heads of an `nn.MultiheadAttention`.
+    """Style that gives each rank some heads of an `nn.MultiheadAttention`.
 
     The input projections are sharded by columns, the output projection by rows.
 
@@ -176,7 +178,7 @@ class HeadParallel(DeclaredStyle):
 
 @dataclass(kw_only=True, repr=False)
 class OwnParameters(DeclaredStyle):
-    """Shard the parameters that a module's own forward reads, such as one attention sink per head.
+    """Style that shards parameters of a module's own forward, such as one attention sink per head.
 
     The forward runs on local shards. Children keep styles of their own. A parameter that is not
     named is replicated, and its gradient is taken to be the same on all ranks.
@@ -184,9 +186,9 @@ class OwnParameters(DeclaredStyle):
     Args:
         dims: name of a parameter -> the dim that is sharded; a parameter that is None is not
             sharded.
-        counts: names of integers of the module by which its forward reshapes what column-wise
-            children return: numbers of heads, features of all heads. While the forward runs, a rank
-            reads its part of them.
+        counts: names of integers of the module by which its forward reshapes the outputs of
+            column-wise children: numbers of heads, features of all heads. While the forward runs, a
+            rank reads its part of them.
 
     Raises:
         LayoutError: if the module has no such parameter or integer, or the parameter no such dim,
@@ -235,7 +237,9 @@ class OwnParameters(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class LatentProjection(DeclaredStyle):
-    """Replicate a Linear of multi-head latent attention whose last features each rank's heads read.
+    """Style for a replicated Linear of multi-head latent attention.
+
+    Each rank's heads read the last features of the output directly.
 
     The latent passes a column-wise projection, which sums the latent's gradient over the ranks;
     this style sums the gradient of the last features.
@@ -279,7 +283,7 @@ _KINDS: tuple[type[nn.Module], ...] = (
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ChannelParallel(DeclaredStyle):
-    """Run a module that treats channels alone on the rank's channels.
+    """Style that runs a module, one that treats channels alone, on the rank's channels.
 
     The module is between a column-wise and a row-wise convolution.
 

@@ -28,7 +28,7 @@ from .style import DeclaredStyle, unsupported
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ExpertParallel(DeclaredStyle):
-    """Hold some experts on each rank, and bring tokens to them.
+    """Style that holds some experts on each rank, and sends tokens to them.
 
     The experts are packed, parameters of shape (experts, ...), or the children of a ModuleList with
     a forward. Any number of experts on any number of ranks. Nothing is dropped unless a capacity is
@@ -90,7 +90,7 @@ class ExpertParallel(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ExpertTensorParallel(DeclaredStyle):
-    """Hold some hidden features of every expert on each rank, and sum the experts' outputs.
+    """Style that holds some hidden features of every expert on each rank, and sums the outputs.
 
     The parameters are known by their names: gate_up_proj, gate_proj, up_proj, w1, w3 and down_proj,
     w2, packed over the experts or of Linears in a ModuleList, and their biases. All ranks have the
@@ -123,7 +123,7 @@ class ExpertTensorParallel(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class IdentityExpert(DeclaredStyle):
-    """Return each rank's share of the sum from an `nn.Identity` among experts.
+    """Style for an `nn.Identity` among experts: each rank returns its share of the sum.
 
     The experts are under `ExpertTensorParallel`.
 
@@ -143,7 +143,7 @@ class IdentityExpert(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class SharedExpertOverlap(DeclaredStyle):
-    """Compute a block's shared expert while tokens are in flight to its routed experts.
+    """Style that computes a block's shared expert while tokens are in flight to routed experts.
 
     The backward overlaps likewise.
 

@@ -193,7 +193,7 @@ class _FeatureStyle(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ColwiseParallel(_FeatureStyle):
-    """Shard a module along its output features: every rank computes some columns of the output.
+    """Style that shards a module along its output features: a rank computes some output columns.
 
     Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv and
     ConvTranspose: output channels, and with several groups complete ones, with their input
@@ -285,7 +285,7 @@ class ColwiseParallel(_FeatureStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class RowwiseParallel(_FeatureStyle):
-    """Shard a module along its input features: every rank computes a partial sum of the output.
+    """Style that shards a module along its input features: a rank computes a partial output.
 
     Linear: weight `Shard(1)`, the bias replicated and added once after the reduction; Embedding:
     weight `Shard(0)`, tokens of other ranks masked; Conv and ConvTranspose: input channels, and
@@ -336,7 +336,7 @@ def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
 
 @dataclass(kw_only=True, repr=False)
 class PackedColwiseParallel(DeclaredStyle):
-    """Shard each block of a fused Linear along its output features.
+    """Style that shards each block of a fused Linear along its output features.
 
     The local output holds this rank's shard of every block, in the order of the blocks.
 

@@ -28,7 +28,7 @@ from .style import DeclaredStyle
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class LoRA(DeclaredStyle):
-    """Add `alpha / rank * B A x` to `base`, with `A` random and `B` zero at first.
+    """Style that adds `alpha / rank * B A x` to `base`, with `A` random and `B` zero at first.
 
     Args:
         base: ColwiseParallel or RowwiseParallel; its layouts are the layouts of the sum.

@@ -1,4 +1,4 @@
-"""`PrepareModuleInput`, `PrepareModuleOutput`, `PrepareModuleInputOutput`: layouts at a module's boundary.
+"""Styles `PrepareModuleInput`, `PrepareModuleOutput` and both in one: layouts at a boundary.
 
 The styles change no parameter, only the layouts of the tensors that enter and leave;
 `input_reshard` changes the layout of the tensors that are saved for backward.
@@ -80,7 +80,7 @@ class _Prepare(DeclaredStyle):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class PrepareModuleInput(_Prepare):
-    """Bring the inputs of a module to the layouts it needs, before its forward runs.
+    """Style that brings the inputs of a module to its layouts before the forward runs.
 
     Args:
         input_layouts: layout of each plain positional input; None passes it through.
@@ -130,7 +130,7 @@ class PrepareModuleInput(_Prepare):
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class PrepareModuleOutput(_Prepare):
-    """Bring the outputs of a module to the desired layouts, after its forward ran.
+    """Style that brings the outputs of a module to the desired layouts after the forward ran.
 
     Args:
         output_layouts: layout of each plain output; None passes it through.
@@ -256,7 +256,7 @@ def input_reshard(
 
 
 class _Resharding(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks during one forward; what was packed stays packed until its backward."""
+    """Saved-tensor hooks of one forward; packed tensors stay packed until its backward."""
 
     def __init__(self, mesh: DeviceMesh, dim: int, inputs: list[Tensor]) -> None:
         super().__init__(
