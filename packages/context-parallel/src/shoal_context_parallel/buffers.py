@@ -406,7 +406,8 @@ class RoutedAttention(ReplacedAttention):
     def _options_of(self, tensors: Sequence[Any], attn_mask: object) -> ContextOptions:
         """Return the options for DTensors.
 
-        They are sharded along the sequence on the axis of the sequence, if their mesh has it.
+        DTensors are sharded along the sequence on the axis of the sequence, if their mesh has this
+        axis.
         """
         specs = [x.spec if isinstance(x, DTensor) else None for x in tensors]
         first = specs[0]

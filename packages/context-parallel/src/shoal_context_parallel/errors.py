@@ -8,5 +8,5 @@ from shoal_dtensor.errors import StyleError
 class UnsupportedAttentionError(StyleError, NotImplementedError):
     """An attention that is not supported on a sharded sequence.
 
-    The message names what is supported.
+    The message names the supported cases.
     """

@@ -30,7 +30,7 @@ _BAND_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """The positions of a sequence that each rank holds, as ranges in the order in which it holds them.
+    """The positions of a sequence that each rank holds, as ranges in the rank's own order.
 
     Attributes:
         ranges: for each rank its ranges; together they hold every position once.
