@@ -6,7 +6,7 @@ from shoal_dtensor.errors import StyleError
 
 
 class CheckpointError(StyleError, RuntimeError):
-    """Files of a model cannot be written or read.
+    """Files of a model that cannot be written or read.
 
     The message names the files, and the parts that are unchanged.
     """

@@ -105,7 +105,7 @@ def save_adapters(
     Args:
         model: of peft.
         directory: where `adapter_model.safetensors` and `adapter_config.json` are written.
-        adapter_name: of those that the model has.
+        adapter_name: name of an adapter of the model.
 
     Example:
         >>> save_adapters(model, "adapter")  # doctest: +SKIP
@@ -138,7 +138,7 @@ def load_adapters(
     Args:
         model: of peft, with adapters of that name; changed in place.
         directory: of `adapter_model.safetensors`.
-        adapter_name: of those that the model has.
+        adapter_name: name of an adapter of the model.
 
     Raises:
         CheckpointError: if the file has other tensors than the model.

@@ -1,4 +1,6 @@
-"""`small_copy`: a small model built from the configuration of a model of transformers, with inputs that run.
+"""`small_copy`: a small model from the configuration of a model, with inputs that run.
+
+The models are models of transformers.
 
 A plan is proven on a copy that has every kind of layer of the model, and as few layers as possible.
 The copy has random weights. The widths are the widths of the configuration if the simulated ranks

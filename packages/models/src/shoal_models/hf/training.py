@@ -42,8 +42,8 @@ _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def single_process() -> Iterator[None]:
     """Hide the other ranks that torchrun started from accelerate and `TrainingArguments`.
 
-    Make `Accelerator(...)`, or `TrainingArguments(...)` and `Trainer(...)`, in it, before anything
-    else asks accelerate for its state; the mesh exists already.
+    Make `Accelerator(...)`, or `TrainingArguments(...)` and `Trainer(...)`, in the block, before
+    anything else initializes accelerate's state; the mesh must exist already.
 
     Example:
         >>> with single_process():

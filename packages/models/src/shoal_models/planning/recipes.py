@@ -1,4 +1,4 @@
-"""Recipes for the blocks of a model: entries of plans, in order of preference, to be tried.
+"""Recipes for the blocks of a model: entries of plans to be tried, in order of preference.
 
 A block is a set of modules whose styles are right or wrong together: projections around one
 attention, a feed-forward, experts, a vocabulary. Its recipes come from the model's own plan, from

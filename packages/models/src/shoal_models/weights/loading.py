@@ -76,7 +76,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
 
     Args:
         module: after `parallelize_module`; fused parameters that a style split are read from their
-            fused entries, shared ones from whichever of their names the source has.
+            fused entries, shared parameters from any of their names that the source has.
         source: a state dict of unsharded tensors, or one or several safetensors files.
         strict: raise if the model or the source has entries that the other lacks.
 

@@ -108,8 +108,9 @@ def save_sharded(
     All ranks of the world call this function, with a directory that all of them can access.
     `load_sharded` reads the files on any number of ranks, and so does plain `from_pretrained` of
     transformers, bit for bit: a model with a configuration gets its `config.json` and
-    `generation_config.json` too. Packed and split parameters are written as the fused ones, shared
-    ones once. A rank needs no memory beyond one contiguous copy of its shard of one parameter.
+    `generation_config.json` too. Packed and split parameters are written as fused parameters,
+    shared parameters once. A rank needs no memory beyond one contiguous copy of its shard of one
+    parameter.
 
     Files are written beside the directory, which is then exchanged in one step (or in two renames
     if the file system does not support this); an interruption leaves the old directory. Other files
