@@ -42,7 +42,14 @@ from shoal_data_parallel import (
     replicate,
 )
 from shoal_data_parallel.unit import Forward, unit_of
-from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_replication
+from shoal_dtensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    implicit_replication,
+)
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
@@ -579,7 +586,8 @@ def test_experts_on_axes_of_their_own() -> None:
         distribute_tensor(model[1].weight.detach(), mesh["expert"], [Shard(0)])
     )
     fully_shard(model[1], mesh["data"])
-    assert model[1].weight.placements == (Shard(0), Shard(0))
+    # The experts are sharded first, then each shard over the data axis.
+    assert model[1].weight.placements == (StridedShard(0, split_factor=2), Shard(0))
     fully_shard(model, mesh["data"])
     x = torch.randn(8, 6, dtype=torch.float64)
     plain(x).square().mean().backward()

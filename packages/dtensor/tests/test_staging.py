@@ -74,7 +74,8 @@ def require_copy(copied: State, wanted: State, state: State) -> None:
         if isinstance(value, DTensor):
             assert isinstance(got, DTensor), name
             assert got.placements == value.placements, name
-            assert got.device_mesh is value.device_mesh, name
+            assert got.device_mesh == value.device_mesh, name
+            assert got.device_mesh.get_group() is value.device_mesh.get_group(), name
 
 
 def stager(**options: bool) -> DefaultStager:

@@ -180,4 +180,4 @@ def empty_for(saved: SavedNames, name: str) -> Tensor | None:
     if not saved.is_tensor(name):
         return None
     stored: Any = saved.kinds[name]
-    return torch.empty(stored.size, dtype=stored.properties.dtype)
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")

@@ -149,7 +149,10 @@ def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunct
     wide = wide_dtype(dtype)
 
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
-        x = x.to(wide)
+        mean_dtype = x.dtype
+        # The variance of complex numbers is real, and their mean is complex.
+        if not x.is_complex():
+            x = x.to(wide)
         mean = all_reduced(x.sum(dims, keepdim=True), spec, axes) / count
         distance = x - mean
         # Not by `conj()`: a conjugate is a mark, and marks are not looked at below a tensor
@@ -160,7 +163,7 @@ def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunct
         total = all_reduced(square.sum(dims, keepdim=True), spec, axes)
         variance = total / (divisor or torch.zeros((), dtype=total.dtype, device=total.device))
         result = (variance.sqrt() if is_deviation else variance).squeeze(gone).to(dtype)
-        return (result, mean.squeeze(gone).to(dtype)) if with_mean else result
+        return (result, mean.squeeze(gone).to(mean_dtype)) if with_mean else result
 
     return run
 
