@@ -167,7 +167,7 @@ def _is_sharded(model: nn.Module) -> bool:
     return has_styles or any(isinstance(param, DTensor) for param in model.parameters())
 
 
-class _Seen(NamedTuple):
+class _Recorded(NamedTuple):
     """A value that was recorded on this rank, before it is added up over ranks."""
 
     part: GlobalPart
@@ -193,7 +193,7 @@ class _Recorder(TorchDispatchMode):
         # Operators that run while this is set belong to the recorder itself.
         self._is_recording = False
         self._times: Counter[str] = Counter()
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _Recorded] = {}
 
     def hooks(self) -> Iterator[Any]:
         """Register two hooks on every module: one that tracks the path, one that records the output."""
@@ -261,7 +261,7 @@ class _Recorder(TorchDispatchMode):
         times = self._times[name]
         numbered = name if times == 1 else f"{name} #{times}"
         with torch.no_grad():
-            self._seen[numbered] = _Seen(part, by_rank, part.sums(salt))
+            self._seen[numbered] = _Recorded(part, by_rank, part.sums(salt))
 
     def values(self) -> list[Value]:
         """Add up the values over ranks; all ranks call it."""
