@@ -3,11 +3,13 @@
 May import: _torch, dispatch, layout, redistribute, rng, rules.
 """
 
+from .random_states import RandomStates
 from .simulate import coordinates, deal, gather, global_value, local_shards, part_of, simulate
 from .thread_ranks import ThreadMesh, on_threads, simulate_ranks, thread_meshes
 from .validate import Report, validate
 
 __all__ = [
+    "RandomStates",
     "Report",
     "ThreadMesh",
     "coordinates",

@@ -252,7 +252,7 @@ def try_plan(
 def _kept_random_states() -> Iterator[None]:
     """Restore the states of the generators of torch, Python and NumPy after the block."""
     # imported here because it takes longer to import than the whole layer
-    from shoal_dtensor.testing.random_states import RandomStates
+    from shoal_dtensor.testing import RandomStates
 
     states = RandomStates.capture()
     try:
@@ -362,7 +362,7 @@ def _vary_constants(module: nn.Module) -> None:
 
 @torch.enable_grad()
 def _run(module: nn.Module, inputs: _Inputs) -> _Results:
-    from shoal_dtensor.testing.random_states import RandomStates  # as above
+    from shoal_dtensor.testing import RandomStates  # as above
 
     RandomStates.seed(0)
     leaves: list[Tensor] = []
