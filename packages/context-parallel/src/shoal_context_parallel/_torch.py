@@ -12,6 +12,8 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 disable_dynamo: Callable[..., Any] = _disable_dynamo
+# context manager: functions of torch skip `__torch_function__` of subclasses of `Tensor`
+without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 Mask = Tensor | None
 Outputs = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]

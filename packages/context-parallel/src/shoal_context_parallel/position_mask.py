@@ -1,6 +1,6 @@
 """`PositionMask`: an attention mask by positions, in place of a tensor of queries times keys.
 
-May import: errors, sequence_layout.
+May import: _torch, errors, sequence_layout.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._torch import without_torch_function
 from .errors import UnsupportedAttentionError
 from .sequence_layout import AttentionMask, Documents
 
@@ -61,7 +62,7 @@ class PositionMask(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func in _SHAPE_QUERIES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         if func in _KEEPS_RULE and isinstance(args[0], PositionMask):
             return args[0]
