@@ -168,3 +168,20 @@ def as_bytes(tensor: Tensor) -> Tensor:
     strides (7, 3) give stride 3, which cannot be viewed as bytes.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def split_divisor(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
+    """Return the factors before and after a sum that make it an average of a half type.
+
+    In float16 the first factor is about the root of the number of ranks, so that neither large sums
+    nor small terms leave the range. It is a power of two, which changes no digits. bfloat16 has the
+    range of float32: it is divided after the sum, which needs no copy of the terms.
+
+    Example:
+        >>> split_divisor(torch.float16, 64), split_divisor(torch.bfloat16, 64)
+        ((0.125, 0.125), (1.0, 0.015625))
+    """
+    bits = (ranks - 1).bit_length()
+    # 64 ranks: 6 bits, of which float16 takes 3 before the sum
+    before = (bits + 1) // 2 if dtype is torch.float16 else 0
+    return 2.0**-before, 2.0**before / ranks

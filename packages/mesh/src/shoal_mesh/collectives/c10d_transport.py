@@ -25,7 +25,7 @@ from ..shared_memory.backend_work import BackendWork, first_failure
 from ..shared_memory.channel import Channel, all_have, channel_of
 from ..shared_memory.exchange import SharedMemoryTransport, is_carried, reduce_rows
 from ..shared_memory.recorder import CARRIED_DTYPES, OPS, record
-from ..transport import Handle, Pending, Transport, as_bytes
+from ..transport import Handle, Pending, Transport, as_bytes, split_divisor
 
 REDUCE = {op: getattr(ReduceOp, op.upper()) for op in OPS if op}
 PLAIN = CARRIED_DTYPES | {torch.bool}  # what every backend sends and reduces
@@ -55,23 +55,6 @@ _REDUCE_SCATTER = {
 _FROM = cache(lambda root: _with(_torch.BroadcastOptions(), "rootRank", root))
 # c10d: no list of sizes means equal blocks
 _EVEN: list[int] = []
-
-
-def split_divisor(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
-    """Return the factors before and after a sum that make it an average of a half type.
-
-    In float16 the first factor is about the root of the number of ranks, so that neither large sums
-    nor small terms leave the range. It is a power of two, which changes no digits. bfloat16 has the
-    range of float32: it is divided after the sum, which needs no copy of the terms.
-
-    Example:
-        >>> split_divisor(torch.float16, 64), split_divisor(torch.bfloat16, 64)
-        ((0.125, 0.125), (1.0, 0.015625))
-    """
-    bits = (ranks - 1).bit_length()
-    # 64 ranks: 6 bits, of which float16 takes 3 before the sum
-    before = (bits + 1) // 2 if dtype is torch.float16 else 0
-    return 2.0**-before, 2.0**before / ranks
 
 
 class C10dTransport(Transport):

@@ -17,8 +17,7 @@ from torch import Tensor
 from .._torch import functional, has_tangent, is_compiling, is_exporting, is_traced, tree_leaves
 from ..errors import CollectiveError
 from ..groups.process_groups import Comm
-from ..transport import Pending
-from .c10d_transport import split_divisor
+from ..transport import Pending, split_divisor
 
 NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
 """Of the operators for compiled code (`graph_operators`); a copy of this package in another has its own."""

@@ -5,7 +5,7 @@ only moves is sent as bytes, complex sums as pairs of reals, and small integers 
 wider dtype. An average is a sum and a division. The sum of half types may leave the range although
 every value and the mean are within it: averages of half types are summed in float32 if this package
 sums, and otherwise divided in two parts, one before and one after the sum
-(`c10d_transport.split_divisor`).
+(`transport.split_divisor`).
 
 A backend adds in its own order: gloo's ring begins at another rank for each part, NCCL chooses.
 Inside `sums_in_tree` ranks exchange their terms instead, and every rank adds the terms of its part
