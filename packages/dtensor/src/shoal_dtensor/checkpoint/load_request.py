@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..api.optimizer_states import FOR_STAGES
-from ..api.state_dicts import get_optimizer_state_dict
 from ..errors import CheckpointError, StateDictError
 from .components import ComponentLoad, ModuleLoad, ObjectLoad, components_of, is_component
 from .optimizer_load import GroupNames, OptimizerLoad, is_plain_optimizer
@@ -208,6 +207,9 @@ def _names_of_parameters(optimizer: Optimizer, modules: Iterable[nn.Module]) -> 
     groups = optimizer.param_groups
     if all("param_names" in group for group in groups):
         return [group["param_names"] for group in groups]
+    # here: only optimizers without names of parameters need it
+    from ..api.state_dicts import get_optimizer_state_dict
+
     for module in modules:
         try:
             named = get_optimizer_state_dict(module, optimizer)["param_groups"]

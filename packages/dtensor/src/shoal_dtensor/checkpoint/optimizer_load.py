@@ -19,7 +19,6 @@ from torch.optim import SGD, Optimizer
 from .._torch.tensors import pytree, steps_as
 from ..api.optimizer_states import drop_unmade_buffers, first_states, nested
 from ..errors import CheckpointError
-from ..tensor.dtensor import DTensor
 from .components import ComponentLoad, empty_for, with_keys_of
 from .saved_names import (
     Path,
@@ -232,6 +231,9 @@ class OptimizerLoad(ComponentLoad):
         if tuple(stored.size) == tuple(param.shape):
             self.targets[name] = torch.empty_like(param.detach(), dtype=dtype)
             return True
+        # here: only state without a description needs it
+        from ..tensor.dtensor import DTensor
+
         if isinstance(param, DTensor) and len(stored.size):
             return False
         self.targets[name] = torch.empty(stored.size, dtype=dtype, device=param.device)

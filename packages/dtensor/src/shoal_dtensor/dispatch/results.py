@@ -26,7 +26,6 @@ from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, mapped, memor
 from ..redistribute.execution.execute import in_memory_order
 from ..redistribute.steps import Plan
 from ..rules.language.op_call import OpCall, schema_of
-from .plain_tensors import is_made_inside
 
 
 class ResultKind(IntEnum):
@@ -295,6 +294,8 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
     view = view_of(op)
     if view is None:
         return None
+    # here: only such views need it, and `propagate` waits for this file
+    from .plain_tensors import is_made_inside
 
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(tensor, "_spec"):
