@@ -2,7 +2,7 @@
 
 A method sets one choice of the user, or makes one transition of a unit; the passes read the choice.
 
-May import: communication, gradient_group, reduction, unit, unit_passes.
+May import: communication, gradient_group, reduction, schedule, unit, unit_passes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from shoal_dtensor.internal import in_backward, takes
 
 from .communication import AllGather, ReduceScatter
 from .gradient_group import ReducingModule
-from .reduction import CommContext, GroupReduction, deliver
+from .reduction import GroupReduction, deliver
+from .schedule import CommContext
 from .unit import STATE, Unit, unit_of, units_of
 from .unit_passes import as_forward, enter
 

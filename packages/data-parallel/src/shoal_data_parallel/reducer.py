@@ -6,13 +6,14 @@ May import: sharded_parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
-from .sharded_parameters import DataAxes
+if TYPE_CHECKING:
+    from .sharded_parameters import DataAxes
 
 
 class Reducer:

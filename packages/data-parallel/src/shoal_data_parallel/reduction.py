@@ -31,30 +31,6 @@ from .gradient_group import Grads, Group, Kept, Scattered, in_wanted_layouts
 from .sharded_parameters import DataAxes
 
 
-class CommContext:
-    """Reductions that backwards have left in flight, for a later one to deliver."""
-
-    def __init__(self) -> None:
-        self.pending: list[GroupReduction] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy of the modules, in which nothing is in flight."""
-        return {"pending": []}
-
-    def take(self) -> list[GroupReduction]:
-        """Return all reductions, in the order in which they began, and forget them."""
-        taken = self.pending
-        self.pending = []
-        return taken
-
-    def drop(self, group: Group) -> None:
-        """Wait for a group's reductions, which the other ranks take part in, and forget them."""
-        for reduction in self.pending:
-            if reduction.group is group:
-                reduction.wait()
-        self.pending = [reduction for reduction in self.pending if reduction.group is not group]
-
-
 @dataclass(slots=True)
 class _Collected:
     """A rank's local gradients of a group, as they are sent."""

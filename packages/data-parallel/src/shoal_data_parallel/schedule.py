@@ -1,18 +1,44 @@
 """Schedule: the order in which the units below one outermost module run, forward after forward.
 
-May import: reduction.
+May import: gradient_group, reduction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from .reduction import CommContext
+if TYPE_CHECKING:
+    from .gradient_group import Group
+    from .reduction import GroupReduction
 
 # The class of units, which imports this file.
 Unit = TypeVar("Unit")
+
+
+class CommContext:
+    """Reductions that backwards have left in flight, for a later one to deliver."""
+
+    def __init__(self) -> None:
+        self.pending: list[GroupReduction] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy of the modules, in which nothing is in flight."""
+        return {"pending": []}
+
+    def take(self) -> list[GroupReduction]:
+        """Return all reductions, in the order in which they began, and forget them."""
+        taken = self.pending
+        self.pending = []
+        return taken
+
+    def drop(self, group: Group) -> None:
+        """Wait for a group's reductions, which the other ranks take part in, and forget them."""
+        for reduction in self.pending:
+            if reduction.group is group:
+                reduction.wait()
+        self.pending = [reduction for reduction in self.pending if reduction.group is not group]
 
 
 @dataclass(slots=True, eq=False)
