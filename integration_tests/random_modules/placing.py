@@ -9,13 +9,26 @@ from integration_tests.random_modules.program import Program
 from torch import Tensor, nn
 
 import shoal_tp_styles
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_module,
+    distribute_tensor,
+)
 from shoal_mesh import DeviceMesh
 from shoal_tp_styles import parallelize_module
 
 __all__ = ["place_model", "place_tensor"]
 
-NAMES = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
+NAMES = {
+    "Shard": Shard,
+    "StridedShard": StridedShard,
+    "Replicate": Replicate,
+    "Partial": Partial,
+}
 STYLES = NAMES | {name: getattr(shoal_tp_styles, name) for name in shoal_tp_styles.__all__}
 
 
