@@ -1,4 +1,6 @@
-"""Covers: _torch/compiling.py (whole_when_compiled), and what torch.compile asks of tensor/dtensor.py.
+"""Functions of DTensors under torch.compile.
+
+Covers: _torch/{compiling,compiled_gradients}.py, and what torch.compile asks of tensor/dtensor.py.
 
 Every function compiles into one graph, gives what it gives eagerly, and so do its gradients.
 """
