@@ -1,6 +1,6 @@
 """`fully_shard` with the rest of a training stack: compiler, initialization, checkpoints, dtypes; on real gloo ranks.
 
-Covers: {reduction,sharded_parameters}.py.
+Covers: {reduction,sharded_parameters,schedule}.py.
 """
 
 from __future__ import annotations

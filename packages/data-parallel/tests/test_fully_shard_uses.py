@@ -1,6 +1,6 @@
 """`fully_shard` in uses beyond one forward, one backward and one step; on real gloo ranks, against one device.
 
-Covers: unit_passes.py, fully_shard.py.
+Covers: {unit_passes,unit_backward,fully_shard}.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who divides a gradient: rows of docs/how-to/divide-gradients.md on real gloo ranks, against one process.
 
-Covers: global_losses.py.
+Covers: {global_losses,reducer}.py.
 """
 
 from __future__ import annotations

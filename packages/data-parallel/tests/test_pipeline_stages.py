@@ -1,6 +1,6 @@
 """Stages of torch's pipelining whose modules are on data axes; on real gloo ranks.
 
-Covers: pipeline_stages.py.
+Covers: {pipeline_stages,stage_borders}.py.
 """
 
 from __future__ import annotations
