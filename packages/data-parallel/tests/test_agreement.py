@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from data_parallel_model import mesh_of
 from shoal_data_parallel import FSDPModule, ReplicateModule, StyleError, fully_shard, replicate
@@ -60,6 +61,16 @@ def test_the_comparison_is_one_small_message() -> None:
     with CommDebugMode() as counted:
         fully_shard(two_layers(), mesh_of(2, 1)["data"])
     assert sum(counted.get_comm_counts().values()) == 1
+
+
+@pytest.mark.parametrize("how", FUNCTIONS)
+@on_ranks(2)
+def test_fake_parameters_are_not_compared(how: str) -> None:
+    """The comparison read numbers of fake tensors, which have none."""
+    data = mesh_of(2, 1)["data"]
+    with FakeTensorMode():
+        model = FUNCTIONS[how](two_layers(), data)
+        assert model(torch.ones(2, 4)).shape == (2, 4)
 
 
 @pytest.mark.parametrize("how", FUNCTIONS)
