@@ -66,6 +66,15 @@ def host_reads() -> Iterator[list[str]]:
             setattr(Tensor, name, method)
 
 
+# Functions that read only where the host computes.
+CPU_READERS = ("check_bounds", "_read_from_host_memory")
+
+
+def stalls(found: list[str]) -> list[str]:
+    """The reads that would make an accelerator's host wait."""
+    return [line for line in found if not any(reader in line for reader in CPU_READERS)]
+
+
 # --- steps of data parallelism --------------------------------------------------------------------
 
 
@@ -98,7 +107,7 @@ def test_no_read_in_a_backward_that_gives_all_gradients(kind: str) -> None:
         loss = loss_of(model, *ranks)
         with host_reads() as found:
             loss.backward()
-        assert found == []
+        assert stalls(found) == []
     same_gradients(plain, model)
 
 
@@ -144,7 +153,7 @@ def test_one_read_at_the_end_where_a_gradient_is_missing(kind: str) -> None:
     loss = model(x * (rank + 1), rank % 2).sum()
     with host_reads() as found:
         loss.backward()
-    assert [line.split()[-1] for line in found] == ["tolist"]
+    assert [line.split()[-1] for line in stalls(found)] == ["tolist"]
     same_gradients(plain, model)
 
 
@@ -191,8 +200,7 @@ def test_reads_of_operators() -> None:
         call()
         with host_reads() as found:
             call()
-        # Indices are compared with their bounds by the host only where it computes.
-        seen[name] = [line.split()[-1] for line in found if "check_bounds" not in line]
+        seen[name] = [line.split()[-1] for line in stalls(found)]
         expected[name] = reads
     assert seen == expected
 

@@ -64,13 +64,13 @@ class ForwardWrites:
     def has_written(self) -> bool:
         return bool(self._written)
 
-    def check(self, sums: Tensor, ranks: int, module: nn.Module) -> None:
+    def check(self, sums: Sequence[float], ranks: int, module: nn.Module) -> None:
         """Raise StyleError if the sums of the ranks' columns show different writes.
 
         The error names the parameters.
         """
         written, self._written = self._written, {}
-        if all(count in (0, ranks) for count in sums.tolist()):
+        if all(count in (0, ranks) for count in sums):
             return
         names = [name for name, p in module.named_parameters() if id(p) in written]
         of_rank = f"parameters {names}" if names else "no parameters"

@@ -408,15 +408,21 @@ class GradientBuckets:
     def _check_writes(self, reduction: GroupReduction) -> None:
         """Raise StyleError if ranks have written different values.
 
-        The host of an accelerator reads the flags only if it has written itself.
+        A rank that has written nothing reads no flags of an accelerator: it would wait for it.
         """
         bucket = reduction.group
         assert isinstance(bucket, Bucket), "they are made here"
-        writes, sums = bucket.writes, reduction.extra
+        writes = bucket.writes
+        sums = reduction.extra
         if writes is None or sums is None:
             return
-        if writes.has_written or sums.is_cpu:
-            writes.check(sums, bucket.axes.comm.size, self.owner.module)
+        if writes.has_written:
+            counts = sums.tolist()
+        elif sums.is_cpu:
+            counts = _read_from_host_memory(sums)
+        else:
+            return
+        writes.check(counts, bucket.axes.comm.size, self.owner.module)
 
     def fail(self) -> None:
         """End a pass that has raised.
@@ -436,3 +442,9 @@ class GradientBuckets:
         self._given = {}
         while self._reductions:
             self._reductions.pop().give_back()
+
+
+def _read_from_host_memory(sums: Tensor) -> list[float]:
+    """Return the numbers of a tensor on the CPU, where the host waits for no device."""
+    numbers: list[float] = sums.tolist()
+    return numbers
