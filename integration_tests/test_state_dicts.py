@@ -301,7 +301,9 @@ def made():
         shoal_dtensor.distribute_tensor(torch.ones(2), init_device_mesh('cpu', (2,)), src_data_rank=None)
 {program}
 assert type(api._get_model_state_dict).__name__ == type(api._load_optim_state_dict).__name__ == 'partial'
-assert not any('shoal' in type(each).__module__ for each in sys.meta_path)
+waiting = [each.module for each in sys.meta_path if 'shoal' in type(each).__module__]
+assert not [name for name in waiting if name in sys.modules], waiting
+assert not [name for name in waiting if name.startswith('torch.distributed')], waiting
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", text], check=True)
 
