@@ -33,7 +33,7 @@ from shoal_data_parallel import (
     fully_shard,
     replicate,
 )
-from shoal_dtensor import Shard
+from shoal_dtensor import Shard, StridedShard
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh
 from shoal_mesh.testing import counts, on_ranks
@@ -164,7 +164,7 @@ def test_styles_of_a_model_that_has_trained_come_and_go() -> None:
     backward_of_each(plain, model, mesh)
     same_gradients(plain, model)
     same_weights(plain, model)
-    assert model.blocks[0].up.weight.placements == (Shard(0), Shard(0))
+    assert model.blocks[0].up.weight.placements == (StridedShard(0, split_factor=2), Shard(0))
 
 
 @on_ranks(4)
