@@ -37,7 +37,8 @@ def test_a_handler_is_called_where_gradients_cross(monkeypatch: pytest.MonkeyPat
     plain = torch.ones(2, requires_grad=True)
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
-        DTensor.from_local(plain, mesh, [Shard(0)]).to_local().sum().backward()
+        total: Any = DTensor.from_local(plain, mesh, [Shard(0)]).to_local().sum()
+        total.backward()
     # Backward enters DTensors at `to_local` and leaves them at `from_local`.
     assert handler.notes == [("enter", (Shard(0),)), ("leave", (Shard(0),))]
     assert plain.grad is not None
