@@ -18,13 +18,12 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import Tensor
 
 from shoal_mesh import purpose
 
 from .._torch.compiling import never_compiled, raised_as_it_is, recorder
 from .._torch.operators import OpOverload, is_collective
-from .._torch.tensors import around
+from .._torch.tensors import around, disabled_torch_function, dispatch_modes
 from ..argument_types import CONVERT, is_torch_dtensor
 from ..errors import MixedTensorError, OperatorArgumentError
 from ..layout.spec import Spec
@@ -39,6 +38,7 @@ from .plain_tensors import (
     check_recorded,
     is_candidate,
     keep_gradient_plain,
+    mark_outermost,
     verify_plain,
 )
 from .propagate import decide, rule_of
@@ -82,6 +82,18 @@ class _OpCache:
         self.decisions[key] = decision
 
 
+class MarkWhileWatched:
+    """`__torch_function__` of a DTensor: marks the outermost torch function while a mode is active.
+
+    A mode holds references to the tensors that torch makes, and its frames separate these tensors
+    from the functions that made them. Without modes no function is marked, because marking takes
+    1.8 us a call, also for attributes.
+    """
+
+    def __get__(self, tensor: object, cls: type | None = None) -> Any:
+        return mark_outermost if dispatch_modes() else disabled_torch_function
+
+
 # A call outside of the fast path: class, operator, its arguments, and the arguments of the local
 # call.
 _Call = tuple[Any, OpOverload, tuple[Any, ...], Mapping[str, Any], Sequence[Any], Mapping[str, Any]]
@@ -108,13 +120,11 @@ def dispatch(  # noqa: C901, PLR0912  # see above
         cache = _new_op_cache(cls, op)
     named = {} if kwargs is None else kwargs
     kwargs = named
-    key: Any
-    local: Any
     count = 3 if kwargs else len(args)
     if count == 1 and type(args[0]) is cls:
         (one,) = args
-        key = (one._spec,)
-        local = (one._local_tensor,)
+        key: Any = (one._spec,)
+        local: Any = (one._local_tensor,)
     elif count == 2 and type(args[0]) is cls and type(args[1]) is cls:
         one, two = args
         key = (one._spec, two._spec)
@@ -302,18 +312,18 @@ def _wrapped(
     if decision.result_kind is ResultKind.DYNAMIC:
         mesh = mesh_of(cls, args, kwargs)
 
-        def replicated(local: Tensor) -> Any:
+        def replicated(local: torch.Tensor) -> Any:
             return (
                 around(cls, local, replicated_spec(mesh, local), False)
                 if local.layout is torch.strided
                 else local
             )
 
-        return mapped(result, Tensor, replicated)
+        return mapped(result, torch.Tensor, replicated)
     originals = [*flatten([*args, *kwargs.values()])]
 
     # one that is a written input is that itself
-    def wrapped(local: Tensor, spec: Spec, index: int | None) -> Any:
+    def wrapped(local: torch.Tensor, spec: Spec, index: int | None) -> Any:
         return around(cls, local, spec, False) if index is None else originals[index]
 
     return decision.with_outputs(result, wrapped)

@@ -33,7 +33,6 @@ from .._torch.tensors import (
     FakeTensor,
     current_node,
     disabled_torch_function,
-    dispatch_modes,
     in_backward,
     make_wrapper,
     pytree,
@@ -277,7 +276,7 @@ class _Outermost(threading.local):
 _outermost = _Outermost()
 
 
-def _mark_outermost(
+def mark_outermost(
     function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     """Run a torch function as `__torch_function__`; plain tensors made inside are candidates.
@@ -299,18 +298,6 @@ def is_made_inside(tensor: torch.Tensor) -> bool:
     if arguments is None or in_backward():
         return False
     return all(leaf is not tensor for leaf in pytree.tree_leaves(arguments))
-
-
-class MarkWhileWatched:
-    """`__torch_function__` of a DTensor: marks the outermost torch function while a mode is active.
-
-    A mode holds references to the tensors that torch makes, and its frames separate these tensors
-    from the functions that made them. Without modes no function is marked, because marking takes
-    1.8 us a call, also for attributes.
-    """
-
-    def __get__(self, tensor: object, cls: type | None = None) -> Any:
-        return _mark_outermost if dispatch_modes() else disabled_torch_function
 
 
 def is_candidate(cls: type, tensor: torch.Tensor) -> bool:

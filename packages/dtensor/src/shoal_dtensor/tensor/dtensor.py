@@ -14,8 +14,8 @@ from shoal_mesh import DeviceMesh, safe_globals as mesh_globals
 from .._torch.compiling import is_tracing, whole_when_compiled
 from .._torch.tensors import BASE, apply, around, shares_memory, split
 from ..argument_types import check_type
-from ..dispatch.dispatch import dispatch
-from ..dispatch.plain_tensors import MarkWhileWatched, check_recorded
+from ..dispatch.dispatch import MarkWhileWatched, dispatch
+from ..dispatch.plain_tensors import check_recorded
 from ..dispatch.results import following_base
 from ..errors import ArgumentTypeError, PlacementError
 from ..layout.dim_sharding import ShardOrder
