@@ -273,3 +273,23 @@ def test_whole_gradients_of_parameters_that_nobody_reduces_stay() -> None:
         contrast((image, text, offset + scale), targets).backward()
     same_gradients(plain, model)
     torch.testing.assert_close(mine.grad, bias.grad)
+
+
+@pytest.mark.parametrize("parallel", [replicate, fully_shard])
+@on_ranks(4)
+def test_the_data_axes_of_another_model_tell_nothing(parallel: Callable[..., Any]) -> None:
+    # The ranks of an axis of tensors, such as 0 and 1, lie inside this model's data axes.
+    other = replicate(nn.Linear(4, 3), init_device_mesh("cpu", (4,)))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3).double()
+    model = parallel(copy.deepcopy(plain), mesh["data"])
+    x, _ = inputs()
+    plain(x).square().mean().backward()
+
+    hidden = model(x.chunk(2)[mesh.get_local_rank("data")])
+    hidden = DTensor.from_local(hidden, mesh, [Shard(0), Replicate()]).to_local()
+    hidden = DTensor.from_local(hidden, mesh["tensor"], [Replicate()])
+    hidden.square().mean().backward()
+    same_gradients(plain, model)
+    del other

@@ -43,14 +43,14 @@ NO_RANKS: Ranks = frozenset()
 
 
 @dataclass(slots=True)
-class LossOfPass:
-    """The losses at which a backward pass began, as far as gradient crossings show.
+class LossOfRanks:
+    """The loss at which a backward pass began, for one set of data-parallel ranks.
 
-    Crossings are gradients between plain tensors and DTensors. The first crossing shows the origin:
-    gradients that leave DTensors come from a DTensor loss ("global"). Gradients that enter DTensors
-    as shards or summands of ranks come from a loss of each rank ("local"). Gradients that enter as
-    equal ones, through `full_tensor()`, come from a plain loss that may in part or whole be one
-    loss of all ranks ("unclear").
+    Crossings are gradients between plain tensors and DTensors. The first crossing over these ranks
+    shows the origin: gradients that leave DTensors come from a DTensor loss ("global"). Gradients
+    that enter DTensors as shards or summands of ranks come from a loss of each rank ("local").
+    Gradients that enter as equal ones, through `full_tensor()`, come from a plain loss that may in
+    part or whole be one loss of all ranks ("unclear").
     """
 
     origin: Literal["global", "local", "unclear"] | None = None
@@ -60,7 +60,6 @@ class LossOfPass:
     unclear: Ranks = NO_RANKS
     # whether a gradient entered DTensors as shards of ranks, so that each has a loss of its own
     enters_as_shards: bool = False
-    _reducers: dict[int, Reducer] = field(default_factory=dict)
 
     def begin_at(self, origin: Literal["global", "local", "unclear"]) -> None:
         """Record the origin, unless an earlier crossing has shown it."""
@@ -74,6 +73,22 @@ class LossOfPass:
         elif self.origin == "unclear":
             self.unclear |= ranks
 
+
+@dataclass(slots=True)
+class LossesOfPass:
+    """The losses of a backward pass by sets of data-parallel ranks.
+
+    The axis of a style may lie inside another model's data axes. So what crosses over ranks 0 and 1
+    tells nothing about a reducer of ranks 0 and 2.
+    """
+
+    by_data: dict[Ranks, LossOfRanks] = field(default_factory=dict)
+    _reducers: dict[int, Reducer] = field(default_factory=dict)
+
+    def over(self, data: Ranks) -> LossOfRanks:
+        """Return the loss as far as crossings over these data-parallel ranks show it."""
+        return self.by_data.setdefault(data, LossOfRanks())
+
     def reducer_of(self, parameter: Tensor) -> Reducer | None:
         """Return the reducer that delivers the gradient of a parameter, or None."""
         if not self._reducers:
@@ -81,6 +96,17 @@ class LossOfPass:
                 assert isinstance(owner, Reducer), "they are made here"
                 self._reducers.update((id(leaf), owner) for leaf in owner.leaves())
         return self._reducers.get(id(parameter))
+
+
+@dataclass(frozen=True, slots=True)
+class DataCrossing:
+    """A layout as one set of data-parallel ranks sees it."""
+
+    data: Ranks
+    # the ranks that hold copies of the tensor, with ranks outside of the data axes
+    replicated: Ranks
+    # the ranks that hold its shards
+    sharded: Ranks
 
 
 def divisor_of(reducer: Reducer, ranks_of_loss: int) -> float:
@@ -102,7 +128,8 @@ def ranks_of_loss(reducer: Reducer) -> int:
         StyleError: if that is unknown and the divisor of gradients is not set.
     """
     data = ranks_of(reducer.axes.mesh)
-    losses = running_notes(LossOfPass)
+    passes = running_notes(LossesOfPass)
+    losses = [one.by_data[data] for one in passes if data in one.by_data]
     if reducer.is_on_data_axes and not any(loss.enters_as_shards for loss in losses):
         return len(data)
     if reducer.divisor is None and any(len(loss.unclear & data) > 1 for loss in losses):
@@ -127,17 +154,20 @@ class _DataCrossings:
 
         For a parameter it is a summand of the ranks' sum.
         """
-        replicated, sharded = _data_ranks(spec.mesh, _is_replicated(spec))
-        if isinstance(grad, FakeTensor) or not (replicated or sharded):
+        crossings = _data_crossings(spec.mesh, _is_replicated(spec))
+        if isinstance(grad, FakeTensor) or not crossings:
             return grad, spec
-        loss = running_pass().note(LossOfPass)
-        loss.enters_as_shards |= bool(sharded)
-        reducer = _reducer_of_values(node, loss)
+        losses = running_pass().note(LossesOfPass)
+        reducer = _reducer_of_values(node, losses)
+        for crossing in crossings:
+            loss = losses.over(crossing.data)
+            loss.enters_as_shards |= bool(crossing.sharded)
+            if reducer is None:
+                loss.begin_at("unclear" if crossing.replicated else "local")
         if reducer is None:
-            loss.begin_at("unclear" if replicated else "local")
             return grad, spec
         # A number computed from parameters is a loss of all ranks.
-        if not replicated or not grad.ndim or not node.by_default:
+        if not _copies(crossings) or not grad.ndim or not node.by_default:
             return grad, spec
         return _summand(grad, spec, reducer)
 
@@ -146,39 +176,45 @@ class _DataCrossings:
 
         It is this rank's share if the sum over ranks counts the gradient.
         """
-        replicated, sharded = _data_ranks(spec.mesh, _is_replicated(spec))
-        if isinstance(grad, FakeTensor) or not (replicated or sharded):
+        crossings = _data_crossings(spec.mesh, _is_replicated(spec))
+        if isinstance(grad, FakeTensor) or not crossings:
             return grad
-        loss = running_pass().note(LossOfPass)
-        loss.begin_at("global")
-        loss.add_sharing(sharded)
-        reducers = {*_reducers_below(node, loss)} if replicated else set()
+        losses = running_pass().note(LossesOfPass)
+        for crossing in crossings:
+            loss = losses.over(crossing.data)
+            loss.begin_at("global")
+            loss.add_sharing(crossing.sharded)
+        replicated = _copies(crossings)
+        reducers = {*_reducers_below(node, losses)} if replicated else set()
         if reducers <= {None}:
             return grad
-        shares = {_share(loss, reducer, replicated) for reducer in reducers}
+        shares = {_share(losses, reducer, replicated) for reducer in reducers}
         if len(shares) > 1:
             raise StyleError(
                 "a plain tensor counts as replicated among DTensors, and follows from parameters "
                 "whose gradients data parallelism sums in different ways, or not at all. Make a "
                 "DTensor of each: DTensor.from_local(parameter, mesh, [Replicate()])"
             )
-        if loss.origin == "global":
-            loss.add_sharing(replicated)
+        for crossing in crossings:
+            loss = losses.over(crossing.data)
+            if loss.origin == "global":
+                loss.add_sharing(crossing.replicated)
         (share,) = shares
         return grad if share == 1 else grad * share
 
 
-def _share(loss: LossOfPass, reducer: Reducer | None, replicated: Ranks) -> float:
+def _share(losses: LossesOfPass, reducer: Reducer | None, replicated: Ranks) -> float:
     """Return the factor of a gradient that is whole on each rank.
 
     With this factor the reduction counts the gradient once.
     """
     if reducer is None:
         return 1
-    if loss.origin == "unclear" and reducer.divisor is None:
+    data = ranks_of(reducer.axes.mesh)
+    if losses.over(data).origin == "unclear" and reducer.divisor is None:
         # the mean of equal gradients
         return 1
-    return 1 / max(len(replicated & ranks_of(reducer.axes.mesh)), 1)
+    return 1 / max(len(replicated & data), 1)
 
 
 def _summand(grad: Tensor, spec: Spec, reducer: Reducer) -> tuple[Tensor, Spec]:
@@ -200,7 +236,7 @@ def _summand(grad: Tensor, spec: Spec, reducer: Reducer) -> tuple[Tensor, Spec]:
     return grad / divisor, spec.with_(placements=placements)
 
 
-def _reducer_of_values(node: Any, loss: LossOfPass) -> Reducer | None:
+def _reducer_of_values(node: Any, losses: LossesOfPass) -> Reducer | None:
     """Return the reducer of the parameters that a DTensor is computed from.
 
     Returns None if it is computed from anything else, too.
@@ -209,22 +245,22 @@ def _reducer_of_values(node: Any, loss: LossOfPass) -> Reducer | None:
     for below in _nodes_below(node, _is_from_local):
         leaf = getattr(below, "variable", None)
         if leaf is not None:
-            reducers.add(loss.reducer_of(leaf) if isinstance(leaf, DTensor) else None)
+            reducers.add(losses.reducer_of(leaf) if isinstance(leaf, DTensor) else None)
         if None in reducers or _is_from_local(below):
             return None
     return next(iter(reducers)) if len(reducers) == 1 else None
 
 
-def _reducers_below(node: Any, loss: LossOfPass) -> Iterator[Reducer | None]:
+def _reducers_below(node: Any, losses: LossesOfPass) -> Iterator[Reducer | None]:
     """Yield the reducers of all parameters that a tensor depends on; None for one without."""
 
     def takes_whole(below: Any) -> bool:
-        return _takes_whole(below) and _reducer_of_values(below, loss) is None
+        return _takes_whole(below) and _reducer_of_values(below, losses) is None
 
     for below in _nodes_below(node, takes_whole):
         leaf = getattr(below, "variable", None)
         if leaf is not None:
-            yield loss.reducer_of(leaf)
+            yield losses.reducer_of(leaf)
         elif takes_whole(below):
             yield None
 
@@ -279,22 +315,36 @@ def watch(mesh: DeviceMesh) -> None:
     ranks = ranks_of(mesh)
     if ranks not in _watched and len(ranks) > 1:
         _watched.add(ranks)
-        _data_ranks.cache_clear()
+        _data_crossings.cache_clear()
 
 
 @lru_cache(maxsize=4096)
-def _data_ranks(mesh: DeviceMesh, is_replicated: tuple[bool, ...]) -> tuple[Ranks, Ranks]:
-    """Return the ranks with copies, and the ranks with shards, of a DTensor.
+def _data_crossings(mesh: DeviceMesh, is_replicated: tuple[bool, ...]) -> tuple[DataCrossing, ...]:
+    """Return how each set of data-parallel ranks sees a layout.
 
-    Only axes of data parallelism count.
+    A set with at most one of the ranks that hold copies, and one of those that hold shards, is left
+    out.
     """
+    copies = _along_all(mesh, is_replicated, wanted=True)
+    shards = _along_all(mesh, is_replicated, wanted=False)
     found = []
-    for wanted in (True, False):
-        axes = [axis for axis, replicated in enumerate(is_replicated) if replicated is wanted]
-        ranks = frozenset(_along(mesh, *axes)) if axes else NO_RANKS
-        is_data = any(len(ranks & data) > 1 for data in _watched)
-        found.append(ranks if is_data else NO_RANKS)
-    return found[0], found[1]
+    for data in sorted(_watched, key=sorted):
+        replicated = copies if len(copies & data) > 1 else NO_RANKS
+        sharded = shards if len(shards & data) > 1 else NO_RANKS
+        if replicated or sharded:
+            found.append(DataCrossing(data, replicated, sharded))
+    return tuple(found)
+
+
+def _along_all(mesh: DeviceMesh, is_replicated: tuple[bool, ...], *, wanted: bool) -> Ranks:
+    """Return the ranks along all axes that are replicated, or with `wanted=False` that are not."""
+    axes = [axis for axis, replicated in enumerate(is_replicated) if replicated is wanted]
+    return frozenset(_along(mesh, *axes)) if axes else NO_RANKS
+
+
+def _copies(crossings: tuple[DataCrossing, ...]) -> Ranks:
+    """Return the ranks that hold copies over any data axes."""
+    return NO_RANKS.union(*(crossing.replicated for crossing in crossings))
 
 
 _CROSSINGS = _DataCrossings()
