@@ -73,8 +73,7 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
 
     Yields:
         The layout: `layout.positions(mesh.get_local_rank())` are this rank's global positions. None
-            where there are no
-        buffers and `layout` is a name.
+            where there are no buffers and `layout` is a name.
 
     Raises:
         LayoutError: before anything is changed, if the mesh has several axes, lists or sequences

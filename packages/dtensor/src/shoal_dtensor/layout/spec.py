@@ -49,7 +49,7 @@ class Spec(Interned):
         stride: global stride in elements; contiguous when left out.
         dtype: element type.
         shard_order: pairs (tensor dim, mesh axes outermost first). When left out, the placements
-            determine the order: ascending, except for `StridedShard`s.
+            determine the order: ascending, except where one is a `StridedShard`.
 
     Attributes:
         placements: one per mesh axis, in one spelling for each layout. They determine the whole

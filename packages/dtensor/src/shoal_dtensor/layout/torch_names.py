@@ -38,7 +38,7 @@ INSTEAD = {
 
 
 class DTensorSpec:
-    """`Spec` under torch's name and arguments; its instances are `Spec`s.
+    """`Spec` under torch's name and arguments; an instance is a `Spec`.
 
     Raises:
         ArgumentValueError: without `tensor_meta`: a spec includes the shape of its tensor.
