@@ -215,6 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Args:
         arguments: files, folders and `--write`; the arguments of the process when left out.
+
+    Returns:
+        The exit status, 0 or 1.
     """
     parser = argparse.ArgumentParser(prog="python -m shoal_dtensor.migrate", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="files and folders")

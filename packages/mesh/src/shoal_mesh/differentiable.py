@@ -4,8 +4,7 @@ The gradient is taken of the sum of the ranks' losses: if every rank continues w
 computation, `all_reduce` sums the ranks' gradients. If all ranks continue with one replicated
 computation, that sum counts it once per rank: use the pair `all_reduce_replicated` and
 `sum_gradients` there (g and f of Megatron). Only linear collectives are here, so reductions are
-"sum" and "avg". Arguments, results and errors are the same as for the collectives of the same
-names.
+"sum" and "avg". Arguments, results and errors are those of the collectives of the same names.
 
 May import: argument_types, collectives, errors, groups.
 """
@@ -84,7 +83,7 @@ def _linear_op(op: str) -> None:
 
 
 def all_reduce(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
-    """Reduce the ranks' tensors: `P -> R`, backward `P -> R`.
+    """Return the ranks' reduced tensors: `P -> R`, backward `P -> R`.
 
     Example:
         >>> def example() -> list[float]:

@@ -78,6 +78,9 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
         size: number of ranks.
         timeout: seconds until a rank that has not returned counts as hung; None waits.
 
+    Returns:
+        A decorator for tests.
+
     Raises:
         MeshTypeError: used without a number of ranks, or with another argument of a wrong type.
         MeshError: no positive number of ranks.
@@ -254,6 +257,9 @@ def with_comms(body: F) -> F:
 
     Args:
         body: the function, called with the arguments of the call.
+
+    Returns:
+        A function with the signature of `body`.
 
     Raises:
         MeshTypeError: it is not callable.

@@ -421,7 +421,7 @@ def full(
 ) -> DTensor:
     """Return a DTensor filled with `fill_value`, also where a placement is partial.
 
-    The keywords are the keywords of `empty`.
+    The keywords are as for `empty`.
     """
     check_type("full", "fill_value", fill_value, (bool, int, float, complex), expected="a number")
     dtype = None if isinstance(fill_value, float) else torch.tensor(fill_value, device="cpu").dtype
@@ -446,7 +446,7 @@ def rand(
 ) -> DTensor:
     """Draw uniform numbers in [0, 1), the values that `torch.rand` draws on one device.
 
-    The arguments are the arguments of `empty`.
+    The arguments are as for `empty`.
     """
     return _drawn(size, keywords, lambda drawn: drawn.uniform_(generator=generator))
 
@@ -457,7 +457,7 @@ def randn(
 ) -> DTensor:
     """Draw standard normal numbers, the values that `torch.randn` draws on one device.
 
-    The arguments are the arguments of `empty`.
+    The arguments are as for `empty`.
     """
     return _drawn(size, keywords, lambda drawn: drawn.normal_(generator=generator))
 
@@ -473,7 +473,7 @@ def randint(
 ) -> DTensor:
     """Draw integers in `[low, high)`, the values that `torch.randint` draws on one device.
 
-    The keywords are the keywords of `empty`.
+    The keywords are as for `empty`.
     """
     return _drawn(
         (tuple(size),),
@@ -489,7 +489,7 @@ def randperm(
 ) -> DTensor:
     """Draw a permutation of `range(n)`, the one that `torch.randperm` draws on one device.
 
-    The keywords are the keywords of `empty`.
+    The keywords are as for `empty`.
 
     Every rank draws all of it, in O(n) memory, and keeps its shard.
     """

@@ -59,7 +59,7 @@ def _checked(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
 
 
 def set_random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> None:
-    """Set the random mode of this thread; see `random_mode` for arguments and errors.
+    """Set the random mode of this thread: arguments and errors as for `random_mode`.
 
     Example:
         >>> set_random_mode("local")

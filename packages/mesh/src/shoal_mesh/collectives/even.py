@@ -47,6 +47,9 @@ def all_reduce(
         async_op: return a `Pending` at once. The tensor must not be written to before its
             `wait()` has returned, as in torch.
 
+    Returns:
+        The reduced tensor, of the shape of `tensor`; a `Pending` of it with `async_op`.
+
     Raises:
         CollectiveTypeError: an argument of a wrong type.
         CollectiveError: unknown op or one without a meaning for the dtype; the tensor requires
@@ -187,6 +190,9 @@ def reduce_scatter(
         op: as for `all_reduce`.
         async_op: return a `Pending` at once. The tensor must not be written to before its
             `wait()` has returned, as in torch.
+
+    Returns:
+        This rank's block of the reduction; a `Pending` of it with `async_op`.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.

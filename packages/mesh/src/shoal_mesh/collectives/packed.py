@@ -191,6 +191,9 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
         comm: a communicator, or (mesh, axes).
         op: as for `all_reduce`.
 
+    Returns:
+        The reduced tensors, in the order of `tensors`.
+
     Raises:
         CollectiveTypeError: an argument of a wrong type.
         CollectiveError: as for `all_reduce`.
@@ -218,6 +221,9 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
         tensors: any shapes and dtypes, in the same order on all ranks.
         comm: a communicator, or (mesh, axes).
         dim: the sharded dim of every tensor.
+
+    Returns:
+        The gathered tensors, in the order of `tensors`.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -261,6 +267,9 @@ def reduce_scatter_coalesced(
         comm: a communicator of n ranks, or (mesh, axes).
         dim: the dim of every tensor to shard.
         op: as for `all_reduce`.
+
+    Returns:
+        This rank's blocks, in the order of `tensors`.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.

@@ -128,6 +128,9 @@ def reduce_scatter_v(
         async_op: return a `Pending` at once. The tensor must not be written to before its
             `wait()` has returned, as in torch.
 
+    Returns:
+        This rank's block of the reduction.
+
     Raises:
         CollectiveTypeError: an argument of a wrong type.
         DimError: no such dim.
@@ -229,6 +232,9 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
         comm: a communicator of n ranks, or (mesh, axes).
         src: index along the communicator, 0 to n - 1.
         out: where this rank's tensor is written; its shape and dtype are that tensor's.
+
+    Returns:
+        `out`.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.

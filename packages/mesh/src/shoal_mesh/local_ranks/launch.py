@@ -76,6 +76,9 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         timeout: seconds until ranks that have not returned count as hung; None waits.
         **kwargs: for `fn`, pickled.
 
+    Returns:
+        The results of `fn`, by rank.
+
     Raises:
         MeshTypeError: an argument of a wrong type, one that `fn` does not take, or one that cannot
             be sent.

@@ -65,6 +65,9 @@ def parallelize_module(
         lower: run known module types as local computation with explicit collectives; False runs
             everything through DTensor dispatch (slower; needed for second derivatives).
 
+    Returns:
+        `module`.
+
     Raises:
         LayoutError: if there is no mesh, or it has several axes and a style names none.
         PlanError: if a path matches nothing (`on_unmatched="error"`), two styles shard one module,
@@ -203,6 +206,9 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
 
     Args:
         module: changed in place; a module that is not parallel stays as it is.
+
+    Returns:
+        `module`, or the plain module that it became.
 
     Example:
         >>> from shoal_mesh import init_device_mesh

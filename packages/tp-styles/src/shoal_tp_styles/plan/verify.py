@@ -116,6 +116,9 @@ def verify(
         args: example inputs of global shape; every rank gets the same inputs.
         kwargs: likewise.
 
+    Returns:
+        What was found: errors, uneven and empty shards, and what was not proven.
+
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_tp_styles import ColwiseParallel

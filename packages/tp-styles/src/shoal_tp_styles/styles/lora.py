@@ -120,6 +120,9 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     Args:
         model: changed in place.
 
+    Returns:
+        `model`.
+
     Example:
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world

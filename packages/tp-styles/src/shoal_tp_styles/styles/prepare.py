@@ -230,6 +230,9 @@ def input_reshard(
         tp_device_mesh: one-axis mesh over which the inputs are replicated.
         input_reshard_dim: dim along which they are sharded; None leaves the module as it is.
 
+    Returns:
+        `module`.
+
     Example:
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world

@@ -61,6 +61,9 @@ def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "su
         axes: indices of mesh axes, such as `sharding_axes` returns.
         op: "sum", "avg", "max", "min" or "product".
 
+    Returns:
+        The reduced tensor, or `tensor` itself without axes.
+
     Example:
         >>> from shoal_dtensor import Shard, Spec
         >>> from shoal_mesh import abstract_mesh
