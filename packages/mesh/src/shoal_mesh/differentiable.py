@@ -83,7 +83,7 @@ def _linear_op(op: str) -> None:
 
 
 def all_reduce(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
-    """Return the ranks' reduced tensors: `P -> R`, backward `P -> R`.
+    """`P -> R`, backward `P -> R`: return the ranks' reduced tensors.
 
     Example:
         >>> def example() -> list[float]:
@@ -98,7 +98,7 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
 
 
 def all_reduce_replicated(tensor: Tensor, comm: Along) -> Tensor:
-    """Sum tensors for one replicated computation on all ranks: `P -> R`, backward `R -> R`.
+    """`P -> R`, backward `R -> R`: sum tensors for one replicated computation on all ranks.
 
     Example:
         >>> def example() -> list[float]:
@@ -112,7 +112,7 @@ def all_reduce_replicated(tensor: Tensor, comm: Along) -> Tensor:
 
 
 def sum_gradients(tensor: Tensor, comm: Along) -> Tensor:
-    """Copy a tensor; its gradient is the sum of the ranks' gradients: `R -> R`, backward `P -> R`.
+    """`R -> R`, backward `P -> R`: copy a tensor; its gradient is the sum of the ranks' gradients.
 
     Example:
         >>> def example() -> list[float]:
@@ -126,19 +126,19 @@ def sum_gradients(tensor: Tensor, comm: Along) -> Tensor:
 
 
 def all_gather(tensor: Tensor, comm: Along, dim: int = 0) -> Tensor:
-    """Join the ranks' shards along `dim`: `S(dim) -> R`, backward `P -> S(dim)`."""
+    """`S(dim) -> R`, backward `P -> S(dim)`: join the ranks' shards along `dim`."""
     return _apply(tensor, comm, (even.all_gather, dim), (even.reduce_scatter, dim))
 
 
 def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0) -> Tensor:
-    """Join shards of different sizes along `dim`: `S(dim) -> R`, backward `P -> S(dim)`."""
+    """`S(dim) -> R`, backward `P -> S(dim)`: join shards of different sizes along `dim`."""
     return _apply(
         tensor, comm, (uneven.all_gather_v, sizes, dim), (uneven.reduce_scatter_v, sizes, dim)
     )
 
 
 def reduce_scatter(tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum") -> Tensor:
-    """Return this rank's block of the reduction: `P -> S(dim)`, backward `S(dim) -> R`."""
+    """`P -> S(dim)`, backward `S(dim) -> R`: return this rank's block of the reduction."""
     _linear_op(op)
     return _apply(
         tensor, comm, (even.reduce_scatter, dim, op), (_gather_shares, op, even.all_gather, dim)
@@ -148,14 +148,14 @@ def reduce_scatter(tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum") -
 def reduce_scatter_v(
     tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0, op: str = "sum"
 ) -> Tensor:
-    """Return this rank's `sizes[comm.rank]` of the sum: `P -> S(dim)`, backward `S(dim) -> R`."""
+    """`P -> S(dim)`, backward `S(dim) -> R`: return this rank's `sizes[comm.rank]` of the sum."""
     _linear_op(op)
     adjoint = (_gather_shares, op, uneven.all_gather_v, sizes, dim)
     return _apply(tensor, comm, (uneven.reduce_scatter_v, sizes, dim, op), adjoint)
 
 
 def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int) -> Tensor:
-    """Exchange equal blocks: `S(concat_dim) -> S(split_dim)`.
+    """`S(concat_dim) -> S(split_dim)`: exchange equal blocks.
 
     The backward is `S(split_dim) -> S(concat_dim)`.
     """
@@ -170,7 +170,7 @@ def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int) -> 
 def all_to_all_v(
     flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_sizes: Sequence[int]
 ) -> Tensor:
-    """Exchange 1-D blocks of exact sizes, and send them back in backward: `S -> S` both ways."""
+    """`S -> S`, backward `S -> S`: exchange 1-D blocks of exact sizes, in backward the other way."""
     return _apply(
         flat,
         comm,
@@ -180,7 +180,7 @@ def all_to_all_v(
 
 
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
-    """Return the tensor of rank `src`: `one rank -> R`, backward `P -> one rank`.
+    """`one rank -> R`, backward `P -> one rank`: return the tensor of rank `src`.
 
     The gradient is zero on other ranks.
     """
@@ -189,7 +189,7 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
 
 
 def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
-    """Send `tensor[i]` of rank `src` to rank i: `one rank -> S(0)`, backward `S(0) -> one rank`.
+    """`one rank -> S(0)`, backward `S(0) -> one rank`: send `tensor[i]` of rank `src` to rank i.
 
     Args:
         tensor: (n, ...), of equal shape on all ranks; its values are read on `src` only.
@@ -214,7 +214,7 @@ def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
 
 
 def gather(tensor: Tensor, comm: Along, dst: int = 0) -> Tensor:
-    """Gather the ranks' tensors on rank `dst`: `S(0) -> one rank`, backward `one rank -> S(0)`.
+    """`S(0) -> one rank`, backward `one rank -> S(0)`: gather the ranks' tensors on rank `dst`.
 
     The result is (n, ...), zeros on other ranks.
     """
@@ -223,7 +223,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> Tensor:
 
 
 def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
-    """Return the tensor of the rank whose target is this rank: `S -> S`, backward `S -> S`.
+    """`S -> S`, backward `S -> S`: return the tensor of the rank whose target is this rank.
 
     The gradient goes back to the source.
     """

@@ -36,7 +36,7 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Async) -
 def all_reduce(
     tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
-    """Reduce the tensors of all ranks, `P -> R`: a contiguous result, equal on all ranks.
+    """`P -> R`: reduce the tensors of all ranks to a contiguous result, equal on all ranks.
 
     Args:
         tensor: this rank's, of any shape; shape and dtype are equal on all ranks.
@@ -81,7 +81,7 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Async) 
 def all_reduce_(
     tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
-    """Reduce the tensors of all ranks into the tensor itself, `P -> R`, and return it.
+    """`P -> R`: reduce the tensors of all ranks into the tensor itself, and return it.
 
     A contiguous tensor is reduced in its own memory, another tensor through a copy. With `async_op`
     do not use the tensor until the `Pending` has been waited for. Arguments and errors are the same
@@ -127,7 +127,7 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = ..., *, async_op: Async) 
 def all_gather(
     tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """Join the ranks' shards along `dim` in index order, `S(dim) -> R`: n times as long there.
+    """`S(dim) -> R`: join the ranks' shards along `dim` in index order: n times as long there.
 
     Args:
         tensor: this rank's shard; shape and dtype are equal on all ranks. One without dims counts
@@ -181,7 +181,7 @@ def reduce_scatter(
 def reduce_scatter(
     tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
-    """Reduce the ranks' tensors and return this rank's block along `dim`, `P -> S(dim)`.
+    """`P -> S(dim)`: reduce the ranks' tensors and return this rank's block along `dim`.
 
     Args:
         tensor: shape and dtype are equal on all ranks; its length along `dim` is a multiple of n.
@@ -235,7 +235,7 @@ def all_to_all(
 def all_to_all(
     tensor: Tensor, comm: Along, split_dim: int, concat_dim: int, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """Move a sharding from one dim to another, `S(concat_dim) -> S(split_dim)`.
+    """`S(concat_dim) -> S(split_dim)`: move a sharding from one dim to another.
 
     Block j along `split_dim` goes to rank j; the blocks that arrive are joined.
 
@@ -281,7 +281,7 @@ def _blocks_first(tensor: Tensor, count: int, dim: int) -> Tensor:
 
 
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
-    """Return a copy of the tensor of the rank with index `src`, `one rank -> R`.
+    """`one rank -> R`: return a copy of the tensor of the rank with index `src`.
 
     Args:
         tensor: shape and dtype are equal on all ranks; its values are read on `src` only.
@@ -308,7 +308,7 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
 
 
 def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
-    """Reduce a contiguous tensor that nothing else refers to, `P -> R`."""
+    """`P -> R`: reduce a contiguous tensor that nothing else refers to."""
     sent = own if how.dtype is None else _as_sent(own, how.dtype)
     if in_tree(own, how.op):
         pending = Pending(_all_reduce_in_tree(sent, comm, how.op), None)
@@ -325,7 +325,7 @@ def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pe
 def reduced_blocks(
     rows: Tensor, comm: Comm, how: WireReduction, background: bool, sizes: Sizes = ()
 ) -> Pending:
-    """Reduce blocks and return this rank's one, `P -> S(0)`.
+    """`P -> S(0)`: reduce blocks and return this rank's one.
 
     Shapes are (size * m, ...) -> (m, ...), or with `sizes` (sum(sizes), ...) -> (sizes[rank], ...).
     """

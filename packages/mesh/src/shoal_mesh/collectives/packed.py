@@ -40,7 +40,7 @@ def start_packed(
     *,
     background: bool = True,
 ) -> Pending[Flat]:
-    """Start a collective of many tensors in one message: `S -> R`, `P -> S` or `P -> R`.
+    """`S -> R`, `P -> S` or `P -> R`: start a collective of many tensors in one message.
 
     The memory that a gather returns is overwritten afterwards: the function that is passed to
     `then` copies it.
@@ -184,7 +184,7 @@ def _coalesced(
 
 
 def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -> list[Tensor]:
-    """Run `all_reduce` on every tensor of a list, `P -> R`, in one collective per dtype.
+    """`P -> R`: run `all_reduce` on every tensor of a list, in one collective per dtype.
 
     Args:
         tensors: any shapes and dtypes, in the same order on all ranks.
@@ -215,7 +215,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
 
 
 def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -> list[Tensor]:
-    """Run `all_gather` on every tensor of a list, `S(dim) -> R`, in one collective per dtype.
+    """`S(dim) -> R`: run `all_gather` on every tensor of a list, in one collective per dtype.
 
     Args:
         tensors: any shapes and dtypes, in the same order on all ranks.
@@ -259,7 +259,7 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
 def reduce_scatter_coalesced(
     tensors: Sequence[Tensor], comm: Along, dim: int = 0, op: str = "sum"
 ) -> list[Tensor]:
-    """Run `reduce_scatter` on every tensor of a list, `P -> S(dim)`, in one collective per dtype.
+    """`P -> S(dim)`: run `reduce_scatter` on every tensor of a list, in one collective per dtype.
 
     Args:
         tensors: any shapes and dtypes, in the same order on all ranks; each is a multiple of n long

@@ -46,7 +46,7 @@ def all_gather_v(
 def all_gather_v(
     tensor: Tensor, comm: Along, sizes: Sizes, dim: int = 0, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """Join shards of different sizes along `dim` to the length `sum(sizes)`, `S(dim) -> R`.
+    """`S(dim) -> R`: join shards of different sizes along `dim` to the length `sum(sizes)`.
 
     Args:
         tensor: this rank's shard, `sizes[comm.rank]` long along `dim`; its other lengths are equal
@@ -115,7 +115,7 @@ def reduce_scatter_v(
     *,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """Reduce the ranks' tensors and return this rank's block, `P -> S(dim)`.
+    """`P -> S(dim)`: reduce the ranks' tensors and return this rank's block.
 
     Block i is `sizes[i]` long along `dim`.
 
@@ -172,7 +172,7 @@ def all_to_all_v(
 def all_to_all_v(
     flat: Tensor, comm: Along, send_sizes: Sizes, recv_sizes: Sizes, *, async_op: bool = False
 ) -> Tensor | Pending:
-    """Exchange 1-D blocks of exact sizes, `S -> S`.
+    """`S -> S`: exchange 1-D blocks of exact sizes.
 
     Block j goes to rank j. The blocks that arrive are joined; the block of rank i is block i.
 
@@ -222,7 +222,7 @@ def all_to_all_v(
 
 
 def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out: Tensor) -> Tensor:
-    """Fill `out` with this rank's tensor of the list on rank `src`, `one rank -> S`; return it.
+    """`one rank -> S`: fill `out` with this rank's tensor of the list on rank `src`; return it.
 
     `src` is an index along the communicator.
 
@@ -293,7 +293,7 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
 
 
 def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
-    """Return every rank's tensor in index order on rank `dst`, None elsewhere, `S -> one rank`.
+    """`S -> one rank`: return every rank's tensor in index order on rank `dst`, None elsewhere.
 
     Args:
         tensor: this rank's; shape and dtype are equal on all ranks.
@@ -327,7 +327,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
 
 
 def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
-    """Return the tensor of the rank whose target is this rank, `S -> S`.
+    """`S -> S`: return the tensor of the rank whose target is this rank.
 
     Args:
         tensor: this rank's; shape and dtype are equal on all ranks.
