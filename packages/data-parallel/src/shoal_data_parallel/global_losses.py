@@ -280,7 +280,8 @@ def _takes_whole(node: Any) -> bool:
 
 def _nodes_below(node: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield a node of the graph and all nodes below it, down to nodes at which the search ends."""
-    waiting, seen = [node], set()
+    waiting = [node]
+    seen = set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

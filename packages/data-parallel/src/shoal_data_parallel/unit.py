@@ -74,7 +74,10 @@ STATE = "_shoal_fully_sharded"
 
 
 class UnitState(Enum):
-    """Where the values of a unit's parameters are; the transitions are drawn in the module's docstring."""
+    """Places of the values of a unit's parameters.
+
+    The module's docstring draws the transitions.
+    """
 
     SHARDED = auto()
     GATHERING = auto()
@@ -309,7 +312,7 @@ class Unit(Group):
 
     @property
     def state(self) -> UnitState:
-        """Where the values of the parameters are."""
+        """Return the place of the values of the parameters."""
         if self._in_flight is not None:
             return UnitState.GATHERING
         if self.current.has_values:
@@ -442,10 +445,10 @@ class Unit(Group):
             self.free()
 
     def _holds_values_of_leaves(self) -> bool:
-        """Whether gathered parameters that something has written to still have the values of the shards.
+        """Return whether written gathered parameters still have the values of the shards.
 
-        Registering a parametrization writes a tensor to itself. The shards are gathered again, on all
-        ranks: what a forward writes, it writes on all.
+        Registering a parametrization writes a tensor to itself. The shards are gathered again, on
+        all ranks: what a forward writes, it writes on all.
         """
         if self.current.versions != self.versions:
             return False
@@ -503,7 +506,7 @@ class Unit(Group):
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bits, NaNs included."""
+    """Return whether two tensors of one shape and dtype hold the same bits, NaNs included."""
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 

@@ -194,10 +194,8 @@ class UnitBackward:
 
     def finish(self) -> None:
         """Deliver the gradients and leave all units sharded."""
-        reduced, opened = (
-            {reduction.group for reduction in self._reductions},
-            {each.unit for each in self._opened},
-        )
+        reduced = {reduction.group for reduction in self._reductions}
+        opened = {each.unit for each in self._opened}
         # it is a pass of torch.autograd.grad
         captures = any(routes.captured for routes in self._routes.values())
         for unit, lead in self._units.items():
