@@ -27,7 +27,7 @@ from .plan.resolve import (
     resolve,
     sharded_parameters,
 )
-from .plan.verify import MOST_RANKS, map_tensors, try_plan
+from .plan.verify import MOST_RANKS, kind_and_first_line, map_tensors, try_plan
 from .sharding.module_kinds import class_of, experts_of, kinds_of, out_features
 from .sharding.module_sharding import COMPLETION, Adapter
 from .styles.linear import COLWISE

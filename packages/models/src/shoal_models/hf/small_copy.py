@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal_tp_styles.internal import kind_and_first_line
+
 # A copy of at most so many parameters has the widths of the configuration: 16 MiB in float64.
 _FEW_PARAMETERS = 1 << 21
 # Divisors of widths, tried from the largest one.
@@ -81,7 +83,7 @@ def small_copy(model: Any) -> SmallCopy | NoSmallCopy:
             candidate = _build(model, _reduced_config(model, counts, reduction))
         # whatever a configuration that was changed raises
         except Exception as error:
-            reason = f"a smaller configuration builds no model: {_line(error)}"
+            reason = f"a smaller configuration builds no model: {kind_and_first_line(error)}"
             continue
         if not wanted <= _kinds_of_modules(candidate):
             reason = "a smaller configuration has other modules"
@@ -91,11 +93,6 @@ def small_copy(model: Any) -> SmallCopy | NoSmallCopy:
             return SmallCopy(candidate, inputs)
         reason = f"it does not run on example inputs: {problem}"
     return NoSmallCopy(reason or "its configuration cannot be made smaller")
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -293,7 +290,7 @@ def _running_inputs(model: Any) -> tuple[dict[str, Tensor] | None, str]:
                 model(**inputs)
         # whatever a model raises on inputs that are not its own
         except Exception as error:
-            problem = problem or _line(error)
+            problem = problem or kind_and_first_line(error)
         else:
             return inputs, ""
     return None, problem or f"its main input, {model.main_input_name}, is not known here"

@@ -241,7 +241,9 @@ def try_plan(
         except Exception as error:
             # whatever the user's model raises is a finding
             return Verification(
-                unproven=(f"the plan was not run: the model cannot be copied: {_shown(error)}",)
+                unproven=(
+                    f"the plan was not run: the model cannot be copied: {kind_and_first_line(error)}",
+                )
             )
         _vary_constants(single)
         inputs = _Inputs(args, kwargs)
@@ -279,7 +281,9 @@ def _tried(single: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Inputs) -> 
     # whatever the user's model raises is a finding
     except Exception as error:
         return Verification(
-            unproven=(f"the plain model does not run on these inputs{where}: {_shown(error)}",)
+            unproven=(
+                f"the plain model does not run on these inputs{where}: {kind_and_first_line(error)}",
+            )
         )
 
     def one_rank(view: DeviceMesh) -> _Results:
@@ -294,7 +298,7 @@ def _tried(single: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Inputs) -> 
 
         results = simulate_ranks(mesh, one_rank)
     except Exception as error:  # likewise
-        line = f"the plan does not run{where}: {_shown(error)}{_line_of_model(error)}"
+        line = f"the plan does not run{where}: {kind_and_first_line(error)}{_line_of_model(error)}"
         return Verification(unproven=(line,)) if single.training else Verification(wrong=(line,))
     wrong = tuple(f"{line}{where}" for line in _differences(results, expected))
     return Verification(wrong=wrong, unproven=tuple(_unreached(single, plan, expected)))
@@ -474,7 +478,8 @@ def _same(value: Tensor | None, expected: Tensor | None) -> bool:
     )
 
 
-def _shown(error: BaseException) -> str:
+def kind_and_first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
