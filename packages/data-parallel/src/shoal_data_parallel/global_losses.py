@@ -17,7 +17,7 @@ May import: reducer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from shoal_dtensor.internal import (
     FromLocal,
     install_crossings,
     live_owners,
+    nodes_below,
     running_notes,
     running_pass,
 )
@@ -242,7 +243,7 @@ def _reducer_of_values(node: Any, losses: LossesOfPass) -> Reducer | None:
     Returns None if it is computed from anything else, too.
     """
     reducers: set[Reducer | None] = set()
-    for below in _nodes_below(node, _is_from_local):
+    for below in nodes_below(node, _is_from_local):
         leaf = getattr(below, "variable", None)
         if leaf is not None:
             reducers.add(losses.reducer_of(leaf) if isinstance(leaf, DTensor) else None)
@@ -257,7 +258,7 @@ def _reducers_below(node: Any, losses: LossesOfPass) -> Iterator[Reducer | None]
     def takes_whole(below: Any) -> bool:
         return _takes_whole(below) and _reducer_of_values(below, losses) is None
 
-    for below in _nodes_below(node, takes_whole):
+    for below in nodes_below(node, takes_whole):
         leaf = getattr(below, "variable", None)
         if leaf is not None:
             yield losses.reducer_of(leaf)
@@ -276,20 +277,6 @@ def _takes_whole(node: Any) -> bool:
     """
     shares = getattr(getattr(node, "_forward_cls", None), "gradient_shares", None)
     return shares is not None and shares(node) is None
-
-
-def _nodes_below(node: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield a node of the graph and all nodes below it, down to nodes at which the search ends."""
-    waiting = [node]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        if not ends(node):
-            waiting += [below for below, _ in node.next_functions]
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ May import: layout.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -50,3 +51,20 @@ def leave(node: Any, grad: Tensor, spec: Spec) -> Tensor:
     for crossings in _installed:
         grad = crossings.leave(node, grad, spec)
     return grad
+
+
+def nodes_below(node: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield a node of autograd's graph and all nodes below it, each once.
+
+    The search goes no further at nodes for which `ends` is true.
+    """
+    waiting = [node]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not ends(node):
+            waiting += [below for below, _ in node.next_functions]

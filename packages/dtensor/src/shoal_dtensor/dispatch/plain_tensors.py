@@ -242,28 +242,30 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
     are empty if it passes its input on, and None if it takes a whole gradient. All ranks have the
     same history, so all raise.
     """
-    waiting = [node]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        # None: a node of torch's own, which passes gradients on; other nodes without a declaration
-        # end the search.
-        function = getattr(node, "_forward_cls", None)
-        tell = getattr(function, "gradient_shares", None)
-        shares: Sequence[int] | None = () if function is None else tell and tell(node)
-        if shares == ():
-            waiting += [below for below, _ in node.next_functions]
-        elif shares is not None and len({*shares}.intersection(spec.mesh.ranks)) > 1:
+    for below in crossings.nodes_below(node, lambda below: _shares_of(below) != ()):
+        shares = _shares_of(below)
+        if shares and len({*shares}.intersection(spec.mesh.ranks)) > 1:
             raise MixedTensorError(
                 f"a plain tensor of shape {tuple(spec.shape)} met DTensors on {spec.mesh} as a "
-                f"replicated one, but it is local to a rank: {node.name()} takes a share of its "
+                f"replicated one, but it is local to a rank: {below.name()} takes a share of its "
                 f"gradient from each of the ranks {shares}, and all of them would give the whole. "
                 "Use DTensors up to there (use_local_output=False in a style, no to_local()), or "
                 "leave implicit_replication()"
             )
+
+
+def _shares_of(node: Any) -> Sequence[int] | None:
+    """Return the ranks that a node takes shares from: `()` if it passes gradients on.
+
+    None: it takes a whole gradient, or does not declare what it takes.
+    """
+    function = getattr(node, "_forward_cls", None)
+    if function is None:
+        # a node of torch's own
+        return ()
+    gradient_shares = getattr(function, "gradient_shares", None)
+    shares: Sequence[int] | None = gradient_shares and gradient_shares(node)
+    return shares
 
 
 class _Outermost(threading.local):
