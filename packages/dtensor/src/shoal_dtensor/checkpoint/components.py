@@ -87,9 +87,11 @@ class ModuleLoad(ComponentLoad):
     """The load of a module: its own entries, and extra state of any saved structure."""
 
     def __init__(self, module: nn.Module, prefix: Path, saved: SavedNames) -> None:
-        self.module, self.prefix = module, prefix
+        self.module = module
+        self.prefix = prefix
         self.state: Any = module.state_dict()
-        self.targets, self.missing = {}, []
+        self.targets = {}
+        self.missing = []
         self.places: dict[str, tuple[Any, Any]] = {}
         for leaf in leaves_of(self.state):
             name = name_of((*prefix, *leaf.path))

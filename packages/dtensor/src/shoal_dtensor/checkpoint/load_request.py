@@ -42,7 +42,9 @@ class LoadRequest:
     """
 
     def __init__(self, state_dict: Mapping[str, Any], saved: SavedNames, *, strict: bool) -> None:
-        self.state_dict, self.saved, self.strict = state_dict, saved, strict
+        self.state_dict = state_dict
+        self.saved = saved
+        self.strict = strict
         self.targets: dict[str, Any] = {}
         self.places: dict[str, Leaf] = {}
         self.components: list[ComponentLoad] = []

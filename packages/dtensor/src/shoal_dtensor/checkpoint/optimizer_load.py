@@ -63,8 +63,11 @@ class OptimizerLoad(ComponentLoad):
         saved: SavedNames,
         find_names: Callable[[], GroupNames | None],
     ) -> None:
-        self.optimizer, self.prefix, self.saved = optimizer, prefix, saved
-        self.targets, self.missing = {}, []
+        self.optimizer = optimizer
+        self.prefix = prefix
+        self.saved = saved
+        self.targets = {}
+        self.missing = []
         # saved entries for which the optimizer has no place
         self.unplaced: list[str] = []
         tree = saved.tree(prefix)
@@ -205,7 +208,8 @@ class OptimizerLoad(ComponentLoad):
                     self.unplaced.append(leaf.value)
                     continue
                 insert(placed, leaf.path, leaf.value)
-            self.entries[param], self.reference[param] = placed, current
+            self.entries[param] = placed
+            self.reference[param] = current
             self._note_missing(param, current, placed)
         self._note_missing_options()
 

@@ -226,7 +226,8 @@ def keep_gradient_plain(tensor: torch.Tensor) -> None:
 def _as_plain(grad: Any) -> Any:
     if not hasattr(grad, "_spec"):
         return grad
-    node, spec = current_node(), grad._spec
+    node = current_node()
+    spec = grad._spec
     _check_takes_whole(node, spec)
     with purpose("the gradient of a plain tensor that counts as replicated"):
         whole = grad.full_tensor()

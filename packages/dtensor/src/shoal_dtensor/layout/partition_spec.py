@@ -188,7 +188,8 @@ def _without_order(placement: StridedShard) -> tuple[Shard | StridedShard, int]:
 
     Axes to its right make these shards.
     """
-    dim, sizes = placement.dim, placement.sizes
+    dim = placement.dim
+    sizes = placement.sizes
     if sizes is None:
         return Shard(dim, multiple_of=placement.multiple_of), placement.split_factor
     if placement.split_factor == 1:

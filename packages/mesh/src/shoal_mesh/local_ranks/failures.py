@@ -184,7 +184,8 @@ def report(outcome: Outcome) -> str:
 
 
 def _heading(outcome: Outcome) -> str:
-    failures, hung = outcome.failures, outcome.stacks
+    failures = outcome.failures
+    hung = outcome.stacks
     parts = []
     if failures:
         parts.append(f"{outcome.name} failed on {name_ranks(failures)} of {outcome.size}")

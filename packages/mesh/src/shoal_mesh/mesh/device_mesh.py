@@ -334,7 +334,8 @@ class DeviceMesh(RankGrid):
         # so its slices are to be looked for in this mesh itself
         if not root._layout.is_crossed_by_axes(layout):
             mesh = self._of(replace(self._fields, layout=layout, names=every, choices=choices))
-            mesh._shared, mesh._given = self._shared, self._given
+            mesh._shared = self._shared
+            mesh._given = self._given
             mesh._identify()
             return mesh
         return self._derive(layout, every, choices)

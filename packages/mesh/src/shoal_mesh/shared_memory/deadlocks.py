@@ -270,7 +270,8 @@ def _is_of_program(frame: FrameType | None) -> bool:
     Threads that only serve these do not count.
     """
     while frame is not None:
-        path, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+        path = frame.f_code.co_filename
+        module = frame.f_globals.get("__name__", "")
         if module.startswith(("torch.", "shoal_")) or not path.startswith((*_INSTALLED, "<frozen")):
             return True
         frame = frame.f_back
@@ -308,7 +309,8 @@ def processes_that_wait(
 
     Returns {} if one of them does not wait.
     """
-    states, todo = {pid: state}, [state]
+    states = {pid: state}
+    todo = [state]
     while todo:
         for wait in todo.pop()["waits"]:
             apart = 0
