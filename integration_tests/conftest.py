@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # random specs, for hunts and sweeps; small models
 for package in ("dtensor", "tp-styles"):
     sys.path.insert(0, str(ROOT / "packages" / package / "tests" / "support"))
-sys.path.append(str(ROOT / "docs" / "examples"))  # the Llama
+sys.path.append(str(ROOT / "examples" / "llama"))  # the Llama
 
 
 @dataclass(frozen=True, slots=True)

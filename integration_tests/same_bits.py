@@ -3,7 +3,7 @@
     python integration_tests/same_bits.py [--steps 50] [--models demo hf] [--dtypes float32
     bfloat16]
 
-The models are the Llama of docs/examples and the one of transformers, of small sizes, with dropout,
+The models are the Llama of examples/llama and the one of transformers, of small sizes, with dropout,
 clipping and AdamW. Losses, norms, gradients, weights and the optimizer's state of every step are
 compared, by digests of their bits.
 """
@@ -60,8 +60,8 @@ RUNS: list[Run] = [
 
 
 def demo_model(dtype: torch.dtype) -> nn.Module:
-    """The model of docs/examples."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "docs" / "examples"))
+    """The model of examples/llama."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "llama"))
     from llama import Llama, LlamaConfig
 
     config = LlamaConfig(WIDTH, LAYERS, HEADS, HEADS, HIDDEN, VOCAB, 2 * SEQUENCE, dropout=0.1)
@@ -69,7 +69,7 @@ def demo_model(dtype: torch.dtype) -> nn.Module:
 
 
 def demo_plan(sequence: bool) -> Plan:
-    """The plan of docs/examples/train_llama.py, or the one without sequence parallelism."""
+    """The plan of examples/llama/train_llama.py, or the one without sequence parallelism."""
     split = SPLIT if sequence else WHOLE
     plan: Plan = {
         "embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=split),

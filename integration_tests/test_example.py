@@ -1,4 +1,4 @@
-"""Covers: docs/examples/train_llama.py: small runs of it, and what it says to bad input."""
+"""Covers: examples/llama/train_llama.py: small runs of it, and what it says to bad input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from integration_tests.processes import two_at_a_time
 
-SCRIPT = Path(__file__).resolve().parent.parent / "docs" / "examples" / "train_llama.py"
+SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "llama" / "train_llama.py"
 TINY = [
     "--steps=4",
     "--batch=4",

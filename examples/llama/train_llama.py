@@ -1,9 +1,9 @@
 """Train a small Llama on a mesh of ranks, data-parallel by tensor-parallel, and check it against one process.
 
-    python docs/examples/train_llama.py                                   # 4 local ranks, a 2x2 mesh
-    python docs/examples/train_llama.py --mesh 1x4 --data corpus.txt --steps 300
-    python docs/examples/train_llama.py --fsdp                            # weights sharded over both axes
-    torchrun --nproc-per-node 4 docs/examples/train_llama.py              # on the ranks that torchrun started
+    python examples/llama/train_llama.py                                   # 4 local ranks, a 2x2 mesh
+    python examples/llama/train_llama.py --mesh 1x4 --data corpus.txt --steps 300
+    python examples/llama/train_llama.py --fsdp                            # weights sharded over both axes
+    torchrun --nproc-per-node 4 examples/llama/train_llama.py              # on the ranks that torchrun started
 
 The text is the source of Python's standard library, byte by byte. `parallelize`, `over_data` and
 `Trainer` are all of parallel training; the model (llama.py) does not know of it, and the reference
