@@ -252,7 +252,7 @@ class Unit(Group):
     leaves = held
 
     def owned_parameters(self) -> list[tuple[nn.Parameter, list[Site]]]:
-        """The parameters of the unit's modules and not of units in them, each once, with the modules that hold it."""
+        """Return the parameters of the unit, without inner units, with the modules that hold each."""
         owned: dict[int, tuple[nn.Parameter, list[Site]]] = {}
         inner = {unit for module in self.modules for unit in units_of(module)} - {self}
         others = {module for unit in inner for root in unit.modules for module in root.modules()}
@@ -304,7 +304,7 @@ class Unit(Group):
         self.hide()
 
     def find_trained(self) -> list[int]:
-        """The parameters that require gradients now, or have kept ones."""
+        """Return the parameters that require gradients now, or have kept ones."""
         held = {*self.kept, *self.scattered}
         return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in held]
 
@@ -349,7 +349,7 @@ class Unit(Group):
             check_materialized("fully_shard", [*self._names_of(sites)])
 
     def _names_of(self, sites: Sequence[Site]) -> Iterator[str]:
-        """The names that parameters have in the unit's modules."""
+        """Return the names of parameters in the modules of the unit."""
         for root in self.modules:
             for path, module in root.named_modules():
                 yield from (f"{path}.{key}".lstrip(".") for owner, key in sites if owner is module)
@@ -511,12 +511,12 @@ def _have_same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def units_of(module: nn.Module, recurse: bool = True) -> list[Unit]:
-    """The units in a module, each once, those of outer modules first."""
+    """Return the units in a module, each once, outer modules first."""
     owners = module.modules() if recurse else [module]
     return list(dict.fromkeys(vars(owner)[STATE] for owner in owners if STATE in vars(owner)))
 
 
 def unit_of(module: Any) -> Unit:
-    """The unit of a module that is one, or one of a unit's."""
+    """Return the unit that a module is, or to which it belongs."""
     unit: Unit = vars(module)[STATE]
     return unit

@@ -54,7 +54,7 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
 
 
 def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Indices -> rows: run a look-up, plain for plain indices; all ranks call it and raise its errors."""
+    """Run a look-up of rows by indices; all ranks call it and raise its errors."""
     bound = LOOKUPS[call.func].bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
