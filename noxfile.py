@@ -1,26 +1,19 @@
-"""Every check of the repository: `nox` runs those of CHECKS, two at a time; `nox --list` shows all sessions.
+"""Every check of the repository: `nox` runs the sessions of CHECKS, two at a time; `nox --list` shows all.
 
-Isolation without waste: torch takes about 25 seconds and a gigabyte per environment, so third-party
-packages are installed once, into `.nox/third-party`, which never holds a layer of shoal. Each
-session's environment adds that folder to its path and installs only the layer under check and the
-layers below it, so an upward import cannot work. `test(<package>)` sees of that folder only what
-the layer declares; `wheel(<package>)` starts from nothing. Arguments after `--` go to pytest or the
-script.
+Each session has an environment with the layer under check, the layers below it, and third-party
+packages that are installed once (nox_environments.py). `wheel(<package>)` starts from nothing.
+Arguments after `--` go to pytest or the script.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib import metadata
 from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036  # this line is for the Pythons that are too old
@@ -30,10 +23,26 @@ if sys.version_info < (3, 11):  # noqa: UP036  # this line is for the Pythons th
     )
 
 import nox
-from filelock import FileLock  # comes with nox, by way of virtualenv
 from nox.command import CommandFailed
-from packaging.requirements import Requirement  # comes with nox
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name  # comes with nox
+
+# nox loads this file by its path, without its folder on the path of imports.
+sys.path.insert(0, str(Path(__file__).parent))
+from nox_environments import (
+    GROUPS,
+    ROOT,
+    STACK,
+    build,
+    closure,
+    declared,
+    group,
+    hide_third_party,
+    import_name,
+    install,
+    install_declared,
+    link_declared,
+    own_site_packages,
+)
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -41,17 +50,7 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["checks"]
 
-ROOT = Path(__file__).parent
-# of each package the layers that it declares
-BELOW = {
-    path.parent.name: tuple(
-        re.findall(r'^  "shoal-([a-z-]+) ', path.read_text(), flags=re.MULTILINE)
-    )
-    for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
-}
-STACK = tuple(sorted(BELOW, key=lambda package: len(BELOW[package])))  # bottom to top
 FAST = "not parity and not slow"
-GROUPS = ("runtime", "extras", "models", "test", "types", "lint", "docs", "build", "release")
 # installed without what they depend on
 BESIDE_HF = ("accelerate==1.15.0", "peft==0.21.2", "psutil==7.2.2")
 RANKS_ENV = {
@@ -61,142 +60,8 @@ RANKS_ENV = {
     "PYTHONDONTWRITEBYTECODE": None,
 }
 LONG = ("test(dtensor)", "integration", "test(mesh)", "test(tp-styles)", "device")  # begin first
-CHECKS = (
-    *("lint", *LONG),
-    *sorted({f"{kind}({package})" for kind in ("test", "types") for package in STACK} - {*LONG}),
-    *("docs", "demo", "packages"),
-)
-
-
-def group(*names: str, project: Path = ROOT) -> list[str]:
-    """The requirements of dependency groups of a pyproject.toml."""
-    table = nox.project.load_toml(project / "pyproject.toml")
-    return sorted({name for one in names for name in nox.project.dependency_groups(table, one)})
-
-
-def third_party(session: nox.Session, *groups: str) -> Path:
-    """The site-packages folder shared by all sessions, with these dependency groups in it.
-
-    Groups are installed when a session first asks for them. What an interrupted install left half
-    done is removed and installed again; the rest is kept. Another Python or other constraints make
-    a new folder.
-    """
-    home = ROOT / ".nox" / "third-party"
-    stamp = home / "installed.json"
-    digest = hashlib.sha256(
-        f"{sys.version}\n{(ROOT / 'constraints.txt').read_text()}".encode()
-    ).hexdigest()
-    home.parent.mkdir(exist_ok=True)
-    with FileLock(home.with_suffix(".lock")):  # sessions may run side by side
-        state = json.loads(stamp.read_text()) if stamp.exists() else {}
-        if state.get("digest") != digest:
-            session.run(
-                sys.executable, "-m", "virtualenv", "--clear", str(home), external=True, silent=True
-            )
-            state = {"digest": digest, "groups": {}}
-            stamp.write_text(json.dumps(state))
-        pip = home / ("Scripts" if sys.platform == "win32" else "bin") / "pip"
-        for name in groups:
-            wanted = group(name)
-            if state["groups"].get(name) != wanted:
-                session.log(f"installing third-party packages once for all sessions: {name}")
-                for half in {
-                    path.parent for path in site_packages(home).glob("*.dist-info/METADATA")
-                }:
-                    # which pip writes after the last file of a package
-                    if not (half / "INSTALLER").exists():
-                        shutil.rmtree(half)
-                session.run(str(pip), "install", "-c", "constraints.txt", *wanted, external=True)
-                state["groups"][name] = wanted
-                stamp.write_text(json.dumps(state))
-    return site_packages(home)
-
-
-def site_packages(home: Path) -> Path:
-    return next(path for path in home.glob("[Ll]ib/**/site-packages") if path.is_dir())
-
-
-def closure(*packages: str) -> list[str]:
-    """The packages and every layer below them, bottom to top."""
-    wanted = {*packages, *(below for package in packages for below in BELOW[package])}
-    return [package for package in STACK if package in wanted]
-
-
-def install(session: nox.Session, *packages: str, groups: Iterable[str] = GROUPS) -> None:
-    """Give the session the shared third-party packages and, editable, the layers named and those below."""
-    shared = third_party(session, *groups)
-    own = site_packages(Path(session.virtualenv.location))
-    (own / "third_party.pth").write_text(f"{shared}\n")
-    if packages:
-        editable = [
-            part for package in closure(*packages) for part in ("-e", f"packages/{package}")
-        ]
-        # hatchling comes from the shared folder; a dependency that is missing there is an error,
-        # not a download.
-        session.install("--no-build-isolation", "--no-index", "-c", "constraints.txt", *editable)
-
-
-def link_declared(session: nox.Session, wanted: Iterable[str]) -> None:
-    """Give the session, of the shared packages, those that these requirements need and no other: by symbolic links."""
-    shared, own = third_party(session, *GROUPS), site_packages(Path(session.virtualenv.location))
-    found = {
-        canonicalize_name(dist.metadata["Name"]): dist
-        for dist in metadata.distributions(path=[str(shared)])
-    }
-    queue, seen = [Requirement(text) for text in wanted], set()
-    for path in own.iterdir():
-        if path.is_symlink():
-            path.unlink()
-    while queue:
-        asked = queue.pop()
-        name = canonicalize_name(asked.name)
-        if (name, *asked.extras) in seen:
-            continue
-        seen.add((name, *asked.extras))
-        if name not in found:
-            session.error(f"{asked} is declared, but no dependency group of the root installs it")
-        for top in {
-            file.parts[0]
-            for file in found[name].files or ()
-            if file.parts[0] not in ("..", "__pycache__")
-        }:
-            if not (own / top).exists():
-                (own / top).symlink_to(shared / top)
-        more = (Requirement(text) for text in found[name].requires or ())
-        extras = asked.extras or {""}
-        queue += [
-            one
-            for one in more
-            if not one.marker or any(one.marker.evaluate({"extra": extra}) for extra in extras)
-        ]
-
-
-def declared(*packages: str) -> list[str]:
-    """The dependencies of some layers, without the layers themselves."""
-    files = [
-        nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")
-        for package in packages
-    ]
-    found = {text for file in files for text in file["project"]["dependencies"]}
-    return sorted(text for text in found if not text.startswith("shoal-"))
-
-
-def install_declared(session: nox.Session, package: str) -> None:
-    """Give the session one layer and those below, editable, what they declare, and the layer's own test group."""
-    tests = group("test", project=ROOT / "packages" / package)
-    install(session, package)
-    (site_packages(Path(session.virtualenv.location)) / "third_party.pth").unlink()
-    link_declared(session, declared(*closure(package)) + tests)
-
-
-def build(session: nox.Session, *packages: str) -> Path:
-    """The folder with fresh sdists and wheels of some layers."""
-    dist = Path(session.create_tmp()).resolve() / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    for package in packages:
-        with session.chdir(ROOT / "packages" / package):
-            session.run("python", "-m", "hatchling", "build", "-d", str(dist), silent=True)
-    return dist
+SHORT = {f"{kind}({package})" for kind in ("test", "types") for package in STACK} - {*LONG}
+CHECKS = ("lint", *LONG, *sorted(SHORT), "docs", "demo", "packages")
 
 
 def pytest(session: nox.Session, *args: str, env: Mapping[str, str | None] = RANKS_ENV) -> None:
@@ -268,7 +133,7 @@ def public_types(session: nox.Session) -> None:
         "--no-build-isolation", "--no-deps", *(f"./packages/{package}" for package in STACK)
     )
     for package in STACK:
-        name = f"shoal_{package.replace('-', '_')}"
+        name = import_name(package)
         session.run(
             "basedpyright", "--ignoreexternal", "--verifytypes", name, env={"PYTHONPATH": ""}
         )
@@ -295,7 +160,7 @@ def integration(session: nox.Session) -> None:
     install(session, *STACK)
     # Tests import each other by their folder's name, examples as the scripts that they are.
     bases = "--explicit-package-bases"
-    checked = ("integration_tests", "noxfile.py", "benchmarks/_timing.py")
+    checked = ("integration_tests", "noxfile.py", "nox_environments.py", "benchmarks/_timing.py")
     session.run("python", "-m", "mypy", bases, *checked, env={"MYPYPATH": "examples/llama"})
     for examples in ("examples/llama", "examples"):
         scripts = sorted(map(str, Path(examples).glob("*.py")))
@@ -360,7 +225,7 @@ def packages(session: nox.Session) -> None:
     install(session)
     dist = build(session, *STACK)
     session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
-    (site_packages(Path(session.virtualenv.location)) / "third_party.pth").unlink()
+    hide_third_party(session)
     link_declared(session, declared(*STACK))
     session.install(
         "--no-index", "--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl")))
@@ -368,7 +233,7 @@ def packages(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "check")
     session.chdir(session.create_tmp())
     for package in STACK:
-        session.run("python", "-W", "ignore", "-c", f"import shoal_{package.replace('-', '_')}")
+        session.run("python", "-W", "ignore", "-c", f"import {import_name(package)}")
 
 
 @nox.session(reuse_venv=False)
@@ -377,7 +242,7 @@ def wheel(session: nox.Session, package: str) -> None:
     """Install a wheel in an empty environment with what it declares, run the tests that its sdist carries."""
     session.install("-c", "constraints.txt", "hatchling")
     dist = build(session, *closure(package))
-    (sdist,) = dist.glob(f"shoal_{package.replace('-', '_')}-*.tar.gz")
+    (sdist,) = dist.glob(f"{import_name(package)}-*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(dist, filter="data")
     source = dist / sdist.name.removesuffix(".tar.gz")
@@ -475,7 +340,7 @@ def torchtitan(session: nox.Session) -> None:
     # what torchtitan imports
     session.install("datasets", "tyro", "tensorboard", "einops", "pillow", "tomli")
     session.install("--no-deps", "torchtitan==0.2.2", "torchdata")
-    folder = site_packages(Path(session.virtualenv.location))
+    folder = own_site_packages(session)
     session.run(
         "python", "-m", "integration_tests.titan", str(folder), *session.posargs, env=RANKS_ENV
     )
@@ -523,13 +388,13 @@ def coverage(session: nox.Session, package: str) -> None:
     install(session, package)
     # Ranks are measured by a hook at interpreter start; coverage's own is in the shared folder,
     # where none is run.
-    hook = site_packages(Path(session.virtualenv.location)) / "zz_coverage.pth"
+    hook = own_site_packages(session) / "zz_coverage.pth"
     hook.write_text("import coverage; coverage.process_startup()\n")
     rc = (
         "--rcfile=coverage.rc",
         f"--data-file={Path(session.create_tmp()).resolve() / 'coverage'}",
     )
-    source = f"--source=shoal_{package.replace('-', '_')}"
+    source = f"--source={import_name(package)}"
     tests = ("-m", "pytest", "-m", FAST, f"packages/{package}/tests")
     session.run("python", "-m", "coverage", "run", *rc, source, *tests, env=RANKS_ENV)
     session.run("python", "-m", "coverage", "combine", "-q", *rc)
