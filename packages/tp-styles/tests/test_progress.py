@@ -1,4 +1,4 @@
-"""Covers: plan/resolve.py: its bar."""
+"""Covers: plan/progress_bar.py."""
 
 from __future__ import annotations
 

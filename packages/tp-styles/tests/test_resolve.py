@@ -17,7 +17,8 @@ from shoal_tp_styles import (
     TiedWeightError,
     parallelize_module,
 )
-from shoal_tp_styles.plan.resolve import axis_mesh, resolve
+from shoal_tp_styles.plan.resolve import resolve
+from shoal_tp_styles.plan.styled_module import axis_mesh
 from small_models import MLP, ModelArgs, StackedMLP, Transformer
 
 

@@ -54,6 +54,7 @@ from .modules.forwards import (
     set_forward,
 )
 from .modules.owners import (
+    Owner,
     carry_gradient,
     carry_over,
     check_plain_tensors,

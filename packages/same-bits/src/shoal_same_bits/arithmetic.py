@@ -35,9 +35,9 @@ from shoal_mesh import DeviceMesh, sums_in_tree
 from shoal_tp_styles import Lowered, ModuleSharding, Port
 from shoal_tp_styles.internal import (
     COMPLETION,
-    Boundary,
     ColumnEmbedding,
     ColumnLinear,
+    DTensorForward,
     RowEmbedding,
     RowLinear,
     SequenceDropout,
@@ -67,7 +67,7 @@ _FORMS: dict[type[Lowered], type[Lowered]] = {
     Tokenwise: InvariantTokenwise,
 }
 # These lowerings compute nothing themselves.
-_UNCHANGED = (Boundary, SequenceDropout)
+_UNCHANGED = (DTensorForward, SequenceDropout)
 _WHOLE: dict[type[nn.Module], type[Lowered]] = {
     nn.Linear: InvariantWhole,
     nn.Embedding: InvariantEmbedding,
@@ -120,7 +120,7 @@ class InvariantArithmetic(BlockArithmetic):
                 COMPLETION, outputs=(replicated,), lowering=form, distributes=False
             )
             completed = form(owner, sharding, axis)
-            if isinstance(lowered, Boundary):
+            if isinstance(lowered, DTensorForward):
                 lowered.inner = completed
             else:
                 set_forward(owner, completed)
@@ -139,7 +139,7 @@ class InvariantArithmetic(BlockArithmetic):
 
 def _is_empty_boundary(lowered: Lowered) -> bool:
     """Tell whether a style only moves inputs and outputs, and the module inside runs as it is."""
-    return isinstance(lowered, Boundary) and lowered.inner is None
+    return isinstance(lowered, DTensorForward) and lowered.inner is None
 
 
 def _computes(module: nn.Module) -> bool:

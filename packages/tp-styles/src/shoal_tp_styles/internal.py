@@ -13,17 +13,23 @@ from .apply.apply import apply_sharding, block_rows, make_adjacent, shardings_of
 from .lowering.collective_functions import find_token, keep_token
 from .lowering.lowered import lowered_of, nbytes
 from .lowering.parameters import HOW_TO_QUANTIZE
-from .lowering.ports import Boundary, from_local, partial_output, replicated_input, sharded_input
+from .lowering.ports import (
+    DTensorForward,
+    from_local,
+    partial_output,
+    replicated_input,
+    sharded_input,
+)
 from .modules.embedding import ColumnEmbedding, OwnRows, RowEmbedding, check_ids
 from .modules.own_forward import Params, SequenceDropout, Tokenwise, is_norm
 from .modules.sharded_linear import ColumnLinear, RowLinear
 from .plan.preview import to_meta
+from .plan.progress_bar import progress
 from .plan.resolve import (
     AutoPlan,
     Plan,
     apply_plan,
     named_styles,
-    progress,
     resolve,
     sharded_parameters,
 )

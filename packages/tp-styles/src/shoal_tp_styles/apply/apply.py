@@ -33,7 +33,7 @@ from shoal_mesh import DeviceMesh
 
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import HOW_TO_QUANTIZE
-from ..lowering.ports import Boundary
+from ..lowering.ports import DTensorForward
 from ..sharding.module_kinds import computed_parameters
 from ..sharding.module_sharding import (
     COMPLETION,
@@ -100,7 +100,7 @@ def apply_sharding(
     if fused is not None and fused.splits(mesh.size()):
         blocks = split_blocks(module, sharding.style, fused, mesh, src_data_rank=src_data_rank)
     if sharding.distributes:
-        buffers = lowering is Boundary or any(map(sharding.shards, module._buffers))
+        buffers = lowering is DTensorForward or any(map(sharding.shards, module._buffers))
         with scattering(src_data_rank) if scatter is None else nullcontext(scatter) as together:
             _distribute(module, sharding, mesh, together, blocks=blocks, buffers=buffers)
     # `load_state_dict` takes fused parameters, plain or DTensors of any layout
@@ -150,11 +150,11 @@ def _lowering(
     """
     # What a class's own forward does not know.
     required = isinstance(sharding.options, FusedBlocks | Adapter | Experts | LatentFeatures)
-    if sharding.lowering is not None and issubclass(sharding.lowering, Boundary):
+    if sharding.lowering is not None and issubclass(sharding.lowering, DTensorForward):
         # stands around whatever was there before
         return sharding.lowering
     if sharding.lowering is None or not (lower or required):
-        return Boundary
+        return DTensorForward
     if inner is None:
         return sharding.lowering
     if required:
@@ -162,7 +162,7 @@ def _lowering(
             f"{sharding.style}: {type(module).__name__} already has the style {inner.title}; apply "
             f"{sharding.style} first"
         )
-    return Boundary
+    return DTensorForward
 
 
 def _distribute(

@@ -34,7 +34,7 @@ from shoal_mesh import Comm, all_gather
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered, lowered_of, nbytes
 from ..lowering.parameters import local_parameters, own_forward
-from ..lowering.ports import Boundary, local_input
+from ..lowering.ports import DTensorForward, local_input
 from ..sharding.module_kinds import EXPERTS
 from ..sharding.module_sharding import Collective, Experts, ModuleCall, ModuleSharding
 from .token_route import ExpertExchange, counts_of, first_pairs, sorted_choices, within_capacity
@@ -352,7 +352,7 @@ class BlockMembers(NamedTuple):
     shared: str
 
 
-class OverlappedBlock(Boundary):
+class OverlappedBlock(DTensorForward):
     """The forward of a block; its shared expert overlaps the dispatch of tokens."""
 
     @eager_only

@@ -71,8 +71,8 @@ class Lowered(ModuleForward):
         By default these are the collectives of the record's inputs and first output.
         """
         for index in range(len(call.sharding.inputs or ())):
-            yield from declare_input(call, index)
-        yield from declare_output(call)
+            yield from input_collectives(call, index)
+        yield from output_collectives(call)
 
     @property
     def title(self) -> str:
@@ -202,7 +202,7 @@ _MOVES: dict[tuple[type[Placement], type[Placement]], str] = {
 }
 
 
-def moves(
+def collectives_of_move(
     x: Any,
     source: Placement,
     target: Placement,
@@ -228,7 +228,7 @@ def _of_gradient(placement: Placement) -> Placement:
     return Replicate() if isinstance(placement, Partial) else placement
 
 
-def declare_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
+def input_collectives(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
     """Yield the collectives of an input.
 
     Readers of a replicated input share the gather, and the reduction of its partial gradient.
@@ -240,13 +240,13 @@ def declare_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
         or not port.desired.is_replicate()
         or call.sharding.output_port().layout.is_replicate()
     ):
-        yield from moves(x, port.layout, port.desired)
+        yield from collectives_of_move(x, port.layout, port.desired)
     else:
         once = None if x.is_leaf and x.requires_grad else (id(x), port.layout)
-        yield from moves(x, port.layout, port.desired, Partial(), once=once)
+        yield from collectives_of_move(x, port.layout, port.desired, Partial(), once=once)
 
 
-def declare_output(call: ModuleCall, bias: str | None = "bias") -> Iterator[Collective]:
+def output_collectives(call: ModuleCall, bias: str | None = "bias") -> Iterator[Collective]:
     """Yield the collectives of the first output.
 
     The gradients of a bias are summed if a partial output is sharded.
@@ -254,20 +254,20 @@ def declare_output(call: ModuleCall, bias: str | None = "bias") -> Iterator[Coll
     port = call.sharding.output_port()
     out = call.output
     if not isinstance(port.layout, Partial) or not isinstance(port.desired, Shard):
-        yield from moves(out, port.layout, port.desired)
+        yield from collectives_of_move(out, port.layout, port.desired)
         return
     dim = port.desired.dim % out.ndim
     features = getattr(call.sharding.input_port().desired, "dim", -1) % out.ndim
     if dim != features and port.desired.sizes is None and out.shape[dim] % call.ranks:
         # plain tensors do not carry the sizes of shards
-        yield from moves(out, port.layout, Replicate())
-        yield from moves(out, Replicate(), port.desired)
+        yield from collectives_of_move(out, port.layout, Replicate())
+        yield from collectives_of_move(out, Replicate(), port.desired)
     else:
-        yield from moves(out, port.layout, port.desired)
-        yield from declare_summed_gradients(call.trained(bias) if bias is not None else ())
+        yield from collectives_of_move(out, port.layout, port.desired)
+        yield from summed_gradient_collectives(call.trained(bias) if bias is not None else ())
 
 
-def declare_summed_gradients(params: Iterable[nn.Parameter]) -> Iterator[Collective]:
+def summed_gradient_collectives(params: Iterable[nn.Parameter]) -> Iterator[Collective]:
     """Yield the collectives of `local_parameters(..., comm)`.
 
     The gradients of each dtype are all-reduced together.

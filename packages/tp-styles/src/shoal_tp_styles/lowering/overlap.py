@@ -89,7 +89,7 @@ def reduced_product(x: Tensor, weight: Tensor, where: Comm | ShardedDim, chunks:
     return product
 
 
-def in_chunks(
+def chunked_collectives(
     call: ModuleCall,
     collectives: Iterable[Collective],
     full: Tensor | None,

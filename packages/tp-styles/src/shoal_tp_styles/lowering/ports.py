@@ -1,6 +1,6 @@
 """Layout changes of the tensors that enter and leave a module.
 
-A DTensor can change between any two layouts; `Boundary`, which runs a module's own forward, uses
+A DTensor can change between any two layouts; `DTensorForward`, which runs a module's own forward, uses
 this for DTensor inputs and unusual layouts. The usual changes of plain tensors are direct
 collectives:
 
@@ -44,7 +44,7 @@ from .collective_functions import (
     split,
     uneven_output,
 )
-from .lowered import Lowered, moves
+from .lowered import Lowered, collectives_of_move
 from .parameters import local_parameters
 
 
@@ -80,7 +80,7 @@ def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -
     return input_dtensor(tensor, port, mesh).to_local(grad_placements=(grad,))
 
 
-def leaving(
+def module_output(
     lowered: Lowered, tensor: Tensor, port: Port, shape: Sequence[int] | None = None
 ) -> Tensor:
     """Return an output in the port's desired layout: a DTensor, or its local shard.
@@ -133,7 +133,7 @@ def from_local(
     return DTensor.from_local(tensor, mesh, (placement,), shape=shape, stride=stride)
 
 
-class Boundary(Lowered):
+class DTensorForward(Lowered):
     """A forward between ports: the module's own forward, or a lowering inside.
 
     The inputs are brought to the layouts of their ports before, the outputs after the call.
@@ -219,7 +219,7 @@ class Boundary(Lowered):
 
     def _leave(self, value: Any, port: Port) -> Any:
         with nullcontext() if is_compiling() or current_watch() is None else unwatched_functions():
-            return leaving(self, value, port)
+            return module_output(self, value, port)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -229,7 +229,7 @@ class Boundary(Lowered):
         moved += zip(call.outputs, sharding.outputs or (), strict=False)
         for value, port in moved:
             if port is not None:
-                yield from moves(value, port.layout, port.desired)
+                yield from collectives_of_move(value, port.layout, port.desired)
 
 
 def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
@@ -279,7 +279,7 @@ def sharded_output(
         return gather(out, lowered.comm, features, sizes)
     shape = list(out.shape)
     shape[features] = size
-    return leaving(lowered, out, port, shape)
+    return module_output(lowered, out, port, shape)
 
 
 def _shards_of_weight(lowered: Lowered) -> tuple[int, Sizes]:
@@ -332,11 +332,13 @@ def partial_output(
         # the first rank adds it; here are zeros that take its gradient
         if whole is not None and comm.rank > 0:
             whole = whole - whole.detach()
-        return leaving(lowered, _plus(partial, whole, features), Port(Partial(), port.desired))
+        return module_output(
+            lowered, _plus(partial, whole, features), Port(Partial(), port.desired)
+        )
     full = _plus(reduce(partial, comm), whole, features)
     if local and port.desired.is_replicate():
         return full
-    return leaving(lowered, full, Port(Replicate(), port.desired))
+    return module_output(lowered, full, Port(Replicate(), port.desired))
 
 
 def _plus(out: Tensor, bias: Tensor | None, features: int) -> Tensor:

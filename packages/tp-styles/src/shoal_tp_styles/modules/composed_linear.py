@@ -29,7 +29,7 @@ from shoal_mesh import Comm
 
 from ..lowering import ports
 from ..lowering.collective_functions import copy, reduce
-from ..lowering.lowered import Lowered, declare_input, declare_output, nbytes
+from ..lowering.lowered import Lowered, input_collectives, nbytes, output_collectives
 from ..lowering.parameters import local_parameters
 from ..lowering.ports import from_local
 from ..sharding.module_sharding import (
@@ -57,8 +57,8 @@ class AdapterLinear(Lowered):
         weight = call.module.get_parameter("weight")
         # B is (out, rank), A is (rank, in)
         width = weight.shape[0 if call.sharding.shards("lora_A") else 1]
-        yield from declare_input(call)
-        yield from declare_output(call, "bias" if adapter.train_base else None)
+        yield from input_collectives(call)
+        yield from output_collectives(call, "bias" if adapter.train_base else None)
         yield Collective("all_reduce", adapter.rank * width * weight.element_size(), backward=True)
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -217,8 +217,8 @@ class AttentionHeads(FusedLowering):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         for index in range(3):
-            yield from declare_input(call, index)
-        yield from declare_output(call, "out_proj.bias")
+            yield from input_collectives(call, index)
+        yield from output_collectives(call, "out_proj.bias")
         weights = call.outputs[1]
         if weights is not None:
             yield Collective("all_reduce", nbytes(weights))

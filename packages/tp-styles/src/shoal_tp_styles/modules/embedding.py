@@ -29,7 +29,13 @@ from shoal_mesh import all_gather, all_gather_v
 
 from ..lowering import ports
 from ..lowering.collective_functions import gather_partial
-from ..lowering.lowered import Lowered, declare_input, declare_output, moves, nbytes
+from ..lowering.lowered import (
+    Lowered,
+    collectives_of_move,
+    input_collectives,
+    nbytes,
+    output_collectives,
+)
 from ..lowering.parameters import own_forward
 from ..sharding.module_sharding import Collective, ModuleCall, Port
 
@@ -240,13 +246,13 @@ class EmbeddingBag(_Table):
         port = call.sharding.input_port()
         offsets = given.get("offsets")
         weights = given.get("per_sample_weights")
-        yield from moves(given["input"], port.layout, port.desired)
+        yield from collectives_of_move(given["input"], port.layout, port.desired)
         if offsets is not None and isinstance(port.layout, Shard):
             yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
             yield Collective("all_gather", nbytes(offsets))
         if weights is not None:
-            yield from declare_input(replace(call, args=(weights,), kwargs={}))
-        yield from declare_output(call)
+            yield from input_collectives(replace(call, args=(weights,), kwargs={}))
+        yield from output_collectives(call)
 
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

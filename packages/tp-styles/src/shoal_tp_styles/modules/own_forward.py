@@ -25,9 +25,9 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import ReplacedAttention, eager_only
 
 from .._torch import watching_functions
-from ..lowering.lowered import Lowered, declare_summed_gradients, nbytes
+from ..lowering.lowered import Lowered, nbytes, summed_gradient_collectives
 from ..lowering.parameters import local_parameters, own_forward, while_replaced
-from ..lowering.ports import Boundary, from_local, sharded_input
+from ..lowering.ports import DTensorForward, from_local, sharded_input
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Params = dict[str, Tensor | None]
@@ -99,7 +99,7 @@ class Tokenwise(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from declare_summed_gradients(call.module.parameters())
+        yield from summed_gradient_collectives(call.module.parameters())
 
     def __call__(self, input: Tensor) -> Tensor:
         global_shape = (*input.shape,) if isinstance(input, DTensor) else None
@@ -127,7 +127,7 @@ class Tokenwise(Lowered):
         return self.compute(self.module, local, self.local(*names, comm=self.comm) if names else {})
 
 
-class SequenceDropout(Boundary):
+class SequenceDropout(DTensorForward):
     """A Dropout under `SequenceParallel`.
 
     An active one draws, as a DTensor, the values that one device with all tokens would draw.
@@ -141,7 +141,7 @@ class SequenceDropout(Boundary):
         return super().__call__(input) if draws or not plain else input
 
 
-class LocalForward(Boundary):
+class LocalForward(DTensorForward):
     """The module's forward, with the local shards of its own parameters in their place.
 
     The options are names of integers that count sharded heads or features; the forward reads this
@@ -170,7 +170,7 @@ class LocalForward(Boundary):
         return while_replaced(forward, (self.params, local), (vars(self.module), self.counts))
 
 
-class ContextAttention(Boundary):
+class ContextAttention(DTensorForward):
     """The previous forward, with attention of the sharded sequence."""
 
     @eager_only

@@ -27,7 +27,13 @@ from shoal_dtensor.internal import in_memory_as, shard_sizes
 
 from ..lowering import ports
 from ..lowering.collective_functions import gather, gather_partial
-from ..lowering.lowered import Lowered, declare_input, declare_summed_gradients, moves, nbytes
+from ..lowering.lowered import (
+    Lowered,
+    collectives_of_move,
+    input_collectives,
+    nbytes,
+    summed_gradient_collectives,
+)
 from ..lowering.parameters import local_parameters, own_forward
 from ..lowering.ports import from_local
 from ..sharding.module_kinds import keeps_forward
@@ -62,7 +68,7 @@ class Recurrent(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from declare_summed_gradients(call.module.parameters())
+        yield from summed_gradient_collectives(call.module.parameters())
 
     def __call__(self, input: Tensor, hx: Any = None) -> Any:
         module: Any = self.module
@@ -152,7 +158,7 @@ class HiddenUnits(Lowered):
         given = (*call.args, *call.kwargs.values())[1:]
         initial = _tensors(given[0]) if given and given[0] is not None else ()
         assert x is not None, "a recurrent module has an input"
-        yield from declare_input(call)
+        yield from input_collectives(call)
         steps = x.shape[int(module.batch_first and x.ndim > 2)]
         gathered = nbytes(state) // state.shape[0]
         directions = 1 + module.bidirectional
@@ -169,9 +175,9 @@ class HiddenUnits(Lowered):
         entering = call.sharding.input_port(1)
         leaving = call.sharding.output_port()
         for tensor in initial:
-            yield from moves(tensor, entering.layout, entering.desired)
+            yield from collectives_of_move(tensor, entering.layout, entering.desired)
         for tensor in (*call.output.chunk(directions, -1), *_tensors(call.outputs[1])):
-            yield from moves(tensor, leaving.layout, leaving.desired)
+            yield from collectives_of_move(tensor, leaving.layout, leaving.desired)
 
     def __call__(self, input: Tensor, hx: Any = None) -> Any:
         module: Any = self.module

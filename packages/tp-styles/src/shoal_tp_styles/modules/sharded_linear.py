@@ -47,8 +47,8 @@ from ..lowering.collective_functions import (
     reduce_scatter_dim,
     sharded_dim,
 )
-from ..lowering.lowered import Lowered, declare_input, declare_output, spec_of
-from ..lowering.overlap import chunks_of, gathered_product, in_chunks, reduced_product
+from ..lowering.lowered import Lowered, input_collectives, output_collectives, spec_of
+from ..lowering.overlap import chunked_collectives, chunks_of, gathered_product, reduced_product
 from ..lowering.parameters import check_plain, deliver_grad, deliver_product
 from ..lowering.ports import from_local, local_input
 from ..sharding.module_sharding import Collective, ModuleCall
@@ -248,10 +248,10 @@ class ColumnLinear(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        entering = declare_input(call)
+        entering = input_collectives(call)
         layout = call.sharding.input_port().layout
-        yield from in_chunks(call, entering, call.input(), layout, ("all_gather", False))
-        yield from declare_output(call)
+        yield from chunked_collectives(call, entering, call.input(), layout, ("all_gather", False))
+        yield from output_collectives(call)
 
     def __call__(self, input: Tensor) -> Tensor:
         if is_compiling():
@@ -339,13 +339,15 @@ class RowLinear(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from declare_input(call)
+        yield from input_collectives(call)
         x = call.input()
         placement = call.sharding.output_port().desired
         chunked = [("all_reduce", False), ("reduce_scatter", False)]
         if x is not None and x.requires_grad:
             chunked.append(("all_gather", True))
-        yield from in_chunks(call, declare_output(call, None), call.output, placement, *chunked)
+        yield from chunked_collectives(
+            call, output_collectives(call, None), call.output, placement, *chunked
+        )
 
     def __call__(self, input: Tensor) -> Tensor:
         if is_compiling():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 import warnings
-from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
-from shoal_dtensor import DTensor, Shard
+from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError
 from shoal_dtensor.internal import (
     check_device_mesh,
@@ -25,14 +22,15 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, current_mesh
 
 from .._torch import hook_end_of_forward
-from ..apply.apply import plain_module, shardings_of
+from ..apply.apply import plain_module
 from ..errors import UnmatchedPlanWarning
 from ..lowering.lowered import lowered_of
+from .explain_errors import explain_local_shards
 from .resolve import AutoPlan, Plan, resolve
 
-_NOTE = "The model is parallel:"
-# What each of them asks before it takes the kernel, and asks for nothing else.
-_FUSED = {
+# Attribute of each class of torch that forbids its fused kernel if it is false; nothing else reads
+# it.
+_ALLOWS_FUSED_KERNEL = {
     nn.TransformerEncoderLayer: "activation_relu_or_gelu",
     nn.TransformerEncoder: "use_nested_tensor",
 }
@@ -88,7 +86,7 @@ def parallelize_module(
         ...     mlp[0].weight.placements, mlp[0].weight.to_local().shape
         ((Shard(dim=0),), torch.Size([2, 4]))
     """
-    mesh = _mesh(device_mesh, parallelize_plan)
+    mesh = _mesh_of_plan(device_mesh, parallelize_plan)
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module: no plan is given; nothing is changed",
@@ -106,29 +104,32 @@ def parallelize_module(
     complete_forms(mesh, module)
     watch_draws(module)
     refuse_save_pretrained(module)
-    _run_children(module)
-    if any(lowered_of(child) for child in module.modules() if child is not module):
-        hook_end_of_forward(module, _explain)
+    _forbid_fused_kernels(module)
+    children = (child for child in module.modules() if child is not module)
+    if any(lowered_of(child) for child in children):
+        hook_end_of_forward(module, explain_local_shards)
     return module
 
 
-def _mesh(given: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
-    """Return the mesh that a plan is applied to.
+def _mesh_of_plan(device_mesh: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
+    """Return the mesh that a plan is applied to, by default the mesh of the enclosing block.
 
     An automatic plan is applied only to a mesh for which it is proven.
     """
-    mesh = given if given is not None else current_mesh()
+    mesh = device_mesh if device_mesh is not None else current_mesh()
     if mesh is None:
         raise LayoutError(
             "parallelize_module: no device_mesh is given and no `with mesh:` encloses the call"
         )
     check_device_mesh("parallelize_module", mesh)
-    if isinstance(plan, AutoPlan) and not plan and plan.whole:
+    if not isinstance(plan, AutoPlan):
+        return mesh
+    if not plan and plan.whole:
         raise PlanError(
             f"an automatic plan is applied where it has entries: {plan.why_empty}. Pass a plan of "
             "your own, {path: style}, or leave the module as it is"
         )
-    if isinstance(plan, AutoPlan) and plan.proven_for != mesh.shape:
+    if plan.proven_for != mesh.shape:
         raise PlanError(
             "an automatic plan is applied to a mesh on which it is proven: this one is proven for "
             f"{plan.proven_for}, the mesh is {mesh.shape}. Use auto_plan(model, mesh, "
@@ -137,64 +138,27 @@ def _mesh(given: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
     return mesh
 
 
-def _run_children(root: nn.Module) -> None:
+def _forbid_fused_kernels(root: nn.Module) -> None:
     """Make torch's encoder layers call modules that have styles.
 
-    Their fused kernel would only read parameters.
+    Their fused kernel would only read parameters. It is allowed again where no module has a style.
     """
     for module in root.modules():
-        name = next((name for kind, name in _FUSED.items() if isinstance(module, kind)), "")
-        own = vars(module)
-        if name and any(lowered_of(child) for child in module.modules()):
-            own.setdefault(_WAS_FUSED, own[name])
-            own[name] = False
-        elif _WAS_FUSED in own:
-            own[name] = own.pop(_WAS_FUSED)
+        attributes = vars(module)
+        switch = _fused_kernel_switch(module)
+        if switch is not None and any(lowered_of(child) for child in module.modules()):
+            attributes.setdefault(_WAS_FUSED, attributes[switch])
+            attributes[switch] = False
+        elif switch is not None and _WAS_FUSED in attributes:
+            attributes[switch] = attributes.pop(_WAS_FUSED)
 
 
-def _explain(module: nn.Module, args: Any, output: Any) -> None:
-    """Add a note on the likely cause, plain local tensors, to an error that a forward raised."""
-    if output is not None:
-        return
-    error = sys.exc_info()[1]
-    explained = type(error).__module__.startswith("shoal_") or any(
-        _NOTE in n for n in getattr(error, "__notes__", ())
-    )
-    if explained or not isinstance(
-        error, RuntimeError | ValueError | TypeError | IndexError | AssertionError
-    ):
-        return
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        owner = frame.f_locals.get("self")
-        found = [*_local_outputs(owner)] if isinstance(owner, nn.Module) else []
-        if found:
-            error.add_note(
-                f"{_NOTE} modules of {type(owner).__name__} return a rank's part of their output, "
-                "which code that "
-                "counts features or heads of one device does not "
-                f"expect:\n{chr(10).join(found[:4])}\n"
-                "Take sizes from tensors, as x.unflatten(-1, (-1, head_dim)) does; shard a fused "
-                "projection by "
-                "PackedColwiseParallel and complete heads by .heads(count, size); or let a style "
-                "return all of it, "
-                "output_layouts=Replicate(). What was kept of a model that is not parallel (a "
-                "cache) has all heads."
-            )
-            return
-
-
-def _local_outputs(owner: nn.Module) -> Iterator[str]:
-    """Yield the modules inside another whose output is a plain local shard."""
-    for path, module in owner.named_modules():
-        for sharding, mesh in shardings_of(module):
-            left = sharding.output_port().desired
-            if path and sharding.local_outputs and isinstance(left, Shard) and mesh.size() > 1:
-                sharded = [(n, p) for n, p in module.named_parameters() if isinstance(p, DTensor)]
-                shapes = [
-                    f"{n} {tuple(p.shape)}, here {tuple(p.to_local().shape)}"
-                    for n, p in sharded[:1]
-                ]
-                yield f"  {path} ({type(module).__name__}, {sharding.style}): {'; '.join([*shapes, f'output {left}'])}"
+def _fused_kernel_switch(module: nn.Module) -> str | None:
+    """Return the attribute that allows the module's fused kernel; None for other modules."""
+    for kind, name in _ALLOWS_FUSED_KERNEL.items():
+        if isinstance(module, kind):
+            return name
+    return None
 
 
 @takes(module=nn.Module)
@@ -220,9 +184,11 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
     """
     with given_back(check_styled(module)):
         plain = plain_module(module)
-    refuse_save_pretrained(plain, any(isinstance(param, DTensor) for param in plain.parameters()))
-    _run_children(plain)
+    still_sharded = any(isinstance(param, DTensor) for param in plain.parameters())
+    refuse_save_pretrained(plain, still_sharded)
+    _forbid_fused_kernels(plain)
     for owner in plain.modules():
         hook_end_of_forward(owner, None)
-    watch_draws(plain)  # it may be data-parallel
+    # the module may be data-parallel
+    watch_draws(plain)
     return plain

@@ -13,25 +13,33 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal_dtensor.internal import current_arithmetic, format_bytes, takes
 from shoal_mesh import DeviceMesh, Link, topology_of
 
-from ..lowering.lowered import nbytes as bytes_of
-from ..lowering.ports import Boundary
-from ..sharding.module_sharding import Collective, ModuleCall
-from .resolve import Plan, axis_mesh, resolve
+from ..lowering.lowered import Lowered, nbytes as bytes_of
+from ..lowering.ports import DTensorForward
+from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding
+from .resolve import Plan, resolve
+from .styled_module import StyledModule, axis_mesh
 from .verify import map_tensors
 
 
 class CollectiveCost(NamedTuple):
     """One collective of a step."""
 
-    # all_reduce, all_gather, reduce_scatter or all_to_all
+    """One collective of a step.
+
+    Attributes:
+        op: all_reduce, all_gather, reduce_scatter or all_to_all.
+        nbytes: bytes of the global tensor.
+        seconds: expected time by the mesh's topology.
+    """
+
     op: str
-    nbytes: int  # bytes of the global tensor
-    seconds: float  # expected time by the mesh's topology
+    nbytes: int
+    seconds: float
 
     def __str__(self) -> str:
         return f"{self.op} {format_bytes(self.nbytes)}"
@@ -39,15 +47,33 @@ class CollectiveCost(NamedTuple):
 
 @dataclass(slots=True)
 class PreviewRow:
-    """The cost of one style on one module."""
+    """The cost of one style on one module.
 
-    path: str  # the module's path
-    style: str  # the style
-    parameter_bytes: int  # of the rank that holds most
-    forward: list[CollectiveCost] = field(default_factory=list)  # collectives, in order of use
-    backward: list[CollectiveCost] = field(default_factory=list)  # collectives of the backward
-    # the module's own forward runs on DTensors; the collectives of its operators are not listed
+    Attributes:
+        path: the module's path.
+        style: the style.
+        parameter_bytes: bytes of the module's parameters on the rank that holds most.
+        forward: collectives of the forward, in order of use.
+        backward: collectives of the backward.
+        by_dispatch: the module's own forward runs on DTensors; the collectives of its operators are
+            not listed.
+    """
+
+    path: str
+    style: str
+    parameter_bytes: int
+    forward: list[CollectiveCost] = field(default_factory=list)
+    backward: list[CollectiveCost] = field(default_factory=list)
     by_dispatch: bool = False
+
+
+class _Cells(NamedTuple):
+    """The cells of one row of the printed table."""
+
+    module: str
+    parameters: str
+    collectives: str
+    style: str
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -75,45 +101,45 @@ class Preview:
     def count(self, op: str) -> tuple[int, int]:
         """Return the number of collectives of one kind in the forward and in the backward."""
         forward = sum(cost.op == op for row in self.rows for cost in row.forward)
-        return forward, sum(cost.op == op for row in self.rows for cost in row.backward)
+        backward = sum(cost.op == op for row in self.rows for cost in row.backward)
+        return forward, backward
 
-    def _cells(self) -> list[tuple[str, str, str, str]]:
-        cells = [("module", "params/rank", "forward / backward", "style")]
+    def _table(self) -> list[_Cells]:
+        table = [_Cells("module", "params/rank", "forward / backward", "style")]
         for row in self.rows:
-            costs = " / ".join(
-                ", ".join(map(str, each)) or "-" for each in (row.forward, row.backward)
-            )
+            forward = ", ".join(map(str, row.forward)) or "-"
+            backward = ", ".join(map(str, row.backward)) or "-"
             style = f"{row.style}, operators by dispatch" if row.by_dispatch else row.style
-            cells.append((row.path or "(root)", format_bytes(row.parameter_bytes), costs, style))
-        cells.append(
-            (
-                "(not in the plan)",
-                format_bytes(self.replicated_bytes),
-                "",
-                "replicated on every rank",
-            )
-        )
-        cells.append(
-            (
-                "total",
-                format_bytes(self.parameter_bytes),
-                f"{self.seconds * 1e3:.2f} ms of communication",
-                "",
-            )
-        )
-        return cells
+            parameters = format_bytes(row.parameter_bytes)
+            table.append(_Cells(row.path or "(root)", parameters, f"{forward} / {backward}", style))
+        replicated = format_bytes(self.replicated_bytes)
+        table.append(_Cells("(not in the plan)", replicated, "", "replicated on every rank"))
+        total = format_bytes(self.parameter_bytes)
+        duration = f"{self.seconds * 1e3:.2f} ms of communication"
+        table.append(_Cells("total", total, duration, ""))
+        return table
 
     def __repr__(self) -> str:
-        cells = self._cells()
-        wide = [max(len(cell[column]) for cell in cells) for column in range(3)]
-        lines = (f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in cells)
-        return "\n".join(line.rstrip() for line in lines)
+        table = self._table()
+        module_width = max(len(cells.module) for cells in table)
+        parameters_width = max(len(cells.parameters) for cells in table)
+        collectives_width = max(len(cells.collectives) for cells in table)
+        lines = []
+        for cells in table:
+            module = cells.module.ljust(module_width)
+            parameters = cells.parameters.rjust(parameters_width)
+            collectives = cells.collectives.ljust(collectives_width)
+            lines.append(f"{module}  {parameters}  {collectives}  {cells.style}".rstrip())
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         from html import escape  # 2 ms, for notebooks only
 
-        rows = ("".join(f"<td>{escape(text)}</td>" for text in cell) for cell in self._cells())
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+        rows = []
+        for cells in self._table():
+            columns = "".join(f"<td>{escape(text)}</td>" for text in cells)
+            rows.append(f"<tr>{columns}</tr>")
+        return f"<table>{''.join(rows)}</table>"
 
 
 @takes(model=nn.Module)
@@ -137,72 +163,113 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
         ((1, 0), 376)
     """
     resolved = resolve(model, plan)
-    arithmetic = current_arithmetic()
     calls = _record_calls(model, {use.path for use in resolved.uses}, args, kwargs)
-    seen: set[Hashable] = set()
-    rows = []
+    ran_once: set[Hashable] = set()
     listed: set[int] = set()
+    rows = []
     for use in resolved.uses:
         axis = axis_mesh(mesh, use.style)
         row = PreviewRow(use.path, repr(use.style), 0, by_dispatch=use.sharding is None)
         rows.append(row)
         if use.sharding is None:
             continue
-        lowering = use.sharding.lowering or Boundary
-        if arithmetic is not None:
-            lowering = arithmetic.form_of(lowering, use.sharding, use.module)
-        if use.sharding.distributes:
-            row.by_dispatch = lowering is Boundary
-            for name, param in use.module.named_parameters():
-                if id(param) not in listed:
-                    listed.add(id(param))
-                    nbytes = bytes_of(param)
-                    for _, _, size, sizes in use.shard_sizes(name, axis):
-                        nbytes = nbytes * max(sizes) // max(size, 1)
-                    row.parameter_bytes += nbytes
+        lowering = _lowering_of(use, use.sharding)
+        if use.distributes:
+            row.by_dispatch = lowering is DTensorForward
+            row.parameter_bytes = _largest_shards_bytes(use, axis, listed)
         for recorded in calls.get(use.path, []):
-            call = ModuleCall(use.module, use.sharding, *recorded, axis.size(), axis.shape)
+            call = ModuleCall(
+                module=use.module,
+                sharding=use.sharding,
+                args=recorded.args,
+                kwargs=recorded.kwargs,
+                outputs=recorded.outputs,
+                ranks=axis.size(),
+                axis_sizes=axis.shape,
+            )
             for collective in lowering.collectives(call):
-                key = collective.once_for, collective.op, collective.backward
-                # some run once for several modules
-                if collective.once_for is None or key not in seen:
-                    seen.add(key)
-                    costs = row.backward if collective.backward else row.forward
-                    costs += _cost(collective, topology_of(axis)[0], axis.size())
+                if not _runs_here(collective, ran_once):
+                    continue
+                costs = row.backward if collective.backward else row.forward
+                costs += _costs_of(collective, topology_of(axis)[0], axis.size())
     rest = bytes_of(*(param for param in model.parameters() if id(param) not in listed))
     return Preview(tuple(rows), rest)
 
 
-def _cost(collective: Collective, link: Link, axis_size: int) -> list[CollectiveCost]:
+def _lowering_of(use: StyledModule, sharding: ModuleSharding) -> type[Lowered]:
+    """Return the lowering of a module, in the arithmetic that is entered if one is."""
+    lowering = sharding.lowering or DTensorForward
+    arithmetic = current_arithmetic()
+    if arithmetic is not None:
+        lowering = arithmetic.form_of(lowering, sharding, use.module)
+    return lowering
+
+
+def _largest_shards_bytes(use: StyledModule, axis: DeviceMesh, listed: set[int]) -> int:
+    """Return the bytes of a module's parameters on the rank that holds most.
+
+    Parameters in `listed` are left out; the others are added to it.
+    """
+    total = 0
+    for name, param in use.module.named_parameters():
+        if id(param) in listed:
+            continue
+        listed.add(id(param))
+        nbytes = bytes_of(param)
+        for sharded in use.shard_sizes(name, axis):
+            # 10 rows of 40 bytes in shards of 3, 3, 3, 1: 12 bytes
+            nbytes = nbytes * max(sharded.sizes) // max(sharded.size, 1)
+        total += nbytes
+    return total
+
+
+def _runs_here(collective: Collective, ran_once: set[Hashable]) -> bool:
+    """Tell whether a collective that may be shared by several modules runs for this one."""
+    if collective.once_for is None:
+        return True
+    key = (collective.once_for, collective.op, collective.backward)
+    is_first = key not in ran_once
+    ran_once.add(key)
+    return is_first
+
+
+def _costs_of(collective: Collective, link: Link, axis_size: int) -> list[CollectiveCost]:
+    """Return the cost of each message of a collective; none if nothing is sent."""
     ranks = collective.ranks or axis_size
     if ranks == 1 or not collective.nbytes:
         return []
     # On a ring each rank sends (n - 1) / n of the tensor; an all-reduce is a reduce-scatter and an
     # all-gather.
-    factor = (2 if collective.op == "all_reduce" else 1) * (ranks - 1) / ranks
+    passes = 2 if collective.op == "all_reduce" else 1
     nbytes = collective.nbytes // collective.chunks
-    return [
-        CollectiveCost(collective.op, nbytes, link.seconds(nbytes * factor))
-    ] * collective.chunks
+    sent_bytes = nbytes * passes * (ranks - 1) / ranks
+    message = CollectiveCost(collective.op, nbytes, link.seconds(sent_bytes))
+    return [message] * collective.chunks
 
 
-_Recorded = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
+class _RecordedCall(NamedTuple):
+    """Arguments and outputs of one call of a module, as meta tensors."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Any, ...]
 
 
 def _record_calls(
     model: nn.Module, paths: set[str], args: Any, kwargs: Any
-) -> dict[str, list[_Recorded]]:
+) -> dict[str, list[_RecordedCall]]:
     """Run a forward on the meta device; record arguments and outputs of the plan's modules."""
-    calls: dict[str, list[_Recorded]] = {}
+    calls: dict[str, list[_RecordedCall]] = {}
     handles = []
     for path, module in model.named_modules(remove_duplicate=False):
-        if path in paths:
+        if path not in paths:
+            continue
 
-            def record(_: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
-                outputs = tuple(out) if isinstance(out, tuple | list) else (out,)
-                calls.setdefault(path, []).append((args, kwargs, outputs))
+        def record(_: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
+            outputs = tuple(out) if isinstance(out, tuple | list) else (out,)
+            calls.setdefault(path, []).append(_RecordedCall(args, kwargs, outputs))
 
-            handles.append(module.register_forward_hook(record, with_kwargs=True))
+        handles.append(module.register_forward_hook(record, with_kwargs=True))
     state = to_meta({**dict(model.named_parameters()), **dict(model.named_buffers())})
     try:
         with torch.enable_grad():
@@ -215,6 +282,8 @@ def _record_calls(
 
 def to_meta(value: Any) -> Any:
     """Move arguments to the meta device."""
-    return map_tensors(
-        lambda tensor: tensor.detach().to("meta").requires_grad_(tensor.requires_grad), value
-    )
+
+    def tensor_to_meta(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+    return map_tensors(tensor_to_meta, value)

@@ -64,13 +64,8 @@ def style_in_context(name: str | None, parameters: Mapping[str, str], config: An
     The style depends on the styles of `parameters` of the module.
     """
     if name == "mla_kv_a_proj":
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        if not isinstance(getattr(text, "qk_rope_head_dim", None), int):
-            raise PlanError(
-                "style 'mla_kv_a_proj': the model's config has no qk_rope_head_dim; use "
-                "LatentProjection(rotary=...)"
-            )
-        return LatentProjection(rotary=text.qk_rope_head_dim)
+        return _latent_projection(config)
+    packed = any(style.startswith("packed") for style in parameters.values())
     packed = any(style.startswith("packed") for style in parameters.values())
     if name == "ep_dispatch_experts" or "grouped_gemm" in parameters.values():
         return ExpertParallel(input_layouts=Replicate())
@@ -81,9 +76,21 @@ def style_in_context(name: str | None, parameters: Mapping[str, str], config: An
         raise PlanError(
             f"styles {sorted(unknown)} of parameters; known are {', '.join(_DIMS)} and replicate"
         )
-    return OwnParameters(
-        dims={param: _DIMS[style] for param, style in parameters.items() if style in _DIMS}
-    )
+    dims = {param: _DIMS[style] for param, style in parameters.items() if style in _DIMS}
+    return OwnParameters(dims=dims)
+
+
+def _latent_projection(config: Any) -> LatentProjection:
+    """Return the style of a latent projection, with the rotary features of the configuration."""
+    has_text_config = hasattr(config, "get_text_config")
+    text_config = config.get_text_config() if has_text_config else config
+    rotary = getattr(text_config, "qk_rope_head_dim", None)
+    if not isinstance(rotary, int):
+        raise PlanError(
+            "style 'mla_kv_a_proj': the model's config has no qk_rope_head_dim; use "
+            "LatentProjection(rotary=...)"
+        )
+    return LatentProjection(rotary=rotary)
 
 
 def style_named(name: str) -> ParallelStyle | None:

@@ -27,7 +27,10 @@ from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import unobserved
 
 from ..apply.apply import full_of, plain_module
-from .resolve import Plan, Use, apply_plan, axis_mesh, resolve, sharded_parameters
+from .resolve import Plan, ResolvedPlan, apply_plan, resolve, sharded_parameters
+from .styled_module import StyledModule, axis_mesh
+
+_NOT_RUN = "the plan was not run"
 
 
 class Verification(NamedTuple):
@@ -76,24 +79,27 @@ class Verification(NamedTuple):
         """Short summary of the findings; the first line of the printed report."""
         if not self.ok:
             return "the plan does not fit"
-        return (
-            "the plan fits" if self.proven else "nothing is wrong with the plan, but it was not run"
-        )
+        if not self.proven:
+            return "nothing is wrong with the plan, but it was not run"
+        return "the plan fits"
 
-    def _lines(self) -> list[tuple[str, str]]:
-        names = ("errors", "wrong", "unmatched", "empty", "uneven", "unsharded", "unproven")
-        return [(name, line) for name in names for line in getattr(self, name)]
+    def _findings(self) -> list[tuple[str, str]]:
+        kinds = ("errors", "wrong", "unmatched", "empty", "uneven", "unsharded", "unproven")
+        return [(kind, finding) for kind in kinds for finding in getattr(self, kind)]
 
     def __repr__(self) -> str:
-        return "\n".join([self.verdict, *(f"{name}: {line}" for name, line in self._lines())])
+        findings = [f"{kind}: {finding}" for kind, finding in self._findings()]
+        return "\n".join([self.verdict, *findings])
 
     def _repr_html_(self) -> str:
         from html import escape  # 2 ms, for notebooks only
 
-        rows = (f"<tr><th>{name}</th><td>{escape(line)}</td></tr>" for name, line in self._lines())
-        return f"<p>{self.verdict}</p>" + (
-            f"<table>{''.join(rows)}</table>" if self._lines() else ""
-        )
+        verdict = f"<p>{self.verdict}</p>"
+        rows = [
+            f"<tr><th>{kind}</th><td>{escape(finding)}</td></tr>"
+            for kind, finding in self._findings()
+        ]
+        return f"{verdict}<table>{''.join(rows)}</table>" if rows else verdict
 
 
 @takes(model=nn.Module)
@@ -131,68 +137,85 @@ def verify(
         unsharded: 1.weight (4, 6) is replicated on every rank (41% of all parameters)
         unproven: the plan was not run; give example inputs: verify(model, plan, mesh, *inputs)
     """
+    has_errors = (f"{_NOT_RUN}: it has errors",)
     try:
         resolved = resolve(model, plan)
     except (StyleError, TypeError) as error:
-        return Verification(errors=(str(error),), unproven=("the plan was not run: it has errors",))
-    found: dict[str, list[str]] = {
-        "errors": [*map(str, resolved.errors())],
-        "uneven": [],
-        "empty": [],
-    }
+        return Verification(errors=(str(error),), unproven=has_errors)
+    errors = [str(error) for error in resolved.errors()]
+    uneven: list[str] = []
+    empty: list[str] = []
     for use in resolved.uses:
         try:
-            for line, kind in [*_unequal_shards(use, axis_mesh(mesh, use.style))]:
-                found[kind].append(line)
+            unequal = [*_unequal_shards(use, axis_mesh(mesh, use.style))]
         except StyleError as error:
-            found["errors"].append(f"{use.key!r}: {error}")
-    # The caller shards their inputs along the sequence.
-    local = [
-        use
-        for use in resolved.uses
-        if use.sharding and isinstance(use.sharding.options, ContextOptions)
-    ]
-    if found["errors"]:
-        trial = Verification(unproven=("the plan was not run: it has errors",))
-    elif local:
-        path = local[0].path or "the root"
-        trial = Verification(
-            unproven=(f"the plan was not run: {path} takes a rank's positions, not whole inputs",)
-        )
+            errors.append(f"{use.key!r}: {error}")
+            continue
+        uneven += [found.description for found in unequal if not found.has_empty_shard]
+        empty += [found.description for found in unequal if found.has_empty_shard]
+    reads_positions = _module_of_positions(resolved)
+    if errors:
+        trial = Verification(unproven=has_errors)
+    elif reads_positions is not None:
+        path = reads_positions.path or "the root"
+        reason = f"{_NOT_RUN}: {path} takes a rank's positions, not whole inputs"
+        trial = Verification(unproven=(reason,))
     else:
         trial = try_plan(model, plan, mesh, args, kwargs=kwargs)
-    sharded = {id(param) for param in sharded_parameters(resolved)}
-    total = sum(param.numel() for param in model.parameters()) or 1
-    found["unsharded"] = [
-        f"{name} {tuple(param.shape)} is replicated on every rank ({param.numel() / total:.0%} of "
-        "all parameters)"
-        for name, param in model.named_parameters()
-        if param.ndim > 1 and id(param) not in sharded
-    ]
     return trial._replace(
-        **{kind: tuple(lines) for kind, lines in found.items()}, unmatched=resolved.unmatched
+        errors=tuple(errors),
+        uneven=tuple(uneven),
+        empty=tuple(empty),
+        unsharded=tuple(_unsharded_matrices(model, resolved)),
+        unmatched=resolved.unmatched,
     )
 
 
-def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, str]]:
-    """Yield parameters whose shards differ in size, as `uneven` or (an empty shard) `empty`."""
-    if use.sharding is None or not use.sharding.distributes:
+def _module_of_positions(resolved: ResolvedPlan) -> StyledModule | None:
+    """Return a module whose caller shards its inputs along the sequence, if there is one."""
+    for use in resolved.uses:
+        if use.sharding is not None and isinstance(use.sharding.options, ContextOptions):
+            return use
+    return None
+
+
+def _unsharded_matrices(model: nn.Module, resolved: ResolvedPlan) -> Iterator[str]:
+    """Describe the matrices that every rank holds whole."""
+    sharded = {id(param) for param in sharded_parameters(resolved)}
+    total = sum(param.numel() for param in model.parameters()) or 1
+    for name, param in model.named_parameters():
+        if param.ndim > 1 and id(param) not in sharded:
+            fraction = param.numel() / total
+            yield (
+                f"{name} {tuple(param.shape)} is replicated on every rank ({fraction:.0%} of "
+                "all parameters)"
+            )
+
+
+class _UnequalShards(NamedTuple):
+    """A parameter whose ranks hold shards of different sizes along one axis."""
+
+    description: str
+    has_empty_shard: bool
+
+
+def _unequal_shards(use: StyledModule, mesh: DeviceMesh) -> Iterator[_UnequalShards]:
+    """Yield the parameters of a module whose shards differ in size."""
+    if use.sharding is None or not use.distributes:
         return
     for name, _ in use.module.named_parameters():
-        for axis, what, _, sizes in (
-            use.shard_sizes(name, mesh) if use.sharding.shards(name) else ()
-        ):
+        if not use.sharding.shards(name):
+            continue
+        path = f"{use.path}.{name}" if use.path else name
+        for axis, dim, _, sizes in use.shard_sizes(name, mesh):
             if len(set(sizes)) > 1:
-                path = f"{use.path}.{name}" if use.path else name
-                yield (
-                    f"{path}: {what} in shards of {sizes} along {axis}",
-                    "empty" if 0 in sizes else "uneven",
-                )
+                description = f"{path}: {dim} in shards of {sizes} along {axis}"
+                yield _UnequalShards(description, has_empty_shard=0 in sizes)
 
 
 MOST_RANKS = 16
+# Parameters of all ranks' copies together: 512 MiB in float64.
 MOST_PARAMETERS = 1 << 26
-"""Parameters of all ranks' copies together: 512 MiB in float64."""
 
 
 class _Inputs(NamedTuple):
@@ -232,24 +255,21 @@ def try_plan(
 
     Outputs are compared, and gradients of parameters and inputs.
     """
-    refusal = _too_much(model, mesh, args, kwargs)
+    refusal = _reason_not_to_run(model, mesh, args, kwargs)
     if refusal:
         return Verification(unproven=(refusal,))
     with _kept_random_states():
         try:
-            single = copy.deepcopy(model).double().cpu().eval()
+            plain = copy.deepcopy(model).double().cpu().eval()
+        # whatever the user's model raises is a finding
         except Exception as error:
-            # whatever the user's model raises is a finding
-            return Verification(
-                unproven=(
-                    f"the plan was not run: the model cannot be copied: {kind_and_first_line(error)}",
-                )
-            )
-        _vary_constants(single)
+            reason = f"{_NOT_RUN}: the model cannot be copied: {kind_and_first_line(error)}"
+            return Verification(unproven=(reason,))
+        _vary_constants(plain)
         inputs = _Inputs(args, kwargs)
-        trial = _tried(single, plan, mesh, inputs)
-        if trial.proven and any(map(active, drawers_of(single.train()))):
-            trial = _tried(single, plan, mesh, inputs)
+        trial = _compare_runs(plain, plan, mesh, inputs)
+        if trial.proven and any(map(active, drawers_of(plain.train()))):
+            trial = _compare_runs(plain, plan, mesh, inputs)
     return trial
 
 
@@ -266,86 +286,92 @@ def _kept_random_states() -> Iterator[None]:
         states.restore()
 
 
-def _tried(single: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Inputs) -> Verification:
+def _compare_runs(plain: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Inputs) -> Verification:
     """Compare a run of the plan with the plain model, in the mode of the plain model.
 
     In training mode all runs start from one seed.
     """
-    where = " in training mode, with random numbers" if single.training else ""
+    mode = " in training mode, with random numbers" if plain.training else ""
     try:
-        inputs, expected = _run_plain(single, inputs)
-        if single.training and any(_differences([_run(copy.deepcopy(single), inputs)], expected)):
-            return Verification(
-                unproven=(f"one seed does not fix what the plain model computes{where}",)
-            )
+        inputs, expected = _run_plain(plain, inputs)
+        if plain.training:
+            repeated = _run(copy.deepcopy(plain), inputs)
+            if any(_differences([repeated], expected)):
+                reason = f"one seed does not fix what the plain model computes{mode}"
+                return Verification(unproven=(reason,))
     # whatever the user's model raises is a finding
     except Exception as error:
-        return Verification(
-            unproven=(
-                f"the plain model does not run on these inputs{where}: {kind_and_first_line(error)}",
-            )
-        )
+        description = kind_and_first_line(error)
+        reason = f"the plain model does not run on these inputs{mode}: {description}"
+        return Verification(unproven=(reason,))
 
-    def one_rank(view: DeviceMesh) -> _Results:
-        module = copy.deepcopy(single)
+    def run_on_one_rank(view: DeviceMesh) -> _Results:
+        module = copy.deepcopy(plain)
         with unobserved():
             apply_plan(plan, module, view)
             return _run(module, inputs)
 
     try:
-        # here: it takes longer to import than the whole layer
+        # imported here because it takes longer to import than the whole layer
         from shoal_dtensor.testing import simulate_ranks
 
-        results = simulate_ranks(mesh, one_rank)
-    except Exception as error:  # likewise
-        line = f"the plan does not run{where}: {kind_and_first_line(error)}{_line_of_model(error)}"
-        return Verification(unproven=(line,)) if single.training else Verification(wrong=(line,))
-    wrong = tuple(f"{line}{where}" for line in _differences(results, expected))
-    return Verification(wrong=wrong, unproven=tuple(_unreached(single, plan, expected)))
+        results = simulate_ranks(mesh, run_on_one_rank)
+    # likewise a finding
+    except Exception as error:
+        description = f"{kind_and_first_line(error)}{_line_of_model(error)}"
+        finding = f"the plan does not run{mode}: {description}"
+        if plain.training:
+            return Verification(unproven=(finding,))
+        return Verification(wrong=(finding,))
+    wrong = tuple(f"{difference}{mode}" for difference in _differences(results, expected))
+    return Verification(wrong=wrong, unproven=tuple(_unreached(plain, plan, expected)))
 
 
-def _unreached(single: nn.Module, plan: Plan, expected: _Results) -> Iterator[str]:
+def _unreached(plain: nn.Module, plan: Plan, expected: _Results) -> Iterator[str]:
     """Yield entries whose parameters get no gradient: parts that these inputs do not run.
 
     The parts cannot be distinguished if no parameter of the model has a gradient.
     """
-    parameters = dict(single.named_parameters())
+    parameters = dict(plain.named_parameters())
     reached = {id(parameters[name]) for name, grad in expected.grads.items() if grad is not None}
-    by_entry: dict[str, list[bool]] = {}
-    for use in resolve(single, plan).uses:
+    if not reached:
+        return
+    reached_by_entry: dict[str, list[bool]] = {}
+    for use in resolve(plain, plan).uses:
         for param in use.module.parameters():
             if param.requires_grad:
-                by_entry.setdefault(use.key, []).append(id(param) in reached)
-    for key, are_reached in by_entry.items():
-        if reached and not any(are_reached):
+                reached_by_entry.setdefault(use.key, []).append(id(param) in reached)
+    for key, are_reached in reached_by_entry.items():
+        if not any(are_reached):
             yield f"{key!r} was not run: these inputs do not reach its parameters"
 
 
-def _run_plain(single: nn.Module, inputs: _Inputs) -> tuple[_Inputs, _Results]:
+def _run_plain(plain: nn.Module, inputs: _Inputs) -> tuple[_Inputs, _Results]:
     """Run the plain model; return its results, and the inputs in the form that the model accepts.
 
     Some models write to their inputs or set `requires_grad` of a view of them, which autograd
     refuses for inputs that require gradients. Such models get inputs without gradients.
     """
     try:
-        return inputs, _run(copy.deepcopy(single), inputs)
+        return inputs, _run(copy.deepcopy(plain), inputs)
     except RuntimeError:
         without_gradients = inputs._replace(with_gradients=False)
-        return without_gradients, _run(copy.deepcopy(single), without_gradients)
+        return without_gradients, _run(copy.deepcopy(plain), without_gradients)
 
 
-def _too_much(
+def _reason_not_to_run(
     model: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
+    """Return the reason why a model is not run on simulated ranks; empty if it is."""
     if not args and not kwargs:
-        return "the plan was not run; give example inputs: verify(model, plan, mesh, *inputs)"
+        return f"{_NOT_RUN}; give example inputs: verify(model, plan, mesh, *inputs)"
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
-        return "the plan was not run: parameters on the meta device have no values"
+        return f"{_NOT_RUN}: parameters on the meta device have no values"
     count = sum(tensor.numel() for tensor in tensors) * mesh.size()
     if mesh.size() > MOST_RANKS or count > MOST_PARAMETERS:
         return (
-            f"the plan was not run: {mesh.size()} ranks with {count} parameters are too much for "
+            f"{_NOT_RUN}: {mesh.size()} ranks with {count} parameters are too much for "
             f"one process ({MOST_RANKS} ranks, {MOST_PARAMETERS} parameters); verify a smaller "
             "configuration of the model"
         )
@@ -359,11 +385,10 @@ def _vary_constants(module: nn.Module) -> None:
     """
     with torch.no_grad():
         for param in module.parameters():
-            if (
-                not holds_tensors(param)
-                and param.is_floating_point()
-                and (param == param.flatten()[:1]).all()
-            ):
+            if holds_tensors(param) or not param.is_floating_point():
+                continue
+            first_element = param.flatten()[:1]
+            if (param == first_element).all():
                 param.add_(torch.rand_like(param), alpha=0.1)
 
 
@@ -413,32 +438,36 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {key: map_tensors(change, item) for key, item in value.items()}
-    return (
-        type(value)(map_tensors(change, item) for item in value)
-        if type(value) in (list, tuple)
-        else value
-    )
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(change, item) for item in value)
+    return value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, Mapping):
+        yield from _tensors([*value.values()])
+    elif isinstance(value, list | tuple):
+        for item in value:
             yield from _tensors(item)
 
 
 def _differences(results: list[_Results], expected: _Results) -> Iterator[str]:
+    """Describe the results of the ranks that differ from the results of the plain model."""
     for index, output in enumerate(expected.outputs):
         shards = [result.outputs[index] for result in results if index < len(result.outputs)]
-        if len(shards) < len(results) or not _is_output(shards, output):
+        is_complete = len(shards) == len(results)
+        if not is_complete or not _is_output(shards, output):
             yield f"output {index} of shape {tuple(output.shape)} differs from the plain model's"
     for name, grad in expected.grads.items():
         # The style of an adapter freezes the weight that it adapts.
         if all(name in result.frozen for result in results):
             continue
-        equal = [name in each.grads and _same(each.grads[name], grad) for each in results]
-        ranks = [rank for rank, is_equal in enumerate(equal) if not is_equal]
+        ranks = []
+        for rank, result in enumerate(results):
+            if name not in result.grads or not _same(result.grads[name], grad):
+                ranks.append(rank)
         if ranks:
             yield f"the gradient of {name} differs from the plain model's on ranks {ranks}"
     for index, grad in enumerate(expected.input_grads):
@@ -453,29 +482,37 @@ def _is_output(shards: list[Tensor], expected: Tensor) -> bool:
     """
     if all(shard.shape == expected.shape for shard in shards):
         return all(_same(shard, expected) for shard in shards)
+    if any(shard.ndim != expected.ndim for shard in shards):
+        return False
     for dim in range(expected.ndim):
-        sizes = [shard.shape[dim] for shard in shards if shard.ndim == expected.ndim]
-        shapes = [
-            torch.Size((*expected.shape[:dim], size, *expected.shape[dim + 1 :])) for size in sizes
-        ]
-        if shapes == [shard.shape for shard in shards] and sum(sizes) == expected.shape[dim]:
+        if _are_shards(shards, expected.shape, dim):
             return _same(torch.cat(shards, dim), expected)
     return False
+
+
+def _are_shards(shards: list[Tensor], shape: torch.Size, dim: int) -> bool:
+    """Tell whether the shapes are those of shards of `shape` along one dim, in order of ranks."""
+    total = 0
+    for shard in shards:
+        size = shard.shape[dim]
+        if shard.shape != (*shape[:dim], size, *shape[dim + 1 :]):
+            return False
+        total += size
+    return total == shape[dim]
 
 
 def _same(value: Tensor | None, expected: Tensor | None) -> bool:
     """Compare two tensors up to sums of another order; no gradient counts as zero."""
     if value is None or expected is None:
-        return all(each is None or not each.any() for each in (value, expected))
+        return all(tensor is None or not tensor.any() for tensor in (value, expected))
     if value.shape != expected.shape:
         return False
     # Modules that compute in float32 whatever their dtype round by 1e-6; a wrong plan is wrong in
     # the first digits.
     wanted = expected.double()
     largest = float(wanted.abs().nan_to_num().max()) if wanted.numel() else 0.0
-    return torch.allclose(
-        value.double(), wanted, rtol=1e-6, atol=1e-5 * largest + 1e-9, equal_nan=True
-    )
+    tolerance = 1e-5 * largest + 1e-9
+    return torch.allclose(value.double(), wanted, rtol=1e-6, atol=tolerance, equal_nan=True)
 
 
 def kind_and_first_line(error: BaseException) -> str:
@@ -491,10 +528,8 @@ def _line_of_model(error: BaseException) -> str:
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         owner = frame.f_locals.get("self")
-        if (
-            isinstance(owner, nn.Module)
-            and frame.f_globals.get("__name__", "").partition(".")[0] != "torch"
-        ):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if isinstance(owner, nn.Module) and package != "torch":
             file = os.path.basename(frame.f_code.co_filename)
             return f" ({file}:{line}, in {type(owner).__name__}.{frame.f_code.co_name})"
     return ""

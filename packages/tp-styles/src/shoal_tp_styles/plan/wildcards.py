@@ -14,13 +14,16 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """The result of matching a pattern."""
+    """The result of matching a pattern.
 
-    # the matching module paths, in the order of the module tree
+    Attributes:
+        paths: the matching module paths, in the order of the module tree.
+        token: the first token that nothing matched; None if the pattern matched.
+        reached: the deepest module path at which `token` found no child.
+    """
+
     paths: tuple[str, ...]
-    # the first token that nothing matched; None if the pattern matched
     token: str | None = None
-    # the deepest module path at which `token` found no child
     reached: str = ""
 
 
@@ -36,25 +39,24 @@ class Tree:
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._children: dict[str, list[str]] = {"": []}  # paths of the children of every path
+        # paths of the children of every path
+        self._children: dict[str, list[str]] = {"": []}
         for path in filter(None, paths):
+            parent = path.rpartition(".")[0]
             self._children[path] = []
-            self._children[path.rpartition(".")[0]].append(path)
+            self._children[parent].append(path)
 
     def match(self, pattern: str) -> Match:
         """Return every path that a pattern names, or where it stopped matching."""
-        paths = [""]  # that the tokens so far name
+        # paths that the tokens so far name
+        paths = [""]
         for token in filter(None, pattern.split(".")):
-            if token == "**":
-                found = [below for path in paths for below in self._with_descendants(path)]
-            else:
-                children = [child for path in paths for child in self._children[path]]
-                found = [
-                    child for child in children if fnmatchcase(child.rpartition(".")[2], token)
-                ]
+            found: dict[str, None] = {}
+            for path in paths:
+                found.update(dict.fromkeys(self._step_down(path, token)))
             if not found:
                 return Match((), token, paths[-1])
-            paths = list(dict.fromkeys(found))
+            paths = list(found)
         return Match(tuple(paths))
 
     def similar_to(self, pattern: str) -> list[str]:
@@ -70,21 +72,40 @@ class Tree:
         match = self.match(pattern)
         if match.token is None:
             return []
-        names = [child.rpartition(".")[2] for child in self._children[match.reached]]
         tokens = pattern.split(".")
-        prefixes = [".".join(tokens[: count + 1]) for count in range(len(tokens))]
-        at = next(i for i, prefix in enumerate(prefixes) if not self.match(prefix).paths)
-        similar = [
-            ".".join([*tokens[:at], name, *tokens[at + 1 :]])
-            for name in get_close_matches(match.token, names, cutoff=0.7)
-        ]
-        # a prefix too few, or one too many
-        longer = [path for path in self._children if path.endswith(f".{pattern}")]
-        shorter = [".".join(tokens[count:]) for count in range(1, len(tokens))]
-        candidates = [*similar, *longer, *shorter]
+        candidates = self._with_other_token(tokens, match)
+        # the pattern lacks a prefix, or has one too many
+        candidates += [path for path in self._children if path.endswith(f".{pattern}")]
+        candidates += [".".join(tokens[count:]) for count in range(1, len(tokens))]
         return [candidate for candidate in candidates if self.match(candidate).paths]
+
+    def _with_other_token(self, tokens: list[str], match: Match) -> list[str]:
+        """Return the tokens as patterns in which a similar child replaces the unmatched token."""
+        assert match.token is not None, "the pattern matches nothing"
+        position = 0
+        while self.match(".".join(tokens[: position + 1])).paths:
+            position += 1
+        children = [_last_token(child) for child in self._children[match.reached]]
+        before = tokens[:position]
+        after = tokens[position + 1 :]
+        similar = get_close_matches(match.token, children, cutoff=0.7)
+        return [".".join([*before, child, *after]) for child in similar]
+
+    def _step_down(self, path: str, token: str) -> Iterator[str]:
+        """Yield the paths that a path followed by one token names."""
+        if token == "**":
+            yield from self._with_descendants(path)
+            return
+        for child in self._children[path]:
+            if fnmatchcase(_last_token(child), token):
+                yield child
 
     def _with_descendants(self, path: str) -> Iterator[str]:
         yield path
         for child in self._children[path]:
             yield from self._with_descendants(child)
+
+
+def _last_token(path: str) -> str:
+    """Return the name of a module in its parent."""
+    return path.rpartition(".")[2]

@@ -1,0 +1,87 @@
+"""Notes on errors that a forward raises because modules return plain local shards.
+
+Code that counts features or heads of one device fails on a rank's part of an output, in an operator
+that says nothing of shards. The note names the modules that return such parts. It is written while
+the error passes through the root's forward; a forward without an error pays one call that returns at
+once.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from shoal_dtensor import DTensor, Shard
+
+from ..apply.apply import shardings_of
+
+_NOTE = "The model is parallel:"
+_MOST_MODULES = 4
+# Errors of operators that got fewer elements than the calling code counts with.
+_ERRORS_OF_SIZES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+
+
+def explain_local_shards(module: nn.Module, args: Any, output: Any) -> None:
+    """Add a note on the likely cause to an error that a forward raised.
+
+    This is a hook that runs at the end of a forward, also after an error, without an output.
+    """
+    if output is not None:
+        return
+    error = sys.exc_info()[1]
+    if isinstance(error, _ERRORS_OF_SIZES) and not _is_explained(error):
+        _add_note(error)
+
+
+def _is_explained(error: BaseException) -> bool:
+    """Tell whether an error explains itself, or an inner module has added the note."""
+    if type(error).__module__.startswith("shoal_"):
+        return True
+    return any(_NOTE in note for note in getattr(error, "__notes__", ()))
+
+
+def _add_note(error: BaseException) -> None:
+    """Name the modules inside the innermost running module that return local shards."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        owner = frame.f_locals.get("self")
+        if not isinstance(owner, nn.Module):
+            continue
+        descriptions = [*_modules_with_local_outputs(owner)]
+        if descriptions:
+            listed = "\n".join(descriptions[:_MOST_MODULES])
+            error.add_note(
+                f"{_NOTE} modules of {type(owner).__name__} return a rank's part of their output, "
+                "which code that counts features or heads of one device does not expect:\n"
+                f"{listed}\n"
+                "Take sizes from tensors, as x.unflatten(-1, (-1, head_dim)) does; shard a fused "
+                "projection by PackedColwiseParallel and complete heads by .heads(count, size); or "
+                "let a style return all of it, output_layouts=Replicate(). What was kept of a model "
+                "that is not parallel (a cache) has all heads."
+            )
+            return
+
+
+def _modules_with_local_outputs(owner: nn.Module) -> Iterator[str]:
+    """Describe the modules inside another whose output is a plain local shard."""
+    for path, module in owner.named_modules():
+        if not path:
+            continue
+        for sharding, mesh in shardings_of(module):
+            layout = sharding.output_port().desired
+            if sharding.local_outputs and isinstance(layout, Shard) and mesh.size() > 1:
+                shapes = [*_shapes_of_first_sharded(module), f"output {layout}"]
+                name = type(module).__name__
+                yield f"  {path} ({name}, {sharding.style}): {'; '.join(shapes)}"
+
+
+def _shapes_of_first_sharded(module: nn.Module) -> Iterator[str]:
+    """Describe the global and local shape of the first parameter that is sharded, if any is."""
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            yield f"{name} {tuple(param.shape)}, here {tuple(param.to_local().shape)}"
+            return
