@@ -10,7 +10,7 @@ import torch
 
 from moe_checks import run
 from moe_models import WIDTH, mixture
-from shoal_data_parallel import fully_shard
+from shoal_data_parallel import FSDPMeshInfo, ShardPlacementResult, fully_shard
 from shoal_dtensor import DTensor, Replicate
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -42,4 +42,41 @@ def test_experts_are_sharded_over_data_axes_too(kind: str, style: Any) -> None:
     for name, param in module.named_parameters():
         assert isinstance(param, DTensor) and isinstance(param.grad, DTensor), name
         torch.testing.assert_close(param.full_tensor(), plain[name], msg=naming(name))
+        torch.testing.assert_close(param.grad.full_tensor(), plain[name].grad, msg=naming(name))
+
+
+@on_ranks(4, timeout=120)
+@pytest.mark.parametrize("after", [False, True], ids=["styles first", "styles last"])
+def test_one_call_shards_dense_parameters_and_experts_over_two_meshes(after: bool) -> None:
+    """Each rank has its own tokens: dense parameters are sharded over 4 ranks, experts over 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "expert"))
+    data = mesh["shards", "expert"].flatten("data")
+    single: Any = mixture("packed", 5)
+    module: Any = copy.deepcopy(single)
+    experts = {*module.experts.parameters()}
+    style = {"experts": ExpertParallel()}
+    info = FSDPMeshInfo(mesh["shards"], shard_mesh_dim=0)
+
+    def choose(param: Any) -> Any:
+        return ShardPlacementResult(None, info) if param in experts else None
+
+    if not after:
+        parallelize_module(module, mesh["expert"], style)
+        experts = {*module.experts.parameters()}
+    fully_shard(module, data, shard_placement_fn=choose)
+    if after:
+        parallelize_module(module, mesh["expert"], style)
+    module.set_gradient_divide_factor(1)  # the loss is a sum over all tokens
+    x = torch.randn(7, WIDTH, dtype=torch.double)
+    expected = run(single, x)
+    rows = x.tensor_split(4)[torch.distributed.get_rank()]
+    got = module(rows)
+    torch.testing.assert_close(got, expected.tensor_split(4)[torch.distributed.get_rank()])
+    got.square().sum().backward()
+    plain = dict(single.named_parameters())
+    for name, param in module.named_parameters():
+        of_expert = name.startswith("experts")
+        axes = ("shards", "expert") if of_expert else ("data",)
+        assert isinstance(param, DTensor) and param.device_mesh.axis_names == axes, name
+        assert isinstance(param.grad, DTensor), name
         torch.testing.assert_close(param.grad.full_tensor(), plain[name].grad, msg=naming(name))

@@ -13,6 +13,7 @@ from .fsdp_module import (
     share_comm_ctx,
 )
 from .fully_shard import fully_shard
+from .parameter_meshes import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from .pipeline_stages import prepare_pipeline, reduce_after_last_microbatch
 from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .replicate import ReplicateModule, replicate
@@ -21,13 +22,16 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "FSDPMeshInfo",
     "FSDPModule",
     "GradientReductionHandle",
+    "HSDPMeshInfo",
     "LayoutError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",
     "ReplicateModule",
+    "ShardPlacementResult",
     "StyleError",
     "TiedWeightError",
     "UnshardHandle",

@@ -46,7 +46,8 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Have the module see the gathered parameters."""
-        enter(self.unit)
+        for unit in self.unit.peers:
+            enter(unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +109,13 @@ class FSDPModule(ReducingModule):
         The gathered parameters are for reading. A write to them is lost, and `reshard()` then
         raises.
         """
-        unit = unit_of(self)
+        handle = UnshardHandle(unit_of(self))
         if not async_op:
-            enter(unit)
+            handle.wait()
             return None
-        unit.start_gathering()
-        return UnshardHandle(unit)
+        for unit in handle.unit.peers:
+            unit.start_gathering()
+        return handle
 
     def reshard(self) -> None:
         """Free this unit's gathered parameters; the module holds its shards again.
@@ -121,7 +123,8 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if something was written to the gathered parameters.
         """
-        unit_of(self).reshard()
+        for unit in units_of(self, recurse=False):
+            unit.reshard()
 
     @takes(reshard_after_forward=bool)
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -154,7 +157,8 @@ class FSDPModule(ReducingModule):
         not need them. With False they are gathered only if a value that autograd has saved is read
         after all.
         """
-        unit_of(self).settings.unshard_in_backward = unshard_in_backward
+        for unit in units_of(self, recurse=False):
+            unit.settings.unshard_in_backward = unshard_in_backward
 
     @takes(enable=bool)
     def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:
@@ -180,7 +184,9 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if one of them is not sharded.
         """
-        unit_of(self).settings.prefetch_in_forward = _units(modules)
+        prefetched = _units(modules)
+        for unit in units_of(self, recurse=False):
+            unit.settings.prefetch_in_forward = prefetched
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Set the modules that start to gather their parameters when this backward begins.
@@ -190,7 +196,9 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if one of them is not sharded.
         """
-        unit_of(self).settings.prefetch_in_backward = _units(modules)
+        prefetched = _units(modules)
+        for unit in units_of(self, recurse=False):
+            unit.settings.prefetch_in_backward = prefetched
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Set an event that the next forward waits for before it gathers.
@@ -218,8 +226,8 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if it is not callable, or has no `allocate`.
         """
-        unit = unit_of(self)
-        unit.communication.all_gather = _checked_comm("set_custom_all_gather", unit, comm)
+        for unit in units_of(self, recurse=False):
+            unit.communication.all_gather = _checked_comm("set_custom_all_gather", unit, comm)
 
     # --- reducing ---------------------------------------------------------------------------------
 
@@ -316,18 +324,10 @@ class FSDPModule(ReducingModule):
         Raises:
             LayoutError: a stream with a mesh of two axes, or on a CPU, which does not have streams.
         """
-        unit = unit_of(self)
-        if stream is not None and unit.axes.has_replicas:
-            raise LayoutError(
-                "set_all_reduce_hook: stream cannot be set when fully_shard reduces over replicas "
-                f"itself, over {unit.axes.mesh!r}; leave it out"
-            )
-        if stream is not None and unit.axes.mesh.device_type == "cpu":
-            raise LayoutError(
-                "set_all_reduce_hook: a CPU has no streams; leave `stream` out on a mesh of type 'cpu'"
-            )
-        unit.communication.hook = hook
-        unit.communication.hook_stream = stream
+        for unit in units_of(self, recurse=False):
+            _check_stream(unit, stream)
+            unit.communication.hook = hook
+            unit.communication.hook_stream = stream
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Have this unit's gradients reduced over its shards by a function of the user.
@@ -344,8 +344,9 @@ class FSDPModule(ReducingModule):
         Raises:
             StyleError: if it is not callable, or has no `allocate`.
         """
-        unit = unit_of(self)
-        unit.communication.reduce_scatter = _checked_comm("set_custom_reduce_scatter", unit, comm)
+        name = "set_custom_reduce_scatter"
+        for unit in units_of(self, recurse=False):
+            unit.communication.reduce_scatter = _checked_comm(name, unit, comm)
 
     @takes(enable=bool)
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -353,7 +354,8 @@ class FSDPModule(ReducingModule):
 
         The collectives of shoal always sum, and gradients are divided afterwards.
         """
-        unit_of(self).communication.sums_only = enable
+        for unit in units_of(self, recurse=False):
+            unit.communication.sums_only = enable
 
     @takes(reduce_scatter_unused_params=bool)
     def set_reduce_scatter_unused_params(
@@ -459,6 +461,18 @@ class FSDPModule(ReducingModule):
             f"set_symm_mem_for_comm: buffers in symmetric memory of {backend!r} exist on CUDA only, "
             "and shoal gathers from and to the parameters' own memory. A custom collective with an "
             "`allocate` of its own can use them: set_custom_all_gather, set_custom_reduce_scatter"
+        )
+
+
+def _check_stream(unit: Unit, stream: Any | None) -> None:
+    if stream is not None and unit.axes.has_replicas:
+        raise LayoutError(
+            "set_all_reduce_hook: stream cannot be set when fully_shard reduces over replicas "
+            f"itself, over {unit.axes.mesh!r}; leave it out"
+        )
+    if stream is not None and unit.axes.mesh.device_type == "cpu":
+        raise LayoutError(
+            "set_all_reduce_hook: a CPU has no streams; leave `stream` out on a mesh of type 'cpu'"
         )
 
 

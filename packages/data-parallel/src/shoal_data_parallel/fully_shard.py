@@ -2,18 +2,17 @@
 
 A module is one unit together with its descendants that are not units of their own.
 
-May import: agreement, fsdp_module, policies, sharded_parameters, unit, unit_passes.
+May import: agreement, fsdp_module, parameter_meshes, policies, sharded_parameters, unit, unit_passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast, overload
 
 import torch
 from torch import nn
 
-from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     check_plain_tensors,
@@ -29,6 +28,7 @@ from shoal_mesh.internal import accelerator
 
 from .agreement import check_same_parameters
 from .fsdp_module import FSDPModule
+from .parameter_meshes import Assignment, PlacementFunction, data_axes_of
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .sharded_parameters import DataAxes
 from .unit import STATE, Unit, UnitSettings, units_of
@@ -41,7 +41,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     *,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
@@ -53,7 +53,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     *,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
@@ -70,7 +70,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     mesh: DeviceMesh | None = None,
     *,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
     # an immutable value, as in torch's signature
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # likewise
@@ -97,7 +97,9 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
             groups of this many neighboring ranks keep all of the parameters in larger shards, such
             as the ranks of one host, and the backward gathers inside of the group.
         shard_placement_fn: given a parameter, the `Shard` over the data axes, or None for the first
-            dim.
+            dim; or a `ShardPlacementResult`, which also has the data axes of this parameter.
+            Parameters of other axes are gathered and reduced by themselves, and their gradients are
+            averaged over their own axes. It is called once for each parameter that has a dim.
         mp_policy: the dtypes of computation, reduction and outputs.
         offload_policy: where the shards are kept.
         ignored_params: parameters that stay as they are.
@@ -123,41 +125,50 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     """
     modules: list[Any] = module if isinstance(module, list) else [module]
     check_modules("fully_shard", modules)
-    axes = _checked_axes(mesh, dp_mesh_dims)
-    unit = Unit(
-        modules,
-        axes,
-        [*(ignored_params or ())],
-        shard_placement_fn,
-        policies=(mp_policy, offload_policy),
-        settings=UnitSettings(_checked_resharding(reshard_after_forward, axes)),
-    )
-    install_unit(unit, FSDPModule)
+    assignment = Assignment(shard_placement_fn, _checked_axes(mesh, dp_mesh_dims))
+
+    def make_unit(axes: DataAxes) -> Unit:
+        return Unit(
+            modules,
+            axes,
+            [*(ignored_params or ())],
+            assignment,
+            policies=(mp_policy, offload_policy),
+            settings=UnitSettings(_checked_resharding(reshard_after_forward, axes)),
+        )
+
+    lead = make_unit(assignment.axes[0])
+    lead.assign_all()
+    lead.peers += map(make_unit, assignment.axes[1:])
+    install_unit(lead, FSDPModule)
     # their classes are subclasses of FSDPModule now
     return cast(FSDPModule | list[FSDPModule], module)
 
 
-def install_unit(unit: Unit, kind: Any) -> None:
+def install_unit(lead: Unit, kind: Any) -> None:
     """Shard the parameters of a unit's modules, and add the methods of a class to them.
 
-    The class is an FSDPModule.
+    The unit comes with its peers. The class is an FSDPModule.
     """
-    modules: list[Any] = unit.modules
-    precision = unit.policies[0]
+    modules: list[Any] = lead.modules
+    precision = lead.policies[0]
     dtypes = (precision.param_dtype, precision.reduce_dtype)
-    complete_forms(unit.axes.mesh, *modules, over_data=dtypes)
-    owned = unit.owned_parameters()
-    _check_own(modules, [param for param, _ in owned])
+    for unit in lead.peers:
+        unit.peers = lead.peers
+        complete_forms(unit.axes.mesh, *modules, over_data=dtypes)
     names = {id(p): name for module in modules for name, p in module.named_parameters()}
-    named = [(names[id(p)], p) for p, _ in owned]
-    check_same_parameters("fully_shard", named, unit.axes)
-    unit.take()
-    make_outermost(unit, [inner for module in modules for inner in units_of(module)])
+    for unit in lead.peers:
+        owned = [param for param, _ in unit.owned_parameters()]
+        _check_own(modules, owned)
+        check_same_parameters("fully_shard", [(names[id(p)], p) for p in owned], unit.axes)
+    for unit in lead.peers:
+        unit.take()
+    make_outermost(lead, [inner for module in modules for inner in units_of(module)])
     for module in modules:
-        vars(module)[STATE] = unit
+        vars(module)[STATE] = lead
         refuse_save_pretrained(module)
         module.__class__ = extended(kind, module.__class__)
-        watch_draws(module, unit.axes.mesh)
+        watch_draws(module, lead.axes.mesh)
 
 
 def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
@@ -176,29 +187,6 @@ def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
     if asked in (1, ranks):
         return asked == ranks
     return asked
-
-
-def data_axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
-    """Return the data axes that are named in a mesh.
-
-    Several axes to shard over act as one, and so do several axes of replicas.
-
-    Raises:
-        LayoutError: if the mesh has no such axes.
-    """
-    names = (*dims.replicate_names, *dims.shard_names)
-    missing = [name for name in names if name not in (mesh.mesh_dim_names or ())]
-    if missing:
-        raise LayoutError(
-            f"dp_mesh_dims: {mesh!r} has no axes {missing}; expected names of {mesh.mesh_dim_names}"
-        )
-    parts = [
-        mesh[group] if len(group) == 1 else mesh[group].flatten()
-        for group in (dims.replicate_names, dims.shard_names)
-        if group
-    ]
-    joined = parts[0] if len(parts) == 1 else DeviceMesh.concatenate(parts)
-    return DataAxes(joined, sharded=1 if dims.shard_names else 0, names=names)
 
 
 def check_modules(name: str, modules: Sequence[nn.Module]) -> None:

@@ -4,7 +4,7 @@ Parameters stay the same objects, plain or DTensors on the axes of a style. A ba
 the mean over the data axes in `.grad`.
 
 May import: agreement, forward_writes, fsdp_module, fully_shard, global_losses, gradient_buckets, gradient_group,
-policies, reducer, sharded_parameters, unit.
+parameter_meshes, policies, reducer, sharded_parameters, unit.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from shoal_mesh import DeviceMesh, broadcast, current_mesh
 from .agreement import check_materialized, check_same_parameters
 from .forward_writes import ForwardWrites
 from .fsdp_module import FSDPModule
-from .fully_shard import check_modules, data_axes_of, install_unit, mesh_of_all_ranks
+from .fully_shard import check_modules, install_unit, mesh_of_all_ranks
 from .global_losses import watch
 from .gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
 from .gradient_group import ReducingModule
+from .parameter_meshes import Assignment, data_axes_of
 from .policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -189,11 +190,12 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
                 "mp_policy, offload_policy and dp_mesh_dims; fully_shard(module, mesh, "
                 "reshard_after_forward=False, mp_policy=...) shards the optimizer's state"
             )
+        replica_axes = _replica_axes(mesh, dp_mesh_dims)
         unit = Unit(
             modules,
-            _replica_axes(mesh, dp_mesh_dims),
+            replica_axes,
             ignored,
-            None,
+            Assignment(None, replica_axes),
             policies=(precision, offload_policy),
             settings=UnitSettings(reshard_after_forward=None),
         )

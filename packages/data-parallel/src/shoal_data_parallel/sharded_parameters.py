@@ -327,7 +327,7 @@ def shard_parameter(
     param: nn.Parameter,
     sites: Sequence[Site],
     axes: DataAxes,
-    placement: Callable[[nn.Parameter], Shard | None] | None,
+    placement: Shard | None,
     policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
     *,
     view: bool = False,
@@ -341,8 +341,7 @@ def shard_parameter(
     offload = policies[1]
     inner = param.spec if isinstance(param, DTensor) else None
     styled = None if inner is None else _without_data_axes(inner, axes)
-    asked = placement(param) if placement and param.ndim else None
-    resting, gathered = _layouts(param, axes, styled, asked)
+    resting, gathered = _layouts(param, axes, styled, placement)
 
     def rows(tensor: Tensor) -> DTensor:
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)

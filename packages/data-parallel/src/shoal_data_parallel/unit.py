@@ -29,15 +29,14 @@ autograd's graph keeps the gathered tensors without their memory, and the backwa
 `UnitSettings` say where a pass leaves the unit in GATHERED instead; the pass after it then finds the
 values of the leaves there, and sends nothing.
 
-May import: _torch, agreement, communication, gathered, global_losses, gradient_group, policies, schedule,
-sharded_parameters.
+May import: _torch, agreement, communication, forward_scope, gathered, global_losses, gradient_group,
+parameter_meshes, policies, schedule, sharded_parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 from weakref import ref
@@ -46,7 +45,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal_dtensor import Shard
 from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import ShardsInFlight, redistribute_shards, register_owner
 from shoal_mesh import purpose
@@ -54,9 +52,11 @@ from shoal_mesh import purpose
 from ._torch import preserving_versions
 from .agreement import check_materialized
 from .communication import CustomGather
+from .forward_scope import ForwardScope
 from .gathered import Gathered, Versions, Views
 from .global_losses import watch
 from .gradient_group import Group
+from .parameter_meshes import Assignment
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .schedule import Schedule
 from .sharded_parameters import (
@@ -105,38 +105,6 @@ class Forward:
     before: Sequence[Unit] = ()
 
 
-@dataclass(slots=True, eq=False)
-class ForwardScope:
-    """The forward of a unit's modules that is running: from the first module's start to the last one's end."""
-
-    forward: Forward | None = None
-    # the modules whose forward is still to come
-    awaited: set[nn.Module] = field(default_factory=set)
-    # a block of hooks on saved tensors for each module that is running, the innermost last
-    guards: list[AbstractContextManager[Any]] = field(default_factory=list)
-    # a module of the unit that is called outside of the unit's forward
-    lone_call: nn.Module | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """No module is running or still to come."""
-        return not self.awaited and not self.guards
-
-    def begin(self, modules: Iterable[nn.Module]) -> None:
-        """Start again, with all of these modules still to come."""
-        self.forward = None
-        self.awaited = set(modules)
-
-    def enter_guard(self, guard: AbstractContextManager[Any]) -> None:
-        """Have a module run inside a block, until `exit_guard`."""
-        guard.__enter__()
-        self.guards.append(guard)
-
-    def exit_guard(self) -> None:
-        """Leave the block of the innermost module."""
-        self.guards.pop().__exit__(None, None, None)
-
-
 @dataclass(slots=True)
 class UnitSettings:
     """Choices of the user for one unit."""
@@ -170,7 +138,7 @@ class Unit(Group):
         modules: Sequence[nn.Module],
         axes: DataAxes,
         ignored: Sequence[nn.Parameter],
-        placement: Callable[[nn.Parameter], Shard | None] | None,
+        assignment: Assignment,
         policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
         settings: UnitSettings,
     ) -> None:
@@ -178,7 +146,11 @@ class Unit(Group):
         # gathered from the forward of the first to that of the last
         self.modules: list[nn.Module] = list(modules)
         self.ignored = ignored
-        self.placement = placement
+        # which parameters are this unit's, and their placements
+        self.assignment = assignment
+        # the units of one call, one for each mesh that parameters of the modules are on; the first
+        # is the unit of the call's own mesh
+        self.peers: list[Unit] = [self]
         self.policies = policies
         self.settings = settings
         self.parameters = []
@@ -202,7 +174,7 @@ class Unit(Group):
         # The passes, written by `unit_passes`: the forward that is running; the last one; those
         # whose backward is running; and, of the first unit of a schedule, the backward pass that
         # reached it first.
-        self.scope = ForwardScope()
+        self.scope: ForwardScope[Forward] = ForwardScope()
         self.used: Forward | None = None
         self.open: set[Forward] = set()
         self.backward: Any = None
@@ -214,7 +186,7 @@ class Unit(Group):
             self.modules,
             self.axes,
             self.ignored,
-            self.placement,
+            self.assignment,
             policies=self.policies,
             settings=settings,
         )
@@ -226,6 +198,7 @@ class Unit(Group):
         copied.communication = self.communication
         copied.parameters = self.parameters
         copied.schedule = self.schedule
+        copied.peers = self.peers
         copied.call_hooks = self.call_hooks
         copied.trained = copied.find_trained()
         return vars(copied)
@@ -251,15 +224,38 @@ class Unit(Group):
 
     leaves = held
 
+    def assign_all(self) -> None:
+        """Find the placement and the axes of all parameters of the modules."""
+        for param, sites in self._found_parameters():
+            self.assignment.of(param, sites)
+
     def owned_parameters(self) -> list[tuple[nn.Parameter, list[Site]]]:
-        """Return the parameters of the unit, without inner units, with the modules that hold each."""
-        owned: dict[int, tuple[nn.Parameter, list[Site]]] = {}
-        inner = {unit for module in self.modules for unit in units_of(module)} - {self}
+        """Return the parameters of this unit that the modules hold, with the modules that do."""
+        return [
+            (param, sites)
+            for param, sites in self._found_parameters()
+            if self.assignment.of(param, sites).axes is self.axes
+        ]
+
+    def _found_parameters(self) -> list[tuple[nn.Parameter, list[Site]]]:
+        """Return the modules' parameters that no unit shards, each once, with all of its sites.
+
+        Parameters of the units in the modules are not among them.
+
+        Raises:
+            TiedWeightError: if a unit of other modules shards one.
+        """
+        found: dict[int, tuple[nn.Parameter, list[Site]]] = {}
+        units = {unit for module in self.modules for unit in units_of(module)}
+        inner = units.difference(self.peers)
         others = {module for unit in inner for root in unit.modules for module in root.modules()}
-        ignored = set(map(id, self.ignored))
+        passed_over = {
+            id(leaf) for peer in self.peers for leaf in peer.leaves() if peer is not self
+        }
+        passed_over.update(map(id, self.ignored))
         for name, owner in (pair for module in self.modules for pair in module.named_modules()):
             for key, param in owner._parameters.items() if owner not in others else ():
-                if param is None or id(param) in ignored:
+                if param is None or id(param) in passed_over:
                     continue
                 if hasattr(param, STATE):
                     raise TiedWeightError(
@@ -267,18 +263,19 @@ class Unit(Group):
                         "that is part of another unit; make one unit of the modules that share it, "
                         "or of a module that contains them"
                     )
-                owned.setdefault(id(param), (param, []))[1].append((owner, key))
-        return list(owned.values())
+                found.setdefault(id(param), (param, []))[1].append((owner, key))
+        return list(found.values())
 
     def take(self) -> None:
         """Shard the parameters that the modules hold now."""
         owned = self.owned_parameters()
-        self._reset(
-            [
-                shard_parameter(p, sites, self.axes, self.placement, policies=self.policies)
-                for p, sites in owned
-            ]
-        )
+        parameters = []
+        for param, sites in owned:
+            placement = self.assignment.of(param, sites).placement
+            parameters.append(
+                shard_parameter(param, sites, self.axes, placement, policies=self.policies)
+            )
+        self._reset(parameters)
         if self.axes_inside is not None:
             for parameter in self.parameters:
                 parameter.keep_inside(self.axes, self.axes_inside)
@@ -513,10 +510,11 @@ def _have_same_bits(one: Tensor, other: Tensor) -> bool:
 def units_of(module: nn.Module, recurse: bool = True) -> list[Unit]:
     """Return the units in a module, each once, outer modules first."""
     owners = module.modules() if recurse else [module]
-    return list(dict.fromkeys(vars(owner)[STATE] for owner in owners if STATE in vars(owner)))
+    leads = dict.fromkeys(vars(owner)[STATE] for owner in owners if STATE in vars(owner))
+    return [unit for lead in leads for unit in lead.peers]
 
 
 def unit_of(module: Any) -> Unit:
-    """Return the unit that a module is, or to which it belongs."""
+    """Return the unit that a module is, or to which it belongs, on the mesh of the call."""
     unit: Unit = vars(module)[STATE]
     return unit

@@ -77,8 +77,9 @@ class UnitBackward:
         unit.open.add(forward)
         self._opened.add(forward)
         self.gathered.append(unit)
-        following = unit.settings.prefetch_in_backward
-        for other in forward.before if following is None else following:
+        asked = unit.settings.prefetch_in_backward
+        upcoming = forward.before if asked is None else asked
+        for other in [peer for following in upcoming for peer in following.peers]:
             is_freed = other.used is not None and other.frees_after_forward
             if is_freed and other.settings.unshard_in_backward:
                 other.start_gathering()

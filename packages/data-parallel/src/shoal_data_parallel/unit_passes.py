@@ -46,19 +46,22 @@ from .unit_backward import running_backward
 
 
 def make_outermost(unit: Unit, inner: Sequence[Unit]) -> None:
-    """Make a unit the outermost of these units."""
-    unit.frees_after_forward = bool(unit.settings.reshard_after_forward)
+    """Make a unit and its peers the outermost of these units."""
+    for peer in unit.peers:
+        peer.schedule = unit.schedule
+        peer.frees_after_forward = bool(peer.settings.reshard_after_forward)
     for other in inner:
         other.schedule = unit.schedule
         other.frees_after_forward = other.settings.reshard_after_forward is not False
         for handle in other.call_hooks:
             handle.remove()
-    unit.schedule.units += inner
-    for module in {module for parameter in unit.parameters for module, _ in parameter.sites}:
-        unit.call_hooks += [
-            module.register_forward_pre_hook(partial(_before_call, unit), prepend=True),
-            module.register_forward_hook(partial(_after_call, unit), always_call=True),
-        ]
+    unit.schedule.units += [*unit.peers[1:], *inner]
+    for peer in unit.peers:
+        for module in {module for parameter in peer.parameters for module, _ in parameter.sites}:
+            peer.call_hooks += [
+                module.register_forward_pre_hook(partial(_before_call, peer), prepend=True),
+                module.register_forward_hook(partial(_after_call, peer), always_call=True),
+            ]
 
 
 def _before_call(unit: Unit, module: nn.Module, args: Any) -> None:
@@ -87,11 +90,19 @@ def _after_call(unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
 
 def as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a method of a unit's module as the unit's forward; return its output."""
-    unit = unit_of(module)
+    unit, *others = unit_of(module).peers
+    for other in others:
+        method = partial(_call_in_unit, other, module, method)
+    return _call_in_unit(unit, module, method, *args, **kwargs)
+
+
+def _call_in_unit(
+    unit: Unit, module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     output = None
     try:
-        args, kwargs = _before(unit, module, args, kwargs)
-        output = method(*args, **kwargs)
+        arguments = _before(unit, module, args, kwargs)
+        output = method(*arguments[0], **arguments[1])
     finally:
         output = _after(unit, module, output)
     return output
@@ -213,7 +224,8 @@ def _begin(unit: Unit) -> Forward:
     if following is None:
         following = schedule.next_last_time(unit)
     for other in following:
-        other.start_gathering()
+        for peer in other.peers:
+            peer.start_gathering()
     return forward
 
 
