@@ -257,5 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if broken else 0
 
 
+def command(arguments: Sequence[str]) -> int:
+    """Run `shoal migrate ...`: `main` with the arguments after the name of the command."""
+    return main(arguments[1:])
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,35 @@
+"""Covers: the commands that the packages register for the program `shoal`."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def registered() -> dict[str, str]:
+    """Return the function of each command, as `module:name`."""
+    commands: dict[str, str] = {}
+    for path in ROOT.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(path.read_text())["project"]
+        commands |= project.get("entry-points", {}).get("shoal.commands", {})
+    return commands
+
+
+@pytest.mark.parametrize("name", sorted(registered()))
+def test_a_registered_command_prints_its_arguments(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, _, function = registered()[name].partition(":")
+    with pytest.raises(SystemExit) as ended:
+        getattr(import_module(module), function)([name, "--help"])
+    assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_the_packages_register_the_commands_of_the_guides() -> None:
+    assert {"env", "migrate", "postmortem", "preview", "topology", "verify"} <= set(registered())
