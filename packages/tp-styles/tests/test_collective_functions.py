@@ -16,6 +16,7 @@ from shoal_dtensor import Partial, Replicate, Shard
 from shoal_mesh import Comm, all_reduce, init_device_mesh
 from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles.lowering import collective_functions as functions
+from shoal_tp_styles.lowering.shared_reduction import copy, gather_partial
 
 SIZES = (3, 0, 2, 1)  # six rows on four ranks
 Case = tuple[Callable[[Tensor, Comm], Tensor], Callable[[list[Tensor], int], Tensor]]
@@ -30,9 +31,9 @@ MOVES: dict[str, Case] = {
     "reduce": (functions.reduce, lambda xs, _: added(xs)),
     "scatter": (lambda x, c: functions.scatter(x, c, 0), lambda xs, r: added(xs).chunk(4)[r]),
     "gather": (lambda x, c: functions.gather(x, c, 0), lambda xs, _: torch.cat(xs)),
-    "gather_partial": (lambda x, c: functions.gather_partial(x, c, 0), lambda xs, _: torch.cat(xs)),
+    "gather_partial": (lambda x, c: gather_partial(x, c, 0), lambda xs, _: torch.cat(xs)),
     "split": (lambda x, c: functions.split(x, c, 0), lambda xs, r: xs[0].chunk(4)[r]),
-    "copy": (functions.copy, lambda xs, _: xs[0]),
+    "copy": (copy, lambda xs, _: xs[0]),
 }
 REPLICATED_INPUT = ("split", "copy")
 # of the output: complete and equal on all ranks

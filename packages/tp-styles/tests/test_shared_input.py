@@ -1,4 +1,4 @@
-"""Covers: lowering/collective_functions.py: several readers of an activation share one reduction."""
+"""Covers: lowering/shared_reduction.py: several readers of an activation share one reduction."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ May import: _torch, apply, lowering, modules, plan, sharding, styles.
 
 from ._torch import StorageReference, autocast_dtype
 from .apply.apply import apply_sharding, block_rows, make_adjacent, shardings_of
-from .lowering.collective_functions import find_token, keep_token
 from .lowering.lowered import lowered_of, nbytes
 from .lowering.parameters import HOW_TO_QUANTIZE
 from .lowering.ports import (
@@ -20,6 +19,7 @@ from .lowering.ports import (
     replicated_input,
     sharded_input,
 )
+from .lowering.shared_reduction import find_shared_input, keep_shared_input
 from .modules.embedding import ColumnEmbedding, OwnRows, RowEmbedding, check_ids
 from .modules.own_forward import Params, SequenceDropout, Tokenwise, is_norm
 from .modules.sharded_linear import ColumnLinear, RowLinear

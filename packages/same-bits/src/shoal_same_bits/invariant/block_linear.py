@@ -34,8 +34,8 @@ from shoal_tp_styles.internal import (
     ColumnLinear,
     RowLinear,
     autocast_dtype,
-    find_token,
-    keep_token,
+    find_shared_input,
+    keep_shared_input,
     partial_output,
     replicated_input,
     sharded_input,
@@ -191,13 +191,13 @@ class InvariantColumn(ColumnLinear):
         # A leaf outlives the graph, and a token on it would keep the graph alive.
         if readers.count == 0 and again.requires_grad and not input.is_leaf:
             again.readers = readers
-            keep_token(local_of(input), self.reading(), again)
+            keep_shared_input(local_of(input), self.reading(), again)
         readers.count += 1
         return self.finish(out)
 
     def read(self, input: Tensor) -> tuple[Tensor, _Readers]:
         """Return the replicated input and its readers; both from the first reader if there was one."""
-        found = find_token(local_of(input), self.reading(), grad=True, in_tree=True)
+        found = find_shared_input(local_of(input), self.reading(), grad=True, in_tree=True)
         if found is not None and torch.is_grad_enabled():
             readers: _Readers = found.readers  # type: ignore[attr-defined]  # below
             return found, readers

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh
 
+from ..full_tensors import full_tensor
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import HOW_TO_QUANTIZE
 from ..lowering.ports import DTensorForward
@@ -44,7 +45,7 @@ from ..sharding.module_sharding import (
     ModuleSharding,
 )
 
-# the style of what no plan names; one that a plan names takes its place
+# The style of modules that no plan names; a style that a plan names takes its place.
 TIED = "tied weight"
 _SUCCESSOR = "_shoal_successor"
 _UNDECLARED = "_shoal_undeclared_styles"
@@ -73,11 +74,12 @@ def apply_sharding(
         UnsupportedModuleError: if a parameter is computed from others.
     """
     if mesh.ndim != sharding.axes:
+        noun = "axis" if sharding.axes == 1 else "axes"
+        axes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
         raise LayoutError(
-            f"{sharding.style} acts on {sharding.axes} mesh "
-            f"{'axis' if sharding.axes == 1 else 'axes'}, the mesh has "
-            f"{dict(zip(mesh.axis_names, mesh.shape, strict=True))}; name one with style.on(axis), "
-            "or as many as the style acts on with style.on((axis, axis)), or pass the sub-mesh"
+            f"{sharding.style} acts on {sharding.axes} mesh {noun}, the mesh has {axes}; name one "
+            "with style.on(axis), or as many as the style acts on with style.on((axis, axis)), or "
+            "pass the sub-mesh"
         )
     inner = forward_of(module)
     if inner is None and "forward" in module.__dict__:
@@ -96,16 +98,23 @@ def apply_sharding(
     if arithmetic is not None:
         lowering = arithmetic.form_of(lowering, sharding, module)
     fused = sharding.fused
-    blocks: set[str] = set()
+    block_names: set[str] = set()
     if fused is not None and fused.splits(mesh.size()):
-        blocks = split_blocks(module, sharding.style, fused, mesh, src_data_rank=src_data_rank)
+        block_names = split_blocks(module, sharding.style, fused, mesh, src_data_rank=src_data_rank)
     if sharding.distributes:
-        buffers = lowering is DTensorForward or any(map(sharding.shards, module._buffers))
-        with scattering(src_data_rank) if scatter is None else nullcontext(scatter) as together:
-            _distribute(module, sharding, mesh, together, blocks=blocks, buffers=buffers)
+        shards_buffers = any(map(sharding.shards, module._buffers))
+        with scattering(src_data_rank) if scatter is None else nullcontext(scatter) as in_use:
+            _distribute(
+                module,
+                sharding,
+                mesh,
+                in_use,
+                left_out=block_names,
+                with_buffers=shards_buffers or lowering is DTensorForward,
+            )
     # `load_state_dict` takes fused parameters, plain or DTensors of any layout
     if fused is not None:
-        hook = partial(as_blocks, fused, mesh)
+        hook = partial(split_fused_entries, fused, mesh)
         module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # torch
     if sharding.distributes:
         before_load = partial(shard_assigned, sharding)
@@ -130,10 +139,11 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
                     f"which only its library knows shards. {HOW_TO_QUANTIZE}. Or leave the module "
                     "out of the plan"
                 )
-        names = [f"{path}.{name}" if path else name for name in computed_parameters(owner)]
-        if names and (sharding.lowering is not None or any(map(sharding.shards, names))):
+        computed = [f"{path}.{name}" if path else name for name in computed_parameters(owner)]
+        is_used = sharding.lowering is not None or any(map(sharding.shards, computed))
+        if computed and is_used:
             raise UnsupportedModuleError(
-                f"{sharding.style}: {', '.join(names)} of {type(module).__name__} is computed from "
+                f"{sharding.style}: {', '.join(computed)} of {type(module).__name__} is computed from "
                 "other parameters (a parametrization, weight_norm, pruning), which are not "
                 "sharded. Make it permanent first "
                 "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, "
@@ -148,16 +158,19 @@ def _lowering(
 
     A lowering replaces the forward of the class: it wraps no other style.
     """
-    # What a class's own forward does not know.
-    required = isinstance(sharding.options, FusedBlocks | Adapter | Experts | LatentFeatures)
-    if sharding.lowering is not None and issubclass(sharding.lowering, DTensorForward):
-        # stands around whatever was there before
-        return sharding.lowering
-    if sharding.lowering is None or not (lower or required):
+    declared: type[Lowered] | None = sharding.lowering
+    if declared is None:
+        return DTensorForward
+    if issubclass(declared, DTensorForward):
+        # It is put around any forward.
+        return declared
+    # The class's own forward cannot use these options.
+    is_required = isinstance(sharding.options, FusedBlocks | Adapter | Experts | LatentFeatures)
+    if not lower and not is_required:
         return DTensorForward
     if inner is None:
-        return sharding.lowering
-    if required:
+        return declared
+    if is_required:
         raise LayoutError(
             f"{sharding.style}: {type(module).__name__} already has the style {inner.title}; apply "
             f"{sharding.style} first"
@@ -170,40 +183,50 @@ def _distribute(
     sharding: ModuleSharding,
     mesh: DeviceMesh,
     scatter: Scatter,
-    blocks: set[str],
-    buffers: bool,
+    *,
+    left_out: set[str],
+    with_buffers: bool,
 ) -> None:
-    for prefix, owner in sharding.owners(module):
-        dot = f"{prefix}." if prefix else ""
+    """Replace parameters, but those left out, and perhaps buffers by DTensors."""
+    for path, owner in sharding.owners(module):
+        prefix = f"{path}." if path else ""
         for name, param in owner._parameters.items():
-            if param is not None and dot + name not in blocks:
-                placements = sharding.placements(dot + name, mesh.shape)
-                owner._parameters[name] = _distributed(dot + name, param, placements, mesh, scatter)
-        for name, buffer in owner._buffers.items() if buffers else ():
+            full_name = prefix + name
+            if param is not None and full_name not in left_out:
+                placements = sharding.placements(full_name, mesh.shape)
+                owner._parameters[name] = _dtensor_parameter(
+                    param, full_name, placements, mesh, scatter=scatter
+                )
+        if not with_buffers:
+            continue
+        for name, buffer in owner._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
-                placements = sharding.placements(dot + name, mesh.shape)
+                placements = sharding.placements(prefix + name, mesh.shape)
                 owner._buffers[name] = distributed_by(scatter, buffer, mesh, placements)
 
 
-def _distributed(
-    name: str,
+def _dtensor_parameter(
     param: nn.Parameter,
+    name: str,
     placements: tuple[Placement, ...],
     mesh: DeviceMesh,
+    *,
     scatter: Scatter,
 ) -> nn.Parameter:
     """Return the DTensor parameter that replaces a parameter; a shared one may already have it."""
     current: Tensor = getattr(param, _SUCCESSOR, param)
     if isinstance(current, DTensor):
-        asked = Spec(mesh, placements, current.shape, current.spec.stride, dtype=current.dtype)
-        if not set(current.spec.mesh.axis_names) & set(mesh.axis_names):
+        spec = current.spec
+        requested = Spec(mesh, placements, current.shape, spec.stride, dtype=current.dtype)
+        shared_axes = set(spec.mesh.axis_names) & set(mesh.axis_names)
+        if not shared_axes:
             raise LayoutError(
                 f"parameter {name!r} is to become {placements} on {mesh}, but it is "
                 f"{current.placements} on {current.device_mesh} already; a style places plain "
                 "parameters, and those of fully_shard and replicate, which it finds by their "
                 "modules"
             )
-        if not current.spec.same_layout(asked):
+        if not spec.same_layout(requested):
             raise TiedWeightError(
                 f"parameter {name!r} is to become {placements} on {mesh}, but it is shared and "
                 f"already {current.placements} on {current.device_mesh}; styles of modules that "
@@ -224,30 +247,32 @@ def conflicting_style(module: nn.Module, style: str, path: str, *, distributes: 
     """
     earlier = [style] if style in module.__dict__.get(_UNDECLARED, ()) else []
     for sharding, _ in shardings_of(module):
-        if sharding.style == style or (
-            sharding.distributes and distributes and sharding.style != TIED
-        ):
+        both_distribute = sharding.distributes and distributes and sharding.style != TIED
+        if sharding.style == style or both_distribute:
             earlier.append(sharding.style)
     if not earlier:
         return None
-    what = f"{style} on module {path!r} ({type(module).__name__}): it already has the style {earlier[0]}"
-    return f"{what}; a second one would shard shards. Call unparallelize_module first"
+    return (
+        f"{style} on module {path!r} ({type(module).__name__}): it already has the style "
+        f"{earlier[0]}; a second one would shard shards. Call unparallelize_module first"
+    )
 
 
 def note_undeclared(module: nn.Module, style: str) -> None:
     """Remember that a style without a declaration was applied."""
-    module.__dict__[_UNDECLARED] = (*module.__dict__.get(_UNDECLARED, ()), style)
+    earlier = module.__dict__.get(_UNDECLARED, ())
+    module.__dict__[_UNDECLARED] = (*earlier, style)
 
 
 def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
     """Return the records applied to a module, in the order in which they were applied."""
-    found = []
+    records = []
     forward = forward_of(module)
     while forward is not None:
         if isinstance(forward, Lowered):
-            found.append((forward.sharding, forward.mesh))
+            records.append((forward.sharding, forward.mesh))
         forward = forward.inner
-    return reversed(found)
+    return reversed(records)
 
 
 @torch.no_grad()
@@ -256,8 +281,8 @@ def plain_module(module: nn.Module) -> nn.Module:
 
     Shared parameters stay shared.
     """
-    # by id, which is unique among tensors that live
-    plain: dict[int, tuple[DTensor, nn.Parameter]] = {}
+    # By the id of the DTensor, which stays alive as long as this entry.
+    successors: dict[int, tuple[DTensor, nn.Parameter]] = {}
     for owner in module.modules():
         for sharding, mesh in shardings_of(owner):
             if sharding.fused is not None and sharding.fused.splits(mesh.size()):
@@ -267,17 +292,22 @@ def plain_module(module: nn.Module) -> nn.Module:
             set_forward(owner, None)
         for name, param in owner._parameters.items():
             current: Tensor | None = param
-            if isinstance(current, DTensor):
-                if id(current) not in plain:
-                    whole = full_of(current).clone()
-                    grad = current.grad
-                    whole_grad = None if grad is None else full_of(grad).clone()
-                    plain[id(current)] = current, successor_of(current, whole, whole_grad)
-                owner._parameters[name] = plain[id(current)][1]
+            if not isinstance(current, DTensor):
+                continue
+            if id(current) not in successors:
+                successors[id(current)] = current, _plain_parameter(current)
+            owner._parameters[name] = successors[id(current)][1]
         for name, buffer in owner._buffers.items():
             if isinstance(buffer, DTensor):
-                owner._buffers[name] = full_of(buffer).clone()
+                owner._buffers[name] = buffer.full_tensor().clone()
     return module
+
+
+def _plain_parameter(param: DTensor) -> nn.Parameter:
+    """Return the plain parameter that replaces a DTensor, with its gradient."""
+    grad = param.grad
+    plain_grad = None if grad is None else full_tensor(grad).clone()
+    return successor_of(param, param.full_tensor().clone(), plain_grad)
 
 
 # --- fused parameters whose blocks differ, as one DTensor per block, and fused again --------------
@@ -287,31 +317,44 @@ def plain_module(module: nn.Module) -> nn.Module:
 
 
 def _rows_first(tensor: Tensor, fused: FusedBlocks) -> Tensor:
-    return tensor.t() if fused.transposed and tensor.ndim == 2 else tensor
+    is_transposed = fused.transposed and tensor.ndim == 2
+    return tensor.t() if is_transposed else tensor
 
 
-def _shards(tensor: Tensor, fused: FusedBlocks, mesh: DeviceMesh) -> list[DTensor]:
+def _shard_blocks(tensor: Tensor, fused: FusedBlocks, mesh: DeviceMesh) -> list[DTensor]:
     """Return the blocks of a fused tensor."""
-    rows = torch.split_with_sizes(
-        _rows_first(tensor, fused), [heads.features for heads in fused.blocks.values()]
-    )
-    return [
-        distribute_tensor(
-            of_block.contiguous(), heads.mesh(mesh), heads.placements(mesh), src_data_rank=None
+    sizes = [heads.features for heads in fused.blocks.values()]
+    blocks = torch.split_with_sizes(_rows_first(tensor, fused), sizes)
+    shards = []
+    for heads, block in zip(fused.blocks.values(), blocks, strict=True):
+        head_mesh = heads.mesh(mesh)
+        placements = heads.placements(mesh)
+        shards.append(
+            distribute_tensor(block.contiguous(), head_mesh, placements, src_data_rank=None)
         )
-        for heads, of_block in zip(fused.blocks.values(), rows, strict=True)
-    ]
+    return shards
 
 
-def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, tuple[str, int, int]]]:
-    """Yield, for the parameter of each block, its place in the fused parameter.
+class BlockRows(NamedTuple):
+    """The place of a block in its fused parameter.
 
-    The place is (fused name, first row in the fused parameter, rows of the fused parameter).
+    Attributes:
+        fused: name of the fused parameter.
+        start: first row of the block.
+        total: rows of the fused parameter.
     """
+
+    fused: str
+    start: int
+    total: int
+
+
+def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, BlockRows]]:
+    """Yield, for the parameter of each block, its place in the fused parameter."""
     for kind in fused.names:
         start = 0
         for name, heads in fused.parts(kind).items():
-            yield name, (kind, start, fused.features)
+            yield name, BlockRows(kind, start, fused.features)
             start += heads.features
 
 
@@ -319,10 +362,10 @@ def make_adjacent(module: nn.Module, fused: FusedBlocks) -> None:
     """Copy the local shards of a module's blocks into one buffer if they are no longer adjacent."""
     for kind in fused.names:
         params: list[Any] = [module._parameters[name] for name in fused.parts(kind)]
-        if len(params) > 1 and all(isinstance(param, DTensor) for param in params):
-            for param, shard in zip(
-                params, _adjacent([param.detach() for param in params]), strict=True
-            ):
+        are_distributed = all(isinstance(param, DTensor) for param in params)
+        if len(params) > 1 and are_distributed:
+            shards = _adjacent([param.detach() for param in params])
+            for param, shard in zip(params, shards, strict=True):
                 param.data = shard
 
 
@@ -340,8 +383,9 @@ def split_blocks(
             raise TiedWeightError(
                 f"{style}: the fused parameter {kind!r} is a DTensor already; it cannot be split"
             )
-        if param is not None and "" not in fused.blocks and has_hooks(param):
-            # they would have to see all blocks at once
+        has_several_blocks = "" not in fused.blocks
+        # Hooks would have to see all blocks at once.
+        if param is not None and has_several_blocks and has_hooks(param):
             raise LayoutError(
                 f"{style}: the fused parameter {kind!r} has gradient hooks, and becomes one "
                 f"parameter for each of {list(fused.blocks)}; remove the hooks, and register them "
@@ -357,10 +401,9 @@ def split_blocks(
         if src_data_rank is not None:
             # One broadcast of the fused parameter; then every rank takes its shards, also of heads
             # that ranks share.
-            full = distribute_tensor(
-                full, mesh, (Replicate(),), src_data_rank=src_data_rank
-            ).to_local()
-        shards = _adjacent(_shards(full, fused, mesh))
+            replicated = distribute_tensor(full, mesh, (Replicate(),), src_data_rank=src_data_rank)
+            full = replicated.to_local()
+        shards = _adjacent(_shard_blocks(full, fused, mesh))
         module._parameters[kind] = None
         for name, shard in zip(fused.parts(kind), shards, strict=True):
             module.register_parameter(name, successor_of(param, shard, None))
@@ -385,14 +428,14 @@ def shard_assigned(
     if not local_metadata.get("assign_to_params_buffers", False):
         return
     for path, owner in sharding.owners(module):
-        dot = f"{prefix}{path}." if path else prefix
+        owner_prefix = f"{prefix}{path}." if path else prefix
         for name, current in (*owner._parameters.items(), *owner._buffers.items()):
-            new = state_dict.get(dot + name)
-            if not isinstance(current, DTensor) or not isinstance(new, Tensor):
+            assigned = state_dict.get(owner_prefix + name)
+            if not isinstance(current, DTensor) or not isinstance(assigned, Tensor):
                 continue
             # torch reports other shapes
-            if new.shape == current.shape:
-                state_dict[dot + name] = _in_layout_of(current.spec, new.detach())
+            if assigned.shape == current.shape:
+                state_dict[owner_prefix + name] = _in_layout_of(current.spec, assigned.detach())
 
 
 def _in_layout_of(spec: Spec, tensor: Tensor) -> DTensor:
@@ -404,7 +447,7 @@ def _in_layout_of(spec: Spec, tensor: Tensor) -> DTensor:
     )
 
 
-def as_blocks(
+def split_fused_entries(
     fused: FusedBlocks,
     mesh: DeviceMesh,
     module: nn.Module,
@@ -414,16 +457,17 @@ def as_blocks(
 ) -> None:
     """Replace a fused entry of a state dict by entries for the module's blocks, before loading."""
     for kind in fused.names:
-        full = state_dict.get(prefix + kind)
+        key = prefix + kind
+        full = state_dict.get(key)
         param = vars(module)["_parameters"].get(kind)
+        # The entry may be plain, or a DTensor, as a checkpoint of another plan has it.
         if isinstance(param, DTensor) and isinstance(full, Tensor) and full.shape == param.shape:
-            # a DTensor, as a checkpoint of another plan has it, or plain
-            state_dict[prefix + kind] = _in_layout_of(param.spec, full.detach())
+            state_dict[key] = _in_layout_of(param.spec, full.detach())
         elif param is None and full is not None and fused.splits(mesh.size()):
             with torch.no_grad():
-                # also a DTensor, as a checkpoint of another plan has it
-                plain = full_of(state_dict.pop(prefix + kind))
-            for name, shard in zip(fused.parts(kind), _shards(plain, fused, mesh), strict=True):
+                plain = full_tensor(state_dict.pop(key))
+            shards = _shard_blocks(plain, fused, mesh)
+            for name, shard in zip(fused.parts(kind), shards, strict=True):
                 state_dict[prefix + name] = shard
 
 
@@ -439,19 +483,18 @@ def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
     if "" in fused.blocks:
         return
 
-    def together(blocks: list[Tensor]) -> Tensor:
-        return _rows_first(torch.cat([full_of(block) for block in blocks]), fused).contiguous()
+    def fuse(blocks: list[Tensor]) -> Tensor:
+        rows = torch.cat([full_tensor(block) for block in blocks])
+        return _rows_first(rows, fused).contiguous()
 
     for kind in fused.names:
         params = [module._parameters.pop(name) for name in fused.parts(kind)]
         present = [param for param in params if param is not None]
+        if not present:
+            continue
         grads = [param.grad for param in present if param.grad is not None]
-        if present:
-            whole = together([*present])
-            complete = len(grads) == len(present)
-            module._parameters[kind] = successor_of(
-                present[0], whole, together(grads) if complete else None
-            )
+        grad = fuse(grads) if len(grads) == len(present) else None
+        module._parameters[kind] = successor_of(present[0], fuse([*present]), grad)
 
 
 def successor_of(param: Tensor, tensor: Tensor, grad: Tensor | None) -> nn.Parameter:
@@ -460,8 +503,3 @@ def successor_of(param: Tensor, tensor: Tensor, grad: Tensor | None) -> nn.Param
     carry_gradient(param, successor, grad)
     carry_over(param, successor)
     return successor
-
-
-def full_of(tensor: Tensor) -> Tensor:
-    """Return the global tensor of a DTensor; return a plain tensor itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,9 +1,12 @@
 """Forward of a module of experts, on the experts or hidden features that this rank holds.
 
-hidden features     x, choices, weights: R, W: S(hidden) -> y: P -> R    one reduction of y, and of each gradient
-tokens replicated   x: R -> y: P -> R      each rank computes its experts for all tokens; one reduction
-tokens sharded      x: S(0) -> y: S(0)     rows to the ranks of their experts by an all-to-all of exact sizes, and back
-                                           by another; one gather of the counts before them
+hidden features     x, choices, weights: R, W: S(hidden) -> y: P -> R
+                    one reduction of y, and of each gradient
+tokens replicated   x: R -> y: P -> R
+                    each rank computes its experts for all tokens; one reduction
+tokens sharded      x: S(0) -> y: S(0)
+                    rows to the ranks of their experts by an all-to-all of exact sizes, and back by
+                    another; one gather of the counts before them
 
 On two axes the second axis shards hidden features: y is partial along it too, and is reduced with
 the rest. The weights of the choices are applied on the rank that holds the token, so that the
@@ -31,12 +34,19 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_dtensor.internal import eager_only, saving_state, shard_sizes, upload
 from shoal_mesh import Comm, all_gather
 
-from ..lowering.collective_functions import copy, reduce
+from ..lowering.collective_functions import reduce
 from ..lowering.lowered import Lowered, lowered_of, nbytes
-from ..lowering.parameters import local_parameters, own_forward
+from ..lowering.parameters import local_parameters, run_own_forward
 from ..lowering.ports import DTensorForward, local_input
+from ..lowering.shared_reduction import copy
 from ..sharding.module_kinds import EXPERTS
-from ..sharding.module_sharding import Collective, Experts, ModuleCall, ModuleSharding
+from ..sharding.module_sharding import (
+    Collective,
+    Experts,
+    ModuleCall,
+    ModuleSharding,
+    ParameterPlacement,
+)
 from .token_route import ExpertExchange, counts_of, first_pairs, sorted_choices, within_capacity
 
 
@@ -51,27 +61,27 @@ def local_shards(
     so its gradients are summed. A bias that follows the sum over hidden features is added on the
     first rank of the features' axis alone.
     """
-    along = (
-        (sharding.parameters, sharding.second_axis or {})
-        if experts is not None
-        else ({}, sharding.parameters)
-    )
-    groups: dict[Comm | None, dict[str, Tensor | None]] = {}
+    by_expert: Mapping[str, ParameterPlacement] = {}
+    by_feature: Mapping[str, ParameterPlacement] = sharding.parameters
+    if experts is not None:
+        by_expert = sharding.parameters
+        by_feature = sharding.second_axis or {}
+    by_comm: dict[Comm | None, dict[str, Tensor | None]] = {}
     for name, param in module.named_parameters():
-        parts = hidden if name not in along[1] else None
-        if experts is not None and name not in along[0]:
-            assert parts is None, (
+        summed_over = None if name in by_feature else hidden
+        if experts is not None and name not in by_expert:
+            assert summed_over is None, (
                 "every parameter of experts whose hidden features are sharded belongs to experts"
             )
-            parts = experts
-        groups.setdefault(parts, {})[name] = param
+            summed_over = experts
+        by_comm.setdefault(summed_over, {})[name] = param
     local: dict[str, Tensor | None] = {}
-    for comm, params in groups.items():
+    for comm, params in by_comm.items():
         local |= local_parameters(params, comm)
         if comm is hidden and hidden is not None and hidden.rank > 0:
-            local |= {
-                name: None if (shard := local[name]) is None else shard * 0 for name in params
-            }
+            for name in params:
+                shard = local[name]
+                local[name] = None if shard is None else shard * 0
     return local
 
 
@@ -79,13 +89,13 @@ def forward_of_own(
     module: nn.Module, local: Mapping[str, Any], count: int, own: range, *args: Any
 ) -> Any:
     """Run the module's forward on local shards (by path), on this rank's experts of `count`."""
-    numbers = [
-        n for n, v in vars(module).items() if "experts" in n and type(v) is int and v == count
-    ]
-    values = {**local, **dict.fromkeys(numbers, len(own))}
+    values = dict(local)
+    for name, value in vars(module).items():
+        if "experts" in name and type(value) is int and value == count:
+            values[name] = len(own)
     if isinstance(module, nn.ModuleList):
         values["_modules"] = {str(i): module._modules[str(index)] for i, index in enumerate(own)}
-    return own_forward(module, values, *args)
+    return run_own_forward(module, values, *args)
 
 
 class SlicedExperts(Lowered):
@@ -102,11 +112,10 @@ class SlicedExperts(Lowered):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         module = self.module
-        args = tuple(map(self.entering, args))
-        kwargs = {name: self.entering(value) for name, value in kwargs.items()}
-        out = own_forward(
-            module, local_shards(module, self.sharding, None, self.comm), *args, **kwargs
-        )
+        args = tuple(map(self.with_partial_gradient, args))
+        kwargs = {name: self.with_partial_gradient(value) for name, value in kwargs.items()}
+        local = local_shards(module, self.sharding, None, self.comm)
+        out = run_own_forward(module, local, *args, **kwargs)
         if type(out) is not Tensor:
             raise UnsupportedModuleError(
                 f"{self.sharding.style}: {type(module).__name__} returns a {type(out).__name__}; "
@@ -114,11 +123,13 @@ class SlicedExperts(Lowered):
             )
         return reduce(out, self.comm)
 
-    def entering(self, value: Any) -> Any:
+    def with_partial_gradient(self, value: Any) -> Any:
         """Return an argument whose gradient is partial inside the module."""
         if isinstance(value, DTensor):
             return local_input(value, self.port_in, self.mesh, grad=Partial())
-        return copy(value, self.comm) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return copy(value, self.comm)
+        return value
 
 
 class DividedInput(Lowered):
@@ -128,7 +139,19 @@ class DividedInput(Lowered):
     """
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return own_forward(self.module, {}, input / self.comm.size, *args, **kwargs)
+        return run_own_forward(self.module, {}, input / self.comm.size, *args, **kwargs)
+
+
+class _RankBounds(NamedTuple):
+    """The rows of one rank that has tokens of its own.
+
+    Attributes:
+        bounds: where the rows of each expert begin, and the end of the last ones.
+        rows: number of its rows, also of rows that belong to no expert.
+    """
+
+    bounds: list[int]
+    rows: int
 
 
 class RoutedExperts(Lowered):
@@ -139,16 +162,18 @@ class RoutedExperts(Lowered):
 
     def resolve(self) -> None:
         self.experts: Experts = self.sharding.options_of(Experts)
-        # Asked by the next call what to compute while its rows are under way; None: nothing.
+        # The next call asks this function what to compute while its rows are in flight; None:
+        # nothing.
         self.beside: Callable[[], Callable[[], None] | None] | None = None
         self.per_rank: list[int] = shard_sizes(self.experts.count, Shard(0), self.comm.size)
-        first = sum(self.per_rank[: self.comm.rank])  # 3 experts as (2, 1): rank 1 has 2:3
+        # 3 experts as (2, 1): rank 1 has 2:3
+        first = sum(self.per_rank[: self.comm.rank])
         self.own: range = range(first, first + self.per_rank[self.comm.rank])
         # The axis that shards the hidden features, and the axes along which inputs are replicated
         # and outputs partial.
         self.tensor: Comm | None = self.mesh.comm(1) if self.mesh.ndim > 1 else None
-        everywhere = self.comm if self.tensor is None else self.mesh.comm((0, 1))
-        self.shared: Comm | None = self.tensor if self.sharded else everywhere
+        all_axes = self.comm if self.tensor is None else self.mesh.comm((0, 1))
+        self.shared: Comm | None = self.tensor if self.sharded else all_axes
 
     @property
     def sharded(self) -> bool:
@@ -166,13 +191,14 @@ class RoutedExperts(Lowered):
         if not isinstance(call.sharding.input_port().desired, Shard):
             yield from _shared_over(call, prod(sizes))
             return
+        ranks = sizes[0]
         routed = nbytes(x) if experts.grouped else nbytes(x) * chosen.shape[-1]
-        yield Collective("all_gather", 8 * (experts.count + 2) * sizes[0], ranks=sizes[0])
-        yield from [Collective("all_to_all", routed, ranks=sizes[0])] * 2
+        counts_bytes = 8 * (experts.count + 2) * ranks
+        yield Collective("all_gather", counts_bytes, ranks=ranks)
+        yield from [Collective("all_to_all", routed, ranks=ranks)] * 2
         if call.output.requires_grad:
-            yield from [Collective("all_to_all", routed, backward=True, ranks=sizes[0])] * (
-                1 + x.requires_grad
-            )
+            exchange = Collective("all_to_all", routed, backward=True, ranks=ranks)
+            yield from [exchange] * (1 + x.requires_grad)
         if len(sizes) > 1:
             yield from _shared_over(call, sizes[1])
 
@@ -191,19 +217,21 @@ class RoutedExperts(Lowered):
                 raise LayoutError(
                     f"{self.sharding.style}: on two axes the input is a plain tensor, got {x.spec}"
                 )
-            x = local_input(
-                x, self.port_in, self.mesh, grad=self.port_in.desired if self.sharded else Partial()
-            )
+            grad = self.port_in.desired if self.sharded else Partial()
+            x = local_input(x, self.port_in, self.mesh, grad=grad)
         elif self.shared is not None:
             x = copy(x, self.shared)
         if (weights is None) is not self.experts.grouped:
             raise LayoutError(
                 f"{self.sharding.style}: the experts are called by position, as {EXPERTS}"
             )
-        out = self.grouped(x, chosen) if weights is None else self.combined(x, chosen, weights)
+        if weights is None:
+            out = self.run_grouped(x, chosen)
+        else:
+            out = self.run_routed(x, chosen, weights)
         return out if self.shared is None else reduce(out, self.shared)
 
-    def combined(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def run_routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the experts' outputs for each token, as a weighted sum over its choices."""
         if chosen.shape != weights.shape or chosen.shape[:-1] != x.shape[:-1]:
             raise LayoutError(
@@ -214,74 +242,78 @@ class RoutedExperts(Lowered):
         if self.shared is not None:
             weights = copy(weights, self.shared)
         tokens = x.reshape(-1, x.shape[-1])
-        pairs, bounds = sorted_choices(
-            chosen.reshape(len(tokens), chosen.shape[-1]), self.experts.count
-        )
-        every = self.read(bounds, chosen.numel())
-        rank = self.comm.rank if self.sharded else 0
-        counts = [counts_of(row[:-1]) for row in every]
+        choices = chosen.shape[-1]
+        pairs, bounds = sorted_choices(chosen.reshape(len(tokens), choices), self.experts.count)
+        ranks = self.read_bounds(bounds, chosen.numel())
+        counts = [counts_of(rank.bounds) for rank in ranks]
         if self.experts.capacity is not None:
-            counts = within_capacity(counts, self.experts.capacity, sum(row[-1] for row in every))
-        pairs = first_pairs(pairs, every[rank][:-1], counts[rank])
-        if not self.sharded:  # the pairs of this rank's experts
-            pairs = pairs[sum(counts[0][: self.own.start]) : sum(counts[0][: self.own.stop])]
+            total = sum(rank.rows for rank in ranks)
+            counts = within_capacity(counts, self.experts.capacity, total)
+        rank = self.comm.rank if self.sharded else 0
+        pairs = first_pairs(pairs, ranks[rank].bounds, counts[rank])
+        if not self.sharded:
+            # the pairs of this rank's experts; 2 0 1 pairs, experts 1:3: pairs[2:3]
+            first = sum(counts[0][: self.own.start])
+            end = sum(counts[0][: self.own.stop])
+            pairs = pairs[first:end]
         # 2 choices a token: pair 5 is token 2's second one
-        token_ids = pairs // max(chosen.shape[-1], 1)
-        # 2 0 1 pairs, experts 1:3: pairs[2:3]
-        rows = self.routed(tokens.index_select(0, token_ids), counts)
+        token_ids = pairs // max(choices, 1)
+        rows = self.run_experts(tokens.index_select(0, token_ids), counts)
         rows = rows * weights.reshape(-1).index_select(0, pairs).unsqueeze(-1)
         out = rows.new_zeros(len(tokens), rows.shape[-1]).index_add(0, token_ids, rows)
         return out.to(x.dtype).view(*x.shape[:-1], rows.shape[-1])
 
-    def grouped(self, rows: Tensor, sizes: Tensor) -> Tensor:
+    def run_grouped(self, rows: Tensor, sizes: Tensor) -> Tensor:
         """Return the outputs for rows sorted by expert; partial if all ranks have all rows."""
-        fits = sizes.shape == (self.experts.count,)  # sizes 2 0 1 have the bounds 0 2 2 3
-        every = (
-            self.read(functional.pad(sizes.cumsum(0), (1, 0)).to(rows.device), len(rows))
-            if fits
-            else []
-        )
-        if not fits or any(row[-2] > row[-1] for row in every):
+        ranks: list[_RankBounds] = []
+        fits = sizes.shape == (self.experts.count,)
+        if fits:
+            # sizes 2 0 1 have the bounds 0 2 2 3
+            bounds = functional.pad(sizes.cumsum(0), (1, 0)).to(rows.device)
+            ranks = self.read_bounds(bounds, len(rows))
+        if not fits or any(rank.bounds[-1] > rank.rows for rank in ranks):
             raise LayoutError(
                 f"{self.sharding.style}: expected the rows of each of {self.experts.count} "
                 f"experts, {len(rows)} in all, got {sizes.tolist()}"
             )
-        counts = [counts_of(row[:-1]) for row in every]
+        counts = [counts_of(rank.bounds) for rank in ranks]
         if self.sharded:
-            used = every[self.comm.rank][-2]
-            out = self.routed(rows.narrow(0, 0, used), counts)
-            return out if used == len(rows) else functional.pad(out, (0, 0, 0, len(rows) - used))
+            used = ranks[self.comm.rank].bounds[-1]
+            out = self.run_experts(rows.narrow(0, 0, used), counts)
+            unused = len(rows) - used
+            return functional.pad(out, (0, 0, 0, unused)) if unused else out
         # 0 2 2 3, experts 1:3: 2, 3
-        start = every[0][self.own.start]
-        end = every[0][self.own.stop]
-        out = self.routed(rows.narrow(0, start, end - start), counts)
+        start = ranks[0].bounds[self.own.start]
+        end = ranks[0].bounds[self.own.stop]
+        out = self.run_experts(rows.narrow(0, start, end - start), counts)
         # row 2:3 of 3: two rows of zeros before it
         return functional.pad(out, (0, 0, start, len(rows) - end))
 
-    def read(self, bounds: Tensor, rows: int) -> list[list[int]]:
+    def read_bounds(self, bounds: Tensor, rows: int) -> list[_RankBounds]:
         """Return the bounds and number of rows of each rank that has tokens of its own.
 
         The host waits for the device only here.
         """
         if not self.sharded:
-            return [[*bounds.tolist(), rows]]
-        own = torch.cat([bounds, bounds.new_full((1,), rows)])
-        every: list[list[int]] = all_gather(own, self.comm).view(self.comm.size, -1).tolist()
-        return every
+            return [_RankBounds(bounds.tolist(), rows)]
+        sent = torch.cat([bounds, bounds.new_full((1,), rows)])
+        received = all_gather(sent, self.comm).view(self.comm.size, -1).tolist()
+        return [_RankBounds(values[:-1], values[-1]) for values in received]
 
-    def routed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
+    def run_experts(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
         """Return the experts' outputs for rows sorted by expert.
 
         The rows are this rank's rows for all experts, or all rows for this rank's experts.
         """
         if not self.sharded:
-            return self.computed(rows, [counts[0][self.own.start : self.own.stop]])
+            return self.compute(rows, [counts[0][self.own.start : self.own.stop]])
         exchange = ExpertExchange.of(counts, self.per_rank, self.comm)
         beside = self.beside() if self.beside is not None else None
         self.beside = None
-        return exchange.back(self.computed(exchange.to_experts(rows, beside), exchange.own))
+        arrived = exchange.to_experts(rows, beside)
+        return exchange.back(self.compute(arrived, exchange.own))
 
-    def computed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
+    def compute(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
         """Return the outputs of this rank's experts for rows ordered by sender, then by expert.
 
         `counts` is the number of rows of each (sender, own expert).
@@ -290,27 +322,28 @@ class RoutedExperts(Lowered):
         local = local_shards(module, self.sharding, self.comm, self.tensor)
         if not self.own:
             return rows + _anchor(local)
-        # one row of zeros, of which nothing is kept: the parameters get gradients of zero
         if not len(rows):
-            one = [[int(index == 0) for index in range(len(self.own))]]  # [[1, 0]] of two experts
-            # of the rows, so that their backward runs on all ranks
+            # One row of zeros, of which nothing is kept: the parameters get gradients of zero. It is
+            # appended to the rows, so that their backward runs on all ranks. [[1, 0]] of two experts
+            counts_of_one = [[int(index == 0) for index in range(len(self.own))]]
             padded = functional.pad(rows, (0, 0, 0, 1))
-            return self.computed(padded, one).narrow(0, 0, 0)
+            return self.compute(padded, counts_of_one).narrow(0, 0, 0)
         # 2 0 1 and 1 1 0 rows of three experts end at 2 2 3 and 4 5 5: row 3 is in the fourth part,
         # so of expert 0.
-        ends = upload([*accumulate(size for row in counts for size in row)], rows.device)
-        ids = torch.searchsorted(
-            ends, torch.arange(len(rows), device=rows.device), right=True
-        ) % len(self.own)
-        forward = partial(forward_of_own, module, local, self.experts.count, self.own)
-        if not self.experts.grouped:
-            ones = torch.ones_like(ids, dtype=rows.dtype).unsqueeze(-1)
-            out: Tensor = forward(rows, ids.unsqueeze(-1), ones)
-        else:
-            order = torch.argsort(ids, stable=True)
+        flat_counts = [size for row in counts for size in row]
+        ends = upload([*accumulate(flat_counts)], rows.device)
+        row_ids = torch.arange(len(rows), device=rows.device)
+        expert_ids = torch.searchsorted(ends, row_ids, right=True) % len(self.own)
+        run_forward = partial(forward_of_own, module, local, self.experts.count, self.own)
+        if self.experts.grouped:
+            order = torch.argsort(expert_ids, stable=True)
             # 2 0 1, 1 1 0: 3 1 1
             sizes = upload([sum(column) for column in zip(*counts, strict=True)], rows.device)
-            out = forward(rows.index_select(0, order), sizes).index_select(0, torch.argsort(order))
+            sorted_out = run_forward(rows.index_select(0, order), sizes)
+            out: Tensor = sorted_out.index_select(0, torch.argsort(order))
+        else:
+            ones = torch.ones_like(expert_ids, dtype=rows.dtype).unsqueeze(-1)
+            out = run_forward(rows, expert_ids.unsqueeze(-1), ones)
         return out + _anchor(local) if self.experts.listed else out
 
 
@@ -330,9 +363,8 @@ def _anchor(local: dict[str, Tensor | None]) -> Tensor:
 
     Every parameter gets a gradient by it, also the parameters of experts without rows.
     """
-    return torch.stack(
-        [param.reshape(-1)[:0].sum() for param in local.values() if param is not None]
-    ).sum()
+    zeros = [param.reshape(-1)[:0].sum() for param in local.values() if param is not None]
+    return torch.stack(zeros).sum()
 
 
 # --- a block whose shared expert runs beside the dispatch of tokens -------------------------------
@@ -366,21 +398,22 @@ class OverlappedBlock(DTensorForward):
                 "tokens; give it ExpertParallel() with input_layouts=Shard(0), or leave "
                 "SharedExpertOverlap out of the plan"
             )
-        above, _, name = members.shared.rpartition(".")
-        siblings: dict[str, Any] = block.get_submodule(above)._modules
+        parent, _, name = members.shared.rpartition(".")
+        siblings: dict[str, Any] = block.get_submodule(parent)._modules
         shared = siblings[name]
-        computed = _Computed(shared, members, (*args, *kwargs.values())[0])
-        siblings[name] = computed
-        experts.beside = computed.start
+        tokens = (*args, *kwargs.values())[0]
+        substitute = _SharedExpert(shared, members, tokens)
+        siblings[name] = substitute
+        experts.beside = substitute.start
         try:
             return super().__call__(*args, **kwargs)
         finally:
             siblings[name] = shared
             experts.beside = None
-            computed.in_turn = True
+            substitute.in_turn = True
 
 
-class _Computed:
+class _SharedExpert:
     """A substitute for a shared expert while its block runs.
 
     Calls return the output that was computed during the dispatch.
@@ -395,7 +428,8 @@ class _Computed:
         self.members = members
         self.tokens = tokens
         self.output: Tensor | None = None
-        self.in_turn, self.state = False, saving_state()
+        self.in_turn = False
+        self.state = saving_state()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.shared, name)
@@ -410,30 +444,45 @@ class _Computed:
 
     def __call__(self, input: Tensor) -> Tensor:
         if self.in_turn:
-            return self.shared(input)  # type: ignore[no-any-return]  # a module's call has no type
-        if self.output is None or not _is_same(input, self.tokens):
-            wrong = (
-                "before the experts"
-                if self.output is None
-                else "with another tensor than the block's input"
-            )
-            raise LayoutError(
-                f"SharedExpertOverlap: {self.members.shared} is called {wrong}. A block first "
-                f"calls {self.members.experts}, then {self.members.shared} with its own input or a "
-                "view of it; change its forward so, or leave SharedExpertOverlap out of the plan"
-            )
-        return self.output if input is self.tokens else self.output.view(*input.shape[:-1], -1)
+            output: Tensor = self.shared(input)
+            return output
+        if self.output is None:
+            raise self._wrong_call("before the experts")
+        if not _is_same(input, self.tokens):
+            raise self._wrong_call("with another tensor than the block's input")
+        if input is self.tokens:
+            return self.output
+        return self.output.view(*input.shape[:-1], -1)
+
+    def _wrong_call(self, circumstance: str) -> LayoutError:
+        return LayoutError(
+            f"SharedExpertOverlap: {self.members.shared} is called {circumstance}. A block first "
+            f"calls {self.members.experts}, then {self.members.shared} with its own input or a "
+            "view of it; change its forward so, or leave SharedExpertOverlap out of the plan"
+        )
 
 
 def _is_same(input: Tensor, tokens: Tensor) -> bool:
     """Tell whether `input` is `tokens` or a view of it that passes gradients on unchanged."""
-    if input is tokens or type(input) is not Tensor or type(tokens) is not Tensor:
-        return input is tokens
-    of_input, of_tokens = (
-        (x.data_ptr(), x.numel(), x.shape[-1], x.dtype, x.is_contiguous(), x.requires_grad)
-        for x in (input, tokens)
+    if input is tokens:
+        return True
+    if type(input) is not Tensor or type(tokens) is not Tensor:
+        return False
+    if _elements(input) != _elements(tokens):
+        return False
+    return not tokens.requires_grad or _source(input) is _source(tokens)
+
+
+def _elements(tensor: Tensor) -> tuple[object, ...]:
+    """Return the properties that are equal for views of all elements that keep the last dim."""
+    return (
+        tensor.data_ptr(),
+        tensor.numel(),
+        tensor.shape[-1],
+        tensor.dtype,
+        tensor.is_contiguous(),
+        tensor.requires_grad,
     )
-    return of_input == of_tokens and (not tokens.requires_grad or _source(input) is _source(tokens))
 
 
 def _source(tensor: Tensor) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,9 +45,8 @@ def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """
     flat = chosen.reshape(-1)
     ordered, pairs = torch.sort(flat, stable=True)
-    return pairs, torch.searchsorted(
-        ordered, torch.arange(experts + 1, device=flat.device, dtype=flat.dtype)
-    )
+    firsts = torch.arange(experts + 1, device=flat.device, dtype=flat.dtype)
+    return pairs, torch.searchsorted(ordered, firsts)
 
 
 def counts_of(bounds: list[int]) -> list[int]:
@@ -66,9 +65,9 @@ def first_pairs(pairs: Tensor, bounds: list[int], kept: list[int]) -> Tensor:
     """
     if kept == counts_of(bounds):
         return pairs[bounds[0] : bounds[-1]]
-    return torch.cat(
-        [pairs[start : start + count] for start, count in zip(bounds, kept, strict=False)]
-    )
+    starts = bounds[:-1]
+    kept_pairs = [pairs[start : start + count] for start, count in zip(starts, kept, strict=True)]
+    return torch.cat(kept_pairs)
 
 
 def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[list[int]]:
@@ -80,21 +79,30 @@ def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[
         >>> within_capacity([[3, 0], [2, 1]], 1.25, 6)
         [[3, 0], [1, 1]]
     """
-    room = [math.ceil(factor * pairs / len(counts[0]))] * len(counts[0])
+    experts = len(counts[0])
+    capacity = math.ceil(factor * pairs / experts)
+    room = [capacity] * experts
     kept = []
     for row in counts:
-        kept.append([min(count, left) for count, left in zip(row, room, strict=True)])
-        room = [left - taken for left, taken in zip(room, kept[-1], strict=True)]
+        kept_of_rank = [min(count, left) for count, left in zip(row, room, strict=True)]
+        kept.append(kept_of_rank)
+        room = [left - taken for left, taken in zip(room, kept_of_rank, strict=True)]
     return kept
 
 
 class ExpertExchange(NamedTuple):
-    """The sizes of one exchange of rows."""
+    """The sizes of one exchange of rows.
 
-    comm: Comm  # the ranks that hold the experts
-    sends: list[int]  # rows to each rank
-    receives: list[int]  # rows from each rank
-    # (ranks, own experts) rows of each of this rank's experts from each rank
+    Attributes:
+        comm: the ranks that hold the experts.
+        sends: rows to each rank.
+        receives: rows from each rank.
+        own: rows of each of this rank's experts from each rank, (ranks, own experts).
+    """
+
+    comm: Comm
+    sends: list[int]
+    receives: list[int]
     own: list[list[int]]
 
     @classmethod
@@ -103,12 +111,13 @@ class ExpertExchange(NamedTuple):
 
         Each rank holds `per_rank` experts.
         """
-        ends = [sum(per_rank[: rank + 1]) for rank in range(comm.size)]
-        held = [slice(end - size, end) for size, end in zip(per_rank, ends, strict=True)]
-        own = [row[held[comm.rank]] for row in counts]
-        return cls(
-            comm, [sum(counts[comm.rank][each]) for each in held], [sum(row) for row in own], own
-        )
+        starts = [0, *accumulate(per_rank)]
+        experts_of_ranks = [slice(start, end) for start, end in pairwise(starts)]
+        rows_of_this_rank = counts[comm.rank]
+        sends = [sum(rows_of_this_rank[experts]) for experts in experts_of_ranks]
+        own = [row[experts_of_ranks[comm.rank]] for row in counts]
+        receives = [sum(row) for row in own]
+        return cls(comm, sends, receives, own)
 
     def to_experts(self, rows: Tensor, beside: Callable[[], None] | None = None) -> Tensor:
         """Send rows sorted by expert (`S -> S`); run `beside` while they are in flight.
@@ -116,34 +125,36 @@ class ExpertExchange(NamedTuple):
         The rows arrive ordered by rank, then by expert.
         """
         if beside is None:
-            return self._sent(rows, back=False)
-        under_way: list[Pending] = []
-        token = apply(_Started, rows, self, under_way)
+            return self._send(rows, back=False)
+        in_flight: list[Pending] = []
+        token = apply(_Started, rows, self, in_flight)
         beside()
-        return apply(_Arrived, token, self, under_way)  # type: ignore[no-any-return]  # of a Function
+        arrived: Tensor = apply(_Arrived, token, self, in_flight)
+        return arrived
 
     def back(self, rows: Tensor) -> Tensor:
         """Send the experts' outputs back (`S -> S`), in the order in which the rows were sent."""
-        return self._sent(rows, back=True)
+        return self._send(rows, back=True)
 
-    def _sent(self, rows: Tensor, *, back: bool) -> Tensor:
-        flat = differentiable.all_to_all_v(
-            rows.reshape(-1), self.comm, *self._elements(rows.shape[-1], back)
-        )
-        return flat.view(sum(self.sends if back else self.receives), rows.shape[-1])
+    def _send(self, rows: Tensor, *, back: bool) -> Tensor:
+        width = rows.shape[-1]
+        sent, received = self._elements(width, back=back)
+        flat = differentiable.all_to_all_v(rows.reshape(-1), self.comm, sent, received)
+        arriving = sum(self.sends if back else self.receives)
+        return flat.view(arriving, width)
 
     def start(self, rows: Tensor, *, back: bool) -> Pending:
         """Start to send rows to their experts, or back; return the rows in flight."""
         width = rows.shape[-1]
-        pending = all_to_all_v(
-            rows.reshape(-1), self.comm, *self._elements(width, back), async_op=True
-        )
+        sent, received = self._elements(width, back=back)
+        pending = all_to_all_v(rows.reshape(-1), self.comm, sent, received, async_op=True)
         return pending.then(lambda flat: flat.view(-1, width))
 
-    def _elements(self, width: int, back: bool) -> tuple[list[int], list[int]]:
+    def _elements(self, width: int, *, back: bool) -> tuple[list[int], list[int]]:
         """Return the elements to each rank and from each rank, for rows of `width`."""
-        to, of = (self.receives, self.sends) if back else (self.sends, self.receives)
-        return [rows * width for rows in to], [rows * width for rows in of]
+        to_experts = [rows * width for rows in self.sends]
+        from_tokens = [rows * width for rows in self.receives]
+        return (from_tokens, to_experts) if back else (to_experts, from_tokens)
 
 
 class _Started(Function):
@@ -151,15 +162,15 @@ class _Started(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, exchange: ExpertExchange, under_way: list[Pending]
+        ctx: Any, rows: Tensor, exchange: ExpertExchange, in_flight: list[Pending]
     ) -> Tensor:
-        ctx.under_way = under_way
-        under_way.append(exchange.start(rows, back=False))
+        ctx.in_flight = in_flight
+        in_flight.append(exchange.start(rows, back=False))
         return rows.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.under_way.pop().wait(), None, None
+        return ctx.in_flight.pop().wait(), None, None
 
 
 class _Arrived(Function):
@@ -167,14 +178,14 @@ class _Arrived(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, exchange: ExpertExchange, under_way: list[Pending]
+        ctx: Any, token: Tensor, exchange: ExpertExchange, in_flight: list[Pending]
     ) -> Tensor:
         ctx.exchange = exchange
-        ctx.under_way = under_way
-        return under_way.pop().wait()
+        ctx.in_flight = in_flight
+        return in_flight.pop().wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
-        ctx.under_way.append(ctx.exchange.start(grad, back=True))
+        ctx.in_flight.append(ctx.exchange.start(grad, back=True))
         return grad.new_empty(0), None, None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,20 +25,40 @@ from shoal_mesh import all_reduce, differentiable
 from shoal_mesh.internal import Along, all_reduce_
 
 from .._torch import traced_apply
-from .logits import LogitRows, Vocab, check_targets, local_logits, plain
+from ..full_tensors import full_tensor
+from .logits import LogitRows, Vocab, check_targets, local_logits
 
 Reduction = Literal["none", "mean", "sum"]
 
 
+class RowStatistics(NamedTuple):
+    """Sums over all classes, for each row of logits.
+
+    Attributes:
+        log_sum_exp: logarithm of the sum of the exponentials.
+        picked: the logit of the row's target.
+        weighted: the sum of the logits, weighted by `q`.
+    """
+
+    log_sum_exp: Tensor
+    picked: Tensor
+    weighted: Tensor
+
+
+def _widen(values: Tensor) -> Tensor:
+    """Return half-precision values in float32, others as they are."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
 class _RowStatistics(Function):
-    """Function x: S(-1) over classes -> log-sum-exp, x[target], sum of q * x of each row; all R.
+    """Function x: S(-1) over classes -> the `RowStatistics` of each row; all R.
 
     Target and q (per class, or per row and class) may be None; their sums are then zero.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor | None, q: Tensor | None, vocab: Vocab) -> Any:
-        work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        work = _widen(x)
         rows = x.shape[:-1]
         # (rows,); of logits 0 2 | 1 3: 2 and 3
         peak = work.amax(-1) if vocab.own else work.new_full(rows, -torch.inf)
@@ -46,29 +66,30 @@ class _RowStatistics(Function):
         # A row of -inf only has no finite peak; zero keeps its sum at zero and its log at -inf, as
         # on one device.
         peak = peak.masked_fill_(peak == -torch.inf, 0)
-        zero = work.new_zeros(rows)
-        sums = [vocab.sum_of_classes((work - peak.unsqueeze(-1)).exp_())]
-        own = None if target is None else own_classes(target, vocab)
-        sums.append(zero if own is None else pick(work, *own))
-        sums.append(zero if q is None else vocab.sum_of_classes(work * q))
-        stacked = all_reduce(torch.stack(sums), vocab.comm)  # (3, rows), in one message
+        total = vocab.sum_of_classes((work - peak.unsqueeze(-1)).exp_())
+        zeros = work.new_zeros(rows)
+        picked = zeros
+        index = None
+        inside = None
+        if target is not None:
+            index, inside = local_classes(target, vocab)
+            picked = pick_logits(work, index, inside)
+        weighted = zeros if q is None else vocab.sum_of_classes(work * q)
+        # (3, rows), in one message
+        sums = all_reduce(torch.stack([total, picked, weighted]), vocab.comm)
         # logits 0 2 | 1 3, peak 3: log(1.553) + 3 = 3.440
-        lse = stacked[0].log().add_(peak)
-        ctx.save_for_backward(x, lse, *(own or (None, None)), q)
+        lse = sums[0].log().add_(peak)
+        ctx.save_for_backward(x, lse, index, inside, q)
         ctx.set_materialize_grads(False)
-        return lse, stacked[1], stacked[2]
+        return lse, sums[1], sums[2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         first_order_only("losses on a sharded vocabulary have first derivatives only")
         x, lse, index, inside, q = ctx.saved_tensors
-        work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        return (
-            logit_gradient(work - lse.unsqueeze(-1), grads, index, inside, q=q).to(x.dtype),
-            None,
-            None,
-            None,
-        )
+        shifted = _widen(x) - lse.unsqueeze(-1)
+        dx = logit_gradient(shifted, grads, index, inside, q=q).to(x.dtype)
+        return dx, None, None, None
 
 
 def logit_gradient(
@@ -82,17 +103,21 @@ def logit_gradient(
 
     The result replaces the logits minus their log-sum-exp in memory.
     """
-    to_lse, to_picked, to_q = (None if grad is None else grad.unsqueeze(-1) for grad in grads)
+    lse_grad, picked_grad, weighted_grad = grads
     # softmax; of 0 2 | 1 3: 0.03, 0.24 | ...
-    dz = shifted.zero_() if to_lse is None else shifted.exp_().mul_(to_lse)
-    if to_picked is not None and index is not None and dz.shape[-1]:
-        dz.scatter_add_(-1, index.unsqueeze(-1), to_picked * inside.unsqueeze(-1))
-    if to_q is not None and q is not None:
-        dz.addcmul_(to_q.to(dz.dtype), q.to(dz.dtype))
+    if lse_grad is None:
+        dz = shifted.zero_()
+    else:
+        dz = shifted.exp_().mul_(lse_grad.unsqueeze(-1))
+    if picked_grad is not None and index is not None and dz.shape[-1]:
+        addend = picked_grad.unsqueeze(-1) * inside.unsqueeze(-1)
+        dz.scatter_add_(-1, index.unsqueeze(-1), addend)
+    if weighted_grad is not None and q is not None:
+        dz.addcmul_(weighted_grad.unsqueeze(-1).to(dz.dtype), q.to(dz.dtype))
     return dz
 
 
-def own_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
+def local_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
     """Return each target's index among this rank's classes, and whether this rank holds the target.
 
     The index is 0 for a target on another rank.
@@ -104,12 +129,13 @@ def own_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
     return local.masked_fill(~inside, 0), inside
 
 
-def pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
-    """Return one logit per row, at an index of `own_classes`; zero for classes of other ranks."""
+def pick_logits(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+    """Return one logit per row, at an index of `local_classes`; zero for classes of other ranks."""
     if x.shape[-1] == 0:
         # zeros, whose backward runs on all ranks
         return x.sum(-1)
-    return x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0)
+    picked = x.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return picked.masked_fill(~inside, 0)
 
 
 def log_sum_exp(x: Tensor, vocab: Vocab) -> Tensor:
@@ -166,41 +192,26 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     """
     class_dim = 0 if input.ndim == 1 else 1
     x, classes, rows = local_logits(input, vocab, class_dim)
-    weights = plain(weight)
-    q = None
+    weights = full_tensor(weight)
     if target.is_floating_point():
-        if target.requires_grad:
-            raise LayoutError(
-                "cross_entropy on a sharded vocabulary: no gradient of probability targets; detach "
-                "them"
-            )
-        if isinstance(target, DTensor) and isinstance(input, DTensor):
-            q = (
-                _placed_as(input, target)
-                .to_local()
-                .movedim(class_dim, -1)
-                .narrow(-1, 0, classes.own)
-            )
-        else:
-            q = classes.shard(rows.shard(target.movedim(class_dim, -1)))
+        q = _probabilities(input, target, classes, rows, class_dim=class_dim)
         # 0.1 of 4 classes: 1 -> 0.925, 0 -> 0.025
         if label_smoothing > 0:
             q = q * (1 - label_smoothing) + label_smoothing / classes.total
         if weights is not None:
             q = q * classes.shard(weights)
         mass = all_reduce(classes.sum_of_classes(q), classes.comm)
-        lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
+        lse, _, weighted = traced_apply(_RowStatistics, x, None, q, classes)
         # q 1, 0 for logits 0 2: 2.127 * 1 - 0 = 2.127
-        loss = lse * mass - by_q
-        return reduced(
-            loss, max(prod(loss.shape if rows.shape is None else rows.shape), 1), reduction, rows
-        )
+        loss = lse * mass - weighted
+        return reduce_losses(loss, _row_count(loss, rows), reduction, rows)
     labels = rows.shard(target)
     check_targets(labels, classes, ignore_index)
+    class_weights = None
     if label_smoothing > 0:
-        q = x.new_ones(classes.own) if weights is None else classes.shard(weights)
-    statistics = traced_apply(_RowStatistics, x, labels, q, classes)
-    losses = of_labels(
+        class_weights = x.new_ones(classes.own) if weights is None else classes.shard(weights)
+    statistics = RowStatistics(*traced_apply(_RowStatistics, x, labels, class_weights, classes))
+    losses = losses_of_labels(
         statistics,
         labels,
         weights,
@@ -209,49 +220,77 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
         z_loss=0.0,
         classes=classes,
     )
-    return reduced(*losses, reduction, rows)
+    return reduce_losses(losses.losses, losses.weight, reduction, rows)
 
 
-def of_labels(  # noqa: PLR0913  # everything that a row's loss depends on
-    statistics: tuple[Tensor, Tensor, Tensor],
+def _probabilities(
+    logits: Tensor, target: Tensor, classes: Vocab, rows: LogitRows, *, class_dim: int
+) -> Tensor:
+    """Return this rank's rows and classes of probability targets; the classes come last."""
+    if target.requires_grad:
+        raise LayoutError(
+            "cross_entropy on a sharded vocabulary: no gradient of probability targets; detach them"
+        )
+    if isinstance(target, DTensor) and isinstance(logits, DTensor):
+        local = _redistribute_like(logits, target).to_local()
+        return local.movedim(class_dim, -1).narrow(-1, 0, classes.own)
+    return classes.shard(rows.shard(target.movedim(class_dim, -1)))
+
+
+def _row_count(loss: Tensor, rows: LogitRows) -> int:
+    """Return the number of rows of all ranks, at least one."""
+    shape = loss.shape if rows.shape is None else rows.shape
+    return max(prod(shape), 1)
+
+
+class RowLosses(NamedTuple):
+    """The losses of this rank's rows, and the rows' total weight in a mean."""
+
+    losses: Tensor
+    weight: Tensor
+
+
+def losses_of_labels(  # noqa: PLR0913  # everything that a row's loss depends on
+    statistics: RowStatistics,
     labels: Tensor,
     weights: Tensor | None,
     ignore_index: int,
     smoothing: float,
     z_loss: float,
     classes: Vocab,
-) -> tuple[Tensor, Tensor]:
+) -> RowLosses:
     """Return the loss of each row, and the rows' total weight in a mean.
 
-    Rows with `ignore_index` have neither a loss nor a weight.
-
-    `statistics` holds for each row the log-sum-exp, the label's logit, and the sum of all logits
-    with the weights of the classes.
+    Rows with `ignore_index` have neither a loss nor a weight. The statistics are weighted by the
+    weights of the classes.
     """
-    lse, picked, total = statistics
+    lse, picked, weighted = statistics
     ignored = labels == ignore_index
-    of_target = (
-        torch.ones_like(lse)
-        if weights is None
-        else weights[labels.masked_fill(ignored, 0)].to(lse.dtype)
-    )
-    of_target = of_target.masked_fill(ignored, 0)
-    loss = (lse - picked) * of_target
+    if weights is None:
+        target_weights = torch.ones_like(lse)
+    else:
+        target_weights = weights[labels.masked_fill(ignored, 0)].to(lse.dtype)
+    target_weights = target_weights.masked_fill(ignored, 0)
+    loss = (lse - picked) * target_weights
     if smoothing > 0:
         mass = classes.total if weights is None else weights[: classes.total].sum()
-        loss = (1 - smoothing) * loss + (smoothing / classes.total) * (lse * mass - total)
+        uniform_loss = lse * mass - weighted
+        loss = (1 - smoothing) * loss + (smoothing / classes.total) * uniform_loss
     if z_loss:
-        loss = loss + z_loss * lse.square() * of_target
-    return loss.masked_fill(ignored, 0), of_target.sum()
+        loss = loss + z_loss * lse.square() * target_weights
+    return RowLosses(loss.masked_fill(ignored, 0), target_weights.sum())
 
 
-def _placed_as(logits: DTensor, tensor: DTensor) -> DTensor:
+def _redistribute_like(logits: DTensor, tensor: DTensor) -> DTensor:
+
     return tensor.redistribute(
         logits.device_mesh, logits.placements, shard_order=logits.shard_order
     )
 
 
-def reduced(loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: LogitRows) -> Tensor:
+def reduce_losses(
+    loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: LogitRows
+) -> Tensor:
     """Reduce the losses of this rank's rows over all rows.
 
     `weight` is the weight of this rank's rows (a tensor), or of all rows.
@@ -292,10 +331,10 @@ def log_prob(
         tensor([-1.3863, -1.3863])
     """
     x, classes, rows = local_logits(logits, vocab, dim)
-    own_tokens = rows.shard(tokens)
-    check_targets(own_tokens, classes)
-    lse, picked, _ = traced_apply(_RowStatistics, x, own_tokens, None, classes)
-    return picked - lse  # type: ignore[no-any-return]  # of a traced function
+    local_tokens = rows.shard(tokens)
+    check_targets(local_tokens, classes)
+    statistics = RowStatistics(*traced_apply(_RowStatistics, x, local_tokens, None, classes))
+    return statistics.picked - statistics.log_sum_exp
 
 
 def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
@@ -331,7 +370,8 @@ class _LogSoftmax(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only("losses on a sharded vocabulary have first derivatives only")
         (out,) = ctx.saved_tensors
-        total = all_reduce(ctx.vocab.sum_of_classes(grad).unsqueeze(-1), ctx.vocab.comm)
+        local_total = ctx.vocab.sum_of_classes(grad).unsqueeze(-1)
+        total = all_reduce(local_total, ctx.vocab.comm)
         return grad - out.exp() * total, None
 
 
@@ -364,23 +404,23 @@ def nll_loss(
     x, classes, rows = local_logits(log_probs, vocab, class_dim)
     labels = rows.shard(target)
     check_targets(labels, classes, ignore_index)
-    picked = differentiable.all_reduce_replicated(
-        pick(x, *own_classes(labels, classes)), classes.comm
-    )
+    index, inside = local_classes(labels, classes)
+    local_picked = pick_logits(x, index, inside)
+    picked = differentiable.all_reduce_replicated(local_picked, classes.comm)
     # The sum of half types over many rows may leave the range where the mean does not.
-    wide = picked.float() if picked.dtype in (torch.float16, torch.bfloat16) else picked
+    wide = _widen(picked)
     # Log-probabilities are logits whose log-sum-exp is zero.
-    statistics = torch.zeros_like(wide), wide, wide
-    losses, weights = of_labels(
+    statistics = RowStatistics(torch.zeros_like(wide), picked=wide, weighted=wide)
+    losses = losses_of_labels(
         statistics,
         labels,
-        plain(weight),
+        full_tensor(weight),
         ignore_index,
         smoothing=0.0,
         z_loss=0.0,
         classes=classes,
     )
-    return reduced(losses, weights, reduction, rows).to(picked.dtype)
+    return reduce_losses(losses.losses, losses.weight, reduction, rows).to(picked.dtype)
 
 
 def kl_div(
@@ -405,19 +445,20 @@ def kl_div(
     """
     x, classes, rows = local_logits(logits, vocab, dim)
     if isinstance(logits, DTensor) and isinstance(target_logits, DTensor):
-        target_logits = _placed_as(logits, target_logits)
-    teacher, _, _ = local_logits(target_logits.detach(), vocab, dim)
-    lse_t = log_sum_exp(teacher, classes)
-    log_q = teacher - lse_t.unsqueeze(-1)
-    q = log_q.exp()
+        target_logits = _redistribute_like(logits, target_logits)
+    teacher = local_logits(target_logits.detach(), vocab, dim).values
+    teacher_lse = log_sum_exp(teacher, classes)
+    q = (teacher - teacher_lse.unsqueeze(-1)).exp()
     entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
-    lse, _, by_q = traced_apply(_RowStatistics, x, None, q, classes)
+    lse, _, weighted = traced_apply(_RowStatistics, x, None, q, classes)
     # q 1/2, 1/2 for logits 0 2: 2.127 - 1 - 0.693 = 0.434
-    divergence = lse - by_q - entropy
-    shape = divergence.shape if rows.shape is None else rows.shape
+    divergence = lse - weighted - entropy
     if reduction == "batchmean":
-        return reduced(divergence, shape[0], "mean", rows)  # (8, 16) rows: by 8
-    return reduced(divergence, max(prod(shape), 1), reduction, rows)  # (8, 16) rows: by 128
+        # (8, 16) rows: by 8
+        shape = divergence.shape if rows.shape is None else rows.shape
+        return reduce_losses(divergence, shape[0], "mean", rows)
+    # (8, 16) rows: by 128
+    return reduce_losses(divergence, _row_count(divergence, rows), reduction, rows)
 
 
 def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = None) -> Tensor:
@@ -448,18 +489,19 @@ def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = No
             f"choices), got {tuple(probabilities.shape)} and {tuple(chosen.shape)}"
         )
     experts = probabilities.shape[-1]
-    rows = probabilities.reshape(-1, experts)
     # In bfloat16 a count stops at 256.
-    rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
-    # choices of each; the last is tokens
-    shares = torch.zeros(experts + 1, dtype=rows.dtype, device=rows.device)
-    shares[:experts].index_add_(
-        0, chosen.reshape(-1), torch.ones_like(chosen.reshape(-1), dtype=rows.dtype)
-    )
-    shares[experts] = len(rows)
+    rows = _widen(probabilities.reshape(-1, experts))
+    # choices of each expert; the last element is the number of tokens
+    counts = torch.zeros(experts + 1, dtype=rows.dtype, device=rows.device)
+    choices = chosen.reshape(-1)
+    counts[:experts].index_add_(0, choices, torch.ones_like(choices, dtype=rows.dtype))
+    counts[experts] = len(rows)
     total = rows.sum(0)
     if along is not None:
-        shares, total = all_reduce(shares, along), differentiable.all_reduce(total, along)
-    tokens = shares[experts].clamp(min=1)
-    shares_of_choices = shares[:experts] / (tokens * max(chosen.shape[-1], 1))
-    return (experts * (shares_of_choices * (total / tokens)).sum()).to(probabilities.dtype)
+        counts = all_reduce(counts, along)
+        total = differentiable.all_reduce(total, along)
+    tokens = counts[experts].clamp(min=1)
+    shares = counts[:experts] / (tokens * max(chosen.shape[-1], 1))
+    mean_probabilities = total / tokens
+    imbalance = experts * (shares * mean_probabilities).sum()
+    return imbalance.to(probabilities.dtype)

@@ -8,7 +8,7 @@ operands and one number per row are saved for backward, which computes the block
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,30 +21,47 @@ from shoal_mesh import all_reduce
 from shoal_mesh.internal import all_reduce_
 
 from .._torch import autocast_dtype, traced_apply
-from .functional import Reduction, logit_gradient, of_labels, own_classes, pick, reduced
-from .logits import LogitRows, Vocab, check_targets, plain
+from ..full_tensors import full_tensor
+from .functional import (
+    Reduction,
+    RowStatistics,
+    local_classes,
+    logit_gradient,
+    losses_of_labels,
+    pick_logits,
+    reduce_losses,
+)
+from .logits import LogitRows, Vocab, check_targets
 
-# logits of a block of rows: 16 MiB in float32
+# Logits of a block of rows: 16 MiB in float32.
 BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class _LogitBlocks:
-    """The operands and options that all blocks of rows share."""
+    """The operands and options that all blocks of rows share.
 
-    vocab: Vocab  # the classes of each rank
-    # logits are `cap * tanh(logits / cap)`; None for no bound
+    Attributes:
+        vocab: the classes of each rank.
+        cap: logits are `cap * tanh(logits / cap)`; None for no bound.
+        size: number of rows whose logits exist at a time.
+    """
+
+    vocab: Vocab
     cap: float | None
-    block: int  # rows whose logits exist at a time
+    size: int
 
-    def blocks(self, rows: int) -> list[slice]:
-        return [slice(start, start + self.block) for start in range(0, rows, self.block)]
+    def slices(self, rows: int) -> list[slice]:
+        """Return the blocks of so many rows."""
+        return [slice(start, start + self.size) for start in range(0, rows, self.size)]
 
     def logits(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         """Compute logits (rows, own classes) in the dtype of the statistics, at least float32."""
         z = torch.nn.functional.linear(x, w, b)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
-        return z if self.cap is None else z.div_(self.cap).tanh_().mul_(self.cap)
+        if self.cap is None:
+            return z
+        return z.div_(self.cap).tanh_().mul_(self.cap)
 
 
 class _LinearStatistics(Function):
@@ -63,49 +80,52 @@ class _LinearStatistics(Function):
         b: Tensor | None,
         target: Tensor,
         q: Tensor | None,
-        task: _LogitBlocks,
+        blocks: _LogitBlocks,
     ) -> Any:
-        index, inside = own_classes(target, task.vocab)
+        index, inside = local_classes(target, blocks.vocab)
         parts = []
-        for rows in task.blocks(x.shape[0]):
-            z = task.logits(x[rows], w, b)
-            total = z.new_zeros(z.shape[0]) if q is None else z @ q.to(z.dtype)
-            parts.append(torch.stack([z.logsumexp(-1), pick(z, index[rows], inside[rows]), total]))
-        sums = (
-            torch.cat(parts, 1)
-            if parts
-            else x.new_zeros((3, 0), dtype=torch.promote_types(x.dtype, torch.float32))
-        )
-        peak = all_reduce(sums[0], task.vocab.comm, "max")
+        for rows in blocks.slices(x.shape[0]):
+            z = blocks.logits(x[rows], w, b)
+            picked = pick_logits(z, index[rows], inside[rows])
+            weighted = z.new_zeros(z.shape[0]) if q is None else z @ q.to(z.dtype)
+            parts.append(torch.stack([z.logsumexp(-1), picked, weighted]))
+        if parts:
+            sums = torch.cat(parts, 1)
+        else:
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            sums = x.new_zeros((3, 0), dtype=dtype)
+        comm = blocks.vocab.comm
+        peak = all_reduce(sums[0], comm, "max")
         # as on one device, a row of -inf has the log-sum -inf
         peak = peak.masked_fill_(peak == -torch.inf, 0)
         sums[0] = (sums[0] - peak).exp_()
-        lse, picked, total = all_reduce_(sums, task.vocab.comm)
-        lse = lse.log().add_(peak)
+        total, picked, weighted = all_reduce_(sums, comm)
+        lse = total.log().add_(peak)
         ctx.save_for_backward(x, w, b, index, inside, q, lse)
-        ctx.task = task
+        ctx.blocks = blocks
         ctx.set_materialize_grads(False)
-        return lse, picked.clone(), total.clone()
+        return lse, picked.clone(), weighted.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         first_order_only("linear_cross_entropy has first derivatives only")
         x, w, b, index, inside, q, lse = ctx.saved_tensors
+        blocks: _LogitBlocks = ctx.blocks
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         dx = torch.zeros_like(x) if needs_x else None
         # Summed over blocks in float32 at least: in bfloat16 hundreds of blocks would lose the last
         # ones.
         dw = torch.zeros_like(w, dtype=lse.dtype) if needs_w else None
         db = torch.zeros_like(b, dtype=lse.dtype) if needs_b else None
-        for rows in ctx.task.blocks(x.shape[0]):
-            z = ctx.task.logits(x[rows], w, b)
-            slope = None if ctx.task.cap is None else 1 - (z / ctx.task.cap).square_()
-            # Of the logits, in their memory; then of what the product gave.
-            of_rows = [None if grad is None else grad[rows] for grad in grads]
-            dz = logit_gradient(
-                z.sub_(lse[rows].unsqueeze(-1)), of_rows, index[rows], inside[rows], q=q
-            )
-            dz = dz if slope is None else dz.mul_(slope)
+        for rows in blocks.slices(x.shape[0]):
+            z = blocks.logits(x[rows], w, b)
+            slope = None if blocks.cap is None else 1 - (z / blocks.cap).square_()
+            row_grads = [None if grad is None else grad[rows] for grad in grads]
+            # The gradient of the capped logits, in the memory of the logits.
+            shifted = z.sub_(lse[rows].unsqueeze(-1))
+            dz = logit_gradient(shifted, row_grads, index[rows], inside[rows], q=q)
+            if slope is not None:
+                dz = dz.mul_(slope)
             if db is not None:
                 db += dz.sum(0)
             dz = dz.to(x.dtype)
@@ -116,15 +136,12 @@ class _LinearStatistics(Function):
             elif dw is not None:
                 dw += dz.t() @ x[rows]
         if dx is not None:
-            all_reduce_(dx, ctx.task.vocab.comm)
-        return (
-            dx,
-            None if dw is None else dw.to(w.dtype),
-            None if db is None else db.to(b.dtype),
-            None,
-            None,
-            None,
-        )
+            all_reduce_(dx, blocks.vocab.comm)
+        if dw is not None:
+            dw = dw.to(w.dtype)
+        if db is not None:
+            db = db.to(b.dtype)
+        return dx, dw, db, None, None, None
 
 
 def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses of language models add
@@ -187,41 +204,38 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
     """
     _check(input, linear_weight, target)
     if vocab is None or isinstance(linear_weight, DTensor):
-        vocab = Vocab.of(linear_weight, 0, None if vocab is None else vocab.real)
-    (x, w, b), rows = _operands(input, linear_weight, linear_bias, vocab)
+        real = None if vocab is None else vocab.real
+        vocab = Vocab.of(linear_weight, 0, real)
+    x, w, b, rows = _operands(input, linear_weight, linear_bias, vocab)
     ignored = -100 if ignore_index is None else ignore_index
     labels = rows.shard(target)
-    weights = plain(weight)
+    weights = full_tensor(weight)
     check_targets(labels, vocab, ignored)
-    q = (
-        None
-        if not label_smoothing
-        else w.new_ones(vocab.own)
-        if weights is None
-        else vocab.shard(weights)
+    q = None
+    if label_smoothing:
+        q = w.new_ones(vocab.own) if weights is None else vocab.shard(weights)
+    block_size = block_rows or max(1, BLOCK // max(vocab.own, 1))
+    blocks = _LogitBlocks(vocab, logit_cap, block_size)
+    flat_x = x.reshape(-1, x.shape[-1])
+    flat = traced_apply(_LinearStatistics, flat_x, w, b, labels.reshape(-1), q, blocks)
+    statistics = RowStatistics(*[values.view(labels.shape) for values in flat])
+    losses = losses_of_labels(
+        statistics,
+        labels,
+        weights,
+        ignored,
+        smoothing=label_smoothing,
+        z_loss=z_loss,
+        classes=vocab,
     )
-    task = _LogitBlocks(vocab, logit_cap, block_rows or max(1, BLOCK // max(vocab.own, 1)))
-    found = traced_apply(
-        _LinearStatistics, x.reshape(-1, x.shape[-1]), w, b, labels.reshape(-1), q, task
-    )
-    statistics = tuple(each.view(labels.shape) for each in found)
-    return reduced(
-        *of_labels(
-            statistics,
-            labels,
-            weights,
-            ignored,
-            smoothing=label_smoothing,
-            z_loss=z_loss,
-            classes=vocab,
-        ),
-        reduction,
-        rows,
-    )
+    return reduce_losses(losses.losses, losses.weight, reduction, rows)
 
 
 def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
-    if input.shape[:-1] != target.shape or weight.ndim != 2 or weight.shape[1] != input.shape[-1]:
+    """Refuse shapes that do not fit together, and probabilities."""
+    has_rows = input.shape[:-1] == target.shape
+    has_features = weight.ndim == 2 and weight.shape[1] == input.shape[-1]
+    if not has_rows or not has_features:
         raise LayoutError(
             "linear_cross_entropy takes input (..., features), linear_weight (classes, features) "
             f"and class indices (...); got {tuple(input.shape)}, {tuple(weight.shape)} and "
@@ -234,39 +248,61 @@ def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
         )
 
 
-def _operands(
-    input: Tensor, weight: Tensor, bias: Tensor | None, vocab: Vocab
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], LogitRows]:
-    """Return the local operands in the dtype of the product, and the layout of the rows.
+class _Operands(NamedTuple):
+    """The local operands in the dtype of the product, and the layout of the rows.
 
-    The operands have no padding.
+    Attributes:
+        input: this rank's rows, with all features.
+        weight: this rank's classes without padding.
+        bias: this rank's classes without padding.
+        rows: the layout of the rows.
     """
-    rows = LogitRows.of(input, -1)
-    # the ranks that shard the classes all need the same rows, with all features
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    rows: LogitRows
+
+
+def _operands(input: Tensor, weight: Tensor, bias: Tensor | None, vocab: Vocab) -> _Operands:
+    """Return the local operands, and the layout of the rows."""
     if isinstance(input, DTensor):
-        mesh = input.device_mesh
-        others = [
-            axis
-            for axis, p in enumerate(input.placements)
-            if not p.is_shard()
-            or p.is_shard(input.ndim - 1)
-            or mesh.comm(axis).ranks == vocab.comm.ranks
-        ]
-        input = input.redistribute(placements=input.spec.without_axes(others).placements)
-        rows = LogitRows.of(input, -1)
+        input = _with_all_features(input, vocab)
+    rows = LogitRows.of(input, -1)
+    if isinstance(input, DTensor):
         input = input.to_local()
-    sharded = {axis for _, axes in rows.order for axis in axes}
-
-    def own(param: Tensor) -> Tensor:
-        # other rows give other summands of a replicated weight's gradient
-        if isinstance(param, DTensor):
-            grads = [Partial() if axis in sharded else p for axis, p in enumerate(param.placements)]
-            param = param.to_local(grad_placements=grads)
-        return param.narrow(0, 0, vocab.own)
-
-    w = own(weight)
-    b = None if bias is None else own(bias)
+    row_axes = {axis for _, axes in rows.order for axis in axes}
+    w = _local_classes_of(weight, vocab, row_axes)
+    b = None if bias is None else _local_classes_of(bias, vocab, row_axes)
     dtype = autocast_dtype(input)
     if dtype is not None:
-        input, w, b = input.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
-    return (input, w, b), rows
+        input = input.to(dtype)
+        w = w.to(dtype)
+        b = None if b is None else b.to(dtype)
+    return _Operands(input, w, b, rows)
+
+
+def _with_all_features(input: DTensor, vocab: Vocab) -> DTensor:
+    """Redistribute the input so that the ranks that shard the classes have the same complete rows."""
+    mesh = input.device_mesh
+    gathered_axes = []
+    for axis, placement in enumerate(input.placements):
+        shards_rows = placement.is_shard() and not placement.is_shard(input.ndim - 1)
+        shards_classes = mesh.comm(axis).ranks == vocab.comm.ranks
+        if not shards_rows or shards_classes:
+            gathered_axes.append(axis)
+    return input.redistribute(placements=input.spec.without_axes(gathered_axes).placements)
+
+
+def _local_classes_of(param: Tensor, vocab: Vocab, row_axes: set[int]) -> Tensor:
+    """Return the shard of a weight or bias that has one row per class.
+
+    Ranks with other rows hold other summands of the gradient of a replicated parameter.
+    """
+    if isinstance(param, DTensor):
+        grads = [
+            Partial() if axis in row_axes else placement
+            for axis, placement in enumerate(param.placements)
+        ]
+        param = param.to_local(grad_placements=grads)
+    return param.narrow(0, 0, vocab.own)

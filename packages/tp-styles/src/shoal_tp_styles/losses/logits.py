@@ -7,6 +7,7 @@ reduced over these axes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,10 @@ from shoal_dtensor.internal import FakeTensor, current_arithmetic, is_compiling,
 from shoal_mesh import Comm, DeviceMesh, differentiable
 from shoal_mesh.internal import tree_sum
 
-Order = tuple[tuple[int, tuple[int, ...]], ...]
+from ..full_tensors import full_tensor
+
+# Dims that are sharded, with the mesh axes that shard each of them, outermost first.
+ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +97,38 @@ class Vocab:
 
     def shard(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Return this rank's shard of a tensor with one entry per class along `dim`."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+        tensor = full_tensor(tensor)
         # A rank with padding alone holds no class, and begins where the classes end: of 9 real
-        # classes in shards of
-        # 4 4 4 the ranks hold 4 4 1, of 7 they hold 4 3 0.
-        return tensor.narrow(dim, min(self.first, self.total - self.own), self.own)
+        # classes in shards of 4 4 4 the ranks hold 4 4 1, of 7 they hold 4 3 0.
+        first = min(self.first, self.total - self.own)
+        return tensor.narrow(dim, first, self.own)
 
 
-def local_logits(logits: Tensor, vocab: Vocab | None, dim: int) -> tuple[Tensor, Vocab, LogitRows]:
-    """Return this rank's logits, their vocabulary, and the layout of their rows.
+class LocalLogits(NamedTuple):
+    """This rank's part of logits.
 
-    The classes come last and have no padding.
+    Attributes:
+        values: this rank's rows and classes; the classes come last and have no padding.
+        vocab: the classes of each rank.
+        rows: the layout of the rows.
     """
+
+    values: Tensor
+    vocab: Vocab
+    rows: LogitRows
+
+
+def local_logits(logits: Tensor, vocab: Vocab | None, dim: int) -> LocalLogits:
+    """Return this rank's logits, their vocabulary, and the layout of their rows."""
     dim = dim + logits.ndim if dim < 0 else dim
     rows = LogitRows.of(logits, dim)
     if vocab is None or isinstance(logits, DTensor):
-        vocab = Vocab.of(logits, dim, None if vocab is None else vocab.real)
+        real = None if vocab is None else vocab.real
+        vocab = Vocab.of(logits, dim, real)
     if isinstance(logits, DTensor):
         logits = logits.to_local(grad_placements=logits.placements)
-    return logits.movedim(dim, -1).narrow(-1, 0, vocab.own), vocab, rows
+    values = logits.movedim(dim, -1).narrow(-1, 0, vocab.own)
+    return LocalLogits(values, vocab, rows)
 
 
 def check_targets(targets: Tensor, vocab: Vocab, ignored: int | None = None) -> None:
@@ -136,21 +152,22 @@ def check_targets(targets: Tensor, vocab: Vocab, ignored: int | None = None) -> 
         raise OperatorIndexError(f"target {wrong} is out of bounds: targets are {allowed}")
 
 
-def plain(tensor: Tensor | None) -> Tensor | None:
-    """Return a target or weight as a plain replicated tensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 @dataclass(frozen=True, slots=True)
 class LogitRows:
-    """The layout of the rows of logits."""
+    """The layout of the rows of logits.
 
-    # of the logits; None for plain ones, of which every rank has all rows
+    A tensor of rows has one entry per row, and no class dim.
+
+    Attributes:
+        mesh: the mesh of the logits; None for plain logits, of which every rank has all rows.
+        placements: placements of a tensor of rows, one per mesh axis.
+        order: shard order of a tensor of rows.
+        shape: global shape of a tensor of rows; None where every rank has all rows.
+    """
+
     mesh: DeviceMesh | None = None
-    # of a tensor with one entry per row (no class dim), one per mesh axis
     placements: tuple[Placement, ...] = ()
-    order: Order = ()  # its shard order
-    # global shape of such a tensor; None where every rank has all rows
+    order: ShardOrder = ()
     shape: tuple[int, ...] | None = None
 
     @classmethod
@@ -160,15 +177,20 @@ class LogitRows:
             return cls()
         class_dim %= logits.ndim
         spec = logits.spec
-        placements = tuple(
-            p.on_dim(p.dim - (p.dim > class_dim))
-            if isinstance(p, Shard | StridedShard) and p.dim != class_dim
-            else Replicate()
-            for p in spec.placements
-        )
-        order = tuple((d - (d > class_dim), axes) for d, axes in spec.shard_order if d != class_dim)
-        shape = tuple(n for d, n in enumerate(logits.shape) if d != class_dim)
-        return cls(spec.mesh, placements, order, shape) if order else cls()
+        order = []
+        for dim, axes in spec.shard_order:
+            if dim != class_dim:
+                order.append((_row_dim(dim, class_dim), axes))
+        if not order:
+            return cls()
+        placements: list[Placement] = []
+        for placement in spec.placements:
+            if isinstance(placement, Shard | StridedShard) and placement.dim != class_dim:
+                placements.append(placement.on_dim(_row_dim(placement.dim, class_dim)))
+            else:
+                placements.append(Replicate())
+        shape = [size for dim, size in enumerate(logits.shape) if dim != class_dim]
+        return cls(spec.mesh, tuple(placements), tuple(order), tuple(shape))
 
     @property
     def comm(self) -> Comm | None:
@@ -182,7 +204,7 @@ class LogitRows:
         A plain tensor is the same on all ranks.
         """
         if self.mesh is None:
-            return target.full_tensor() if isinstance(target, DTensor) else target
+            return full_tensor(target)
         if not isinstance(target, DTensor):
             target = DTensor.from_local(target, self.mesh, [Replicate()] * self.mesh.ndim)
         return target.redistribute(placements=self.placements, shard_order=self.order).to_local()
@@ -192,5 +214,15 @@ class LogitRows:
 
         Inside `invariant_arithmetic` the sum follows its tree.
         """
-        own = loss.sum() if current_arithmetic() is None else tree_sum(loss.flatten())
-        return own if self.comm is None else differentiable.all_reduce_replicated(own, self.comm)
+        if current_arithmetic() is None:
+            local_sum = loss.sum()
+        else:
+            local_sum = tree_sum(loss.flatten())
+        if self.comm is None:
+            return local_sum
+        return differentiable.all_reduce_replicated(local_sum, self.comm)
+
+
+def _row_dim(dim: int, class_dim: int) -> int:
+    """Return the dim of a tensor of rows that is a dim of the logits other than the class dim."""
+    return dim - 1 if dim > class_dim else dim

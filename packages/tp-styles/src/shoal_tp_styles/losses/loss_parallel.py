@@ -55,31 +55,35 @@ class _Mode(FunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = (
-            {**dict(zip(_ARGUMENTS, args, strict=False)), **(kwargs or {})}
-            if func in _REPLACED
-            else {}
-        )
-        logits = given.get("input")
-        if isinstance(logits, DTensor):
-            class_dim = 0 if logits.ndim == 1 else 1
-            if any(placement.is_shard(class_dim) for placement in logits.placements):
-                return _loss(_REPLACED[func], logits, class_dim, given)
-        return super().__torch_function__(func, types, args, dict(kwargs or {}))
+        options = dict(kwargs or {})
+        if func in _REPLACED:
+            arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **options}
+            logits = arguments.get("input")
+            if isinstance(logits, DTensor):
+                class_dim = 0 if logits.ndim == 1 else 1
+                if any(placement.is_shard(class_dim) for placement in logits.placements):
+                    return _loss(_REPLACED[func], logits, class_dim, arguments)
+        return super().__torch_function__(func, types, args, options)
 
 
 def _loss(
-    function: Callable[..., Tensor], logits: DTensor, class_dim: int, given: dict[str, Any]
+    function: Callable[..., Tensor], logits: DTensor, class_dim: int, arguments: dict[str, Any]
 ) -> DTensor:
     """Return a loss of `functional` as a DTensor: sharded like the rows, or replicated."""
-    average = given.pop("size_average", None)
-    reduces = given.pop("reduce", None)
-    if average is not None or reduces is not None:  # torch's older way of saying it
-        given["reduction"] = "none" if reduces is False else "sum" if average is False else "mean"
-    loss = function(given.pop("input"), given.pop("target"), **given)
+    average = arguments.pop("size_average", None)
+    reduces = arguments.pop("reduce", None)
+    # torch's older arguments in place of `reduction`
+    if average is not None or reduces is not None:
+        reduction = "mean"
+        if reduces is False:
+            reduction = "none"
+        elif average is False:
+            reduction = "sum"
+        arguments["reduction"] = reduction
+    loss = function(arguments.pop("input"), arguments.pop("target"), **arguments)
     mesh = logits.device_mesh
     rows = LogitRows.of(logits, class_dim)
-    if given.get("reduction") == "none" and rows.shape is not None:
+    if arguments.get("reduction") == "none" and rows.shape is not None:
         return DTensor.from_local(
             loss, mesh, rows.placements, shape=rows.shape, shard_order=rows.order
         )
@@ -90,4 +94,5 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     functional.cross_entropy: cross_entropy,
     functional.nll_loss: nll_loss,
 }
-_ARGUMENTS = tuple(inspect.signature(functional.cross_entropy).parameters)  # of both functions
+# Both functions take the arguments in this order.
+_ARGUMENTS = tuple(inspect.signature(functional.cross_entropy).parameters)

@@ -39,10 +39,9 @@ def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tens
     else:
         best = x.new_full(x.shape[:-1], -torch.inf)
         index = torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device)
+    first = min(classes.first, classes.total - 1)
     values = all_gather(best.unsqueeze(0), classes.comm, 0)
-    indices = all_gather(
-        (index + min(classes.first, classes.total - 1)).unsqueeze(0), classes.comm, 0
-    )
+    indices = all_gather((index + first).unsqueeze(0), classes.comm, 0)
     # As for torch, a NaN is larger than any number; it equals nothing.
     is_top = (values == values.amax(0)) | values.isnan()
     return indices.masked_fill(~is_top, classes.total).amin(0)
@@ -88,21 +87,26 @@ def sample(
         return argmax(logits, dim=dim, vocab=vocab)
     x, classes, _ = local_logits(logits.detach(), vocab, dim)
     x = x.double() / temperature
-    mass = (x - log_sum_exp(x, classes).unsqueeze(-1)).exp_().cumsum(-1)
+    log_probabilities = x - log_sum_exp(x, classes).unsqueeze(-1)
+    # cumulative over this rank's classes
+    mass = log_probabilities.exp_().cumsum(-1)
     rows = x.shape[:-1]
     total = mass[..., -1] if classes.own else x.new_zeros(rows)
+    # cumulative over the ranks
     ends = all_gather(total.unsqueeze(0), classes.comm, 0).cumsum(0)
     _check_mass(ends[-1])
-    before = ends[classes.comm.rank - 1] if classes.comm.rank else torch.zeros_like(total)
+    rank = classes.comm.rank
+    before = ends[rank - 1] if rank else torch.zeros_like(total)
     # `rand` takes no symbolic sizes beside a generator
     point = x.new_empty(rows).uniform_(generator=generator)
-    if classes.comm.rank:
+    if rank:
         point.zero_()
     all_reduce_(point, classes.comm)
     point = (point * ends[-1]).unsqueeze(-1)
     # The number of cumulative masses at or below the point, over all ranks, is the index.
-    below = ((mass + before.unsqueeze(-1)) <= point).sum(-1)
-    return all_reduce(below, classes.comm).clamp_(max=classes.total - 1)
+    is_below = mass + before.unsqueeze(-1) <= point
+    index = all_reduce(is_below.sum(-1), classes.comm)
+    return index.clamp_(max=classes.total - 1)
 
 
 def _check_mass(mass: Tensor) -> None:

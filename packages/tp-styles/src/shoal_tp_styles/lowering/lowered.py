@@ -89,18 +89,20 @@ class Lowered(ModuleForward):
         weight = self.params.get("weight")
         if not isinstance(weight, DTensor) or port.layout != port.desired:
             return None
-        sharded = getattr(weight.placements[0], "dim", None)
-        sizes = () if sharded is None else weight.spec.sizes(sharded)
+        dim = getattr(weight.placements[0], "dim", None)
+        if dim is None:
+            return None
+        sizes = weight.spec.sizes(dim)
         return sizes if sizes and sizes[self.comm.rank] == size else None
 
     def extra_repr(self) -> str:
         """Return the printed attributes of the module, and its styles."""
+        parts = [super().extra_repr()]
         sharding = self.sharding
-        declares = sharding.parameters or sharding.inputs or sharding.outputs or sharding.lowering
-        style = (
-            f"{sharding.style} on {'x'.join(map(str, self.mesh.axis_names))}" if declares else ""
-        )
-        return ", ".join(filter(None, [super().extra_repr(), style]))
+        if sharding.parameters or sharding.inputs or sharding.outputs or sharding.lowering:
+            axes = "x".join(map(str, self.mesh.axis_names))
+            parts.append(f"{sharding.style} on {axes}")
+        return ", ".join(filter(None, parts))
 
     def parameter(self, name: str) -> Any:
         """Return a parameter of the module, or the tensor that is computed in its place.
@@ -114,15 +116,18 @@ class Lowered(ModuleForward):
         if name in self.params:
             return self.params[name]
         tensor = getattr(self.module, name, None)
-        wanted = self.sharding.placements(name, self.mesh.shape)
-        if is_tracing() or not isinstance(tensor, DTensor) or tensor.placements != wanted:
-            got = tensor.placements if isinstance(tensor, DTensor) else type(tensor).__name__
+        placements = self.sharding.placements(name, self.mesh.shape)
+        got: object = type(tensor).__name__
+        if isinstance(tensor, DTensor):
+            got = tensor.placements
+        if is_tracing() or got != placements:
             raise LayoutError(
                 f"{self.sharding.style}: {name} of {type(self.module).__name__} is computed from "
                 "other parameters since its plan was applied (weight_norm, pruning, a "
                 "parametrization); outside of compiled code the module reads a DTensor with "
-                f"{wanted} there, got {got}. Make the result permanent (remove_parametrizations, "
-                "remove_weight_norm, prune.remove), or leave the module out of the plan"
+                f"{placements} there, got {got}. Make the result permanent "
+                "(remove_parametrizations, remove_weight_norm, prune.remove), or leave the module "
+                "out of the plan"
             )
         return tensor
 
@@ -149,25 +154,35 @@ class Lowered(ModuleForward):
         return clone
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), params=self.params), (
-            self.module,
-            self.sharding,
-            self.mesh,
-            self.inner,
-        )
+        rebuild = partial(type(self), params=self.params)
+        return rebuild, (self.module, self.sharding, self.mesh, self.inner)
 
-    # which would take any name for an attribute
+    # Type checkers would take any name for an attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # A module that is unpickled has no state when its forward is built, which is resolved
-            # when it is used.
-            if any(name in getattr(kind, "__slots__", ()) for kind in type(self).__mro__):
+            # A module that is unpickled has no state when its forward is built; the forward is
+            # resolved when it is used.
+            slots = {slot for kind in type(self).__mro__ for slot in getattr(kind, "__slots__", ())}
+            if name in slots:
                 self.resolve()
                 return object.__getattribute__(self, name)
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
             )
+
+
+class OnLocalTokens(Lowered):
+    """Base class of lowerings that run replicated parameters on this rank's tokens or rows.
+
+    The gradients of the parameters are partial sums, which are reduced together.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from summed_gradient_collectives(call.module.parameters())
 
 
 def lowered_of(module: nn.Module) -> Lowered | None:
@@ -192,9 +207,10 @@ def spec_of(param: Tensor, name: str) -> Spec:
     )
 
 
-# --- what is declared -----------------------------------------------------------------------------
+# --- declared collectives -------------------------------------------------------------------------
 
-_MOVES: dict[tuple[type[Placement], type[Placement]], str] = {
+# Collective from one layout to another, forward or backward.
+_COLLECTIVES: dict[tuple[type[Placement], type[Placement]], str] = {
     (Shard, Replicate): "all_gather",
     (Shard, Shard): "all_to_all",
     (Partial, Replicate): "all_reduce",
@@ -215,16 +231,23 @@ def collectives_of_move(
     """
     if not isinstance(x, Tensor):
         return
-    ways = [(False, source, target)]
+    yield from _collective(x, source, target, backward=False, once=once)
     if x.requires_grad:
-        ways.append((True, grad or _of_gradient(target), _of_gradient(source)))
-    for backward, before, after in ways:
-        op = None if before == after else _MOVES.get((type(before), type(after)))
-        if op is not None:
-            yield Collective(op, nbytes(x), backward, once)
+        grad_before = grad or _layout_of_gradient(target)
+        grad_after = _layout_of_gradient(source)
+        yield from _collective(x, grad_before, grad_after, backward=True, once=once)
 
 
-def _of_gradient(placement: Placement) -> Placement:
+def _collective(
+    x: Tensor, before: Placement, after: Placement, *, backward: bool, once: Hashable
+) -> Iterator[Collective]:
+    """Yield the collective of one tensor in one direction, if it needs one."""
+    op = _COLLECTIVES.get((type(before), type(after)))
+    if op is not None and before != after:
+        yield Collective(op, nbytes(x), backward, once)
+
+
+def _layout_of_gradient(placement: Placement) -> Placement:
     return Replicate() if isinstance(placement, Partial) else placement
 
 
@@ -235,15 +258,14 @@ def input_collectives(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
     """
     x = call.input(index)
     port = call.sharding.input_port(index)
-    if (
-        x is None
-        or not port.desired.is_replicate()
-        or call.sharding.output_port().layout.is_replicate()
-    ):
+    is_partial_output = not call.sharding.output_port().layout.is_replicate()
+    if x is None or not port.desired.is_replicate() or not is_partial_output:
         yield from collectives_of_move(x, port.layout, port.desired)
-    else:
-        once = None if x.is_leaf and x.requires_grad else (id(x), port.layout)
-        yield from collectives_of_move(x, port.layout, port.desired, Partial(), once=once)
+        return
+    # The gradient edge of a leaf leads back to it, so its readers do not share.
+    is_shared = not (x.is_leaf and x.requires_grad)
+    once = (id(x), port.layout) if is_shared else None
+    yield from collectives_of_move(x, port.layout, port.desired, Partial(), once=once)
 
 
 def output_collectives(call: ModuleCall, bias: str | None = "bias") -> Iterator[Collective]:
@@ -253,18 +275,21 @@ def output_collectives(call: ModuleCall, bias: str | None = "bias") -> Iterator[
     """
     port = call.sharding.output_port()
     out = call.output
-    if not isinstance(port.layout, Partial) or not isinstance(port.desired, Shard):
-        yield from collectives_of_move(out, port.layout, port.desired)
+    desired = port.desired
+    if not isinstance(port.layout, Partial) or not isinstance(desired, Shard):
+        yield from collectives_of_move(out, port.layout, desired)
         return
-    dim = port.desired.dim % out.ndim
+    dim = desired.dim % out.ndim
     features = getattr(call.sharding.input_port().desired, "dim", -1) % out.ndim
-    if dim != features and port.desired.sizes is None and out.shape[dim] % call.ranks:
-        # plain tensors do not carry the sizes of shards
+    is_uneven = desired.sizes is None and out.shape[dim] % call.ranks
+    if dim != features and is_uneven:
+        # Plain tensors do not carry the sizes of shards.
         yield from collectives_of_move(out, port.layout, Replicate())
-        yield from collectives_of_move(out, Replicate(), port.desired)
-    else:
-        yield from collectives_of_move(out, port.layout, port.desired)
-        yield from summed_gradient_collectives(call.trained(bias) if bias is not None else ())
+        yield from collectives_of_move(out, Replicate(), desired)
+        return
+    yield from collectives_of_move(out, port.layout, desired)
+    if bias is not None:
+        yield from summed_gradient_collectives(call.trained(bias))
 
 
 def summed_gradient_collectives(params: Iterable[nn.Parameter]) -> Iterator[Collective]:

@@ -37,33 +37,40 @@ def gathered_product(
     `x` is this rank's shard (..., in) and has two dims or more.
     """
     comm, dim, sizes = where
-    along_rows = dim % x.ndim == 0
-    count = _count(chunks, x.shape[0], sizes if along_rows else None)
     shape = list(x.shape)
     shape[dim] = shape[dim] * comm.size if sizes is None else sum(sizes)
-    blocks = (sizes or x.shape[:1] * comm.size) if along_rows else x.shape[:1]
-    # Along the rows, 2 of each of 4 ranks: blocks 2 2 2 2, which start at 0 2 4 6; else all rows
-    # are one block. (1, 4, 0, 3) in three chunks, as `tensor_split` makes them: (1, 2, 0, 1), (0,
-    # 1, 0, 1), (0, 1, 0, 1).
-    lengths = [
-        tuple(size // count + (chunk < size % count) for size in blocks) for chunk in range(count)
-    ]
+    # Rows of x by origin: of each rank if the rows are sharded (2 of each of 4 ranks: 2 2 2 2, which
+    # start at 0 2 4 6), else all rows are one block.
+    is_row_sharded = dim % x.ndim == 0
+    blocks = tuple(x.shape[:1])
+    if is_row_sharded:
+        blocks = sizes or blocks * comm.size
+    count = _chunk_count(chunks, x.shape[0], sizes if is_row_sharded else None)
+    lengths = [_lengths_in_chunk(blocks, chunk, count) for chunk in range(count)]
     pending = []
-    for part, each in zip(x.tensor_split(count), lengths, strict=True):
-        pending.append(
-            gather_dim(part, comm, dim, each if along_rows and sizes else sizes, async_op=True)
-        )
+    for rows, chunk_lengths in zip(x.tensor_split(count), lengths, strict=True):
+        chunk_sizes = chunk_lengths if is_row_sharded and sizes else sizes
+        pending.append(gather_dim(rows, comm, dim, chunk_sizes, async_op=True))
     full = x.new_empty(shape)
     product = x.new_empty([*shape[:-1], weight.shape[0]])
     starts = [0, *accumulate(blocks)][:-1]
-    for gathered, each in zip(pending, lengths, strict=True):
-        parts = torch.split_with_sizes(gathered.wait(), list(each))
-        for i, (part, start) in enumerate(zip(parts, starts, strict=True)):
+    for gathered, chunk_lengths in zip(pending, lengths, strict=True):
+        parts = torch.split_with_sizes(gathered.wait(), list(chunk_lengths))
+        for i, part in enumerate(parts):
+            start = starts[i]
             end = start + len(part)
-            starts[i] = end
             full[start:end] = part
             _multiply(part, weight, bias, product[start:end])
+            starts[i] = end
     return full, product
+
+
+def _lengths_in_chunk(blocks: tuple[int, ...], chunk: int, count: int) -> tuple[int, ...]:
+    """Return the rows of each block in one of `count` chunks, as `tensor_split` divides them.
+
+    Blocks of 1, 4, 0, 3 rows in three chunks: (1, 2, 0, 1), (0, 1, 0, 1), (0, 1, 0, 1).
+    """
+    return tuple(size // count + (chunk < size % count) for size in blocks)
 
 
 def reduced_product(x: Tensor, weight: Tensor, where: Comm | ShardedDim, chunks: int) -> Tensor:
@@ -71,21 +78,20 @@ def reduced_product(x: Tensor, weight: Tensor, where: Comm | ShardedDim, chunks:
 
     `where` is the target of the reduction.
     """
-    if isinstance(where, tuple):
-        parts = _chunks(x, where, chunks)
-        scattered = [
-            reduce_scatter_dim(linear(rows, weight), *target, async_op=True)
-            for rows, target in parts
-        ]
-        return torch.cat([each.wait() for each in scattered])
+    if isinstance(where, ShardedDim):
+        scattered = []
+        for rows, target in _chunks(x, where, chunks):
+            product_rows = linear(rows, weight)
+            scattered.append(reduce_scatter_dim(product_rows, *target, async_op=True))
+        return torch.cat([pending.wait() for pending in scattered])
     product = x.new_empty([*x.shape[:-1], weight.shape[0]])
-    pending = []
-    count = _count(chunks, x.shape[0])
+    count = _chunk_count(chunks, x.shape[0])
+    reduced = []
     for rows, out in zip(x.tensor_split(count), product.tensor_split(count), strict=True):
         _multiply(rows, weight, None, out)
-        pending.append(all_reduce_(out, where, async_op=True))
-    for each in pending:
-        each.wait()
+        reduced.append(all_reduce_(out, where, async_op=True))
+    for pending in reduced:
+        pending.wait()
     return product
 
 
@@ -105,15 +111,16 @@ def chunked_collectives(
     """
     count = 1
     if full is not None and full.ndim > 1:
-        shard = (
-            placement if isinstance(placement, Shard) and placement.dim in (0, -full.ndim) else None
-        )
-        rows, sizes = (
-            (full.shape[0], None) if shard is None else (full.shape[0] // call.ranks, shard.sizes)
-        )
-        count = _count(chunks_of(call.sharding), rows, sizes)
-    for each in collectives:
-        yield each._replace(chunks=count) if (each.op, each.backward) in chunked else each
+        rows = full.shape[0]
+        sizes = None
+        if isinstance(placement, Shard) and placement.dim in (0, -full.ndim):
+            rows //= call.ranks
+            sizes = placement.sizes
+        count = _chunk_count(chunks_of(call.sharding), rows, sizes)
+    for collective in collectives:
+        if (collective.op, collective.backward) in chunked:
+            collective = collective._replace(chunks=count)
+        yield collective
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -130,19 +137,21 @@ def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor,
     """Yield rows of `x`, and how their products are scattered to bring results into order."""
     comm, dim, sizes = where
     if dim != 0:
-        for rows in x.tensor_split(_count(chunks, x.shape[0])):
+        for rows in x.tensor_split(_chunk_count(chunks, x.shape[0])):
             yield rows, where
         return
     # 4 rows of 2 ranks in 2 chunks: rows 0 2 | 1 3, of which rank 0 gets 0 | 1 and rank 1 gets 2 |
     # 3.
-    shards = torch.split_with_sizes(
-        x, [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes)
-    )
-    count = _count(chunks, max(len(shard) for shard in shards))
-    for parts in zip(*(shard.tensor_split(count) for shard in shards), strict=True):
-        yield torch.cat(parts), (comm, dim, None if sizes is None else tuple(map(len, parts)))
+    sizes_of_ranks = [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes)
+    shards = torch.split_with_sizes(x, sizes_of_ranks)
+    count = _chunk_count(chunks, max(sizes_of_ranks))
+    split_shards = [shard.tensor_split(count) for shard in shards]
+    for parts in zip(*split_shards, strict=True):
+        sizes_in_chunk = None if sizes is None else tuple(map(len, parts))
+        yield torch.cat(parts), ShardedDim(comm, dim, sizes_in_chunk)
 
 
-def _count(chunks: int, rows: int, sizes: Sizes = None) -> int:
+def _chunk_count(chunks: int, rows: int, sizes: Sizes = None) -> int:
     """Return the number of chunks, equal on all ranks, of so many rows or of these shards."""
-    return max(1, min(chunks, rows if sizes is None else max(sizes)))
+    most = rows if sizes is None else max(sizes)
+    return max(1, min(chunks, most))

@@ -42,7 +42,8 @@ HOW_TO_QUANTIZE = (
     "To have quantized weights sharded, apply the plan with parallelize_module(..., lower=False) "
     "and quantize then: values and scales become shards of the same rows and columns"
 )
-# of a product that is added to a gradient of another dtype
+# Most bytes of the rows of a product that are computed at once, before they are added to a gradient
+# of another dtype.
 _BLOCK_BYTES = 4 * 2**20
 
 
@@ -57,17 +58,23 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
     if route == "accumulate" and param.spec is spec:
         accumulated = param.grad
         if accumulated is None:
-            # asking for `grad_dtype` costs more than being refused where nobody has chosen one
-            try:
-                param.grad = DTensor.__new__(DTensor, local, spec)
-            except RuntimeError:
-                dtype = param.grad_dtype
-                param.grad = DTensor.__new__(DTensor, local.to(dtype), spec.with_(dtype=dtype))
+            _set_gradient(param, spec, local)
             return None
         if _adds_to(accumulated, spec):
             local_shard(accumulated).add_(local)
             return None
     return DTensor.__new__(DTensor, local, spec)
+
+
+def _set_gradient(param: Any, spec: Spec, local: Tensor) -> None:
+    """Make a local gradient the `.grad` of a parameter that has none."""
+    # `param.grad_dtype` is read only after a refusal: reading it takes longer than the refusal
+    # costs in programs in which nobody has chosen another dtype.
+    try:
+        param.grad = DTensor.__new__(DTensor, local, spec)
+    except RuntimeError:
+        dtype = param.grad_dtype
+        param.grad = DTensor.__new__(DTensor, local.to(dtype), spec.with_(dtype=dtype))
 
 
 def deliver_product(
@@ -79,23 +86,21 @@ def deliver_product(
 
     `left` is (rows of the local shard, samples), `right` (samples, columns of the local shard).
     """
-    if route == "accumulate" and param.spec is spec:
-        if param.grad is None and param.grad_dtype not in (spec.dtype, None):
-            zeros = left.new_zeros(left.shape[0], right.shape[1], dtype=param.grad_dtype)
-            param.grad = DTensor.__new__(DTensor, zeros, spec.with_(dtype=zeros.dtype))
-        accumulated = param.grad
-        if (
-            accumulated is not None
-            and accumulated.dtype is not spec.dtype
-            and _adds_to(accumulated, spec)
-        ):
-            rows = max(1, _BLOCK_BYTES // max(1, right.shape[1] * right.element_size()))
-            for total, block in zip(
-                torch.split(local_shard(accumulated), rows), torch.split(left, rows), strict=True
-            ):
-                total.add_(block.mm(right))
-            return None
-    return deliver_grad(route, param, spec, left.mm(right))
+    if route != "accumulate" or param.spec is not spec:
+        return deliver_grad(route, param, spec, left.mm(right))
+    if param.grad is None and param.grad_dtype not in (spec.dtype, None):
+        zeros = left.new_zeros(left.shape[0], right.shape[1], dtype=param.grad_dtype)
+        param.grad = DTensor.__new__(DTensor, zeros, spec.with_(dtype=zeros.dtype))
+    accumulated = param.grad
+    has_other_dtype = accumulated is not None and accumulated.dtype is not spec.dtype
+    if not has_other_dtype or not _adds_to(accumulated, spec):
+        return deliver_grad(route, param, spec, left.mm(right))
+    row_bytes = right.shape[1] * right.element_size()
+    rows = max(1, _BLOCK_BYTES // max(1, row_bytes))
+    totals = torch.split(local_shard(accumulated), rows)
+    for total, block in zip(totals, torch.split(left, rows), strict=True):
+        total.add_(block.mm(right))
+    return None
 
 
 def _adds_to(accumulated: Tensor, spec: Spec) -> bool:
@@ -108,7 +113,7 @@ def _adds_to(accumulated: Tensor, spec: Spec) -> bool:
     return accumulated.spec is spec or accumulated.spec is spec.with_(dtype=accumulated.dtype)
 
 
-# --- of any function of plain tensors -------------------------------------------------------------
+# --- parameters of any function of plain tensors --------------------------------------------------
 
 
 class _DeliveredShards(Function):
@@ -121,7 +126,8 @@ class _DeliveredShards(Function):
     def forward(ctx: Any, comm: Comm | None, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.comm = comm
         ctx.params = params
-        ctx.specs = tuple(param.spec if isinstance(param, DTensor) else None for param in params)
+        specs = [param.spec if isinstance(param, DTensor) else None for param in params]
+        ctx.specs = specs
         ctx.set_materialize_grads(False)
         return tuple(_shard(param).detach() for param in params)
 
@@ -129,23 +135,27 @@ class _DeliveredShards(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         first_order_only()
         routes: list[GradRoute] = []
-        wanted: list[Tensor | None] = [None] * len(grads)
+        complete: list[Tensor | None] = [None] * len(grads)
         seen: set[int] = set()
-        for i, (param, grad, (node, _)) in enumerate(
-            zip(ctx.params, grads, ctx.next_functions, strict=True)
-        ):
-            routes.append("unused" if grad is None or node is None else grad_route(node, param))
-            if routes[-1] != "unused" and grad is not None:
-                # Nobody else refers to it: `x + y` gets one tensor for both, maybe the user's.
-                # Autograd asks the same before it makes a gradient the `.grad` of a parameter.
-                own = id(grad) not in seen and (is_compiling() or use_count(grad) == 1)
-                wanted[i] = grad.contiguous() if own else grad.clone()
-                seen.add(id(grad))
-        summed: list[Any] = sum_over_ranks(wanted, ctx.comm)
-        for i, (param, spec, route) in enumerate(zip(ctx.params, ctx.specs, routes, strict=True)):
-            if summed[i] is not None and spec is not None:
-                summed[i] = deliver_grad(route, param, spec, summed[i])
-        return None, *summed
+        edges = ctx.next_functions
+        for i, (param, grad) in enumerate(zip(ctx.params, grads, strict=True)):
+            node = edges[i][0]
+            route: GradRoute = "unused"
+            if grad is not None and node is not None:
+                route = grad_route(node, param)
+            routes.append(route)
+            if grad is None or route == "unused":
+                continue
+            # `x + y` gets one tensor for both gradients, and it may be the user's. Autograd checks
+            # the references in the same way before it makes a gradient the `.grad` of a parameter.
+            is_unshared = id(grad) not in seen and (is_compiling() or use_count(grad) == 1)
+            complete[i] = grad.contiguous() if is_unshared else grad.clone()
+            seen.add(id(grad))
+        delivered: list[Any] = sum_over_ranks(complete, ctx.comm)
+        for i, (param, spec) in enumerate(zip(ctx.params, ctx.specs, strict=True)):
+            if delivered[i] is not None and spec is not None:
+                delivered[i] = deliver_grad(routes[i], param, spec, delivered[i])
+        return None, *delivered
 
 
 @whole_when_compiled
@@ -196,8 +206,8 @@ def local_parameters(
     """
     present = {name: param for name, param in params.items() if param is not None}
     local: dict[str, Tensor | None] = dict.fromkeys(params)
-    trained = torch.is_grad_enabled() and any(param.requires_grad for param in present.values())
-    if trained or (is_compiling() and present):
+    is_trained = torch.is_grad_enabled() and any(param.requires_grad for param in present.values())
+    if is_trained or (is_compiling() and present):
         shards = _delivered_shards(comm, *present.values())
     else:
         shards = tuple(map(_shard, present.values()))
@@ -205,24 +215,25 @@ def local_parameters(
     return local
 
 
-def while_replaced(
+def call_with_replaced(
     call: Callable[[], Any], *changes: tuple[dict[str, Any], Mapping[str, Any]]
 ) -> Any:
     """Return the result of a call during which tables of a module have other values.
 
     The tables hold parameters, buffers or attributes.
     """
-    saved = [(table, {name: table[name] for name in values}) for table, values in changes]
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for table, values in changes:
+            saved.append((table, {name: table[name] for name in values}))
             table.update(values)
         return call()
     finally:
-        for table, before in saved:
+        for table, before in reversed(saved):
             table.update(before)
 
 
-def own_forward(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+def run_own_forward(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Run a module's own forward with other values of its parameters, buffers and attributes.
 
     `values` is by path.
@@ -231,9 +242,7 @@ def own_forward(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwar
     for path, value in values.items():
         prefix, _, name = path.rpartition(".")
         owner = module.get_submodule(prefix) if prefix else module
-        changes += [
-            (each, {name: value})
-            for each in (owner._parameters, owner._buffers, vars(owner))
-            if name in each
-        ]
-    return while_replaced(partial(type(module).forward, module, *args, **kwargs), *changes)
+        tables = (owner._parameters, owner._buffers, vars(owner))
+        changes += [(table, {name: value}) for table in tables if name in table]
+    forward = partial(type(module).forward, module, *args, **kwargs)
+    return call_with_replaced(forward, *changes)

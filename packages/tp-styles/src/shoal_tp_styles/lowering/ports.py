@@ -4,8 +4,10 @@ A DTensor can change between any two layouts; `DTensorForward`, which runs a mod
 this for DTensor inputs and unusual layouts. The usual changes of plain tensors are direct
 collectives:
 
-columns   replicated_input   x: R | S(d) -> R, its gradient partial      sharded_output   y: S(features) -> port
-rows      sharded_input      x: R | S(d) -> S(features)                  partial_output   y: P -> port, then the bias
+columns   replicated_input   x: R | S(d) -> R, its gradient partial
+          sharded_output     y: S(features) -> port
+rows      sharded_input      x: R | S(d) -> S(features)
+          partial_output     y: P -> port, then the bias
 
 A port that is left out is the port of the lowering's first input, or output; `lowered.py` declares
 the collectives.
@@ -34,9 +36,7 @@ from shoal_mesh import DeviceMesh
 from ..sharding.module_sharding import Collective, ModuleCall, Port
 from .collective_functions import (
     Sizes,
-    copy,
     gather,
-    gather_partial,
     own_shard,
     reduce,
     scatter,
@@ -46,6 +46,7 @@ from .collective_functions import (
 )
 from .lowered import Lowered, collectives_of_move
 from .parameters import local_parameters
+from .shared_reduction import copy, gather_partial
 
 
 def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
@@ -65,11 +66,10 @@ def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
 def _redistributed(tensor: DTensor, placement: Placement) -> DTensor:
     if isinstance(placement, Shard) and placement.dim < 0:
         placement = placement.on_dim(placement.dim + tensor.ndim)
-    return (
-        tensor
-        if tensor.placements == (placement,)
-        else tensor.redistribute(placements=(placement,))
-    )
+    placements = (placement,)
+    if tensor.placements == placements:
+        return tensor
+    return tensor.redistribute(placements=placements)
 
 
 def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -> Tensor:
@@ -91,8 +91,9 @@ def module_output(
     """
     if not isinstance(tensor, DTensor):
         tensor = from_local(tensor, port.layout, lowered.mesh, shape)
-    left = _redistributed(tensor, port.desired)
-    return local_output(left, lowered.sharding.style) if lowered.sharding.local_outputs else left
+    output = _redistributed(tensor, port.desired)
+    sharding = lowered.sharding
+    return local_output(output, sharding.style) if sharding.local_outputs else output
 
 
 def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> Tensor:
@@ -101,17 +102,12 @@ def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> T
     `source` is the plain tensor that it was, if its layout on other axes is the same.
     """
     (placement,) = tensor.placements
-    # The next module knows the sizes of shards of features, the last dim, from its weight; others
-    # it could not know.
-    if (
-        isinstance(placement, Shard)
-        and placement.sizes is None
-        and placement.dim < tensor.ndim - 1
-        and not tensor.spec.even
-    ):
-        raise uneven_output(
-            style, tensor.shape[placement.dim], placement.dim, tensor.device_mesh.comm(0)
-        )
+    # The next module knows the sizes of shards of features, the last dim, from its weight; it cannot
+    # know the sizes of shards of other dims.
+    if isinstance(placement, Shard) and placement.sizes is None:
+        dim = placement.dim
+        if dim < tensor.ndim - 1 and not tensor.spec.even:
+            raise uneven_output(style, tensor.shape[dim], dim, tensor.device_mesh.comm(0))
     # The consumer of a plain replicated tensor returns a complete gradient; of a partial one, a
     # replicated one.
     grad: Placement = Replicate() if isinstance(placement, Partial) else placement
@@ -144,68 +140,62 @@ class DTensorForward(Lowered):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding = self.sharding
         module = self.module
-        inner = self.inner
         if isinstance(module, nn.EmbeddingBag):
             offsets = args[1] if len(args) > 1 else kwargs.get("offsets")
-            layout = self.port_in.layout
-            if (
-                isinstance(layout, Shard)
-                and offsets is not None
-                and not isinstance(offsets, DTensor)
-            ):
-                raise LayoutError(
-                    f"{sharding.style}: an EmbeddingBag that runs on DTensors (a forward of its "
-                    "own, lower=False) takes the offsets of all ranks' tokens, got a plain "
-                    f"{type(offsets).__name__} beside input_layouts={layout}. Give DTensors, or "
-                    "input_layouts=Replicate() and all tokens, or 2-D tokens, whose rows are the "
-                    "bags"
-                )
-        args = self._through(args, sharding.inputs, self._enter, "inputs")
+            self._check_offsets(offsets)
+        args = self._in_layouts(args, sharding.inputs, self._enter, "inputs")
         for name, port in sharding.keywords.items():
             if name in kwargs:
                 kwargs[name] = self._enter(kwargs[name], port)
-        out = (
-            inner(*args, **kwargs)
-            if inner is not None
-            else type(module).forward(module, *args, **kwargs)
-        )
+        if self.inner is not None:
+            out = self.inner(*args, **kwargs)
+        else:
+            out = type(module).forward(module, *args, **kwargs)
         if sharding.outputs is None:
             return out
-        many = isinstance(out, (tuple, list))
-        results = self._through(
-            tuple(out) if many else (out,), sharding.outputs, self._leave, "outputs"
-        )
-        return (
-            type(out)(results)
-            if many and type(out) in (tuple, list)
-            else results
-            if many
-            else results[0]
-        )
+        if not isinstance(out, (tuple, list)):
+            (result,) = self._in_layouts((out,), sharding.outputs, self._leave, "outputs")
+            return result
+        results = self._in_layouts(tuple(out), sharding.outputs, self._leave, "outputs")
+        # A named tuple leaves as a plain tuple.
+        return type(out)(results) if type(out) in (tuple, list) else results
 
-    def _through(
+    def _check_offsets(self, offsets: Any) -> None:
+        """Refuse plain offsets of this rank's bags: the forward counts the tokens of all ranks."""
+        layout = self.port_in.layout
+        is_plain = offsets is not None and not isinstance(offsets, DTensor)
+        if is_plain and isinstance(layout, Shard):
+            raise LayoutError(
+                f"{self.sharding.style}: an EmbeddingBag that runs on DTensors (a forward of its "
+                "own, lower=False) takes the offsets of all ranks' tokens, got a plain "
+                f"{type(offsets).__name__} beside input_layouts={layout}. Give DTensors, or "
+                "input_layouts=Replicate() and all tokens, or 2-D tokens, whose rows are the "
+                "bags"
+            )
+
+    def _in_layouts(
         self,
         values: tuple[Any, ...],
         ports: tuple[Port | None, ...] | None,
         move: Callable[[Any, Port], Any],
-        what: str,
+        role: str,
     ) -> tuple[Any, ...]:
         """Return inputs or outputs in the layouts of their ports.
 
-        Tensors after the last port pass through.
+        Values after the last port pass through.
         """
         if ports is None:
             return values
         if self.sharding.strict and len(values) != len(ports):
             raise LayoutError(
-                f"{self.sharding.style}: the module has {len(values)} {what}, but layouts for "
+                f"{self.sharding.style}: the module has {len(values)} {role}, but layouts for "
                 f"{len(ports)} are given; use None for those that pass through"
             )
-        moved = tuple(
-            value if port is None or value is None else move(value, port)
-            for value, port in zip(values, ports, strict=False)
-        )
-        return moved + values[len(ports) :]
+        moved = list(values)
+        for index, (value, port) in enumerate(zip(values, ports, strict=False)):
+            if value is not None and port is not None:
+                moved[index] = move(value, port)
+        return tuple(moved)
 
     def _enter(self, value: Any, port: Port) -> Any:
         watch = None if is_compiling() else current_watch()
@@ -218,7 +208,8 @@ class DTensorForward(Lowered):
         return arrived
 
     def _leave(self, value: Any, port: Port) -> Any:
-        with nullcontext() if is_compiling() or current_watch() is None else unwatched_functions():
+        is_watched = not is_compiling() and current_watch() is not None
+        with unwatched_functions() if is_watched else nullcontext():
             return module_output(self, value, port)
 
     @classmethod
@@ -236,10 +227,12 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
     """Return an input, replicated (`R | S(d) -> R`), whose gradient is partial in the lowering."""
     port = port or lowered.port_in
     where = sharded_dim(port.layout, lowered.comm)
-    if isinstance(x, DTensor) or (where is None and not port.layout.is_replicate()):
-        # reduced before those of other readers are added
+    is_direct = where is not None or port.layout.is_replicate()
+    if isinstance(x, DTensor) or not is_direct:
+        # The gradient of this reader is reduced before the gradients of other readers are added.
         if current_arithmetic() is not None:
-            return copy(local_input(x, port, lowered.mesh, grad=port.desired), lowered.comm)
+            local = local_input(x, port, lowered.mesh, grad=port.desired)
+            return copy(local, lowered.comm)
         return local_input(x, port, lowered.mesh, grad=Partial())
     return copy(x, lowered.comm) if where is None else gather_partial(x, *where)
 
@@ -252,14 +245,15 @@ def sharded_input(
     An input that already has this layout is returned as it is.
     """
     port = port or lowered.port_in
-    if not isinstance(x, DTensor):
-        if port.layout == port.desired:
-            return x
-        if port.layout.is_replicate() and isinstance(port.desired, Shard):
-            return split(
-                x, lowered.comm, port.desired.dim % x.ndim, sizes or _shards_of_weight(lowered)[1]
-            )
-    return local_input(x, port, lowered.mesh, grad=port.desired)
+    desired = port.desired
+    if isinstance(x, DTensor):
+        return local_input(x, port, lowered.mesh, grad=desired)
+    if port.layout == desired:
+        return x
+    if port.layout.is_replicate() and isinstance(desired, Shard):
+        sizes = sizes or _shards_of_weight(lowered)[1]
+        return split(x, lowered.comm, desired.dim % x.ndim, sizes)
+    return local_input(x, port, lowered.mesh, grad=desired)
 
 
 def sharded_output(
@@ -273,7 +267,10 @@ def sharded_output(
     local = lowered.sharding.local_outputs
     if local and port.layout == port.desired:
         return out
-    size, sizes = _shards_of_weight(lowered) if sizes is None else (sum(sizes), sizes)
+    if sizes is None:
+        size, sizes = _shards_of_weight(lowered)
+    else:
+        size = sum(sizes)
     features = getattr(port.layout, "dim", -1) % out.ndim
     if local and port.desired.is_replicate():
         return gather(out, lowered.comm, features, sizes)
@@ -301,47 +298,48 @@ def partial_output(
     """
     port = port or lowered.port_out
     comm = lowered.comm
-    local = lowered.sharding.local_outputs
+    desired = port.desired
+    is_local = lowered.sharding.local_outputs
     param = {"bias": lowered.parameter(bias) if isinstance(bias, str) else bias}
     features = getattr(lowered.port_in.desired, "dim", -1) % partial.ndim
-    where = sharded_dim(port.desired, comm)
+    where = sharded_dim(desired, comm)
     if where is not None:
-        _, dim, sizes = where
-        dim %= partial.ndim
-        shape = partial.shape
-        even = partial.shape[dim] % comm.size == 0
-        if dim == features and sizes is None and not even:
+        dim = where.dim % partial.ndim
+        size = partial.shape[dim]
+        sizes = where.sizes
+        is_even = size % comm.size == 0
+        if dim == features and sizes is None and not is_even:
             # 10 features on 4 ranks: 3 3 3 1; the next module knows them by its weight.
-            sizes = tuple(shard_sizes(shape[dim], Shard(dim), comm.size))
-        if sizes is not None or even:
+            sizes = tuple(shard_sizes(size, Shard(dim), comm.size))
+        if sizes is not None or is_even:
             # Every rank has a shard of the output, so the gradients of the bias are partial sums.
             out = scatter(partial, comm, dim, sizes)
-            whole = local_parameters(param, comm)["bias"]
-            if whole is not None and dim == features:
-                whole = own_shard(whole, comm, 0, sizes)
-            out = _plus(out, whole, features)
-            return (
-                out
-                if local
-                else from_local(out, port.desired, lowered.mesh, None if even else shape)
-            )
-        if local:
-            raise uneven_output(lowered.sharding.style, shape[dim], dim, comm)
-    whole = local_parameters(param)["bias"]
-    if isinstance(port.desired, Partial):
-        # the first rank adds it; here are zeros that take its gradient
-        if whole is not None and comm.rank > 0:
-            whole = whole - whole.detach()
-        return module_output(
-            lowered, _plus(partial, whole, features), Port(Partial(), port.desired)
-        )
-    full = _plus(reduce(partial, comm), whole, features)
-    if local and port.desired.is_replicate():
+            local_bias = local_parameters(param, comm)["bias"]
+            if local_bias is not None and dim == features:
+                local_bias = own_shard(local_bias, comm, 0, sizes)
+            out = _add_bias(out, local_bias, features)
+            if is_local:
+                return out
+            return from_local(out, desired, lowered.mesh, None if is_even else partial.shape)
+        if is_local:
+            raise uneven_output(lowered.sharding.style, size, dim, comm)
+    local_bias = local_parameters(param)["bias"]
+    if isinstance(desired, Partial):
+        # The first rank adds the bias; the others add zeros that take its gradient.
+        if local_bias is not None and comm.rank > 0:
+            local_bias = local_bias - local_bias.detach()
+        out = _add_bias(partial, local_bias, features)
+        return module_output(lowered, out, Port(Partial(), desired))
+    full = _add_bias(reduce(partial, comm), local_bias, features)
+    if is_local and desired.is_replicate():
         return full
-    return module_output(lowered, full, Port(Replicate(), port.desired))
+    return module_output(lowered, full, Port(Replicate(), desired))
 
 
-def _plus(out: Tensor, bias: Tensor | None, features: int) -> Tensor:
+def _add_bias(out: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    """Add a bias along the dim of the features."""
     if bias is None:
         return out
-    return out + bias.to(out.dtype).view(-1, *(1,) * (out.ndim - features - 1))
+    # 5 features at dim 1 of (2, 5, 7, 7): a bias of (5, 1, 1)
+    dims_behind = out.ndim - features - 1
+    return out + bias.to(out.dtype).view(-1, *(1,) * dims_behind)

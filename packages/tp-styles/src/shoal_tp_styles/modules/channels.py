@@ -27,14 +27,14 @@ from shoal_dtensor.internal import shard_sizes
 
 from ..lowering import ports
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import local_parameters, own_forward
+from ..lowering.parameters import local_parameters, run_own_forward
 from ..lowering.ports import from_local, local_input
 from ..sharding.module_kinds import CONVOLUTIONS, TransposedLinear, keeps_forward, kinds_of
 
 Compute = Callable[..., Tensor]
 
 
-def _convolved(
+def _convolve(
     module: Any,
     inputs: Sequence[Tensor],
     weight: Any,
@@ -51,96 +51,118 @@ def _convolved(
     """
     (x,) = inputs
     spatial = weight.ndim - 2
-    into, out_of = (0, 1) if module.transposed else (1, 0)  # dims of the weight
-    # there may be no batch dim
+    # dims of the weight
+    in_dim = 0 if module.transposed else 1
+    out_dim = 1 - in_dim
+    # The input may have no batch dim.
     channels = x.ndim - spatial - 1
-    empty = not groups or not weight.shape[out_of]
-    if empty or not weight.shape[into]:
+    is_empty = not groups or not weight.shape[out_dim]
+    if is_empty or not weight.shape[in_dim]:
         # No groups of 2 input and 3 output channels, x (4, 0, 9), W (0, 2, 5): as (4, 2, 9) and (1,
         # 2, 5).
-        held = weight.shape[into] * groups
-        weight = with_zeros(
-            with_zeros(weight, 0, int(len(weight) == 0)), 1, int(weight.shape[1] == 0)
-        )
-        bias = None if bias is None else with_zeros(bias, 0, weight.shape[out_of] - len(bias))
+        in_channels = weight.shape[in_dim] * groups
+        for dim in (0, 1):
+            weight = append_zeros(weight, dim, int(weight.shape[dim] == 0))
+        if bias is not None:
+            bias = append_zeros(bias, 0, weight.shape[out_dim] - len(bias))
         groups = max(groups, 1)
-        x = with_zeros(x, channels, weight.shape[into] * groups - held)
+        x = append_zeros(x, channels, weight.shape[in_dim] * groups - in_channels)
+    padding = module.padding
+    options: tuple[Any, ...]
     if module.transposed:
-        padding = module.padding
-        extra = (output_size, module.stride, module.padding, module.kernel_size, spatial)
-        more: tuple[Any, ...] = (
-            module._output_padding(x, *extra, module.dilation),
-            groups,
+        output_padding = module._output_padding(
+            x,
+            output_size,
+            module.stride,
+            module.padding,
+            module.kernel_size,
+            spatial,
             module.dilation,
         )
+        function = getattr(functional, f"conv_transpose{spatial}d")
+        options = (output_padding, groups, module.dilation)
     else:
-        padding = module.padding
-        more = (module.dilation, groups)
+        function = getattr(functional, f"conv{spatial}d")
+        options = (module.dilation, groups)
         if module.padding_mode != "zeros":
             x = functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
             padding = 0
-    function = getattr(functional, f"conv{'_transpose' * module.transposed}{spatial}d")
-    out: Tensor = function(x, weight, bias, module.stride, padding, *more)
-    return out.narrow(channels, 0, 0) if empty else out
+    out: Tensor = function(x, weight, bias, module.stride, padding, *options)
+    return out.narrow(channels, 0, 0) if is_empty else out
 
 
-def with_zeros(tensor: Tensor, dim: int, more: int) -> Tensor:
+def append_zeros(tensor: Tensor, dim: int, count: int) -> Tensor:
     """Append so many indices of zeros to a dim of a tensor."""
+    if not count:
+        return tensor
     shape = list(tensor.shape)
-    shape[dim] = more
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim) if more else tensor
+    shape[dim] = count
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def _bilinear(module: Any, inputs: Sequence[Tensor], weight: Any, bias: Any) -> Tensor:
+    left, right = inputs
+    return functional.bilinear(left, right, weight, bias)
+
+
+def _transposed_linear(module: Any, inputs: Sequence[Tensor], weight: Any, bias: Any) -> Tensor:
+    (x,) = inputs
+    return functional.linear(x, weight.t(), bias)
 
 
 _COMPUTE: dict[type[nn.Module], Compute] = {
-    **dict.fromkeys(CONVOLUTIONS, _convolved),
-    nn.Bilinear: lambda module, inputs, weight, bias: functional.bilinear(
-        inputs[0], inputs[1], weight, bias
-    ),
-    TransposedLinear: lambda module, inputs, weight, bias: functional.linear(
-        inputs[0], weight.t(), bias
-    ),
+    **dict.fromkeys(CONVOLUTIONS, _convolve),
+    nn.Bilinear: _bilinear,
+    TransposedLinear: _transposed_linear,
 }
 
 
 class Channels(Lowered):
     """A Conv, ConvTranspose, Bilinear or transposed Linear with sharded output or input dims."""
 
-    __slots__ = ("compute", "rows")
+    __slots__ = ("compute", "is_row_sharded")
 
     def resolve(self) -> None:
-        self.compute: Compute = next(
-            _COMPUTE[known] for known in kinds_of(self.module) if known in _COMPUTE
-        )
-        self.rows: bool = isinstance(self.port_out.layout, Partial)
+        kinds = [kind for kind in kinds_of(self.module) if kind in _COMPUTE]
+        self.compute: Compute = _COMPUTE[kinds[0]]
+        self.is_row_sharded: bool = isinstance(self.port_out.layout, Partial)
 
     def __call__(self, input: Tensor, *others: Any, **kwargs: Any) -> Tensor:
-        # two of Bilinear; what follows is for the computation
+        # Bilinear has two inputs; the arguments after the inputs are for the computation.
         count = len(self.sharding.inputs or ())
-        if self.rows:
-            arrived = [ports.sharded_input(self, input)]
+        second_inputs = others[: count - 1]
+        options = others[count - 1 :]
+        if self.is_row_sharded:
+            inputs = [ports.sharded_input(self, input)]
             local = self.local("weight")
         else:
-            arrived = [ports.replicated_input(self, x) for x in (input, *others[: count - 1])]
+            inputs = [ports.replicated_input(self, x) for x in (input, *second_inputs)]
             local = self.local("weight", "bias")
-        out = self.compute(
-            self.module, arrived, local["weight"], local.get("bias"), *others[count - 1 :], **kwargs
-        )
-        return (
-            ports.partial_output(self, out, "bias")
-            if self.rows
-            else ports.sharded_output(self, out)
-        )
+        bias = local.get("bias")
+        out = self.compute(self.module, inputs, local["weight"], bias, *options, **kwargs)
+        if self.is_row_sharded:
+            return ports.partial_output(self, out, "bias")
+        return ports.sharded_output(self, out)
 
 
 class ChannelsOfGroups(NamedTuple):
-    """The sharding of the groups of channels of a module."""
+    """The sharding of the groups of channels of a module.
 
-    groups: int  # number of groups
-    unit: int  # groups that stay together
-    into: int  # input and output channels of a group
+    Attributes:
+        groups: number of groups.
+        unit: number of groups that stay together.
+        into: input channels of a group.
+        out_of: output channels of a group.
+        rows: rows of a group in the weight, along dim 0.
+        dim: the dim of the channels in the input.
+    """
+
+    groups: int
+    unit: int
+    into: int
     out_of: int
-    rows: int  # of a group in the weight, along dim 0
-    dim: int = 1  # the dim of the channels
+    rows: int
+    dim: int = 1
 
     @classmethod
     def of(cls, module: Any, multiple_of: int) -> Self:
@@ -156,12 +178,14 @@ class ChannelsOfGroups(NamedTuple):
             unit = lcm(out_of, multiple_of) // out_of
             rows = into if module.transposed else out_of
             # (N, C, H, W): dim -3
-            return cls(module.groups, unit, into, out_of, rows, -1 - len(module.kernel_size))
+            dim = -1 - len(module.kernel_size)
+            return cls(module.groups, unit, into, out_of, rows=rows, dim=dim)
         if isinstance(module, nn.GroupNorm):
-            size = module.num_channels // module.num_groups  # 6 channels in 3 groups: 2
-            return cls(module.num_groups, 1, size, size, size)
+            # 6 channels in 3 groups: 2
+            size = module.num_channels // module.num_groups
+            return cls(module.num_groups, unit=1, into=size, out_of=size, rows=size)
         channels = module.num_parameters if isinstance(module, nn.PReLU) else module.num_features
-        return cls(channels, multiple_of, 1, 1, 1)
+        return cls(channels, unit=multiple_of, into=1, out_of=1, rows=1)
 
 
 class GroupedChannels(Lowered):
@@ -174,32 +198,36 @@ class GroupedChannels(Lowered):
 
     def resolve(self) -> None:
         self.options: ChannelsOfGroups = self.sharding.options_of(ChannelsOfGroups)
+        options = self.options
         # 6 groups of 2 output channels, multiples of 4, on 4 ranks: 2, 2, 2, 0
-        groups = shard_sizes(
-            self.options.groups, Shard(0, multiple_of=self.options.unit), self.comm.size
-        )
+        by_unit = Shard(0, multiple_of=options.unit)
+        groups = shard_sizes(options.groups, by_unit, self.comm.size)
         self.groups: int = groups[self.comm.rank]
         # 5 groups of 2 input and 3 output channels on 4 ranks: 4 4 2 0 and 6 6 3 0.
-        self.into: tuple[int, ...] = tuple(count * self.options.into for count in groups)
-        self.out_of: tuple[int, ...] = tuple(count * self.options.out_of for count in groups)
-        # whose forward all batch norms have
+        self.into: tuple[int, ...] = tuple(count * options.into for count in groups)
+        self.out_of: tuple[int, ...] = tuple(count * options.out_of for count in groups)
+        # All batch norms have the forward of `BatchNorm1d`.
         kinds = (*CONVOLUTIONS, nn.PReLU, nn.GroupNorm, nn.BatchNorm1d)
         self.runs_locally: bool = any(keeps_forward(self.module, kind) for kind in kinds)
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        dim = self.options.dim
+        options = self.options
         x = ports.sharded_input(self, input, self.into)
-        if x.shape[dim] != self.into[self.comm.rank]:
+        channels = self.into[self.comm.rank]
+        if x.shape[options.dim] != channels:
             raise LayoutError(
                 f"{self.sharding.style}: {self.module} holds {self.groups} complete groups here, "
-                f"of {self.into[self.comm.rank]} input channels, but {x.shape[dim]} arrived; shard "
+                f"of {channels} input channels, but {x.shape[options.dim]} arrived; shard "
                 "the module before it by the same channels: "
-                f"ColwiseParallel().aligned({self.options.unit * self.options.into})"
+                f"ColwiseParallel().aligned({options.unit * options.into})"
             )
-        out = self.computed(x, *args, **kwargs) if self.runs_locally else self.on_dtensors(x)
+        if self.runs_locally:
+            out = self.run_locally(x, *args, **kwargs)
+        else:
+            out = self.run_on_dtensors(x)
         return ports.sharded_output(self, out, self.out_of)
 
-    def computed(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run_locally(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the output channels of this rank's groups.
 
         A rank without groups computes a group of zeros, because kernels refuse empty groups.
@@ -207,20 +235,22 @@ class GroupedChannels(Lowered):
         module = self.module
         options = self.options
         if isinstance(module, CONVOLUTIONS):
-            p = self.local("weight", "bias")
-            return _convolved(
-                module, [x], p["weight"], p["bias"], *args, groups=self.groups, **kwargs
-            )
+            local = self.local("weight", "bias")
+            weight = local["weight"]
+            bias = local["bias"]
+            return _convolve(module, [x], weight, bias, *args, groups=self.groups, **kwargs)
         values: dict[str, Any] = {**self.local(*self.params), **local_parameters(module._buffers)}
         if not self.groups:
             for name, tensor in values.items():
-                if tensor is not None and tensor.ndim:  # of a batch norm one is a number
-                    values[name] = with_zeros(tensor, 0, options.out_of)
-            x = with_zeros(x, options.dim, options.into)
-        out: Tensor = own_forward(module, {**values, "num_groups": max(self.groups, 1)}, x)
+                # `num_batches_tracked` of a batch norm is a number
+                if tensor is not None and tensor.ndim:
+                    values[name] = append_zeros(tensor, 0, options.out_of)
+            x = append_zeros(x, options.dim, options.into)
+        values["num_groups"] = max(self.groups, 1)
+        out: Tensor = run_own_forward(module, values, x)
         return out if self.groups else out.narrow(options.dim, 0, 0)
 
-    def on_dtensors(self, x: Tensor) -> Tensor:
+    def run_on_dtensors(self, x: Tensor) -> Tensor:
         """Run the module's own forward on the channels of all ranks, as DTensors."""
         layout = self.port_in.desired
         shape = [*x.shape]

@@ -7,7 +7,8 @@ adapter   y = x W^T + scale * x A^T B^T    base and adapter run every collective
     rows      x: S(-1), W: S(1), A: S(1), B: R -> y: R | S(d)
 latent    x: R, W: R -> y: R               the gradient of the last features is summed over the ranks
 fused     x: R | S(d) -> y: S(-1)          block by block
-heads     query, key, value: R -> output: R | S(d), by one reduction; the averaged weights, if asked for, by another
+heads     query, key, value: R -> output: R | S(d), by one reduction; the averaged weights, if asked
+          for, by another
 
 The gradient of a head that ranks share is summed.
 """
@@ -28,10 +29,11 @@ from shoal_dtensor.internal import apply, is_compiling, shard_sizes
 from shoal_mesh import Comm
 
 from ..lowering import ports
-from ..lowering.collective_functions import copy, reduce
+from ..lowering.collective_functions import reduce
 from ..lowering.lowered import Lowered, input_collectives, nbytes, output_collectives
 from ..lowering.parameters import local_parameters
 from ..lowering.ports import from_local
+from ..lowering.shared_reduction import copy
 from ..sharding.module_sharding import (
     Adapter,
     Collective,
@@ -46,43 +48,42 @@ from ..sharding.module_sharding import (
 class AdapterLinear(Lowered):
     """A Linear with a low-rank adapter, by columns or by rows as its base."""
 
-    __slots__ = ("rows",)
+    __slots__ = ("is_row_sharded",)
 
     def resolve(self) -> None:
-        self.rows: bool = self.sharding.shards("lora_A")
+        self.is_row_sharded: bool = self.sharding.shards("lora_A")
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         adapter = call.sharding.options_of(Adapter)
         weight = call.module.get_parameter("weight")
-        # B is (out, rank), A is (rank, in)
-        width = weight.shape[0 if call.sharding.shards("lora_A") else 1]
+        # By rows each rank holds B (out, rank) whole, by columns A (rank, in).
+        is_row_sharded = call.sharding.shards("lora_A")
+        width = weight.shape[0] if is_row_sharded else weight.shape[1]
+        factor_bytes = adapter.rank * width * weight.element_size()
         yield from input_collectives(call)
         yield from output_collectives(call, "bias" if adapter.train_base else None)
-        yield Collective("all_reduce", adapter.rank * width * weight.element_size(), backward=True)
+        yield Collective("all_reduce", factor_bytes, backward=True)
 
     def __call__(self, input: Tensor) -> Tensor:
         sharded: tuple[str, ...]
-        if self.rows:
+        if self.is_row_sharded:
             x = ports.sharded_input(self, input)
             sharded = ("weight", "lora_A")
-            whole = "lora_B"
+            replicated = "lora_B"
         else:
             x = ports.replicated_input(self, input)
             sharded = ("weight", "bias", "lora_B")
-            whole = "lora_A"
-        # Each rank multiplies the replicated factor with what it holds, so the factor's gradients
-        # are partial sums.
-        p: Any = {**self.local(*sharded), **self.local(whole, comm=self.comm)}
-        scale = self.sharding.options_of(Adapter).scale
-        out: Tensor = linear(x, p["weight"], p.get("bias")) + scale * linear(
-            linear(x, p["lora_A"]), p["lora_B"]
-        )
-        return (
-            ports.partial_output(self, out, "bias")
-            if self.rows
-            else ports.sharded_output(self, out)
-        )
+            replicated = "lora_A"
+        # Each rank multiplies the replicated factor with its shard of the other one, so the gradients
+        # of the replicated factor are partial sums.
+        params: Any = {**self.local(*sharded), **self.local(replicated, comm=self.comm)}
+        base = linear(x, params["weight"], params.get("bias"))
+        adapted = linear(linear(x, params["lora_A"]), params["lora_B"])
+        out: Tensor = base + self.sharding.options_of(Adapter).scale * adapted
+        if self.is_row_sharded:
+            return ports.partial_output(self, out, "bias")
+        return ports.sharded_output(self, out)
 
 
 class LatentLinear(Lowered):
@@ -94,20 +95,18 @@ class LatentLinear(Lowered):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         if call.output.requires_grad:
-            read = (
-                nbytes(call.output)
-                // call.output.shape[-1]
-                * call.sharding.options_of(LatentFeatures).rotary
-            )
-            yield Collective("all_reduce", read, backward=True)
+            rotary = call.sharding.options_of(LatentFeatures).rotary
+            feature_bytes = nbytes(call.output) // call.output.shape[-1]
+            yield Collective("all_reduce", feature_bytes * rotary, backward=True)
 
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
         out = linear(ports.sharded_input(self, input), local["weight"], local["bias"])
         rotary = self.sharding.options_of(LatentFeatures).rotary
         # 576, rotary 64: 512, 64
-        latent, read = torch.split_with_sizes(out, [out.shape[-1] - rotary, rotary], -1)
-        return torch.cat([latent, copy(read, self.comm)], -1)
+        sizes = [out.shape[-1] - rotary, rotary]
+        latent, read_by_heads = torch.split_with_sizes(out, sizes, -1)
+        return torch.cat([latent, copy(read_by_heads, self.comm)], -1)
 
 
 class _Concatenate(Function):
@@ -125,11 +124,8 @@ class _Concatenate(Function):
         end = first.data_ptr()
         storage = first.untyped_storage().data_ptr()
         for shard in shards:
-            if (
-                shard.data_ptr() != end
-                or not shard.is_contiguous()
-                or shard.untyped_storage().data_ptr() != storage
-            ):
+            is_adjacent = shard.data_ptr() == end and shard.is_contiguous()
+            if not is_adjacent or shard.untyped_storage().data_ptr() != storage:
                 return torch.cat(shards)
             # (2, 4) float32 at 1000: the next one at 1032
             end += shard.numel() * shard.element_size()
@@ -148,30 +144,38 @@ class FusedLowering(Lowered):
     def resolve(self) -> None:
         fused = self.sharding.options_of(FusedBlocks)
         splits = fused.splits(self.comm.size)
-        meshes = [heads.mesh(self.mesh) for heads in fused.blocks.values()]
-        comms = [mesh.comm(1) if mesh.ndim > 1 else None for mesh in meshes]
-        # Of weight and bias: each parameter that they are made of -> the ranks that hold the same
-        # heads as this one.
-        self.comms: dict[str, dict[str, Comm | None]] = {
-            kind: dict(zip(fused.parts(kind), comms, strict=True)) if splits else {kind: None}
-            for kind in fused.names
-        }
+        comms = []
+        for heads in fused.blocks.values():
+            mesh = heads.mesh(self.mesh)
+            comms.append(mesh.comm(1) if mesh.ndim > 1 else None)
+        # Of weight and bias: the ranks that hold the same heads as this one, by parameter that the
+        # weight or bias is made of.
+        self.comms: dict[str, dict[str, Comm | None]] = {}
+        for kind in fused.names:
+            if splits:
+                self.comms[kind] = dict(zip(fused.parts(kind), comms, strict=True))
+            else:
+                self.comms[kind] = {kind: None}
+        # name of the parameter whose columns are the rows of the matrix
         self.columns: str = fused.names[0] if fused.transposed and not splits else ""
 
     def concatenate(self, kind: str) -> Tensor | None:
         """Return the local matrix (or bias) of all blocks, as rows."""
         comms = self.comms[kind]
-        # one node for all
+        # one node for all parameters whose gradients are not summed
         local = self.local(*(name for name, comm in comms.items() if comm is None))
         for name, comm in comms.items():
             if comm is not None:
                 local |= self.local(name, comm=comm)
-        shards = [shard for name in comms if (shard := local[name]) is not None]
+        shards = [shard for shard in map(local.get, comms) if shard is not None]
         if not shards:
             return None
-        matrix = shards[0]
-        if len(shards) > 1:
-            matrix = torch.cat(shards) if is_compiling() else apply(_Concatenate, *shards)
+        if len(shards) == 1:
+            matrix = shards[0]
+        elif is_compiling():
+            matrix = torch.cat(shards)
+        else:
+            matrix = apply(_Concatenate, *shards)
         return matrix.t() if kind == self.columns else matrix
 
 
@@ -183,21 +187,23 @@ class FusedColumn(FusedLowering):
         yield from super().collectives(call)
         fused = call.sharding.options_of(FusedBlocks)
         for param in call.trained(*fused.names):
+            feature_bytes = nbytes(param) // fused.features
             for heads in fused.blocks.values():
-                if heads.replicated(call.ranks):  # the gradients of one head
-                    size = nbytes(param) // fused.features * heads.size
-                    yield Collective(
-                        "all_reduce", size, backward=True, ranks=call.ranks // heads.count
-                    )
+                # The gradients of a head are summed over the ranks that hold it.
+                if heads.replicated(call.ranks):
+                    size = feature_bytes * heads.size
+                    ranks = call.ranks // heads.count
+                    yield Collective("all_reduce", size, backward=True, ranks=ranks)
 
     def output_blocks(self) -> Sequence[Sequence[int]]:
         fused = self.sharding.options_of(FusedBlocks)
         ranks = self.comm.size
-        if any(heads.replicated(ranks) for heads in fused.blocks.values()):
-            return ()
-        return [
-            shard_sizes(h.features, HeadShard(0, h).on(ranks), ranks) for h in fused.blocks.values()
-        ]
+        sizes = []
+        for heads in fused.blocks.values():
+            if heads.replicated(ranks):
+                return ()
+            sizes.append(shard_sizes(heads.features, HeadShard(0, heads).on(ranks), ranks))
+        return sizes
 
     def __call__(self, input: Tensor) -> Tensor:
         input = ports.replicated_input(self, input)
@@ -239,9 +245,11 @@ class AttentionHeads(FusedLowering):
             raise UnsupportedModuleError(
                 "HeadParallel: the weights of single heads are on different ranks; average them"
             )
-        batched = query.ndim == 3
-        inputs = [x if batched else x.unsqueeze(0) for x in (query, key, value)]
-        if batched and not module.batch_first:
+        is_batched = query.ndim == 3
+        inputs = [query, key, value]
+        if not is_batched:
+            inputs = [x.unsqueeze(0) for x in inputs]
+        elif not module.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
         q, k, v = self.project(inputs, same=(query is key and key is value))
         mask = _mask(q, k, key_padding_mask, attn_mask, causal=is_causal and attn_mask is None)
@@ -249,28 +257,30 @@ class AttentionHeads(FusedLowering):
         attention = None
         if need_weights or drops:
             scores = torch.matmul(q, k.transpose(-2, -1)) * module.head_dim**-0.5
-            attention = (scores if mask is None else scores + mask).softmax(-1)
-            attention = self.dropped(attention) if drops else attention
+            if mask is not None:
+                scores = scores + mask
+            attention = scores.softmax(-1)
+            if drops:
+                attention = self.dropped(attention)
             mixed = attention @ v
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         weight: Any = local_parameters({"weight": module.out_proj.weight})["weight"]
-        # As in nn.MultiheadAttention positions come first in memory; in which order a dropout that
-        # follows draws.
-        partial = functional.linear(mixed.permute(2, 0, 1, 3).flatten(-2), weight)  # as (5, 2, 32)
+        # As in nn.MultiheadAttention positions come first in memory: a dropout that follows draws in
+        # this order. (length, batch, features), as (5, 2, 32)
+        partial = functional.linear(mixed.permute(2, 0, 1, 3).flatten(-2), weight)
         # The output's layout refers to the dims of the caller's tensors.
-        partial = (
-            partial.squeeze(1)
-            if not batched
-            else partial.transpose(0, 1)
-            if module.batch_first
-            else partial
-        )
+        if not is_batched:
+            partial = partial.squeeze(1)
+        elif module.batch_first:
+            partial = partial.transpose(0, 1)
         out = ports.partial_output(self, partial, module.out_proj.bias)
         if attention is None or not need_weights:
             return out, None
         weights = reduce(attention.sum(1), self.comm) / module.num_heads
-        return out, weights if batched else weights.squeeze(0)
+        if not is_batched:
+            weights = weights.squeeze(0)
+        return out, weights
 
     def project(self, inputs: list[Tensor], *, same: bool) -> list[Tensor]:
         """Return this rank's queries, keys and values: `(batch, heads, length, head_dim)`."""
@@ -278,29 +288,32 @@ class AttentionHeads(FusedLowering):
         weight = self.concatenate("in_proj_weight")
         separate = self.local(*OWN_PROJECTIONS)
         # 4 heads of 8: 96 rows, 32 each of queries, keys and values
+        projected: Sequence[Tensor]
         if same and weight is not None:
+            x = copy(inputs[0], self.comm)
             # (batch, length, 32)
-            projected = functional.linear(copy(inputs[0], self.comm), weight, bias).chunk(3, -1)
+            projected = functional.linear(x, weight, bias).chunk(3, -1)
         else:
-            # One weight each where keys or values have dims of their own.
+            # There are separate weights where keys or values have dims of their own.
             weights: Any = separate.values() if weight is None else weight.chunk(3)
-            operands = zip(
-                inputs, weights, [None] * 3 if bias is None else bias.chunk(3), strict=True
-            )
-            projected = tuple(functional.linear(copy(x, self.comm), w, b) for x, w, b in operands)
-        head: Any = self.module.head_dim
-        # to (2, 4, 5, 8)
-        return [x.view(*x.shape[:-1], x.shape[-1] // head, head).transpose(1, 2) for x in projected]
+            biases: Sequence[Tensor | None] = [None] * 3 if bias is None else bias.chunk(3)
+            projected = []
+            for x, w, b in zip(inputs, weights, biases, strict=True):
+                projected.append(functional.linear(copy(x, self.comm), w, b))
+        head_dim: Any = self.module.head_dim
+        by_head = [x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim) for x in projected]
+        # (2, 5, 4, 8) to (2, 4, 5, 8)
+        return [x.transpose(1, 2) for x in by_head]
 
     def dropped(self, attention: Tensor) -> Tensor:
         """Return attention weights after dropout, with the values that one device would draw."""
         module: Any = self.module
         placement = HeadShard(1, Heads(module.num_heads, 1)).on(self.comm.size)
         shape = attention.shape[0], module.num_heads, *attention.shape[2:]
-        out: Any = functional.dropout(
-            from_local(attention, placement, self.mesh, shape), module.dropout
-        )
-        return out.to_local(grad_placements=(placement,))  # type: ignore[no-any-return]  # a DTensor's
+        whole = from_local(attention, placement, self.mesh, shape)
+        out: Any = functional.dropout(whole, module.dropout)
+        local: Tensor = out.to_local(grad_placements=(placement,))
+        return local
 
 
 def _mask(
@@ -317,12 +330,14 @@ def _mask(
             "HeadParallel: a mask per head would have to be sharded by heads; use one mask for all "
             "heads"
         )
+    masks = [] if mask is None else [mask]
+    if padding is not None:
+        # (2, 5): (2, 1, 1, 5)
+        masks.append(padding.view(-1, 1, 1, k.shape[-2]))
     total: Tensor | None = None
-    # (2, 5): (2, 1, 1, 5)
-    of_keys = None if padding is None else padding.view(-1, 1, 1, k.shape[-2])
-    for given in (mask, of_keys):
-        if given is not None:
-            if given.dtype == torch.bool:
-                given = torch.zeros_like(given, dtype=q.dtype).masked_fill_(given, -torch.inf)
-            total = given if total is None else total + given
+    for addend in masks:
+        if addend.dtype == torch.bool:
+            zeros = torch.zeros_like(addend, dtype=q.dtype)
+            addend = zeros.masked_fill_(addend, -torch.inf)
+        total = addend if total is None else total + addend
     return total

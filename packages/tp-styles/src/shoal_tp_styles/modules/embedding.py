@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from shoal_dtensor.internal import (
 from shoal_mesh import all_gather, all_gather_v
 
 from ..lowering import ports
-from ..lowering.collective_functions import gather_partial
 from ..lowering.lowered import (
     Lowered,
     collectives_of_move,
@@ -36,7 +36,8 @@ from ..lowering.lowered import (
     nbytes,
     output_collectives,
 )
-from ..lowering.parameters import own_forward
+from ..lowering.parameters import run_own_forward
+from ..lowering.shared_reduction import gather_partial
 from ..sharding.module_sharding import Collective, ModuleCall, Port
 
 
@@ -46,14 +47,13 @@ def check_ids(tokens: Tensor, rows: int) -> None:
     The result would be zeros. Accelerators report such ids later.
     """
     valid = (tokens >= 0) & (tokens < rows)
-    if is_compiling() or not tokens.is_cpu or isinstance(tokens, FakeTensor):
-        torch.ops.aten._assert_async.msg(
-            valid.all(), f"an id is out of bounds for a table of {rows} rows"
-        )
+    is_deferred = is_compiling() or not tokens.is_cpu or isinstance(tokens, FakeTensor)
+    if is_deferred:
+        message = f"an id is out of bounds for a table of {rows} rows"
+        torch.ops.aten._assert_async.msg(valid.all(), message)
     elif not valid.all():
-        raise IndexError(
-            f"id {tokens[~valid][0].item()} is out of bounds for a table of {rows} rows"
-        )
+        first = tokens[~valid][0].item()
+        raise IndexError(f"id {first} is out of bounds for a table of {rows} rows")
 
 
 class _Table(Lowered):
@@ -79,7 +79,8 @@ class ColumnEmbedding(_Table):
     """An embedding whose features are sharded."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        return ports.sharded_output(self, self.look_up(ports.replicated_input(self, input)))
+        tokens = ports.replicated_input(self, input)
+        return ports.sharded_output(self, self.look_up(tokens))
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """Return this rank's features of the tokens."""
@@ -105,17 +106,20 @@ class OwnRows(Function):
     ) -> Tensor:
         rows = table.shape[0]
         local_rows = tokens - first
-        # Tokens of other ranks point to the row behind the last one, which exists in the gradient
+        # Tokens of other ranks point to the row after the last one, which exists in the gradient
         # only.
-        local_rows = torch.where((local_rows >= 0) & (local_rows < rows), local_rows, rows)
+        is_local = (local_rows >= 0) & (local_rows < rows)
+        local_rows = torch.where(is_local, local_rows, rows)
         ctx.save_for_backward(local_rows)
-        padding = -1 if padding is None or not 0 <= padding - first < rows else padding - first
-        ctx.table = rows, padding, scale
+        local_padding = -1
+        if padding is not None and 0 <= padding - first < rows:
+            local_padding = padding - first
+        ctx.table = rows, local_padding, scale
         outside = (local_rows == rows).unsqueeze(-1)
         if rows == 0:
             return table.new_zeros((*tokens.shape, table.shape[1]))
         looked_up = functional.embedding(local_rows.clamp(max=rows - 1), table)
-        # which may have saved the rows: they are not written to
+        # A checkpoint may have saved the rows: they are not written to.
         if is_compiling() or selectively_checkpointed():
             return looked_up.masked_fill(outside, 0)
         return looked_up.masked_fill_(outside, 0)
@@ -125,10 +129,11 @@ class OwnRows(Function):
         first_order_only()
         (local_rows,) = ctx.saved_tensors
         rows, padding, scale = ctx.table
+        # The gradient has a row more, for the tokens of other ranks.
         dense = torch.ops.aten.embedding_dense_backward(
             grad.contiguous(), local_rows, rows + 1, padding, scale
-        )[:rows]
-        return None, dense, None, None, None
+        )
+        return None, dense[:rows], None, None, None
 
 
 @whole_when_compiled
@@ -155,8 +160,20 @@ class RowEmbedding(_Table):
         return _own_rows(tokens, table, first, module.padding_idx, scale=module.scale_grad_by_freq)
 
 
-_Bags = tuple[Tensor, Tensor | None, Tensor | None, Port]
-"""Tokens, starts and weights of the bags of all ranks, replicated, and the port by which their results leave."""
+class _Bags(NamedTuple):
+    """The bags of all ranks, replicated.
+
+    Attributes:
+        tokens: their tokens.
+        starts: index of the first token of each bag; None: the rows of `tokens` are the bags.
+        weights: a weight of each token.
+        port: the port by which the results leave.
+    """
+
+    tokens: Tensor
+    starts: Tensor | None
+    weights: Tensor | None
+    port: Port
 
 
 def _bags(lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> _Bags:
@@ -164,24 +181,41 @@ def _bags(lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tens
 
     Plain sharded tokens with offsets are this rank's own bags.
     """
-    arriving = lowered.port_in
-    if offsets is not None and isinstance(arriving.layout, Shard):
+    layout = lowered.port_in.layout
+    if offsets is not None and isinstance(layout, Shard):
         if isinstance(input, DTensor) is not isinstance(offsets, DTensor):
             raise LayoutError(
                 f"{lowered.sharding.style}: offsets count the tokens of this rank where both are "
-                f"plain and input_layouts is {arriving.layout}, those of all ranks where both are "
+                f"plain and input_layouts is {layout}, those of all ranks where both are "
                 f"DTensors; got a {type(input).__name__} of tokens and a {type(offsets).__name__} "
                 "of offsets"
             )
         if not isinstance(input, DTensor):
-            return _bags_of_ranks(lowered, input, offsets, weights, dim=arriving.layout.dim)
-    starts = (
-        None
-        if offsets is None
-        else ports.replicated_input(lowered, offsets, Port(Replicate(), Replicate()))
-    )
-    whole = None if weights is None else ports.replicated_input(lowered, weights)
-    return ports.replicated_input(lowered, input), starts, whole, lowered.port_out
+            return _bags_of_ranks(lowered, input, offsets, weights, dim=layout.dim)
+    starts = None
+    if offsets is not None:
+        starts = ports.replicated_input(lowered, offsets, Port(Replicate(), Replicate()))
+    if weights is not None:
+        weights = ports.replicated_input(lowered, weights)
+    tokens = ports.replicated_input(lowered, input)
+    return _Bags(tokens, starts, weights, lowered.port_out)
+
+
+class _RankOfBags(NamedTuple):
+    """The bags of one rank, as the ranks exchange them."""
+
+    tokens: int
+    bags: int
+    first_offset: int
+    last_offset: int
+
+    def fits(self, *, include_last_offset: bool) -> bool:
+        """Tell whether the offsets begin with 0 and end inside of the rank's tokens."""
+        if self.first_offset:
+            return False
+        if include_last_offset or not self.bags:
+            return self.last_offset == self.tokens
+        return self.last_offset <= self.tokens
 
 
 def _bags_of_ranks(
@@ -189,33 +223,34 @@ def _bags_of_ranks(
 ) -> _Bags:
     """Return the ranks' own bags, rank after rank; their numbers and lengths may differ."""
     comm = lowered.comm
-    module = lowered.module
-    leaving = lowered.port_out
-    last = int(bool(module.include_last_offset))
-    counts = [input.shape[dim], offsets.shape[0] - last]
-    # Bags of 5 tokens that begin at 0 2 4: this rank says 5 tokens, 3 bags, first offset 0, last
+    port = lowered.port_out
+    includes_last = bool(lowered.module.include_last_offset)
+    count = offsets.shape[0] - int(includes_last)
+    # Bags of 5 tokens that begin at 0 2 4: this rank sends 5 tokens, 3 bags, first offset 0, last
     # offset 4.
-    described = torch.stack([*offsets.new_tensor(counts), offsets[:1].sum(), offsets[-1:].sum()])
-    rows: list[list[int]] = all_gather(described, comm).view(-1, 4).tolist()
-    fits = [
-        not first and (end == tokens if last or not bags else end <= tokens)
-        for tokens, bags, first, end in rows
-    ]
-    outside = [rank for rank, fit in enumerate(fits) if not fit]
-    if outside:
+    counts = offsets.new_tensor([input.shape[dim], count])
+    described = torch.stack([*counts, offsets[:1].sum(), offsets[-1:].sum()])
+    gathered: list[list[int]] = all_gather(described, comm).view(-1, 4).tolist()
+    ranks = [_RankOfBags(*row) for row in gathered]
+    wrong = [i for i, rank in enumerate(ranks) if not rank.fits(include_last_offset=includes_last)]
+    if wrong:
         raise LayoutError(
             f"{lowered.sharding.style}: offsets begin with 0 and end inside of the rank's own "
             "tokens (at their end with include_last_offset), got (tokens, bags, first, last) "
-            f"{[(*rows[r],) for r in outside]} on ranks {outside} along {'x'.join(comm.axes)}"
+            f"{[(*ranks[rank],) for rank in wrong]} on ranks {wrong} along {'x'.join(comm.axes)}"
         )
-    tokens, bags = (tuple(row[column] for row in rows) for column in (0, 1))
-    starts = all_gather_v(offsets[: counts[1]] + sum(tokens[: comm.rank]), comm, bags)
-    if last:
-        starts = torch.cat([starts, starts.new_tensor([sum(tokens)])])
-    whole = None if weights is None else gather_partial(weights, comm, dim, tokens)
-    if len(set(bags)) > 1 and leaving.desired in (Shard(0), Shard(-2)):
-        leaving = Port(leaving.layout, Shard(0, sizes=bags))
-    return all_gather_v(input.contiguous(), comm, tokens, dim), starts, whole, leaving
+    token_counts = tuple(rank.tokens for rank in ranks)
+    bag_counts = tuple(rank.bags for rank in ranks)
+    tokens_before = sum(token_counts[: comm.rank])
+    starts = all_gather_v(offsets[:count] + tokens_before, comm, bag_counts)
+    if includes_last:
+        starts = torch.cat([starts, starts.new_tensor([sum(token_counts)])])
+    if weights is not None:
+        weights = gather_partial(weights, comm, dim, token_counts)
+    if len(set(bag_counts)) > 1 and port.desired in (Shard(0), Shard(-2)):
+        port = Port(port.layout, Shard(0, sizes=bag_counts))
+    tokens = all_gather_v(input.contiguous(), comm, token_counts, dim)
+    return _Bags(tokens, starts, weights, port)
 
 
 class EmbeddingBag(_Table):
@@ -225,13 +260,13 @@ class EmbeddingBag(_Table):
     ranks, also work by rows.
     """
 
-    __slots__ = ("rows",)
+    __slots__ = ("is_row_sharded",)
 
     def resolve(self) -> None:
         super().resolve()
         module: Any = self.module
-        self.rows: bool = isinstance(self.port_out.layout, Partial)
-        if self.rows and (module.mode == "max" or module.scale_grad_by_freq):
+        self.is_row_sharded: bool = isinstance(self.port_out.layout, Partial)
+        if self.is_row_sharded and (module.mode == "max" or module.scale_grad_by_freq):
             raise UnsupportedModuleError(
                 f"RowwiseParallel: {module} is not a sum over the ranks (mode='max', "
                 "scale_grad_by_freq); use ColwiseParallel"
@@ -239,14 +274,12 @@ class EmbeddingBag(_Table):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        given = {
-            **dict(zip(("input", "offsets", "per_sample_weights"), call.args, strict=False)),
-            **call.kwargs,
-        }
+        names = ("input", "offsets", "per_sample_weights")
+        arguments = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         port = call.sharding.input_port()
-        offsets = given.get("offsets")
-        weights = given.get("per_sample_weights")
-        yield from collectives_of_move(given["input"], port.layout, port.desired)
+        offsets = arguments.get("offsets")
+        weights = arguments.get("per_sample_weights")
+        yield from collectives_of_move(arguments["input"], port.layout, port.desired)
         if offsets is not None and isinstance(port.layout, Shard):
             yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
             yield Collective("all_gather", nbytes(offsets))
@@ -257,16 +290,15 @@ class EmbeddingBag(_Table):
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        tokens, starts, weights, leaving = _bags(self, input, offsets, per_sample_weights)
-        if self.rows:
-            check_ids(tokens, self.spec("weight").shape[0])
-            return ports.partial_output(
-                self, self.summed(tokens, starts, weights), None, port=leaving
-            )
-        out = own_forward(self.module, self.local("weight"), tokens, starts, weights)
-        return ports.sharded_output(self, out, port=leaving)
+        bags = _bags(self, input, offsets, per_sample_weights)
+        if self.is_row_sharded:
+            check_ids(bags.tokens, self.spec("weight").shape[0])
+            return ports.partial_output(self, self.sum_local_rows(bags), None, port=bags.port)
+        local = self.local("weight")
+        out = run_own_forward(self.module, local, bags.tokens, bags.starts, bags.weights)
+        return ports.sharded_output(self, out, port=bags.port)
 
-    def summed(self, tokens: Tensor, starts: Tensor | None, weights: Tensor | None) -> Tensor:
+    def sum_local_rows(self, bags: _Bags) -> Tensor:
         """Sum the rows of each bag that are on this rank.
 
         A mean is divided by the number of tokens.
@@ -274,19 +306,25 @@ class EmbeddingBag(_Table):
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
         rows = weight.shape[0]
-        own = tokens - self.spec("weight").offset(0)
         # no id is -1
-        counted = tokens != (-1 if module.padding_idx is None else module.padding_idx)
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        is_counted = bags.tokens != padding
         # A row of zeros stands for the tokens of other ranks, so a rank may also hold no rows at
         # all.
         table = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
-        own = torch.where(counted & (own >= 0) & (own < rows), own, rows)
-        how = {"mode": "sum", "include_last_offset": module.include_last_offset}
-        out = functional.embedding_bag(own, table, starts, per_sample_weights=weights, **how)
+        local_rows = bags.tokens - self.spec("weight").offset(0)
+        is_local = is_counted & (local_rows >= 0) & (local_rows < rows)
+        local_rows = torch.where(is_local, local_rows, rows)
+        add_bags = partial(
+            functional.embedding_bag,
+            offsets=bags.starts,
+            mode="sum",
+            include_last_offset=module.include_last_offset,
+        )
+        out = add_bags(local_rows, table, per_sample_weights=bags.weights)
         if module.mode == "mean":
             ones = weight.new_ones(1, 1)
-            zeros = torch.zeros_like(own)
-            factor = counted.to(weight.dtype)
-            counts = functional.embedding_bag(zeros, ones, starts, per_sample_weights=factor, **how)
+            zeros = torch.zeros_like(local_rows)
+            counts = add_bags(zeros, ones, per_sample_weights=is_counted.to(weight.dtype))
             out = out / counts.clamp(min=1)
         return out

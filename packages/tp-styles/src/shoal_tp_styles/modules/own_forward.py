@@ -3,17 +3,17 @@
 The forward runs on a rank's tokens, with local parameters and counts, or with other attention
 inside.
 
-x: S(sequence) -> y: S(sequence)    no communication of activations; the gradients of the replicated parameters are
-                                    partial sums, reduced in one collective per module
-heads: S, parameter: S -> as the forward computes it        no communication
-q, k, v: S(sequence) -> S(sequence)                         that of the attention
+x: S(sequence) -> y: S(sequence)        no communication of activations; the gradients of the replicated
+                                        parameters are partial sums, reduced in one collective per module
+heads: S, parameter: S -> y             as the forward computes it; no communication
+q, k, v: S(sequence) -> S(sequence)     the communication of the attention
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,43 +25,62 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import ReplacedAttention, eager_only
 
 from .._torch import watching_functions
-from ..lowering.lowered import Lowered, nbytes, summed_gradient_collectives
-from ..lowering.parameters import local_parameters, own_forward, while_replaced
+from ..lowering.lowered import OnLocalTokens, nbytes
+from ..lowering.parameters import call_with_replaced, local_parameters, run_own_forward
 from ..lowering.ports import DTensorForward, from_local, sharded_input
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Params = dict[str, Tensor | None]
-# of a module, its input and its local parameters
+# Of a module, its input and its local parameters.
 Compute = Callable[[Any, Tensor, Params], Tensor]
 
-# The computation, and the parameters that it reads.
-TOKENWISE: dict[type[nn.Module], tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    nn.LayerNorm: (
-        lambda module, x, p: functional.layer_norm(
-            x, module.normalized_shape, p["weight"], p["bias"], module.eps
-        ),
-        ("weight", "bias"),
-    ),
-    nn.RMSNorm: (
-        lambda module, x, p: functional.rms_norm(
-            x, module.normalized_shape, p["weight"], module.eps
-        ),
-        ("weight",),
-    ),
-    nn.Linear: (
-        lambda module, x, p: functional.linear(x, p["weight"], p["bias"]),
-        ("weight", "bias"),
-    ),
+
+class _Computation(NamedTuple):
+    """The computation of a module on some tokens.
+
+    Attributes:
+        compute: function of the module, its input and its local parameters.
+        reads: names of the parameters that it reads; None: all.
+    """
+
+    compute: Compute
+    reads: tuple[str, ...] | None
+
+
+def _layer_norm(module: Any, x: Tensor, params: Params) -> Tensor:
+    shape = module.normalized_shape
+    return functional.layer_norm(x, shape, params["weight"], params["bias"], module.eps)
+
+
+def _rms_norm(module: Any, x: Tensor, params: Params) -> Tensor:
+    return functional.rms_norm(x, module.normalized_shape, params["weight"], module.eps)
+
+
+def _linear(module: Any, x: Tensor, params: Params) -> Tensor:
+    weight: Any = params["weight"]
+    return functional.linear(x, weight, params["bias"])
+
+
+def _elementwise(module: Any, x: Tensor, params: Params) -> Tensor:
+    out: Tensor = type(module).forward(module, x)
+    return out
+
+
+def _forward_of_module(module: Any, x: Tensor, params: Params) -> Tensor:
+    out: Tensor = run_own_forward(module, params | local_parameters(module._buffers), x)
+    return out
+
+
+TOKENWISE: dict[type[nn.Module], _Computation] = {
+    nn.LayerNorm: _Computation(_layer_norm, ("weight", "bias")),
+    nn.RMSNorm: _Computation(_rms_norm, ("weight",)),
+    nn.Linear: _Computation(_linear, ("weight", "bias")),
     **dict.fromkeys(
         (nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
-        (lambda module, x, _: type(module).forward(module, x), ()),
+        _Computation(_elementwise, ()),
     ),
 }
-# Of other modules: all parameters.
-_OTHER: Any = (
-    lambda module, x, p: own_forward(module, p | local_parameters(module._buffers), x),
-    None,
-)
+_OTHER_MODULES = _Computation(_forward_of_module, None)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -69,20 +88,15 @@ def is_norm(module: nn.Module) -> bool:
 
     The test is by the module's name and parameters.
     """
-    name = type(module).__name__
-    params = {key: param for key, param in module._parameters.items() if param is not None}
-    plain = params.keys() <= {"weight", "bias"} and all(
-        param.ndim == 1 for param in params.values()
-    )
-    return (
-        plain
-        and name.endswith(("RMSNorm", "LayerNorm"))
-        and not module._modules
-        and not module._buffers
-    )
+    if not type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
+        return False
+    params = {name: param for name, param in module._parameters.items() if param is not None}
+    if not params.keys() <= {"weight", "bias"} or any(p.ndim != 1 for p in params.values()):
+        return False
+    return not module._modules and not module._buffers
 
 
-class Tokenwise(Lowered):
+class Tokenwise(OnLocalTokens):
     """A norm (or activation) on this rank's shard of the sequence."""
 
     __slots__ = ("compute", "features", "read")
@@ -90,41 +104,40 @@ class Tokenwise(Lowered):
     def resolve(self) -> None:
         module: Any = self.module
         self.compute: Compute
-        self.read: tuple[str, ...] | None  # None: all parameters
-        self.compute, self.read = TOKENWISE.get(type(module), _OTHER)
+        # None: all parameters
+        self.read: tuple[str, ...] | None
+        self.compute, self.read = TOKENWISE.get(type(module), _OTHER_MODULES)
         # Dims of the input that belong to one token; elementwise modules have none.
-        self.features: int = (
-            0 if self.read == () else len(getattr(module, "normalized_shape", (1,)))
-        )
-
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from summed_gradient_collectives(call.module.parameters())
+        is_elementwise = self.read == ()
+        normalized_shape = getattr(module, "normalized_shape", (1,))
+        self.features: int = 0 if is_elementwise else len(normalized_shape)
 
     def __call__(self, input: Tensor) -> Tensor:
-        global_shape = (*input.shape,) if isinstance(input, DTensor) else None
+        global_shape = tuple(input.shape) if isinstance(input, DTensor) else None
         input = sharded_input(self, input)
         if not isinstance(input, Tensor):
             raise LayoutError(
                 f"{self.sharding.style}: expected a tensor as the input, got {type(input).__name__}"
             )
         dim = getattr(self.port_in.desired, "dim", 0)
-        if (dim + input.ndim if dim < 0 else dim) >= input.ndim - self.features:
+        position = dim + input.ndim if dim < 0 else dim
+        if position >= input.ndim - self.features:
             raise LayoutError(
                 f"{self.sharding.style}: dim {dim} of an input of shape {tuple(input.shape)} is a "
                 f"feature dim of {type(self.module).__name__}, which reads all features of a "
                 "token; shard one of the dims before it"
             )
-        out = self.computed(input)
+        out = self.compute_tokens(input)
         if self.sharding.local_outputs:
             return out
         shape = global_shape if out.shape == input.shape else None
         return from_local(out, self.port_in.desired, self.mesh, shape)
 
-    def computed(self, local: Tensor) -> Tensor:
+    def compute_tokens(self, local: Tensor) -> Tensor:
         """Return the module's output for this rank's tokens."""
         names = self.params if self.read is None else self.read
-        return self.compute(self.module, local, self.local(*names, comm=self.comm) if names else {})
+        params = self.local(*names, comm=self.comm) if names else {}
+        return self.compute(self.module, local, params)
 
 
 class SequenceDropout(DTensorForward):
@@ -137,8 +150,10 @@ class SequenceDropout(DTensorForward):
 
     def __call__(self, input: Tensor) -> Any:
         draws = self.module.training and self.module.p
-        plain = self.sharding.local_outputs and not isinstance(input, DTensor)
-        return super().__call__(input) if draws or not plain else input
+        is_plain = self.sharding.local_outputs and not isinstance(input, DTensor)
+        if is_plain and not draws:
+            return input
+        return super().__call__(input)
 
 
 class LocalForward(DTensorForward):
@@ -167,7 +182,7 @@ class LocalForward(DTensorForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(super().__call__, *args, **kwargs)
         local = local_parameters(dict(self.params))
-        return while_replaced(forward, (self.params, local), (vars(self.module), self.counts))
+        return call_with_replaced(forward, (self.params, local), (vars(self.module), self.counts))
 
 
 class ContextAttention(DTensorForward):
@@ -175,49 +190,65 @@ class ContextAttention(DTensorForward):
 
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with (
-            watching_functions(),
-            RoutedAttention(self.mesh, self.sharding.options_of(ContextOptions)),
-        ):
+        routed = RoutedAttention(self.mesh, self.sharding.options_of(ContextOptions))
+        with watching_functions(), routed:
             return super().__call__(*args, **kwargs)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         method = call.sharding.options_of(ContextOptions).method
         ranks = call.ranks
-        steps = call.ranks - 1
-        found = _attentions(call) if ranks > 1 else []
-        if found:  # whether the arguments of all ranks fit
+        attentions = _attentions(call) if ranks > 1 else []
+        if attentions:
+            # The ranks compare whether their arguments fit together.
             yield Collective("all_gather", 4 * ranks)
-        for q, k, v in found:
-            block = nbytes(k, v)
-            out = nbytes(q) // q.shape[-1] * v.shape[-1]
-            # those of low precision travel in float32
-            sums = block * max(4 // k.element_size(), 1)
-            for backward in (False, True) if any(x.requires_grad for x in (q, k, v)) else (False,):
-                # in a step each rank sends a block, `1 / ranks` of the whole
-                if method == "ring":
-                    yield from [Collective("all_to_all", block // steps, backward)] * steps
-                    if backward:
-                        yield from [Collective("all_to_all", sums // steps, backward)] * ranks
-                elif method == "allgather":
-                    yield Collective("all_gather", block, backward)
-                    if backward:
-                        yield Collective("reduce_scatter", sums, backward)
-                else:
-                    yield Collective("all_to_all", nbytes(q) + block, backward)
-                    yield Collective("all_to_all", out, backward)
+        for attention in attentions:
+            yield from _collectives_of_attention(method, attention, ranks, backward=False)
+            if any(tensor.requires_grad for tensor in attention):
+                yield from _collectives_of_attention(method, attention, ranks, backward=True)
 
 
-def _attentions(call: ModuleCall) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return queries, keys and values of the attentions in a call.
+class _Attention(NamedTuple):
+    """Queries, keys and values of one attention, of global shape."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def _collectives_of_attention(
+    method: str, attention: _Attention, ranks: int, *, backward: bool
+) -> Iterator[Collective]:
+    """Yield the collectives of one attention in one direction."""
+    query, key, value = attention
+    block = nbytes(key, value)
+    # Gradients of low precision are summed in float32.
+    sums = block * max(4 // key.element_size(), 1)
+    if method == "ring":
+        # In a step each rank sends a block, `1 / ranks` of all keys and values.
+        steps = ranks - 1
+        yield from [Collective("all_to_all", block // steps, backward)] * steps
+        if backward:
+            yield from [Collective("all_to_all", sums // steps, backward)] * ranks
+    elif method == "allgather":
+        yield Collective("all_gather", block, backward)
+        if backward:
+            yield Collective("reduce_scatter", sums, backward)
+    else:
+        out = nbytes(query) // query.shape[-1] * value.shape[-1]
+        yield Collective("all_to_all", nbytes(query) + block, backward)
+        yield Collective("all_to_all", out, backward)
+
+
+def _attentions(call: ModuleCall) -> list[_Attention]:
+    """Return the attentions in a call.
 
     They are recorded in a run on meta tensors of global shape.
     """
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    attentions: list[_Attention] = []
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found.append((query, key, value))
+        attentions.append(_Attention(query, key, value))
         return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
     state = {name: value.to("meta") for name, value in call.module.named_buffers()}
@@ -225,4 +256,4 @@ def _attentions(call: ModuleCall) -> list[tuple[Tensor, Tensor, Tensor]]:
         state[name] = value.detach().to("meta").requires_grad_(value.requires_grad)
     with torch.enable_grad(), ReplacedAttention(attend):
         torch.func.functional_call(call.module, state, call.args, dict(call.kwargs))
-    return found
+    return attentions

@@ -1,9 +1,9 @@
 """RNN, LSTM and GRU on this rank's shard of the batch, or of the hidden units.
 
-batch         x: S(batch), state: S(batch) -> output and states: S(batch); parameters are replicated, their gradients
-              partial sums, which are reduced together, in one collective
-hidden units x: R | S(d), W of each gate: S(hidden), h: S(hidden) -> output and states: S(hidden) |
-R
+batch         x: S(batch), state: S(batch) -> output and states: S(batch); parameters are replicated,
+              their gradients partial sums, which are reduced together, in one collective
+hidden units  x: R | S(d), W of each gate: S(hidden), h: S(hidden)
+              -> output and states: S(hidden) | R
 
 A step reads the complete hidden state of the step before. If the units are sharded, the state is
 gathered in every step of every layer and direction, and its gradient is reduce-scattered, (batch,
@@ -14,7 +14,7 @@ communication of activations.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,17 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_dtensor.internal import in_memory_as, shard_sizes
 
 from ..lowering import ports
-from ..lowering.collective_functions import gather, gather_partial
+from ..lowering.collective_functions import gather
 from ..lowering.lowered import (
     Lowered,
+    OnLocalTokens,
     collectives_of_move,
     input_collectives,
     nbytes,
-    summed_gradient_collectives,
 )
-from ..lowering.parameters import local_parameters, own_forward
+from ..lowering.parameters import local_parameters, run_own_forward
 from ..lowering.ports import from_local
+from ..lowering.shared_reduction import gather_partial
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import (
     Collective,
@@ -49,9 +50,35 @@ from ..sharding.module_sharding import (
 _GATES: dict[type[nn.Module], int] = {nn.RNN: 1, nn.GRU: 3, nn.LSTM: 4}
 RECURRENT: tuple[type[nn.Module], ...] = tuple(_GATES)
 _UNITS = Shard(-1)
+# Parameters of one layer in one direction, in the order of `_CellWeights`.
+_WEIGHT_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
-class Recurrent(Lowered):
+class _CellWeights(NamedTuple):
+    """Local weights and biases of one layer in one direction: of its input and of its state."""
+
+    of_input: Tensor
+    of_state: Tensor
+    bias_of_input: Tensor | None
+    bias_of_state: Tensor | None
+
+
+class _Direction(NamedTuple):
+    """Results of one layer in one direction.
+
+    Attributes:
+        output: this rank's units, (steps, batch, units).
+        next_input: all units, (steps, batch, all units), for a layer that another layer follows;
+            unused for the last layer.
+        state: the state after the last step.
+    """
+
+    output: Tensor
+    next_input: Tensor
+    state: tuple[Tensor, ...]
+
+
+class Recurrent(OnLocalTokens):
     """A recurrent module under `SequenceParallel(sequence_dim=<its batch dim>)`."""
 
     __slots__ = ("batch",)
@@ -66,10 +93,6 @@ class Recurrent(Lowered):
                 f"be sharded; its batch can: SequenceParallel(sequence_dim={self.batch})"
             )
 
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from summed_gradient_collectives(call.module.parameters())
-
     def __call__(self, input: Tensor, hx: Any = None) -> Any:
         module: Any = self.module
         if module.training and module.dropout > 0:
@@ -83,58 +106,83 @@ class Recurrent(Lowered):
                 f"x.unsqueeze({self.batch})"
             )
         local = local_parameters(dict(module._parameters), self.comm)
-        values = {**local, "_flat_weights": [local[name] for name in module._flat_weights_names]}
-        port = Port(Shard(1), Shard(1))
-        initial = tuple(ports.sharded_input(self, each, port=port) for each in _tensors(hx))
+        flat_weights = [local[name] for name in module._flat_weights_names]
+        values = {**local, "_flat_weights": flat_weights}
+        state_port = Port(Shard(1), Shard(1))
+        initial = tuple(
+            ports.sharded_input(self, state, port=state_port) for state in _state_tensors(hx)
+        )
         hx = initial if isinstance(hx, tuple | list) else initial[0]
         # A rank without rows runs too, so it takes part in the reduction of gradients, with zeros.
-        out, state = own_forward(module, values, ports.sharded_input(self, input), hx)
+        out, state = run_own_forward(module, values, ports.sharded_input(self, input), hx)
         if self.sharding.local_outputs:
             return out, state
-        # else every rank has equally many
+        # Plain inputs have equally many rows on each rank.
         rows = input.shape[self.batch] if isinstance(input, DTensor) else None
+        states = tuple(self._wrap(tensor, 1, rows) for tensor in _state_tensors(state))
+        output = self._wrap(out, self.batch, rows)
+        if type(state) is tuple:
+            return output, states
+        return output, states[0]
 
-        def wrapped(local: Tensor, batch: int) -> DTensor:
-            shape = (
-                None if rows is None else (*local.shape[:batch], rows, *local.shape[batch + 1 :])
-            )
-            return from_local(local, Shard(batch), self.mesh, shape)
-
-        states = tuple(wrapped(each, 1) for each in _tensors(state))
-        return wrapped(out, self.batch), states if type(state) is tuple else states[0]
+    def _wrap(self, local: Tensor, batch: int, rows: int | None) -> DTensor:
+        """Wrap a result as a DTensor whose dim `batch` has so many rows on all ranks together."""
+        shape = None
+        if rows is not None:
+            shape = (*local.shape[:batch], rows, *local.shape[batch + 1 :])
+        return from_local(local, Shard(batch), self.mesh, shape)
 
 
 def sharded_hidden_units(
-    style: str, module: Any, arriving: Placement, leaving: Placement | None, local_outputs: bool
+    style: str,
+    module: Any,
+    input_layout: Placement,
+    output_layout: Placement | None,
+    *,
+    local_outputs: bool,
 ) -> ModuleSharding:
     """Return the sharding of a recurrent module along its hidden units.
 
-    `leaving` is the layout of output and states.
+    `output_layout` is the layout of output and states.
     """
     kind = next(kind for kind in _GATES if isinstance(module, kind))
-    if module.proj_size or not keeps_forward(module, kind):
-        what = f"proj_size={module.proj_size}" if module.proj_size else "a forward of its own"
+    obstacle = ""
+    if module.proj_size:
+        obstacle = f"proj_size={module.proj_size}"
+    elif not keeps_forward(module, kind):
+        obstacle = "a forward of its own"
+    if obstacle:
+        batch = 0 if module.batch_first else 1
         raise UnsupportedModuleError(
-            f"{style}: {type(module).__name__} has {what}, so its hidden units cannot be sharded; "
-            f"its batch can: SequenceParallel(sequence_dim={0 if module.batch_first else 1})"
+            f"{style}: {type(module).__name__} has {obstacle}, so its hidden units cannot be "
+            f"sharded; its batch can: SequenceParallel(sequence_dim={batch})"
         )
-    leaving = leaving or _UNITS
-    if leaving not in (Replicate(), _UNITS) or (module.bidirectional and leaving == _UNITS):
-        raise LayoutError(
-            f"{style}: the output of {module} leaves as "
-            f"Replicate(){'' if module.bidirectional else ' or Shard(-1)'}, got "
-            f"{leaving!r}{' (both directions have some of each rank)' * module.bidirectional}; "
-            "give output_layouts=Replicate()"
-        )
+    layout = output_layout or _UNITS
+    _check_output_layout(style, module, layout)
     gates = HeadShard(0, Heads(module.hidden_size, 1, chunked=True), _GATES[kind])
-    port = Port(_UNITS, leaving)
+    port = Port(_UNITS, layout)
     return ModuleSharding(
         style,
         dict.fromkeys(module._flat_weights_names, gates),
-        inputs=(Port(arriving, Replicate()), Port(leaving, _UNITS)),
+        inputs=(Port(input_layout, Replicate()), Port(layout, _UNITS)),
         outputs=(port, port),
         lowering=HiddenUnits,
         local_outputs=local_outputs,
+    )
+
+
+def _check_output_layout(style: str, module: Any, layout: Placement) -> None:
+    """Refuse layouts that the outputs of sharded hidden units cannot have."""
+    is_bidirectional = module.bidirectional
+    if layout == Replicate() or (layout == _UNITS and not is_bidirectional):
+        return
+    allowed = "Replicate()" if is_bidirectional else "Replicate() or Shard(-1)"
+    got = repr(layout)
+    if is_bidirectional:
+        got = f"{got} (both directions have some of each rank)"
+    raise LayoutError(
+        f"{style}: the output of {module} leaves as {allowed}, got {got}; "
+        "give output_layouts=Replicate()"
     )
 
 
@@ -145,38 +193,38 @@ class HiddenUnits(Lowered):
 
     def resolve(self) -> None:
         module: Any = self.module
-        # 8: 3, 3, 2
-        self.sizes: tuple[int, ...] = tuple(
-            shard_sizes(module.hidden_size, Shard(0), self.comm.size)
-        )
+        # 8 units on 3 ranks: 3, 3, 2
+        sizes = shard_sizes(module.hidden_size, Shard(0), self.comm.size)
+        self.sizes: tuple[int, ...] = tuple(sizes)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         module: Any = call.module
         x = call.input()
-        state = _tensors(call.outputs[1])[0]
-        given = (*call.args, *call.kwargs.values())[1:]
-        initial = _tensors(given[0]) if given and given[0] is not None else ()
         assert x is not None, "a recurrent module has an input"
         yield from input_collectives(call)
+        initial = _initial_states(call)
+        last = _state_tensors(call.outputs[1])
         steps = x.shape[int(module.batch_first and x.ndim > 2)]
-        gathered = nbytes(state) // state.shape[0]
+        gathered = nbytes(last[0]) // last[0].shape[0]
         directions = 1 + module.bidirectional
         for layer in range(module.num_layers):
-            # Of 5 steps without an initial state: 4 gathers, and that of the last step where a
+            # Of 5 steps without an initial state: 4 gathers, and the gather of the last step where a
             # layer follows.
-            count = (steps - 1 + bool(initial) + (layer < module.num_layers - 1)) * directions
-            yield from (Collective("all_gather", gathered) for _ in range(count))
+            has_next_layer = layer < module.num_layers - 1
+            gathers = steps - 1 + bool(initial) + has_next_layer
+            yield from [Collective("all_gather", gathered)] * (gathers * directions)
             if call.output.requires_grad:
-                count -= directions * bool(initial and not initial[0].requires_grad)
-                yield from (
-                    Collective("reduce_scatter", gathered, backward=True) for _ in range(count)
-                )
+                initial_has_grad = not initial or initial[0].requires_grad
+                scatters = gathers if initial_has_grad else gathers - 1
+                scatter = Collective("reduce_scatter", gathered, backward=True)
+                yield from [scatter] * (scatters * directions)
         entering = call.sharding.input_port(1)
         leaving = call.sharding.output_port()
         for tensor in initial:
             yield from collectives_of_move(tensor, entering.layout, entering.desired)
-        for tensor in (*call.output.chunk(directions, -1), *_tensors(call.outputs[1])):
+        outputs = call.output.chunk(directions, -1)
+        for tensor in (*outputs, *last):
             yield from collectives_of_move(tensor, leaving.layout, leaving.desired)
 
     def __call__(self, input: Tensor, hx: Any = None) -> Any:
@@ -187,41 +235,42 @@ class HiddenUnits(Lowered):
                 "batches; give it the padded tensor, and mask what is behind the end of a sequence"
             )
         x = ports.replicated_input(self, input)
-        single = x.ndim == 2
-        x = x.unsqueeze(1) if single else x.transpose(0, 1) if module.batch_first else x
-        # (layers and directions, batch, units)
-        given = (
-            [state.unsqueeze(1) if single else state for state in _tensors(hx)]
-            if hx is not None
-            else []
-        )
-        initial = [
-            ports.sharded_input(self, state, self.sizes, self.sharding.input_port(1))
-            for state in given
-        ]
-        outputs, states = self.layers(x, initial)
-        if single:
-            outputs, states = (
-                [each.squeeze(1) for each in tensors] for tensors in (outputs, states)
-            )
+        is_single = x.ndim == 2
+        # (steps, batch, features)
+        if is_single:
+            x = x.unsqueeze(1)
         elif module.batch_first:
-            outputs = [each.transpose(0, 1) for each in outputs]
-        out = self.leaving(outputs)
-        left = tuple(self.leaving([each]) for each in states)
-        return out, left if isinstance(module, nn.LSTM) else left[0]
+            x = x.transpose(0, 1)
+        initial = []
+        for state in () if hx is None else _state_tensors(hx):
+            # (layers and directions, batch, units)
+            batched = state.unsqueeze(1) if is_single else state
+            port = self.sharding.input_port(1)
+            initial.append(ports.sharded_input(self, batched, self.sizes, port))
+        outputs, states = self.run_layers(x, initial)
+        if is_single:
+            outputs = [output.squeeze(1) for output in outputs]
+            states = [state.squeeze(1) for state in states]
+        elif module.batch_first:
+            outputs = [output.transpose(0, 1) for output in outputs]
+        out = self.join_directions(outputs)
+        last = tuple(self.join_directions([state]) for state in states)
+        if isinstance(module, nn.LSTM):
+            return out, last
+        return out, last[0]
 
-    def leaving(self, parts: list[Tensor]) -> Tensor:
+    def join_directions(self, parts: list[Tensor]) -> Tensor:
         """Return an output or a state of this rank's units in the layout that leaves.
 
         Two directions are placed side by side.
         """
         if len(parts) == 1:
             return ports.sharded_output(self, parts[0], self.sizes)
-        whole = [gather(part, self.comm, part.ndim - 1, self.sizes) for part in parts]
-        out = in_memory_as(parts[0], torch.cat(whole, -1))
+        gathered = [gather(part, self.comm, part.ndim - 1, self.sizes) for part in parts]
+        out = in_memory_as(parts[0], torch.cat(gathered, -1))
         return out if self.sharding.local_outputs else from_local(out, Replicate(), self.mesh)
 
-    def layers(self, x: Tensor, initial: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def run_layers(self, x: Tensor, initial: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the last layer's outputs by direction and the last states, of this rank's units.
 
         `x` is (steps, batch, features), each tensor of `initial` (layers and directions, batch,
@@ -229,62 +278,63 @@ class HiddenUnits(Lowered):
         """
         module: Any = self.module
         local: Any = self.local(*module._flat_weights_names)
-        last: list[tuple[Tensor, ...]] = []
+        last_states: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []
         for layer in range(module.num_layers):
-            inner = layer < module.num_layers - 1
+            is_inner = layer < module.num_layers - 1
             outputs = []
-            whole = []
-            for end in ("", "_reverse")[: 1 + module.bidirectional]:
-                names = [
-                    f"{name}_l{layer}{end}"
-                    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-                ]
-                weights = [local.get(name) for name in names]
-                state = tuple(each[len(last)] for each in initial)  # layer 1 reverse: 3
-                of_units, of_all, state = self.steps(x.flip(0) if end else x, weights, state, inner)
-                outputs.append(of_units.flip(0) if end else of_units)
-                whole.append(of_all.flip(0) if end and inner else of_all)
-                last.append(state)
-            if inner:
-                x = self.dropped(torch.cat(whole, -1))
-        return outputs, [torch.stack(each) for each in zip(*last, strict=True)]
+            next_inputs = []
+            for suffix in ("", "_reverse")[: 1 + module.bidirectional]:
+                names = [f"{name}_l{layer}{suffix}" for name in _WEIGHT_NAMES]
+                weights = _CellWeights(*[local.get(name) for name in names])
+                # of layer 1, reverse: index 3
+                state = tuple(states[len(last_states)] for states in initial)
+                inputs = x.flip(0) if suffix else x
+                direction = self.run_steps(inputs, weights, state, is_inner=is_inner)
+                output = direction.output
+                next_input = direction.next_input
+                if suffix:
+                    output = output.flip(0)
+                    next_input = next_input.flip(0) if is_inner else next_input
+                outputs.append(output)
+                next_inputs.append(next_input)
+                last_states.append(direction.state)
+            if is_inner:
+                x = self.dropped(torch.cat(next_inputs, -1))
+        return outputs, [torch.stack(states) for states in zip(*last_states, strict=True)]
 
-    def steps(
-        self, x: Tensor, weights: list[Tensor], state: tuple[Tensor, ...], inner: bool
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Run one layer in one direction; return its outputs and states.
-
-        The outputs (steps, batch, units) have all units if `inner`, else this rank's units.
-        """
-        of_inputs, of_state, bias_of_inputs, bias_of_state = weights
+    def run_steps(
+        self, x: Tensor, weights: _CellWeights, state: tuple[Tensor, ...], *, is_inner: bool
+    ) -> _Direction:
+        """Run one layer in one direction."""
         # (steps, batch, gates * units), of all steps at once
-        drive = linear(x, of_inputs, bias_of_inputs)
+        drive = linear(x, weights.of_input, weights.bias_of_input)
         if state:
             hidden = gather_partial(state[0], self.comm, 1, self.sizes)
         else:
             units = self.sizes[self.comm.rank]
-            state = (x.new_zeros(x.shape[1], units, dtype=drive.dtype),) * (
-                1 + isinstance(self.module, nn.LSTM)
-            )
+            zeros = x.new_zeros(x.shape[1], units, dtype=drive.dtype)
+            state = (zeros, zeros) if isinstance(self.module, nn.LSTM) else (zeros,)
             hidden = x.new_zeros(x.shape[1], sum(self.sizes), dtype=drive.dtype)
-        of_units = []
-        of_all = []
+        outputs = []
+        gathered = []
         for step, driven in enumerate(drive):
-            state = self.cell(driven, linear(hidden, of_state, bias_of_state), state)
+            recurrence = linear(hidden, weights.of_state, weights.bias_of_state)
+            state = self.cell(driven, recurrence, state)
             # (batch, 3): steps of them are stacked to (steps, batch, 3)
-            of_units.append(state[0])
-            if inner or step < len(drive) - 1:
+            outputs.append(state[0])
+            if is_inner or step < len(drive) - 1:
                 hidden = gather_partial(state[0], self.comm, 1, self.sizes)
-                of_all.append(hidden)
-        return torch.stack(of_units), torch.stack(of_all) if inner else of_units[0], state
+                gathered.append(hidden)
+        next_input = torch.stack(gathered) if is_inner else outputs[0]
+        return _Direction(torch.stack(outputs), next_input, state)
 
     def cell(
         self, driven: Tensor, recurrence: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Return the next state from the gates' inputs, (batch, gates and units).
 
-        One of them comes from the input, the other from the state.
+        `driven` comes from the layer's input, `recurrence` from the state before.
         """
         module: Any = self.module
         if isinstance(module, nn.LSTM):
@@ -299,7 +349,8 @@ class HiddenUnits(Lowered):
             value = (value + (reset + state_reset).sigmoid() * state_value).tanh()
             return ((1 - update) * value + update * state[0],)
         both = driven + recurrence
-        return (both.tanh() if module.nonlinearity == "tanh" else both.relu(),)
+        hidden = both.tanh() if module.nonlinearity == "tanh" else both.relu()
+        return (hidden,)
 
     def dropped(self, x: Tensor) -> Tensor:
         """Return the next layer's input: `x` after the dropout that one device would draw.
@@ -309,13 +360,20 @@ class HiddenUnits(Lowered):
         module: Any = self.module
         if not module.training or not module.dropout:
             return x
-        dropped: Any = dropout(
-            from_local(torch.ones_like(x), Replicate(), self.mesh), module.dropout
-        )
+        ones = from_local(torch.ones_like(x), Replicate(), self.mesh)
+        dropped: Any = dropout(ones, module.dropout)
         mask: Tensor = dropped.to_local()
         return x * mask
 
 
-def _tensors(state: Any) -> tuple[Tensor, ...]:
+def _initial_states(call: ModuleCall) -> tuple[Tensor, ...]:
+    """Return the initial state tensors of a recorded call; none if the call gives no state."""
+    arguments = (*call.args, *call.kwargs.values())
+    if len(arguments) < 2 or arguments[1] is None:
+        return ()
+    return _state_tensors(arguments[1])
+
+
+def _state_tensors(state: Any) -> tuple[Tensor, ...]:
     """Return the state tensors: one of an RNN or GRU, two of an LSTM."""
     return tuple(state) if isinstance(state, tuple | list) else (state,)

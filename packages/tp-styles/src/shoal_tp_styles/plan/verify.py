@@ -26,7 +26,8 @@ from shoal_dtensor.internal import active, drawers_of, holds_tensors, takes
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import unobserved
 
-from ..apply.apply import full_of, plain_module
+from ..apply.apply import plain_module
+from ..full_tensors import full_tensor
 from .resolve import Plan, ResolvedPlan, apply_plan, resolve, sharded_parameters
 from .styled_module import StyledModule, axis_mesh
 
@@ -413,7 +414,7 @@ def _run(module: nn.Module, inputs: _Inputs) -> _Results:
     loss = torch.zeros((), dtype=torch.double, device="cpu")
     for output in outputs:
         if output.requires_grad and output.is_floating_point():
-            loss = loss + full_of(output).square().sum()
+            loss = loss + full_tensor(output).square().sum()
     if loss.requires_grad:
         torch.autograd.backward(loss)
     plain_module(module)
@@ -425,7 +426,7 @@ def _run(module: nn.Module, inputs: _Inputs) -> _Results:
         else:
             frozen.append(name)
     return _Results(
-        outputs=[full_of(output.detach()) for output in outputs],
+        outputs=[full_tensor(output.detach()) for output in outputs],
         grads=grads,
         input_grads=[leaf.grad for leaf in leaves],
         frozen=frozenset(frozen),

@@ -7,7 +7,7 @@ their parameters.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -37,13 +37,15 @@ class TransposedLinear(nn.Module):
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    bias = module._parameters.get("bias")
-    if weight is None or weight.ndim != 2 or not module._parameters.keys() <= {"weight", "bias"}:
+    params = module._parameters
+    weight = params.get("weight")
+    bias = params.get("bias")
+    if weight is None or weight.ndim != 2 or not params.keys() <= {"weight", "bias"}:
         return False
     columns = weight.shape[1]
-    fits = getattr(module, "nf", None) == columns and (bias is None or bias.shape == (columns,))
-    return fits and not module._modules and not module._buffers
+    has_columns = getattr(module, "nf", None) == columns
+    bias_fits = bias is None or bias.shape == (columns,)
+    return has_columns and bias_fits and not module._modules and not module._buffers
 
 
 def kinds_of(module: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -79,13 +81,16 @@ def computed_parameters(module: nn.Module) -> list[str]:
 
     These are parametrizations, weight_norm and pruning.
     """
-    names: list[str] = [*module.parametrizations] if is_parametrized(module) else []  # type: ignore[misc]  # a ModuleDict
-    # the older utilities keep the result as a plain attribute
+    names: list[str] = []
+    if is_parametrized(module):
+        parametrizations: Any = module.parametrizations
+        names += parametrizations
+    # The older utilities keep the result as a plain attribute.
     for name, value in vars(module).items():
-        if isinstance(value, Tensor) and any(
-            f"{name}{end}" in module._parameters for end in ("_g", "_orig")
-        ):
-            names.append(name)
+        if isinstance(value, Tensor):
+            originals = {f"{name}_g", f"{name}_orig"}
+            if not originals.isdisjoint(module._parameters):
+                names.append(name)
     return names
 
 
@@ -97,55 +102,74 @@ def out_features(module: nn.Module) -> int | None:
 
 
 EXPERTS = "(hidden_states, top_k_index, top_k_weights) or (rows, num_tokens_per_expert)"
+# Ends of names of the argument that holds the chosen experts, and parts of names of the argument
+# that holds the weights of the choices.
 _CHOICES = ("index", "indices", "indexes", "selected_experts")
 _WEIGHTS = ("weight", "score", "prob")
 
 
 def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> Experts:
     """Return the call form and number of experts of a module, or raise UnsupportedModuleError."""
-    names = [*inspect.signature(type(module).forward).parameters][1:]
-    grouped = len(names) > 1 and "num_tokens" in names[1]
-    routed = (
-        len(names) > 2
-        and names[1].endswith(_CHOICES)
-        and any(word in names[2] for word in _WEIGHTS)
-    )
-    if not grouped and not routed:
-        raise UnsupportedModuleError(
-            f"{style}: the forward of {type(module).__name__} takes ({', '.join(names)}), and the "
-            f"style routes tokens by {EXPERTS}. Put the experts into a module with such a forward, "
-            "and the style on that module"
-        )
+    grouped = _takes_grouped_rows(style, module)
     listed = isinstance(module, nn.ModuleList)
-    if grouped and (listed or capacity is not None):
-        what = (
-            "is a ModuleList"
-            if listed
-            else "gets rows that are sorted already, so that no capacity can drop some"
-        )
+    obstacle = ""
+    if grouped and listed:
+        obstacle = "is a ModuleList"
+    elif grouped and capacity is not None:
+        obstacle = "gets rows that are sorted already, so that no capacity can drop some"
+    if obstacle:
         raise UnsupportedModuleError(
-            f"{style}: {type(module).__name__} takes (rows, num_tokens_per_expert), and {what}; "
+            f"{style}: {type(module).__name__} takes (rows, num_tokens_per_expert), and {obstacle}; "
             "let its forward take (hidden_states, top_k_index, top_k_weights)"
         )
-    packed = [
-        param for param in module._parameters.values() if param is not None and param.ndim == 3
-    ]
-    sizes = {len(module)} if isinstance(module, nn.ModuleList) else {p.shape[0] for p in packed}
-    if len(sizes) != 1:
+    return Experts(_expert_count(style, module), grouped, listed, capacity)
+
+
+def _takes_grouped_rows(style: str, module: nn.Module) -> bool:
+    """Tell whether a forward takes rows sorted by expert; False if it takes tokens and choices.
+
+    The call form is read from the names of the arguments of the forward.
+    """
+    arguments = [*inspect.signature(type(module).forward).parameters][1:]
+    if len(arguments) > 1 and "num_tokens" in arguments[1]:
+        return True
+    if len(arguments) > 2:
+        takes_choices = arguments[1].endswith(_CHOICES)
+        takes_weights = any(word in arguments[2] for word in _WEIGHTS)
+        if takes_choices and takes_weights:
+            return False
+    raise UnsupportedModuleError(
+        f"{style}: the forward of {type(module).__name__} takes ({', '.join(arguments)}), and the "
+        f"style routes tokens by {EXPERTS}. Put the experts into a module with such a forward, "
+        "and the style on that module"
+    )
+
+
+def _expert_count(style: str, module: nn.Module) -> int:
+    """Return the number of experts: of a ModuleList, or of parameters of three dims."""
+    if isinstance(module, nn.ModuleList):
+        return len(module)
+    counts = set()
+    for param in module._parameters.values():
+        if param is not None and param.ndim == 3:
+            counts.add(param.shape[0])
+    if len(counts) != 1:
         raise UnsupportedModuleError(
-            f"{style}: {type(module).__name__} has parameters of three dims for {sorted(sizes)} "
+            f"{style}: {type(module).__name__} has parameters of three dims for {sorted(counts)} "
             "experts; expected a nn.ModuleList of experts, or parameters of shape (experts, in, "
             "out) or (experts, out, in) of its own"
         )
-    return Experts(sizes.pop(), grouped, listed, capacity)
+    return counts.pop()
 
 
 def expert_shards(module: nn.Module, experts: Experts) -> dict[str, ParameterPlacement]:
     """Return the placements of the experts' parameters along the axis of experts."""
+    shards: dict[str, ParameterPlacement] = {}
     if not experts.listed:
-        own = module.named_parameters(recurse=False)
-        return {name: Shard(0) for name, p in own if p.ndim > 1 and p.shape[0] == experts.count}
-    owned: dict[str, ParameterPlacement] = {}
+        for name, param in module.named_parameters(recurse=False):
+            if param.ndim > 1 and param.shape[0] == experts.count:
+                shards[name] = Shard(0)
+        return shards
     for index, child in enumerate(module.children()):
         for name, param in child.named_parameters():
             if param.ndim == 0:
@@ -153,16 +177,26 @@ def expert_shards(module: nn.Module, experts: Experts) -> dict[str, ParameterPla
                     f"ExpertParallel: {index}.{name} of {type(module).__name__} is a number, which "
                     "has no rows that one rank could hold; make it a tensor of one element"
                 )
-            owned[f"{index}.{name}"] = ExpertOwner(index, experts.count, param.shape[0])
-    return owned
+            shards[f"{index}.{name}"] = ExpertOwner(index, experts.count, param.shape[0])
+    return shards
 
 
-# Blocks that the name stands for, and whether the hidden features are what the product returns
-# (else what it sums).
-_WEIGHT_NAMES = {
-    "gate_up_proj": (2, True),
-    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (1, True)),
-    **dict.fromkeys(("down_proj", "w2"), (1, False)),
+class _HiddenFeatures(NamedTuple):
+    """The hidden features of a weight of an expert.
+
+    Attributes:
+        blocks: number of equal blocks that the weight holds (gate, up).
+        are_outputs: True if the product returns the hidden features, False if it sums over them.
+    """
+
+    blocks: int
+    are_outputs: bool
+
+
+_HIDDEN_FEATURES: dict[str, _HiddenFeatures] = {
+    "gate_up_proj": _HiddenFeatures(2, are_outputs=True),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), _HiddenFeatures(1, are_outputs=True)),
+    **dict.fromkeys(("down_proj", "w2"), _HiddenFeatures(1, are_outputs=False)),
 }
 
 
@@ -172,66 +206,81 @@ def hidden_shards(style: str, module: nn.Module) -> dict[str, ParameterPlacement
     A bias that is added to the sum over the hidden features stays replicated.
     """
     if isinstance(module, nn.ModuleList):
-        return _hidden_of_linears(style, module)
+        return _hidden_shards_of_linears(style, module)
     params = dict(module.named_parameters())
-    weights = {
-        name: param for name, param in params.items() if param.ndim == 3 and name in _WEIGHT_NAMES
-    }
-    down = next((param for name, param in weights.items() if not _WEIGHT_NAMES[name][1]), None)
-    first = next((name for name in weights if _WEIGHT_NAMES[name][1]), None)
-    if (
-        down is None
-        or first is None
-        or any(name.removesuffix("_bias") not in weights for name in params)
-    ):
+    packed = {name: param for name, param in params.items() if param.ndim == 3}
+    weights = {name: param for name, param in packed.items() if name in _HIDDEN_FEATURES}
+    ups = [name for name in weights if _HIDDEN_FEATURES[name].are_outputs]
+    downs = [name for name in weights if not _HIDDEN_FEATURES[name].are_outputs]
+    is_known = all(name.removesuffix("_bias") in weights for name in params)
+    if not ups or not downs or not is_known:
         raise _unknown_features(style, module)
-    blocks = _WEIGHT_NAMES[first][0]
-    up = params[first]
-    # (experts, out, in), as nn.Linear, or (experts, in, out)
-    for into, out in ((2, 1), (1, 2)):
-        if up.shape[out] == blocks * down.shape[into] and up.shape[into] == down.shape[out]:
-            break
-    else:
-        raise UnsupportedModuleError(
-            f"{style}: {first} {tuple(up.shape)} and the weight behind it {tuple(down.shape)} of "
-            f"{type(module).__name__} have no hidden features in common"
-        )
+    input_dim = _input_dim(style, module, ups[0], weights[downs[0]])
+    output_dim = 3 - input_dim
     shards: dict[str, ParameterPlacement] = {}
     for name, param in params.items():
-        blocks, returned = _WEIGHT_NAMES[name.removesuffix("_bias")]
-        if name in weights or returned:
-            dim = 1 if name not in weights else out if returned else into
-            shards[name] = _hidden(module, dim, blocks, param)
+        features = _HIDDEN_FEATURES[name.removesuffix("_bias")]
+        if name not in weights:
+            # (experts, out); a bias that is added to the sum over hidden features is replicated
+            if features.are_outputs:
+                shards[name] = _hidden_shard(module, 1, features.blocks, param)
+            continue
+        dim = output_dim if features.are_outputs else input_dim
+        shards[name] = _hidden_shard(module, dim, features.blocks, param)
     return shards
 
 
-def _hidden_of_linears(style: str, module: nn.ModuleList) -> dict[str, ParameterPlacement]:
+def _input_dim(style: str, module: nn.Module, up_name: str, down: nn.Parameter) -> int:
+    """Return the dim of packed weights that holds the input features of the products.
+
+    It is 2 for weights (experts, out, in), as of nn.Linear, and 1 for (experts, in, out).
+    """
+    up = module.get_parameter(up_name)
+    blocks = _HIDDEN_FEATURES[up_name].blocks
+    for input_dim, output_dim in ((2, 1), (1, 2)):
+        hidden_fits = up.shape[output_dim] == blocks * down.shape[input_dim]
+        features_fit = up.shape[input_dim] == down.shape[output_dim]
+        if hidden_fits and features_fit:
+            return input_dim
+    raise UnsupportedModuleError(
+        f"{style}: {up_name} {tuple(up.shape)} and the weight behind it {tuple(down.shape)} of "
+        f"{type(module).__name__} have no hidden features in common"
+    )
+
+
+def _hidden_shards_of_linears(style: str, module: nn.ModuleList) -> dict[str, ParameterPlacement]:
     shards: dict[str, ParameterPlacement] = {}
     for path, param in module.named_parameters():
         owner, _, kind = path.rpartition(".")
         name = owner.rpartition(".")[2]
-        if name not in _WEIGHT_NAMES or not isinstance(module.get_submodule(owner), nn.Linear):
+        is_linear = isinstance(module.get_submodule(owner), nn.Linear)
+        if name not in _HIDDEN_FEATURES or not is_linear:
             raise _unknown_features(style, module)
-        blocks, returned = _WEIGHT_NAMES[name]
-        if returned or kind == "weight":
-            shards[path] = _hidden(module, 0 if returned else 1, blocks, param)
+        features = _HIDDEN_FEATURES[name]
+        if features.are_outputs:
+            shards[path] = _hidden_shard(module, 0, features.blocks, param)
+        elif kind == "weight":
+            shards[path] = _hidden_shard(module, 1, features.blocks, param)
     return shards
 
 
 def _unknown_features(style: str, module: nn.Module) -> UnsupportedModuleError:
+    names = ", ".join(name for name, _ in module.named_parameters())
     return UnsupportedModuleError(
         f"{style}: which features of {type(module).__name__} are hidden is known of parameters "
-        f"called {', '.join(_WEIGHT_NAMES)}, and <name>_bias, or of Linears called so in a "
-        f"ModuleList; it has {', '.join(name for name, _ in module.named_parameters())}"
+        f"called {', '.join(_HIDDEN_FEATURES)}, and <name>_bias, or of Linears called so in a "
+        f"ModuleList; it has {names}"
     )
 
 
-def _hidden(module: nn.Module, dim: int, blocks: int, param: Tensor) -> ParameterPlacement:
+def _hidden_shard(module: nn.Module, dim: int, blocks: int, param: Tensor) -> ParameterPlacement:
+    """Return the placement of a parameter whose dim holds so many blocks of hidden features."""
     if blocks == 1:
         return Shard(dim)
-    if param.shape[dim] % blocks:
+    size = param.shape[dim]
+    if size % blocks:
         raise LayoutError(f"dim {dim} of {tuple(param.shape)} does not hold {blocks} equal blocks")
-    # Gate and up lie behind each other; or every other feature is one of them.
+    # Gate and up stand behind each other; or every other feature is one of them.
     if getattr(module, "is_concatenated", True) is False:
         return Shard(dim, multiple_of=blocks)
-    return HeadShard(dim, Heads(param.shape[dim] // blocks, 1, chunked=True), blocks)
+    return HeadShard(dim, Heads(size // blocks, 1, chunked=True), blocks)

@@ -59,10 +59,10 @@ class Heads:
         ranks = mesh.size()
         if not self.replicated(ranks):
             return mesh
-        names = mesh.mesh_dim_names and (
-            f"{mesh.axis_names[0]}_heads",
-            f"{mesh.axis_names[0]}_replicas",
-        )
+        names = None
+        if mesh.mesh_dim_names:
+            axis = mesh.axis_names[0]
+            names = (f"{axis}_heads", f"{axis}_replicas")
         # 2 heads on 4 ranks: (2, 2)
         return mesh.unflatten(0, (self.count, ranks // self.count), names)
 
@@ -76,11 +76,17 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """A parameter dim sharded by heads; the number of ranks is known when the style is applied."""
+    """A parameter dim sharded by heads; the number of ranks is known when the style is applied.
 
-    dim: int  # the dim
-    heads: Heads  # of one block
-    # number of equal blocks that the dim holds behind each other (gate, up), each of them sharded
+    Attributes:
+        dim: the dim.
+        heads: heads of one block.
+        blocks: number of equal blocks that the dim holds behind each other (gate, up), each of them
+            sharded.
+    """
+
+    dim: int
+    heads: Heads
     blocks: int = 1
 
     def on(self, ranks: int) -> Shard | StridedShard:
@@ -95,48 +101,58 @@ class HeadShard:
             >>> HeadShard(1, Heads(6, 1), blocks=2).on(3)
             StridedShard(dim=1, sf=2, sizes=(2, 2, 2))
         """
-        count = self.heads.count
-        size = self.heads.size
-        if count < ranks and not self.heads.chunked:
+        heads = self.heads
+        count = heads.count
+        size = heads.size
+        if count < ranks and not heads.chunked:
             raise LayoutError(
                 f"{count} heads cannot be sharded over {ranks} ranks; fewer heads than ranks are "
                 "replicated only where the number of ranks is a multiple of the number of heads, "
                 "and not by row-wise styles"
             )
-        if count % ranks == 0 or self.heads.chunked:
+        if count % ranks == 0 or heads.chunked:
             shard = Shard(self.dim, multiple_of=size)
         else:
-            # 2, 2, 1, 1
-            sizes = tuple(size * (count // ranks + (rank < count % ranks)) for rank in range(ranks))
-            shard = Shard(self.dim, sizes=sizes)
+            # 6 heads on 4 ranks: 2, 2, 1, 1
+            heads_of_ranks = [count // ranks + (rank < count % ranks) for rank in range(ranks)]
+            shard = Shard(self.dim, sizes=tuple(size * held for held in heads_of_ranks))
         if self.blocks == 1:
             return shard
         # gate and up of 6 on 3: [2, 2, 2] of each
-        in_block = shard_sizes(self.heads.features, shard, ranks)
+        in_block = shard_sizes(heads.features, shard, ranks)
         return StridedShard(self.dim, split_factor=self.blocks, sizes=in_block)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertOwner:
-    """Placement of a parameter of one expert: one rank holds all its rows, the other ranks none."""
+    """Placement of a parameter of one expert: one rank holds all its rows, the other ranks none.
 
-    expert: int  # index of the expert
-    experts: int  # number of experts
-    rows: int  # elements of dim 0
+    Attributes:
+        expert: index of the expert.
+        experts: number of experts.
+        rows: elements of dim 0.
+    """
+
+    expert: int
+    experts: int
+    rows: int
 
     def on(self, ranks: int) -> Placement:
         """Return the placement over so many ranks."""
-        owner = self.expert // -(-self.experts // ranks)  # 3 experts on 2 ranks: 0 0 1
+        # 3 experts on 2 ranks: 2 a rank, so their owners are 0 0 1
+        experts_per_rank = -(-self.experts // ranks)
+        owner = self.expert // experts_per_rank
         return Shard(0, sizes=tuple(self.rows * (rank == owner) for rank in range(ranks)))
 
 
+# The style of modules that no style shards and the arithmetic that is entered completes; a style that
+# comes later replaces it.
 COMPLETION = "completed by the arithmetic that is entered"
-"""The style of what stands in on modules that no style shards; a style that comes later replaces it."""
 
 Options = TypeVar("Options")
 
+# Placement of a parameter, perhaps known only when the number of ranks is.
 ParameterPlacement = Placement | HeadShard | ExpertOwner
-"""Of a parameter: a placement, or what becomes one when the number of ranks is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +172,16 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class FusedBlocks:
-    """A fused weight (and bias); each of its blocks of rows is sharded separately."""
+    """A fused weight (and bias); each of its blocks of rows is sharded separately.
 
-    # name -> features, in the order of the rows
+    Attributes:
+        blocks: features of each block by name, in the order of the rows.
+        prefix: the fused parameters are `<prefix>weight` and `<prefix>bias`.
+        transposed: the fused weight has shape (in, out) instead of (out, in).
+    """
+
     blocks: Mapping[str, Heads]
-    # the fused parameters are `<prefix>weight` and `<prefix>bias`
     prefix: str = ""
-    # the fused weight has shape (in, out) instead of (out, in)
     transposed: bool = False
 
     @property
@@ -177,7 +196,11 @@ class FusedBlocks:
 
     def parts(self, kind: str) -> dict[str, Heads]:
         """Return the features of each block by parameter name, for a split fused weight or bias."""
-        return {f"{kind}_{block}" if block else kind: heads for block, heads in self.blocks.items()}
+        parts: dict[str, Heads] = {}
+        for block, heads in self.blocks.items():
+            name = f"{kind}_{block}" if block else kind
+            parts[name] = heads
+        return parts
 
     def splits(self, ranks: int) -> bool:
         """Tell whether each block becomes a separate parameter.
@@ -186,37 +209,42 @@ class FusedBlocks:
         `StridedShard`. The ranks' rows of other blocks, or of heads that several ranks hold, are
         not a sharding of the fused dim.
         """
-        return len({*self.blocks.values()}) > 1 or any(
-            heads.replicated(ranks) for heads in self.blocks.values()
-        )
+        differ = len({*self.blocks.values()}) > 1
+        return differ or any(heads.replicated(ranks) for heads in self.blocks.values())
 
     def placement(self, name: str, ranks: int) -> Shard | StridedShard:
         """Return the placement of the fused weight or bias, as one parameter, over `ranks`."""
         heads = next(iter(self.blocks.values()))
-        return HeadShard(
-            int(self.transposed and name == self.names[0]), heads, len(self.blocks)
-        ).on(ranks)
+        is_transposed_weight = self.transposed and name == self.names[0]
+        dim = 1 if is_transposed_weight else 0
+        return HeadShard(dim, heads, len(self.blocks)).on(ranks)
 
     def rows(self, ranks: int) -> list[int]:
         """Return the rows of all blocks on each rank."""
         # 4 heads and 2 heads of 8 features on 4 ranks: 8 rows, then 8 more of a head that two
         # share.
-        sizes = [
-            [heads.size] * ranks
-            if heads.replicated(ranks)
-            else shard_sizes(heads.features, HeadShard(0, heads).on(ranks), ranks)
-            for heads in self.blocks.values()
-        ]
-        return [sum(of_rank) for of_rank in zip(*sizes, strict=True)]
+        rows = [0] * ranks
+        for heads in self.blocks.values():
+            if heads.replicated(ranks):
+                sizes = [heads.size] * ranks
+            else:
+                sizes = shard_sizes(heads.features, HeadShard(0, heads).on(ranks), ranks)
+            rows = [total + size for total, size in zip(rows, sizes, strict=True)]
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A low-rank adapter beside a Linear: `scale * B A x`, A: (rank, in), B: (out, rank)."""
+    """A low-rank adapter beside a Linear: `scale * B A x`, A: (rank, in), B: (out, rank).
 
-    rank: int  # inner size
-    scale: float  # factor of the adapter's product
-    # the Linear's own parameters get gradients too
+    Attributes:
+        rank: inner size.
+        scale: factor of the adapter's product.
+        train_base: the Linear's own parameters get gradients too.
+    """
+
+    rank: int
+    scale: float
     train_base: bool
 
 
@@ -239,16 +267,20 @@ class LatentFeatures:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts that tokens are routed to."""
+    """Experts that tokens are routed to.
 
-    count: int  # number of experts
-    # the module's forward takes rows sorted by expert and the number of rows of each expert; False:
-    # tokens, the experts chosen for each of them, and their weights
+    Attributes:
+        count: number of experts.
+        grouped: the module's forward takes rows sorted by expert and the number of rows of each
+            expert; False: tokens, the experts chosen for each of them, and their weights.
+        listed: the experts are the children of a ModuleList; False: they are indices of dim 0 of
+            its parameters.
+        capacity: rows that an expert takes, as a factor of equally many for each; None: all.
+    """
+
+    count: int
     grouped: bool
-    # the experts are the children of a ModuleList; False: they are indices of dim 0 of its
-    # parameters
     listed: bool
-    # rows that an expert takes, as a factor of equally many for each; None: all
     capacity: float | None = None
 
 
@@ -300,27 +332,26 @@ class ModuleSharding:
 
     def placements(self, name: str, mesh_shape: tuple[int, ...]) -> tuple[Placement, ...]:
         """Return the placements of a parameter or buffer on a mesh of this shape."""
-        if (
-            self.fused is not None
-            and name in self.fused.names
-            and not self.fused.splits(mesh_shape[0])
-        ):
-            return (self.fused.placement(name, mesh_shape[0]),)
-        asked = (
-            placements.get(name, Replicate())
-            for placements in (self.parameters, self.second_axis or {})
-        )
-        return tuple(
-            p if isinstance(p, Placement) else p.on(n)
-            for p, n in zip(asked, mesh_shape, strict=False)
-        )
+        fused = self.fused
+        if fused is not None and name in fused.names and not fused.splits(mesh_shape[0]):
+            return (fused.placement(name, mesh_shape[0]),)
+        along_axes = (self.parameters, self.second_axis or {})
+        requested = [declared.get(name, Replicate()) for declared in along_axes]
+        placements = []
+        for placement, ranks in zip(requested, mesh_shape, strict=False):
+            if not isinstance(placement, Placement):
+                placement = placement.on(ranks)
+            placements.append(placement)
+        return tuple(placements)
 
     def shards(self, name: str) -> bool:
         """Tell whether a parameter is sharded."""
         if self.fused is not None and name in self.fused.names:
             return True
-        asked = (self.parameters.get(name), (self.second_axis or {}).get(name))
-        return any(isinstance(each, Shard | HeadShard | ExpertOwner) for each in asked)
+        declared = [self.parameters.get(name)]
+        if self.second_axis is not None:
+            declared.append(self.second_axis.get(name))
+        return any(isinstance(entry, Shard | HeadShard | ExpertOwner) for entry in declared)
 
     def owners(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
         """Return the modules whose own parameters the record describes, with their paths."""
@@ -369,8 +400,11 @@ class ModuleCall:
 
     def input(self, index: int = 0) -> Tensor | None:
         """Return an input by position, also if it came by keyword; None if it is not a tensor."""
-        given = (*self.args, *self.kwargs.values())
-        return given[index] if index < len(given) and isinstance(given[index], Tensor) else None
+        arguments = (*self.args, *self.kwargs.values())
+        if index >= len(arguments):
+            return None
+        argument = arguments[index]
+        return argument if isinstance(argument, Tensor) else None
 
     @property
     def output(self) -> Tensor:
@@ -406,5 +440,8 @@ class Collective(NamedTuple):
 
 
 def _port(ports: tuple[Port | None, ...] | None, index: int) -> Port:
-    port = ports[index] if ports and index < len(ports) else None
-    return Port(Replicate(), Replicate()) if port is None else port
+    if ports and index < len(ports):
+        port = ports[index]
+        if port is not None:
+            return port
+    return Port(Replicate(), Replicate())

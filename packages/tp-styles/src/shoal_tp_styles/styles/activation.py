@@ -36,6 +36,7 @@ from ..sharding.module_sharding import (
     HeadShard,
     LatentFeatures,
     ModuleSharding,
+    ParameterPlacement,
     Port,
 )
 from .style import DeclaredStyle, check_forward, unsupported
@@ -82,11 +83,14 @@ class SequenceParallel(DeclaredStyle):
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         port = Port(Shard(self.sequence_dim), Shard(self.sequence_dim))
+        lowering = _LOWERINGS.get(class_of(module))
+        if lowering is None and is_norm(module):
+            lowering = Tokenwise
         return ModuleSharding(
             "SequenceParallel",
             inputs=(port,),
             outputs=(port,),
-            lowering=_LOWERINGS.get(class_of(module)) or (Tokenwise if is_norm(module) else None),
+            lowering=lowering,
             local_outputs=self.use_local_output,
         )
 
@@ -162,13 +166,14 @@ class HeadParallel(DeclaredStyle):
             )
         check_forward("HeadParallel", module, nn.MultiheadAttention)
         heads = Heads(module.num_heads, module.head_dim)
-        # One weight each where keys or values have dims of their own.
-        projections = () if module._qkv_same_embed_dim else OWN_PROJECTIONS
+        parameters: dict[str, ParameterPlacement] = {"out_proj.weight": HeadShard(1, heads)}
+        if not module._qkv_same_embed_dim:
+            # There are separate weights where keys or values have dims of their own.
+            parameters |= dict.fromkeys(OWN_PROJECTIONS, HeadShard(0, heads))
         port = Port(Replicate(), Replicate())
         return ModuleSharding(
             "HeadParallel",
-            {"out_proj.weight": HeadShard(1, heads)}
-            | dict.fromkeys(projections, HeadShard(0, heads)),
+            parameters,
             inputs=(port, port, port),
             outputs=(Port(Partial(), self.output_layouts or Replicate()), None),
             lowering=AttentionHeads,
@@ -213,17 +218,10 @@ class OwnParameters(DeclaredStyle):
     def sharding(self, module: nn.Module) -> ModuleSharding:
         placements = {}
         for name, dim in self.dims.items():
-            if getattr(module, name, 0) is None:
-                continue  # this layer has none
-            param = module._parameters.get(name)
-            if param is None or not -max(param.ndim, 2) <= dim < param.ndim:
-                got = "no such parameter" if param is None else f"one of shape {tuple(param.shape)}"
-                raise LayoutError(
-                    f"OwnParameters: dim {dim} of {name!r}: {type(module).__name__} has {got}"
-                )
-            placements[name] = Shard(
-                max(dim + param.ndim, 0) if dim < 0 else dim, multiple_of=self.multiple_of
-            )
+            # A parameter that is None is missing in this layer only.
+            if getattr(module, name, 0) is not None:
+                dim = self._sharded_dim(module, name, dim)
+                placements[name] = Shard(dim, multiple_of=self.multiple_of)
         for name in self.counts:
             if type(vars(module).get(name)) is not int:
                 raise LayoutError(
@@ -232,6 +230,17 @@ class OwnParameters(DeclaredStyle):
         counts = tuple(self.counts)
         return ModuleSharding(
             "OwnParameters", placements, lowering=LocalForward, options=counts, own_parameters=True
+        )
+
+    def _sharded_dim(self, module: nn.Module, name: str, dim: int) -> int:
+        """Return a dim of a parameter, counted from the first one; raise if there is no such dim."""
+        param = module._parameters.get(name)
+        # A vector has the dims -1 and -2 of a matrix: a bias is sharded like the rows of its weight.
+        if param is not None and -max(param.ndim, 2) <= dim < param.ndim:
+            return max(dim + param.ndim, 0) if dim < 0 else dim
+        got = "no such parameter" if param is None else f"one of shape {tuple(param.shape)}"
+        raise LayoutError(
+            f"OwnParameters: dim {dim} of {name!r}: {type(module).__name__} has {got}"
         )
 
 
@@ -306,41 +315,47 @@ class ChannelParallel(DeclaredStyle):
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if not is_grouped(module) and not isinstance(module, _KINDS):
             raise unsupported("ChannelParallel", module, _KINDS, "convolutions of several groups")
-        if not isinstance(module, nn.PReLU) or module.num_parameters > 1:
+        has_one_slope = isinstance(module, nn.PReLU) and module.num_parameters == 1
+        if not has_one_slope:
             return sharded_groups(self, module, None, None)
-        port = Port(Shard(1, multiple_of=self.multiple_of), Shard(1, multiple_of=self.multiple_of))
-        return ModuleSharding(  # one slope for all channels
+        layout = Shard(1, multiple_of=self.multiple_of)
+        port = Port(layout, layout)
+        return ModuleSharding(
             "ChannelParallel", inputs=(port,), outputs=(port,), local_outputs=self.use_local_output
         )
 
 
 def sharded_groups(
-    style: DeclaredStyle, module: nn.Module, arriving: Placement | None, leaving: Placement | None
+    style: DeclaredStyle,
+    module: nn.Module,
+    input_layout: Placement | None,
+    output_layout: Placement | None,
 ) -> ModuleSharding:
     """Return the sharding of a module by groups of channels.
 
     The layout outside the module is sharded by channels unless another layout is given.
     """
     name = type(style).__name__
+    if isinstance(module, CONVOLUTIONS):
+        has_own_forward = not any(keeps_forward(module, kind) for kind in CONVOLUTIONS)
+        if has_own_forward:
+            raise unsupported(name, module, CONVOLUTIONS)
     channels = ChannelsOfGroups.of(module, style.multiple_of)
-    if isinstance(module, CONVOLUTIONS) and not any(
-        keeps_forward(module, kind) for kind in CONVOLUTIONS
-    ):
-        raise unsupported(name, module, CONVOLUTIONS)
     # In units of 2 groups of 1 input and 2 output channels: multiples of 2 and of 4.
-    into, out_of, rows = (
-        channels.unit * size for size in (channels.into, channels.out_of, channels.rows)
-    )
-    reads = Shard(channels.dim, multiple_of=into)
-    computes = Shard(channels.dim, multiple_of=out_of)
-    of_outputs = dict.fromkeys(
-        ("bias", "running_mean", "running_var"), Shard(0, multiple_of=out_of)
-    )
+    reads = Shard(channels.dim, multiple_of=channels.unit * channels.into)
+    computes = Shard(channels.dim, multiple_of=channels.unit * channels.out_of)
+    per_output = Shard(0, multiple_of=channels.unit * channels.out_of)
+    parameters = {
+        "weight": Shard(0, multiple_of=channels.unit * channels.rows),
+        "bias": per_output,
+        "running_mean": per_output,
+        "running_var": per_output,
+    }
     return ModuleSharding(
         name,
-        {"weight": Shard(0, multiple_of=rows), **of_outputs},
-        inputs=(Port(arriving or reads, reads),),
-        outputs=(Port(computes, leaving or computes),),
+        parameters,
+        inputs=(Port(input_layout or reads, reads),),
+        outputs=(Port(computes, output_layout or computes),),
         lowering=GroupedChannels,
         options=channels,
         local_outputs=getattr(style, "use_local_output", True),

@@ -76,12 +76,16 @@ class ExpertParallel(DeclaredStyle):
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         experts = experts_of("ExpertParallel", module, self.capacity_factor)
+        hidden = None
+        if isinstance(self.axis, tuple):
+            hidden = hidden_shards("ExpertParallel", module)
         port = Port(self.input_layouts, self.input_layouts)
+        inputs = 2 if experts.grouped else 3
         return ModuleSharding(
             "ExpertParallel",
             expert_shards(module, experts),
-            hidden_shards("ExpertParallel", module) if isinstance(self.axis, tuple) else None,
-            inputs=(port,) * (2 if experts.grouped else 3),
+            second_axis=hidden,
+            inputs=(port,) * inputs,
             outputs=(port,),
             lowering=RoutedExperts,
             options=experts,
@@ -174,9 +178,10 @@ class SharedExpertOverlap(DeclaredStyle):
             try:
                 module.get_submodule(path)
             except AttributeError:
+                children = ", ".join(name for name, _ in module.named_children())
                 raise LayoutError(
                     f"SharedExpertOverlap: {type(module).__name__} has no module {path!r}; it has "
-                    f"{', '.join(name for name, _ in module.named_children())}"
+                    f"{children}"
                 ) from None
         return ModuleSharding(
             "SharedExpertOverlap",

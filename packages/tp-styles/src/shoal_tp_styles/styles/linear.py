@@ -30,7 +30,15 @@ from ..sharding.module_kinds import (
     kinds_of,
     out_features,
 )
-from ..sharding.module_sharding import FusedBlocks, Heads, HeadShard, ModuleSharding, Overlap, Port
+from ..sharding.module_sharding import (
+    FusedBlocks,
+    Heads,
+    HeadShard,
+    ModuleSharding,
+    Overlap,
+    ParameterPlacement,
+    Port,
+)
 from .activation import sharded_groups
 from .style import DeclaredStyle, LayoutField, check_forward, unsupported
 
@@ -38,18 +46,24 @@ Layouts = Placement | tuple[Placement, ...] | None
 
 
 class Features(NamedTuple):
-    """The dims of a module's features."""
+    """The dims of a module's features.
 
-    parameters: Mapping[str, int]  # the sharded dim of each parameter
-    # the sharded dim of the input; None: the input is replicated
+    Attributes:
+        parameters: the sharded dim of each parameter.
+        input: the sharded dim of the input; None: the input is replicated.
+        output: the sharded dim of the output; None: the output is a partial sum.
+        lowering: the local computation.
+        inputs: number of inputs.
+    """
+
+    parameters: Mapping[str, int]
     input: int | None
-    # the sharded dim of the output; None: the output is a partial sum
     output: int | None
-    lowering: type[Lowered]  # the local computation
-    inputs: int = 1  # number of inputs
+    lowering: type[Lowered]
+    inputs: int = 1
 
 
-# By their spatial dims; channels are the dim before those.
+# By their number of spatial dims; the channels are the dim before the spatial ones.
 _CONVOLUTIONS = (1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)
 _TRANSPOSED = (1, nn.ConvTranspose1d), (2, nn.ConvTranspose2d), (3, nn.ConvTranspose3d)
 
@@ -79,16 +93,25 @@ _Table = Mapping[type[nn.Module], Features]
 _OF_HEADS: _Table = {kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)}
 
 
-def _features(
-    style: str, table: _Table, module: nn.Module
-) -> tuple[Features, type[Lowered] | None]:
-    """Return the module's row of the table, and its lowering.
+class _TableRow(NamedTuple):
+    """The row of a module in a style's table.
 
-    None for a subclass with its own forward.
+    Attributes:
+        features: the dims of the module's features.
+        lowering: the local computation; None for a subclass with its own forward.
     """
+
+    features: Features
+    lowering: type[Lowered] | None
+
+
+def _row_of(style: str, table: _Table, module: nn.Module) -> _TableRow:
+    """Return the module's row of the table, or raise UnsupportedModuleError."""
     for kind in kinds_of(module):
         if kind in table:
-            return table[kind], table[kind].lowering if keeps_forward(module, kind) else None
+            features = table[kind]
+            lowering = features.lowering if keeps_forward(module, kind) else None
+            return _TableRow(features, lowering)
     raise unsupported(style, module, tuple(table))
 
 
@@ -142,38 +165,41 @@ class _FeatureStyle(DeclaredStyle):
         style: str,
         table: _Table,
         module: nn.Module,
-        arriving: Placement | None,
-        leaving: Placement | None,
+        default_input: Placement | None,
+        *,
+        default_output: Placement | None,
     ) -> ModuleSharding:
         """Return the sharding by a module's row of the table.
 
-        Layouts outside the module equal the layouts inside unless they are given.
+        The layouts outside the module are those of the style's fields, else the defaults, else the
+        layouts inside.
         """
-        arriving, leaving = (
-            self.given("input_layouts") or arriving,
-            self.given("output_layouts") or leaving,
-        )
-        # its channels are sharded inside whatever the style
+        input_layout = self.given("input_layouts") or default_input
+        output_layout = self.given("output_layouts") or default_output
+        # The channels of a grouped convolution are sharded inside, whatever the style.
         if is_grouped(module):
             self._overlap(module, None)
-            return sharded_groups(self, module, arriving, leaving)
-        features, lowering = _features(style, table, module)
-        desired: Placement = Replicate() if features.input is None else Shard(features.input)
+            return sharded_groups(self, module, input_layout, output_layout)
+        features, lowering = _row_of(style, table, module)
+        if features.input is None:
+            # As in torch, ids for the rows of a table arrive sharded too.
+            arrives: Placement = input_layout or Shard(-1)
+            input_port = Port(arrives, Replicate())
+        else:
+            reads = Shard(features.input)
+            input_port = Port(input_layout or reads, reads)
         computed: Placement = Partial() if features.output is None else Shard(features.output)
+        parameters: dict[str, ParameterPlacement] = {}
+        for name, dim in features.parameters.items():
+            if self.of_heads:
+                parameters[name] = HeadShard(dim, self.of_heads)
+            else:
+                parameters[name] = Shard(dim, multiple_of=self.multiple_of)
         return ModuleSharding(
             style,
-            {
-                name: HeadShard(dim, self.of_heads)
-                if self.of_heads
-                else Shard(dim, multiple_of=self.multiple_of)
-                for name, dim in features.parameters.items()
-            },
-            # As in torch, ids for the rows of a table arrive sharded too.
-            inputs=(
-                Port(arriving or Shard(-1 if features.input is None else features.input), desired),
-            )
-            * features.inputs,
-            outputs=(Port(computed, leaving or computed),),
+            parameters,
+            inputs=(input_port,) * features.inputs,
+            outputs=(Port(computed, output_layout or computed),),
             lowering=lowering,
             local_outputs=self.use_local_output,
             options=self._overlap(module, lowering),
@@ -238,20 +264,26 @@ class ColwiseParallel(_FeatureStyle):
         if self.of_heads is not None:
             return self._of_heads(module, self.of_heads)
         if isinstance(module, RECURRENT):
-            # its gates each have some units on every rank
-            if (got := self.multiple_of) > 1:
+            # Each gate has some units on every rank.
+            if self.multiple_of > 1:
                 raise LayoutError(
-                    f"ColwiseParallel.aligned: hidden units are shared as they are, got {got}"
+                    "ColwiseParallel.aligned: hidden units are shared as they are, got "
+                    f"{self.multiple_of}"
                 )
             self._overlap(module, None)
-            arriving = self.given("input_layouts") or Replicate()
-            leaving = self.given("output_layouts")
             return sharded_hidden_units(
-                "ColwiseParallel", module, arriving, leaving, local_outputs=self.use_local_output
+                "ColwiseParallel",
+                module,
+                self.given("input_layouts") or Replicate(),
+                self.given("output_layouts"),
+                local_outputs=self.use_local_output,
             )
-        sharding = self._declared("ColwiseParallel", COLWISE, module, Replicate(), leaving=None)
+        sharding = self._declared(
+            "ColwiseParallel", COLWISE, module, Replicate(), default_output=None
+        )
         layout = sharding.input_port().layout
-        if self.chunks > 1 and not (isinstance(layout, Shard) and layout.multiple_of == 1):
+        is_gathered = isinstance(layout, Shard) and layout.multiple_of == 1
+        if self.chunks > 1 and not is_gathered:
             raise LayoutError(
                 "ColwiseParallel.overlapped: runs the gather of a sharded input beside the "
                 f"product, got input_layouts={layout!r}. Give input_layouts=Shard(dim), or leave "
@@ -261,7 +293,7 @@ class ColwiseParallel(_FeatureStyle):
         return sharding
 
     def _of_heads(self, module: nn.Module, heads: Heads) -> ModuleSharding:
-        features, _ = _features("ColwiseParallel.heads", _OF_HEADS, module)
+        features = _row_of("ColwiseParallel.heads", _OF_HEADS, module).features
         weight: Any = module._parameters["weight"]
         if weight.shape[features.parameters["weight"]] != heads.features:
             raise LayoutError(
@@ -276,7 +308,9 @@ class ColwiseParallel(_FeatureStyle):
             raise UnsupportedModuleError(
                 "ColwiseParallel: heads() and overlapped() do not go together; leave out one"
             )
-        sharding = self._declared("ColwiseParallel", _OF_HEADS, module, Replicate(), leaving=None)
+        sharding = self._declared(
+            "ColwiseParallel", _OF_HEADS, module, Replicate(), default_output=None
+        )
         if not isinstance(module, nn.Linear):
             return sharding
         check_forward("ColwiseParallel.heads", module, nn.Linear)
@@ -307,7 +341,7 @@ class RowwiseParallel(_FeatureStyle):
     output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # a descriptor
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        return self._declared("RowwiseParallel", ROWWISE, module, None, leaving=Replicate())
+        return self._declared("RowwiseParallel", ROWWISE, module, None, default_output=Replicate())
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
@@ -325,12 +359,16 @@ class TiedStyle(DeclaredStyle):
 
 def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
     """Return the style that places the weight of a Linear or Embedding so, or None."""
-    known = class_of(module) in (nn.Linear, nn.Embedding)
-    if not known or not isinstance(placement, Shard) or placement.sizes is not None:
+    is_known = class_of(module) in (nn.Linear, nn.Embedding)
+    if not is_known or not isinstance(placement, Shard) or placement.sizes is not None:
         return None
-    style: DeclaredStyle = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    if (placement.dim == 0) == isinstance(module, nn.Linear):  # by columns
+    # Rows of a Linear's weight are output features, rows of a table are input features.
+    is_by_columns = (placement.dim == 0) == isinstance(module, nn.Linear)
+    style: DeclaredStyle
+    if is_by_columns:
         style = ColwiseParallel(output_layouts=Replicate())
+    else:
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     return TiedStyle(of=style.aligned(placement.multiple_of))
 
 
@@ -370,18 +408,18 @@ class PackedColwiseParallel(DeclaredStyle):
             raise unsupported("PackedColwiseParallel", module, (nn.Linear, TransposedLinear))
         kind = next(kind for kind in kinds_of(module) if kind in (TransposedLinear, nn.Linear))
         check_forward("PackedColwiseParallel", module, kind)
-        given = self.blocks
-        unit = self.multiple_of
-        if isinstance(given, int):
-            given = {str(number): features // given for number in range(given)}
-        blocks = {
-            name: block if isinstance(block, Heads) else Heads(block // unit, unit, chunked=True)
-            for name, block in given.items()
-        }
+        sizes = self.blocks
+        if isinstance(sizes, int):
+            sizes = {str(number): features // sizes for number in range(sizes)}
+        blocks: dict[str, Heads] = {}
+        for name, block in sizes.items():
+            if not isinstance(block, Heads):
+                block = Heads(block // self.multiple_of, self.multiple_of, chunked=True)
+            blocks[name] = block
         total = sum(block.features for block in blocks.values())
         if total != features:
             raise LayoutError(
-                f"PackedColwiseParallel: the blocks {given} have {total} features, the module "
+                f"PackedColwiseParallel: the blocks {sizes} have {total} features, the module "
                 f"{features}"
             )
         port = Port(self.input_layouts or Replicate(), Replicate())

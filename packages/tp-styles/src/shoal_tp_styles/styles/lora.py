@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,12 +59,10 @@ class LoRA(DeclaredStyle):
                 "ColwiseParallel or RowwiseParallel (without heads() and overlapped()), the module "
                 "a Linear with torch's forward"
             )
-        columns = base.lowering is ColumnLinear
+        is_by_columns = base.lowering is ColumnLinear
         parameters = dict(base.parameters)
-        parameters |= {
-            "lora_A": Replicate() if columns else Shard(1),
-            "lora_B": Shard(0) if columns else Replicate(),
-        }
+        parameters["lora_A"] = Replicate() if is_by_columns else Shard(1)
+        parameters["lora_B"] = Shard(0) if is_by_columns else Replicate()
         options = Adapter(self.rank, self.alpha / self.rank, self.train_base)
         return replace(
             base, style="LoRA", parameters=parameters, lowering=AdapterLinear, options=options
@@ -72,13 +71,12 @@ class LoRA(DeclaredStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear), "sharding() has checked the type"
         if not self.train_base:
-            module.requires_grad_(False)  # before it gets the adapter's
-        module.register_parameter(
-            "lora_A", nn.Parameter(module.weight.new_empty(self.rank, module.in_features))
-        )
-        module.register_parameter(
-            "lora_B", nn.Parameter(module.weight.new_empty(module.out_features, self.rank))
-        )
+            # before the module gets the parameters of the adapter
+            module.requires_grad_(False)
+        a = module.weight.new_empty(self.rank, module.in_features)
+        b = module.weight.new_empty(module.out_features, self.rank)
+        module.register_parameter("lora_A", nn.Parameter(a))
+        module.register_parameter("lora_B", nn.Parameter(b))
         initialize_adapter(module)
         return super()._apply(module, device_mesh)
 
@@ -136,10 +134,10 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for module in model.modules():
             for sharding, _ in shardings_of(module):
-                if isinstance(sharding.options, Adapter):
-                    weight, a, b = (
-                        getattr(module, name) for name in ("weight", "lora_A", "lora_B")
-                    )
-                    weight.addmm_(b, a, alpha=sharding.options.scale)
-                    b.zero_()
+                if not isinstance(sharding.options, Adapter):
+                    continue
+                linear: Any = module
+                product_scale = sharding.options.scale
+                linear.weight.addmm_(linear.lora_B, linear.lora_A, alpha=product_scale)
+                linear.lora_B.zero_()
     return model

@@ -24,43 +24,53 @@ from .style import DeclaredStyle
 Layouts = Placement | tuple[Placement | None, ...] | None
 
 
-def _ports(what: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None, ...] | None:
+def _ports(style: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None, ...] | None:
     """Pair the layouts of plain tensors with the desired ones; None entries pass through."""
     if layouts is None:
         if desired is not None:
             raise LayoutCountError(
-                f"{what}: desired layouts {desired} are given without the layouts of plain tensors"
+                f"{style}: desired layouts {desired} are given without the layouts of plain tensors"
             )
         return None
     if desired is None:
-        raise LayoutCountError(f"{what}: layouts {layouts} are given without desired layouts")
-    now, then = (
-        (each,) if isinstance(each, Placement) else tuple(each) for each in (layouts, desired)
-    )
-    if len(now) != len(then):
+        raise LayoutCountError(f"{style}: layouts {layouts} are given without desired layouts")
+    sources = _as_tuple(layouts)
+    targets = _as_tuple(desired)
+    if len(sources) != len(targets):
         raise LayoutCountError(
-            f"{what}: layouts and desired layouts must have the same length, got {len(now)} {now} "
-            f"and {len(then)} {then}"
+            f"{style}: layouts and desired layouts must have the same length, got {len(sources)} "
+            f"{sources} and {len(targets)} {targets}"
         )
-    pairs = zip(now, then, strict=True)
-    return tuple(None if layout is None else Port(layout, want or layout) for layout, want in pairs)
+    ports: list[Port | None] = []
+    for source, target in zip(sources, targets, strict=True):
+        ports.append(None if source is None else Port(source, target or source))
+    return tuple(ports)
+
+
+def _as_tuple(
+    layouts: Placement | tuple[Placement | None, ...],
+) -> tuple[Placement | None, ...]:
+    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
 
 
 def _keyword_ports(
     layouts: Mapping[str, Placement] | None, desired: Mapping[str, Placement] | None
 ) -> dict[str, Port]:
-    now = dict(layouts or {})
-    then = dict(desired or {})
-    if len(now) != len(then):
+    """Pair the layouts of keyword inputs with the desired ones, by name."""
+    sources = dict(layouts or {})
+    targets = dict(desired or {})
+    if len(sources) != len(targets):
         raise LayoutCountError(
             "input_kwarg_layouts and desired_input_kwarg_layouts must have the same length, got "
-            f"{sorted(now)} and {sorted(then)}"
+            f"{sorted(sources)} and {sorted(targets)}"
         )
-    return {
-        name: Port(now.get(name) or then[name], then.get(name) or now[name])
-        for name in sorted({*now, *then})
-        if now.get(name) is not None or then.get(name) is not None
-    }
+    ports: dict[str, Port] = {}
+    for name in sorted({*sources, *targets}):
+        source = sources.get(name) or targets.get(name)
+        target = targets.get(name) or sources.get(name)
+        if source is not None and target is not None:
+            ports[name] = Port(source, target)
+    return ports
 
 
 class _Prepare(DeclaredStyle):
@@ -201,10 +211,8 @@ class PrepareModuleInputOutput(_Prepare):
         )
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        inputs, outputs = (
-            each.sharding(module)
-            for each in (self.prepare_module_input, self.prepare_module_output)
-        )
+        inputs = self.prepare_module_input.sharding(module)
+        outputs = self.prepare_module_output.sharding(module)
         return replace(
             inputs,
             style="PrepareModuleInputOutput",
@@ -243,15 +251,17 @@ def input_reshard(
     """
     if input_reshard_dim is None:
         return module
-    hooks: list[_Resharding] = []
+    running: list[_Resharding] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        hooks.append(_Resharding(tp_device_mesh, input_reshard_dim, tensors))
-        hooks[-1].__enter__()
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        hooks = _Resharding(tp_device_mesh, input_reshard_dim, tensors)
+        running.append(hooks)
+        hooks.__enter__()
 
     def leave(*_: Any) -> None:
-        hooks.pop().__exit__(None, None, None)
+        running.pop().__exit__(None, None, None)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
@@ -262,13 +272,13 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
     """Saved-tensor hooks of one forward; packed tensors stay packed until its backward."""
 
     def __init__(self, mesh: DeviceMesh, dim: int, inputs: list[Tensor]) -> None:
-        super().__init__(
-            self.pack, lambda saved: saved[0].full_tensor() if isinstance(saved, tuple) else saved
-        )
+        super().__init__(self.pack, _unpack)
         self.mesh = mesh
         self.dim = dim
-        plain = (x for x in inputs if not isinstance(x, DTensor) and x.numel())
-        self.replicated = {(x.data_ptr(), x.shape, x.stride()) for x in plain}
+        self.replicated = set()
+        for tensor in inputs:
+            if not isinstance(tensor, DTensor) and tensor.numel():
+                self.replicated.add((tensor.data_ptr(), tensor.shape, tensor.stride()))
         self.shards: dict[int, tuple[DTensor]] = {}
 
     def __exit__(self, *exception: object) -> None:
@@ -281,26 +291,26 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
 
         A tuple stands for a plain tensor that is sharded.
         """
-        # a node that saves its own output would hold itself
+        # A node that saves its own output would hold itself, so its result is saved detached.
         is_leaf = tensor.is_leaf
         tensor = tensor.detach()
         if isinstance(tensor, DTensor):
-            replicated = (
-                tensor.spec.replicated and tensor.device_mesh.ndim == 1 and tensor.ndim > self.dim
-            )
-            return (
-                tensor.redistribute(placements=(Shard(self.dim),))
-                if replicated and not is_leaf
-                else tensor
-            )
+            is_replicated = tensor.spec.replicated and tensor.device_mesh.ndim == 1
+            if is_replicated and tensor.ndim > self.dim and not is_leaf:
+                return tensor.redistribute(placements=(Shard(self.dim),))
+            return tensor
         pointer = tensor.data_ptr()
-        if (
-            tensor.ndim <= self.dim
-            or (pointer, tensor.shape, tensor.stride()) not in self.replicated
-        ):
+        is_input = (pointer, tensor.shape, tensor.stride()) in self.replicated
+        if not is_input or tensor.ndim <= self.dim:
             return tensor
         # several readers of one input save one shard
         if pointer not in self.shards:
             whole = DTensor.from_local(tensor, self.mesh, (Replicate(),), run_check=False)
             self.shards[pointer] = (whole.redistribute(placements=(Shard(self.dim),)),)
         return self.shards[pointer]
+
+
+def _unpack(saved: Any) -> Tensor:
+    """Return the tensor for which `_Resharding.pack` returned an object."""
+    tensor: Tensor = saved[0].full_tensor() if isinstance(saved, tuple) else saved
+    return tensor

@@ -23,7 +23,7 @@ from ..apply.apply import apply_sharding
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import ModuleSharding
 
-# What torch's styles call on themselves, and their subclasses override.
+# Methods that torch's styles call on themselves, and that their subclasses override.
 _TORCH_HOOKS = {
     "_partition_embedding_fn",
     "_partition_fn",
@@ -40,25 +40,27 @@ _TORCH_HOOKS = {
 class LayoutField:
     """A field that is read like torch's style fields, as a tuple of placements.
 
-    One placement may be given too.
+    One placement may be assigned too. A field that was left out is kept as None, so that a style can
+    tell whether a layout was given; it reads as the default.
     """
 
     def __init__(self, default: tuple[Placement, ...]) -> None:
         self._default = default
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_{name}"
+        self._attribute = f"_{name}"
 
     def __get__(self, style: object, owner: type | None = None) -> Any:
         if style is None:
-            return None  # the default of the dataclass field
-        given = vars(style)[self._name]
-        return self._default if given is None else given
+            # the default of the dataclass field
+            return None
+        layouts = vars(style)[self._attribute]
+        return self._default if layouts is None else layouts
 
     def __set__(self, style: object, value: Placement | tuple[Placement, ...] | None) -> None:
-        vars(style)[self._name] = (
-            (value,) if isinstance(value, Placement) else None if value is None else tuple(value)
-        )
+        if isinstance(value, Placement):
+            value = (value,)
+        vars(style)[self._attribute] = None if value is None else tuple(value)
 
 
 class ParallelStyle(ABC):
@@ -139,7 +141,8 @@ class DeclaredStyle(ParallelStyle):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        unused = sorted(_TORCH_HOOKS & {name for kind in cls.__mro__ for name in vars(kind)})
+        attributes = {name for kind in cls.__mro__ for name in vars(kind)}
+        unused = sorted(_TORCH_HOOKS & attributes)
         if unused and cls._apply is DeclaredStyle._apply:
             raise StyleError(
                 f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: torch's "
@@ -149,40 +152,54 @@ class DeclaredStyle(ParallelStyle):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        entries: tuple[object, ...] = ()
-        if name.endswith("kwarg_layouts") and isinstance(value, Mapping):
-            entries = tuple(value.values())
-        elif name.endswith("layouts"):
-            entries = tuple(value) if isinstance(value, list | tuple) else (value,)
-        for entry in entries:
-            if entry is not None and not isinstance(entry, Placement):
-                of_torch = type(entry).__module__.startswith("torch")
-                raise LayoutTypeError(
-                    f"{type(self).__name__}: {name} takes a placement such as Replicate() or "
-                    "Shard(-1), a tuple of them, or for keyword inputs a dict of them, got "
-                    f"{type(entry).__name__} "
-                    f"{entry!r:.60}{' (of torch: use those of shoal_dtensor)' * of_torch}"
-                )
+        if name.endswith("layouts"):
+            self._check_layouts(name, value)
         super().__setattr__(name, value)
 
+    def _check_layouts(self, name: str, value: object) -> None:
+        """Refuse a value that is not a placement in a field of layouts.
+
+        A field whose name ends with `layouts` holds a placement or a tuple of placements; a field
+        of keyword inputs, whose name ends with `kwarg_layouts`, holds a dict of them.
+        """
+        entries: tuple[object, ...] = (value,)
+        if name.endswith("kwarg_layouts") and isinstance(value, Mapping):
+            entries = tuple(value.values())
+        elif isinstance(value, list | tuple):
+            entries = tuple(value)
+        for entry in entries:
+            if entry is None or isinstance(entry, Placement):
+                continue
+            is_of_torch = type(entry).__module__.startswith("torch")
+            hint = " (of torch: use those of shoal_dtensor)" if is_of_torch else ""
+            raise LayoutTypeError(
+                f"{type(self).__name__}: {name} takes a placement such as Replicate() or "
+                "Shard(-1), a tuple of them, or for keyword inputs a dict of them, got "
+                f"{type(entry).__name__} {entry!r:.60}{hint}"
+            )
+
     def __repr__(self) -> str:
-        shown = [
-            (f, self.given(f.name))
-            for f in fields(self)
-            if f.repr and self.given(f.name) not in (f.default, {})
-        ]
-        given = ", ".join(f"{f.name}={value!r}" for f, value in shown if "call" not in f.metadata)
-        calls = "".join(
-            f.metadata["call"].format(value) for f, value in shown if "call" in f.metadata
-        )
-        return f"{type(self).__name__}({given}){calls}"
+        arguments = []
+        calls = []
+        for item in fields(self):
+            value = self.given(item.name)
+            if not item.repr or value in (item.default, {}):
+                continue
+            call = item.metadata.get("call")
+            if call is None:
+                arguments.append(f"{item.name}={value!r}")
+            else:
+                calls.append(call.format(value))
+        return f"{type(self).__name__}({', '.join(arguments)}){''.join(calls)}"
 
     def given(self, name: str) -> Any:
         """Return the value of a field: None if layouts were left out, a single layout by itself."""
-        if f"_{name}" not in vars(self):
+        attributes = vars(self)
+        if f"_{name}" not in attributes:
             return getattr(self, name)
-        layouts = vars(self)[f"_{name}"]
-        return layouts[0] if layouts is not None and len(layouts) == 1 else layouts
+        layouts = attributes[f"_{name}"]
+        is_single = layouts is not None and len(layouts) == 1
+        return layouts[0] if is_single else layouts
 
     @abstractmethod
     def sharding(self, module: nn.Module) -> ModuleSharding:
@@ -226,15 +243,18 @@ def unsupported(
     style: str, module: nn.Module, supported: tuple[type[nn.Module], ...], *others: str
 ) -> UnsupportedModuleError:
     """Return the error of a style for a type of module that it cannot shard."""
-    names = ", ".join((*(kind.__name__ for kind in supported), *others))
-    way_out = (
-        "Its batch can be sharded: "
-        f"SequenceParallel(sequence_dim={0 if module.batch_first else 1}); or its hidden units: "
-        "ColwiseParallel(output_layouts=Replicate())"
-        if isinstance(module, nn.RNNBase)
-        else "Write a style of your own (docs/how-to/write-a-style.md), or distribute the module with "
-        "shoal_dtensor.distribute_module."
-    )
+    names = ", ".join([*(kind.__name__ for kind in supported), *others])
+    if isinstance(module, nn.RNNBase):
+        batch = 0 if module.batch_first else 1
+        way_out = (
+            f"Its batch can be sharded: SequenceParallel(sequence_dim={batch}); or its hidden "
+            "units: ColwiseParallel(output_layouts=Replicate())"
+        )
+    else:
+        way_out = (
+            "Write a style of your own (docs/how-to/write-a-style.md), or distribute the module "
+            "with shoal_dtensor.distribute_module."
+        )
     return UnsupportedModuleError(
         f"{style} has no sharding for {type(module).__name__}; it supports {names} and their "
         f"subclasses. {way_out}"

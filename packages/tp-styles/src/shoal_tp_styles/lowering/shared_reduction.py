@@ -1,0 +1,135 @@
+"""One reduction of the gradient for all readers of the same replicated tensor.
+
+Readers of a replicated tensor `x` (the projections q, k and v; gate and up) each return a partial
+gradient. The first reader also returns the *shared input*: an alias of `x` whose gradient edge is
+the first reader's own node. Later readers run on the alias, so autograd adds their partials and
+delivers the sum to the first reader, which adds its own partial and reduces once:
+
+    forward     x ----> q(x), shared     first reader: one gather of x, if it was sharded
+                        shared ----> k(shared)
+                        shared ----> v(shared)
+
+    backward    dk ----+
+                dv ----+--> d shared ---+
+                dq ---------------------+--> one all-reduce (or reduce-scatter) ----> dx
+
+The shared input is an attribute of the tensor object `x`. Its lifetime does not depend on other
+references, so all ranks make the same decision. It dies with `x`, and no cycle arises, because the
+first reader saves aliases, never `x` itself. A leaf is never shared, because its gradient edge leads
+back to it. A write to `x` (its version or storage changes), another communicator, layout or dtype,
+or a change of grad mode ends the sharing. In compiled code the readers are single nodes of the graph
+(`whole_when_compiled`), and the tensors on which autograd traces the graph carry the shared inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_dtensor.internal import (
+    FakeTensor,
+    TensorNote,
+    is_compiling,
+    memory_of,
+    whole_when_compiled,
+)
+from shoal_mesh import Comm
+from shoal_mesh.internal import sums_are_in_tree
+
+from .collective_functions import Move, Sizes, apply_move, gather_dim, reduce, scatter
+
+_ATTRIBUTE = "_shoal_shared_input"
+
+
+@dataclass(slots=True, eq=False)
+class _SharedInputNote(TensorNote):
+    """The shared input of a tensor, and the state of the tensor in which it may be used."""
+
+    key: Hashable
+    version: int
+    memory: object
+    shared_input: Tensor
+
+
+def find_shared_input(
+    tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = False
+) -> Tensor | None:
+    """Return the shared input that an earlier reader with the same key left, if it is still valid.
+
+    Args:
+        tensor: the tensor that is read.
+        key: communicator, layout and dtype of the reader.
+        grad: whether the reader needs a gradient of the tensor.
+        in_tree: readers add their partials block by block, as readers inside `sums_in_tree` must.
+    """
+    if sums_are_in_tree() and not in_tree:
+        return None
+    note: _SharedInputNote | None = getattr(tensor, _ATTRIBUTE, None)
+    # A note that was saved to a file is loaded as an empty `torch.Size`.
+    if not note or note.key != key:
+        return None
+    if note.version != tensor._version or note.memory != _memory(tensor):
+        return None
+    shared_input = note.shared_input
+    return shared_input if shared_input.requires_grad is grad else None
+
+
+def keep_shared_input(tensor: Tensor, key: Hashable, shared_input: Tensor) -> None:
+    """Leave the shared input of a reading on the tensor."""
+    # A fake tensor only finds out shapes, and writes to tensors of inference mode are not counted.
+    if isinstance(tensor, FakeTensor) or tensor.is_inference():
+        return
+    note = _SharedInputNote(key, tensor._version, _memory(tensor), shared_input)
+    setattr(tensor, _ATTRIBUTE, note)
+
+
+def _memory(tensor: Tensor) -> object:
+    """Return the memory of the elements; None for a traced tensor."""
+    return None if is_compiling() else memory_of(tensor)
+
+
+def copy(tensor: Tensor, comm: Comm) -> Tensor:
+    """Return the tensor (`R -> R`) for consumers whose gradients are partial.
+
+    The gradients are all-reduced once for all readers of `tensor`.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _copy_for_readers(tensor, comm)
+    return tensor
+
+
+@whole_when_compiled
+def _copy_for_readers(tensor: Tensor, comm: Comm) -> Tensor:
+    return _read_once(tensor, (comm, None, None), _alias, reduce, comm)
+
+
+def _alias(tensor: Tensor, comm: Comm) -> Tensor:
+    return tensor.detach()
+
+
+@whole_when_compiled
+def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
+    """Gather shards (`S(dim) -> R`) for consumers whose gradients are partial.
+
+    The gradients are reduce-scattered once for all readers of `tensor`.
+    """
+    return _read_once(tensor, (comm, dim, sizes, None), gather_dim, scatter, comm, dim, sizes)
+
+
+def _read_once(tensor: Tensor, key: Hashable, move: Move, back: Move, *where: Any) -> Tensor:
+    """Apply `move`, or return the result of the tensor's first reader with the same key.
+
+    A leaf is not shared.
+    """
+    grad = tensor.requires_grad and torch.is_grad_enabled()
+    if tensor.is_leaf and grad:
+        return apply_move(tensor, move, back, *where)
+    shared_input = find_shared_input(tensor, key, grad)
+    if shared_input is None:
+        shared_input = apply_move(tensor, move, back, *where)
+        keep_shared_input(tensor, key, shared_input)
+    return shared_input
