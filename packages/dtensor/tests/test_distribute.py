@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import shoal_dtensor
 from shoal_dtensor import (
     DTensor,
     Partial,
@@ -415,3 +416,89 @@ def test_factories_list_their_keywords() -> None:
         "placements",
     ]
     assert "generator" in inspect.signature(rand).parameters
+
+
+SPACED: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+    ("linspace", torch.linspace, (0, 1, 11)),
+    ("linspace", torch.linspace, (-2.5, 3.25, 3)),
+    ("linspace", torch.linspace, (1 + 2j, 4, 6)),
+    ("linspace", torch.linspace, (torch.tensor(2.0), 5, 0)),
+    ("logspace", torch.logspace, (0, 3, 11)),
+    ("logspace", torch.logspace, (torch.tensor(-1.0), 2.5, 5, 2.0)),
+]
+
+
+@pytest.mark.parametrize("placements", [[Shard(0)], [Replicate()], [Partial()]])
+@pytest.mark.parametrize(("name", "expected", "arguments"), SPACED)
+@on_ranks(4)
+def test_spaced_values_are_those_of_torch(
+    name: str, expected: Callable[..., Any], arguments: Any, placements: Any
+) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    factory = getattr(shoal_dtensor, name)
+    for dtype in (None, torch.float64, torch.complex64):
+        if dtype is torch.float64 and isinstance(arguments[0], complex):
+            continue
+        values = expected(*arguments, dtype=dtype)
+        made = factory(*arguments, dtype=dtype, device_mesh=mesh, placements=placements)
+        assert (made.shape, made.dtype) == (values.shape, values.dtype)
+        assert made.placements == tuple(placements)
+        assert torch.equal(made.full_tensor(), values)
+    ends = distribute_tensor(torch.tensor(1.5), mesh, [Replicate()])
+    made = factory(ends, 7, 5, device_mesh=mesh, placements=placements, requires_grad=True)
+    assert made.requires_grad and made.is_leaf
+    assert torch.equal(made.detach().full_tensor(), expected(1.5, 7, 5))
+
+
+def test_ends_that_are_no_numbers_are_refused() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for factory in (shoal_dtensor.linspace, shoal_dtensor.logspace):
+            with pytest.raises(TypeError, match="start"):
+                factory("0", 1, 3, device_mesh=mesh)  # type: ignore[arg-type]  # refused
+            with pytest.raises(TypeError, match="end"):
+                factory(0, [1], 3, device_mesh=mesh)  # type: ignore[arg-type]  # refused
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("rows", [8, 7, 1])
+def test_shards_become_terms_of_a_sum_without_communication(ranks: int, rows: int) -> None:
+    @on_ranks(ranks)
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("a", "b"))
+        values = torch.randn(
+            rows, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
+        weights = torch.randn_like(values, generator=torch.Generator().manual_seed(1))
+        moves: list[tuple[list[Placement], list[Placement]]] = [
+            ([Shard(0), Replicate()], [Partial(), Replicate()]),
+            ([Shard(0), Shard(0)], [Partial(), Partial()]),
+            ([Shard(1), Shard(0)], [Shard(1), Partial()]),
+            ([Shard(0), Partial()], [Partial(), Partial()]),
+        ]
+        for source, target in moves:
+            x = distribute_tensor(values, mesh, source).requires_grad_()
+            with CommDebugMode() as counted:
+                terms = x.redistribute(placements=target)
+            assert terms.placements == tuple(target)
+            assert counted.get_total_counts() == 0
+            whole: Any = terms.detach()
+            torch.testing.assert_close(whole.full_tensor(), values)
+            product: Any = terms * distribute_tensor(weights, mesh, [Replicate()] * 2)
+            product.sum().full_tensor().backward()
+            assert isinstance(x.grad, DTensor)
+            torch.testing.assert_close(x.grad.full_tensor(), weights)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(Replicate(), Partial()), (Shard(0), Partial("max")), (Shard(0), Partial("avg"))],
+)
+def test_other_values_do_not_become_partial(source: Placement, target: Placement) -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.zeros(4), mesh, [source])
+        with pytest.raises(PlacementError, match="cannot make mesh axis"):
+            x.redistribute(placements=[target])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 from weakref import ref
 
@@ -313,6 +314,9 @@ class Keywords(TypedDict, total=False):
     placements: Placements | None
 
 
+# an end of evenly spaced values
+Number = complex | torch.Tensor
+
 _DEFAULTS = Keywords(
     dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
 )
@@ -500,3 +504,88 @@ def randperm(
         start = result._spec.local_offset[0]
         local.copy_(whole[start : start + len(local)])
     return result
+
+
+@_factory
+def linspace(start: Number, end: Number, steps: int, **keywords: Unpack[Keywords]) -> DTensor:
+    """Return `steps` values evenly spaced from `start` to `end`, those of `torch.linspace`.
+
+    Every rank computes all of them, in O(steps) memory, and keeps its shard.
+
+    Args:
+        start: the first value: a number or a tensor of one element, also a DTensor.
+        end: the last value, likewise.
+        steps: the number of values.
+        keywords: as for `empty`.
+
+    Raises:
+        ArgumentTypeError: if `start` or `end` is something else. (A TypeError too.)
+        PlacementError: if the placements do not fit.
+
+    Example:
+        >>> from shoal_dtensor import Shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (4,))
+        ...     linspace(0, 1, 5, device_mesh=mesh, placements=[Shard(0)]).to_local()
+        tensor([0.0000, 0.2500])
+    """
+    ends = _number("linspace", "start", start), _number("linspace", "end", end)
+    return _spaced(keywords, partial(torch.linspace, *ends, steps))
+
+
+@_factory
+def logspace(
+    start: Number,
+    end: Number,
+    steps: int,
+    base: float = 10.0,
+    **keywords: Unpack[Keywords],
+) -> DTensor:
+    """Return `steps` values from `base**start` to `base**end`, those of `torch.logspace`.
+
+    Every rank computes all of them, in O(steps) memory, and keeps its shard.
+
+    Args:
+        start: the exponent of the first value: a number or a tensor of one element, also a DTensor.
+        end: the exponent of the last value, likewise.
+        steps: the number of values.
+        base: the base of the powers.
+        keywords: as for `empty`.
+
+    Raises:
+        ArgumentTypeError: if `start` or `end` is something else. (A TypeError too.)
+        PlacementError: if the placements do not fit.
+
+    Example:
+        >>> from shoal_dtensor import Shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (4,))
+        ...     logspace(0, 4, 5, device_mesh=mesh, placements=[Shard(0)]).to_local()
+        tensor([ 1., 10.])
+    """
+    ends = _number("logspace", "start", start), _number("logspace", "end", end)
+    return _spaced(keywords, partial(torch.logspace, *ends, steps, base))
+
+
+def _number(function: str, name: str, value: Number) -> Any:
+    """Return a number, which may be the value of a tensor of one element."""
+    kinds = (int, float, complex, torch.Tensor)
+    check_type(function, name, value, kinds, expected="a number or a tensor of one element")
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _spaced(keywords: Keywords, compute: Callable[..., torch.Tensor]) -> DTensor:
+    """Return the DTensor of values that every rank computes, in the dtype that torch chooses."""
+    dtype = keywords.get("dtype")
+    values = compute(dtype=dtype, device="meta")
+    result = _new((len(values),), {**keywords, "requires_grad": False}, values.dtype)
+    spec = result._spec
+    if spec.coordinate is not None:
+        whole = compute(dtype=values.dtype, device=result._local_tensor.device)
+        local = _shared_out(spec, lambda start: shard_of(whole, start, None))
+        result._local_tensor.copy_(local)
+    return result.requires_grad_(keywords.get("requires_grad", False))

@@ -86,13 +86,15 @@ def _target(
     target_mesh = mesh or source.mesh
     same_mesh = mesh is None or mesh == source.mesh
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Partial) and not (
-            same_mesh and source.placements[axis] is placement
-        ):
+        if not isinstance(placement, Partial):
+            continue
+        before = source.placements[axis] if same_mesh else None
+        becomes_sum = isinstance(before, Shard | StridedShard) and placement == Partial()
+        if before is not placement and not becomes_sum:
             raise PlacementError(
                 f"redistribute: cannot make mesh axis {target_mesh.axis_names[axis]!r} "
-                f"{placement!r}: the tensor is {source!r}; a value becomes partial only as the "
-                "result of an operator or of from_local"
+                f"{placement!r}: the tensor is {source!r}; a value becomes partial as the result "
+                "of an operator or of from_local, and from Shard to Partial() on the same mesh"
             )
     return Spec(
         target_mesh,
