@@ -1,4 +1,4 @@
-"""Covers: block_attention.py, _torch.py."""
+"""Covers: attention_kernels.py, block_attention.py, _torch.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from shoal_context_parallel import _torch, block_attention
-from shoal_context_parallel.block_attention import BlockKernel, kernel_of, merge, plain_attention
+from shoal_context_parallel import _torch, attention_kernels
+from shoal_context_parallel.attention_kernels import BlockKernel, kernel_of, plain_attention
+from shoal_context_parallel.block_attention import merge
 from shoal_context_parallel.sequence_layout import Tile, TileKind
 
 KINDS = pytest.mark.parametrize("kind", list(TileKind))
@@ -75,7 +76,7 @@ class Case:
 def test_a_tile_is_softmax(
     kind: TileKind, masked: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_attention, "_SCORES", 2 * 3 * 6 * 2)  # two queries at a time
+    monkeypatch.setattr(attention_kernels, "_SCORES", 2 * 3 * 6 * 2)  # two queries at a time
     case = Case(kind, masked, 8, 5, 6, width)
     for got, want in zip(
         case.run("cpu", torch.double), (case.out, case.sums, *case.grads), strict=True

@@ -12,16 +12,16 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 disable_dynamo: Callable[..., Any] = _disable_dynamo
-# context manager: functions of torch skip `__torch_function__` of subclasses of `Tensor`
+# Context manager: functions of torch skip `__torch_function__` of subclasses of `Tensor`.
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 Mask = Tensor | None
 Outputs = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
-# Kernels of attention of (batch, heads, length, width), none of the tensors empty.  A forward takes
-# queries, keys and values, whether it is causal (then there are as many queries as keys), what is
-# added to the scores, and their factor; it returns the output and the log-sum-exp of each row.  A
-# backward takes the gradient first, and after the values the output and the log-sums, which may be
-# those of more keys.
+# Kernels of attention of (batch, heads, length, width), none of the tensors empty. A forward takes
+# queries, keys and values, whether it is causal (then there are as many queries as keys), the mask
+# that is added to the scores, and the factor of the scores; it returns the output and the
+# log-sum-exp of each row. A backward takes the gradient first, and after the values the output and
+# the log-sums, which may be those of more keys.
 _aten = torch.ops.aten
 
 
@@ -58,20 +58,13 @@ def cuda_flash_attention_backward(
 
     The kernel reads log-sums by their address alone.
     """
-    *others, lse = tensors
-    lengths = (tensor.shape[-2] for tensor in others[1:3])
+    grad, q, k, v, out, lse = tensors
     op = _aten._scaled_dot_product_flash_attention_backward.default
-    dq, dk, dv = op(
-        *others,
-        lse.contiguous(),
-        None,
-        None,
-        *lengths,
-        0.0,
-        causal,
-        *_no_random_state(lse),
-        scale=scale,
-    )
+    # The kernel takes no cumulative lengths, and a random state for dropout.
+    no_lengths = (None, None)
+    most_queries_and_keys = (q.shape[-2], k.shape[-2])
+    inputs = (grad, q, k, v, out, lse.contiguous(), *no_lengths, *most_queries_and_keys)
+    dq, dk, dv = op(*inputs, 0.0, causal, *_no_random_state(lse), scale=scale)
     return dq, dk, dv
 
 
@@ -81,7 +74,8 @@ def efficient_attention(
     """Return output and log-sum-exp of the memory-efficient CUDA kernel."""
     op = _aten._scaled_dot_product_efficient_attention.default
     out, lse, *_ = op(q, k, v, _aligned(mask, q), True, 0.0, causal, scale=scale)
-    return out, lse.narrow(-1, 0, q.shape[-2])  # it has a multiple of 32 rows
+    # The kernel returns a multiple of 32 rows.
+    return out, lse.narrow(-1, 0, q.shape[-2])
 
 
 def efficient_attention_backward(
@@ -89,11 +83,14 @@ def efficient_attention_backward(
 ) -> Gradients:
     """Return the gradients of the memory-efficient CUDA kernel."""
     grad, q, k, v, out, lse = tensors
-    # exp(-inf) of rows that are none
-    lse = functional.pad(lse.contiguous(), (0, -lse.shape[-1] % 32), value=torch.inf)
-    inputs = grad, q, k, v, _aligned(mask, q), out, lse, *_no_random_state(lse)
+    # Rows that are appended to a multiple of 32 have the softmax exp(-inf).
+    missing_rows = -lse.shape[-1] % 32
+    lse = functional.pad(lse.contiguous(), (0, missing_rows), value=torch.inf)
+    aligned_mask = _aligned(mask, q)
+    inputs = (grad, q, k, v, aligned_mask, out, lse, *_no_random_state(lse))
+    needs_grads = [True, True, True, False]
     op = _aten._scaled_dot_product_efficient_attention_backward.default
-    dq, dk, dv, _ = op(*inputs, 0.0, [True, True, True, False], causal, scale=scale)
+    dq, dk, dv, _ = op(*inputs, 0.0, needs_grads, causal, scale=scale)
     return dq, dk, dv
 
 
@@ -104,13 +101,18 @@ def _aligned(mask: Mask, q: Tensor) -> Mask:
     """
     if mask is None:
         return None
-    padded = functional.pad(mask, (0, -mask.shape[-1] % 16)).narrow(-1, 0, mask.shape[-1])
-    return padded.expand(*q.shape[:2], -1, -1)
+    columns = mask.shape[-1]
+    missing = -columns % 16
+    padded = functional.pad(mask, (0, missing))
+    aligned = padded.narrow(-1, 0, columns)
+    return aligned.expand(*q.shape[:2], -1, -1)
 
 
 def _no_random_state(like: Tensor) -> tuple[Tensor, Tensor]:
     """Return a seed and an offset for a kernel without dropout."""
-    return like.new_empty(2, dtype=torch.uint64), like.new_empty((), dtype=torch.uint64)
+    seed = like.new_empty(2, dtype=torch.uint64)
+    offset = like.new_empty((), dtype=torch.uint64)
+    return seed, offset
 
 
 def can_use(kernel: str, q: Tensor, v: Tensor) -> bool:
@@ -119,11 +121,9 @@ def can_use(kernel: str, q: Tensor, v: Tensor) -> bool:
     The kernel is "flash" or "efficient".
     """
     cuda: Any = torch.backends.cuda
-    return bool(
-        getattr(cuda, f"can_use_{kernel}_attention")(
-            cuda.SDPAParams(q, q, v, None, 0.0, False, False)
-        )
-    )
+    parameters = cuda.SDPAParams(q, q, v, None, 0.0, False, False)
+    is_usable = getattr(cuda, f"can_use_{kernel}_attention")
+    return bool(is_usable(parameters))
 
 
 # --- flex_attention -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor import DTensor, Placement, Replicate, Shard, Spec
 from shoal_dtensor.errors import LayoutError, LayoutTypeError, StyleError
 from shoal_dtensor.internal import (
     UNSEEN,
@@ -30,14 +30,22 @@ from shoal_mesh import DeviceMesh, all_gather, all_gather_v
 
 from .errors import UnsupportedAttentionError
 from .interceptions import Interceptions
-from .parallel_attention import ContextOptions, Method, axis_of, check_attention, sharded_attention
+from .parallel_attention import (
+    QKV,
+    ContextOptions,
+    Method,
+    axis_of,
+    check_attention,
+    sharded_attention,
+)
 from .position_mask import PositionMask
 from .sequence_layout import AttentionMask, Documents, SequenceLayout
 
 # Functions of torch that carry a state along a dim of their first argument.
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 _ROTATE_METHODS: dict[str, Method] = {"allgather": "allgather", "alltoall": "ring"}
-_default: list[Method] = ["allgather"]  # what `set_rotate_method` changes
+# One element, which `set_rotate_method` changes.
+_default_method: list[Method] = ["allgather"]
 
 
 @contextmanager
@@ -92,27 +100,28 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
         torch.Size([1, 16])
     """
     comm = axis_of(mesh)
+    unrestored = no_restore_buffers or set()
     sequences = _sequences("context_parallel", buffers, buffer_seq_dims)
-    _check(sequences, no_restore_buffers or set())
+    _check(sequences, unrestored)
     if sequences and isinstance(layout, str):
-        (first, dim), *_ = sequences
+        first, dim = sequences[0]
         layout = getattr(SequenceLayout, layout)(first.shape[dim], comm.size)
-    options = ContextOptions(method or _default[0], layout, window, documents)
-    known = layout if isinstance(layout, SequenceLayout) else None
-    shards = [known.shard(x.detach(), dim, comm.rank) for x, dim in sequences] if known else []
-    with (
-        _replaced([x for x, _ in sequences], shards, no_restore_buffers or set()),
-        RoutedAttention(mesh, options),
-    ):
-        yield known
+    options = ContextOptions(method or _default_method[0], layout, window, documents)
+    known_layout = layout if isinstance(layout, SequenceLayout) else None
+    shards = []
+    if known_layout is not None:
+        for buffer, dim in sequences:
+            shard = known_layout.shard(buffer.detach(), dim, comm.rank)
+            shards.append((buffer, shard))
+    with _replaced(shards, unrestored), RoutedAttention(mesh, options):
+        yield known_layout
 
 
 @contextmanager
-def _replaced(
-    buffers: Sequence[Tensor], shards: Sequence[Tensor], unrestored: set[Tensor]
-) -> Iterator[None]:
+def _replaced(contents: Sequence[tuple[Tensor, Tensor]], unrestored: set[Tensor]) -> Iterator[None]:
+    """Give buffers other contents; give those that are not in `unrestored` their own ones back."""
     with ExitStack() as after:
-        for buffer, shard in zip(buffers, shards, strict=True):
+        for buffer, shard in contents:
             if not any(buffer is other for other in unrestored):
                 after.callback(_replace, buffer, buffer.data)
             _replace(buffer, shard)
@@ -127,11 +136,10 @@ def _replace(buffer: Tensor, contents: Tensor) -> None:
 
 def _sequences(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
     """Return each buffer with its sequence dim."""
-    buffers, dims = ([] if given is None else given for given in (buffers, dims))
-    for what, values, kind in (("buffers", buffers, Tensor), ("dims of sequences", dims, int)):
-        if not isinstance(values, Sequence) or not all(isinstance(value, kind) for value in values):
-            got = f"{type(values).__name__} {values!r:.60}"
-            raise LayoutTypeError(f"{call}: {what} are a list of {kind.__name__}, got {got}")
+    buffers = [] if buffers is None else buffers
+    dims = [] if dims is None else dims
+    _check_list(f"{call}: buffers", buffers, Tensor)
+    _check_list(f"{call}: dims of sequences", dims, int)
     if len(buffers) != len(dims):
         raise LayoutError(
             f"{call}: one dim for each buffer; got {len(dims)} for {len(buffers)} buffers"
@@ -139,30 +147,40 @@ def _sequences(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
     return list(zip(buffers, dims, strict=True))
 
 
+def _check_list(subject: str, values: object, kind: type) -> None:
+    if isinstance(values, Sequence) and all(isinstance(value, kind) for value in values):
+        return
+    got = f"{type(values).__name__} {values!r:.60}"
+    raise LayoutTypeError(f"{subject} are a list of {kind.__name__}, got {got}")
+
+
 def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> None:
-    if any(all(buffer is not other for other, _ in sequences) for buffer in unrestored):
+    """Refuse buffers that cannot be sharded along one sequence."""
+    buffer_ids = {id(buffer) for buffer, _ in sequences}
+    if any(id(buffer) not in buffer_ids for buffer in unrestored):
         raise LayoutError("context_parallel: no_restore_buffers are some of the buffers")
     for buffer, dim in sequences:
+        shape = tuple(buffer.shape)
         if type(buffer) is not Tensor or buffer.requires_grad:
             raise LayoutError(
                 "context_parallel: buffers are plain tensors without gradients (inputs, labels, "
-                f"tables of positions); got a {type(buffer).__name__} of shape "
-                f"{tuple(buffer.shape)}. Shard a tensor that needs a gradient with "
-                "SequenceLayout.shard"
+                f"tables of positions); got a {type(buffer).__name__} of shape {shape}. Shard a "
+                "tensor that needs a gradient with SequenceLayout.shard"
+            )
+        if not buffer.ndim:
+            raise LayoutError(
+                "context_parallel: a buffer without dims has no sequence; leave it out"
             )
         if not -buffer.ndim <= dim < buffer.ndim:
             raise LayoutError(
-                f"context_parallel: a buffer of shape {tuple(buffer.shape)} has no dim {dim}; its "
-                f"entry in buffer_seq_dims is from {-buffer.ndim} to {buffer.ndim - 1}"
-                if buffer.ndim
-                else "context_parallel: a buffer without dims has no sequence; leave it out"
+                f"context_parallel: a buffer of shape {shape} has no dim {dim}; its entry in "
+                f"buffer_seq_dims is from {-buffer.ndim} to {buffer.ndim - 1}"
             )
-        first, of_first = sequences[0]
-        if buffer.shape[dim] != first.shape[of_first]:
+        first, first_dim = sequences[0]
+        if buffer.shape[dim] != first.shape[first_dim]:
             raise LayoutError(
-                f"context_parallel: dim {dim} of a buffer of shape {tuple(buffer.shape)} is no "
-                f"sequence of as many positions as dim {of_first} of the first buffer, of shape "
-                f"{tuple(first.shape)}"
+                f"context_parallel: dim {dim} of a buffer of shape {shape} is no sequence of as many "
+                f"positions as dim {first_dim} of the first buffer, of shape {tuple(first.shape)}"
             )
 
 
@@ -196,27 +214,37 @@ def context_parallel_unshard(
     sequences = _sequences("context_parallel_unshard", buffers, seq_dims)
     if not sequences:
         return []
-    lengths = [x.shape[dim] for x, dim in sequences]
-    sizes = all_gather(upload([lengths], device_of_numbers(comm, buffers[0].device)), comm).tolist()
-    layout = load_balancer or next(
-        (mode.options.layout for mode in RoutedAttention.active()), "head_tail"
-    )
-    if isinstance(layout, str):
-        layout = getattr(SequenceLayout, layout)(sum(row[0] for row in sizes), comm.size)
-    if sizes != [[size] * len(sequences) for size in layout.sizes]:
+    lengths = [shard.shape[dim] for shard, dim in sequences]
+    sent = upload([lengths], device_of_numbers(comm, buffers[0].device))
+    lengths_of_ranks = all_gather(sent, comm).tolist()
+    layout = load_balancer
+    if layout is None:
+        total = sum(row[0] for row in lengths_of_ranks)
+        layout = _layout_of_block(total, comm.size)
+    wanted = [[size] * len(sequences) for size in layout.sizes]
+    if lengths_of_ranks != wanted:
+        held = [row[0] if len(set(row)) == 1 else row for row in lengths_of_ranks]
         raise LayoutError(
-            "context_parallel_unshard: the ranks hold "
-            f"{[row[0] if len({*row}) == 1 else row for row in sizes]} positions, shards of this "
+            f"context_parallel_unshard: the ranks hold {held} positions, shards of this "
             f"layout have {list(layout.sizes)}; pass the layout they were sharded by as "
             "load_balancer"
         )
-    whole = []
+    tensors = []
     for shard, dim in sequences:
         gathered = all_gather_v(shard.detach().contiguous(), comm, layout.sizes, dim)
-        whole.append(
-            layout.in_order(torch.split_with_sizes(gathered, list(layout.sizes), dim), dim)
-        )
-    return whole
+        shards = torch.split_with_sizes(gathered, list(layout.sizes), dim)
+        tensors.append(layout.in_order(shards, dim))
+    return tensors
+
+
+def _layout_of_block(length: int, ranks: int) -> SequenceLayout:
+    """Return the layout of the block around the call, or the default layout of such a block."""
+    block = _active_block()
+    layout: SequenceLayout | str = "head_tail" if block is None else block.options.layout
+    if isinstance(layout, str):
+        layout = getattr(SequenceLayout, layout)(length, ranks)
+        assert isinstance(layout, SequenceLayout), "layouts are made by methods of their names"
+    return layout
 
 
 def set_rotate_method(rotate_method: str) -> None:
@@ -232,11 +260,12 @@ def set_rotate_method(rotate_method: str) -> None:
         >>> set_rotate_method("alltoall")
         >>> set_rotate_method("allgather")
     """
-    if rotate_method not in (*_ROTATE_METHODS,):  # a list cannot be looked up
+    # A list cannot be looked up in a dict.
+    if rotate_method not in tuple(_ROTATE_METHODS):
         raise UnsupportedAttentionError(
             f"rotate methods are {', '.join(_ROTATE_METHODS)}; got {rotate_method!r}"
         )
-    _default[0] = _ROTATE_METHODS[rotate_method]
+    _default_method[0] = _ROTATE_METHODS[rotate_method]
 
 
 class RoutedAttention(ReplacedAttention):
@@ -251,9 +280,9 @@ class RoutedAttention(ReplacedAttention):
         self.comm = mesh.comm(0)
         self.options = options
         self._agreed = self.comm.size == 1
-        # What is wrong with this rank's calls before the first attention.
+        # Error of this rank's calls before the first attention.
         self._refusal: StyleError | None = None
-        # The mask of the attention that runs now, beside that of the options.
+        # Mask of the attention that runs now, in addition to the mask of the options.
         self._rule: AttentionMask | None = None
 
     def __enter__(self) -> Self:
@@ -285,14 +314,17 @@ class RoutedAttention(ReplacedAttention):
         """Raise if a recurrent layer or a convolution runs along this rank's positions."""
         values = args[0]
         layout = self.options.layout
-        if self.comm.size == 1 or isinstance(layout, str) or not isinstance(values, Tensor):
+        if self.comm.size == 1 or isinstance(layout, str):
+            return
+        if not isinstance(values, Tensor):
             return
         positions = layout.sizes[self.comm.rank]
         if func is functional.conv1d:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
-            # A causal convolution pads its input by hand.
             reach = weight.shape[-1] - 1
-            is_mixed = reach > 0 and values.shape[-1] in (positions, positions + reach)
+            # A causal convolution pads its input by hand.
+            lengths = (positions, positions + reach)
+            is_mixed = reach > 0 and values.shape[-1] in lengths
         else:
             # input, state, weights, bias, layers, dropout, training, bidirectional, batch first
             is_batch_first = len(args) > 8 and bool(args[8])
@@ -334,10 +366,13 @@ class RoutedAttention(ReplacedAttention):
             check_attention(qkv, attn_mask, enable_gqa, self.comm, options=options)
         except StyleError as error:
             failure = failure or error
-        # a selective checkpoint compares with a recomputation, which asks no more
+        # A selective checkpoint compares the operators with a recomputation, which does not ask
+        # again.
         with unwatched():
-            failed = torch.tensor([failure is not None], dtype=torch.int32, device=qkv[0].device)
-            wrong = all_gather(failed, self.comm).nonzero().flatten().tolist()
+            device = qkv[0].device
+            failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
+            failures = all_gather(failed, self.comm)
+            wrong = failures.nonzero().flatten().tolist()
         if wrong:
             raise failure or LayoutError(
                 f"attention of a sharded sequence: the arguments of ranks {wrong} along "
@@ -364,18 +399,20 @@ class RoutedAttention(ReplacedAttention):
                 "rank has the weights that one device would draw for. Use dropout_p=0, and dropout "
                 "after the output projection"
             )
-        qkv: Any = query, key, value
+        qkv = QKV(query, key, value)
         options = self.options
         rule = self._rule
         if isinstance(attn_mask, PositionMask):
             rule = attn_mask.rule
             attn_mask = None
         spec = query.spec if isinstance(query, DTensor) else None
-        if spec is not None or any(isinstance(x, DTensor) for x in (*qkv, attn_mask)):
+        arguments = (*qkv, attn_mask)
+        if any(isinstance(argument, DTensor) for argument in arguments):
             options = self._options_of(qkv, attn_mask)
-            qkv = tuple(x.to_local(grad_placements=x.placements) for x in qkv)
+            qkv = QKV(*map(_local_shard, qkv))
         # torch broadcasts a single head of keys over the heads of queries.
-        enable_gqa = enable_gqa or qkv[1].shape[-3:-2] == (1,)
+        has_single_key_head = qkv.key.shape[-3:-2] == (1,)
+        enable_gqa = enable_gqa or has_single_key_head
         if rule is not None:
             options = options.also(rule)
             is_causal = rule.causal
@@ -392,11 +429,7 @@ class RoutedAttention(ReplacedAttention):
                 options=options,
             )
             if spec is not None:
-                shape = torch.Size((*spec.shape[:-1], out.shape[-1]))
-                stride = torch.empty(shape, device="meta").stride()
-                return DTensor.from_local(
-                    out, spec.mesh, spec.placements, shape=shape, stride=stride
-                )
+                return _wrap_like(spec, out)
         layout = layout_of(query)
         if layout is not UNSEEN and out.shape == query.shape:
             note_layout(out, layout)
@@ -410,27 +443,18 @@ class RoutedAttention(ReplacedAttention):
         """
         specs = [x.spec if isinstance(x, DTensor) else None for x in tensors]
         first = specs[0]
-        if (
-            first is None
-            or isinstance(attn_mask, DTensor)
-            or any(
-                spec is None or (spec.mesh, spec.placements) != (first.mesh, first.placements)
-                for spec in specs
-            )
-        ):
+        if first is None or isinstance(attn_mask, DTensor) or not _are_alike(specs):
+            got = ", ".join("a plain tensor" if spec is None else str(spec) for spec in specs)
             raise LayoutError(
                 "attention of a sharded sequence takes query, key and value all plain or all "
-                "DTensors of one layout, and a plain attn_mask; got "
-                f"{', '.join(str(spec or 'a plain tensor') for spec in specs)}"
+                f"DTensors of one layout, and a plain attn_mask; got {got}"
             )
         sequence = len(first.shape) - 2
         options = self.options
         for axis, placement in enumerate(first.placements):
-            own = tuple(first.mesh.comm(axis).line) == tuple(self.comm.line)
-            # one that says an order of axes is a `StridedShard`
-            is_interval = placement.is_shard() and not first.is_strided
-            along = is_interval and placement.dim >= sequence  # type: ignore[attr-defined]  # it shards
-            if own and placement == Shard(sequence):
+            axis_line = first.mesh.comm(axis).line
+            is_own_axis = tuple(axis_line) == tuple(self.comm.line)
+            if is_own_axis and placement == Shard(sequence):
                 layout = SequenceLayout.contiguous(first.shape[sequence], self.comm.size)
                 if options.layout not in ("contiguous", layout):
                     raise LayoutError(
@@ -438,13 +462,43 @@ class RoutedAttention(ReplacedAttention):
                         f"the layout {options.layout}; pass plain local tensors"
                     )
                 options = replace(options, layout=layout)
-            elif own or along or not (is_interval or isinstance(placement, Replicate)):
+            elif is_own_axis or not _keeps_positions(first, placement, sequence):
                 raise LayoutError(
                     f"attention of a sharded sequence takes DTensors that are Shard({sequence}) on "
                     "the axis of the sequence and sharded by batch or heads, or replicated, on "
                     f"others; got {first}"
                 )
         return options
+
+
+def _are_alike(specs: Sequence[Spec | None]) -> bool:
+    """Tell whether all tensors are DTensors with the same placements on the same mesh."""
+    layouts = {None if spec is None else (spec.mesh, spec.placements) for spec in specs}
+    return len(layouts) == 1 and None not in layouts
+
+
+def _keeps_positions(spec: Spec, placement: Placement, sequence: int) -> bool:
+    """Tell whether an axis with this placement leaves whole sequences of whole heads on a rank."""
+    if isinstance(placement, Replicate):
+        return True
+    # A placement that names an order of axes is a `StridedShard`.
+    if spec.is_strided or not placement.is_shard():
+        return False
+    dim: int = placement.dim  # type: ignore[attr-defined]  # it shards a dim
+    return dim < sequence
+
+
+def _local_shard(tensor: Any) -> Tensor:
+    """Return the local shard of a DTensor, whose gradient has the same placements."""
+    local: Tensor = tensor.to_local(grad_placements=tensor.placements)
+    return local
+
+
+def _wrap_like(query: Spec, out: Tensor) -> DTensor:
+    """Wrap the local output of an attention as a DTensor placed like the queries."""
+    shape = torch.Size((*query.shape[:-1], out.shape[-1]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(out, query.mesh, query.placements, shape=shape, stride=stride)
 
 
 def _active_block() -> RoutedAttention | None:

@@ -35,7 +35,8 @@ def gather_keys(
         gathered = differentiable.all_gather_v(both, comm, layout.sizes, both.ndim - 2)
     shards = torch.split_with_sizes(gathered, list(layout.sizes), -2)
     whole = layout.in_order(shards, -2)
-    keys, values = torch.split_with_sizes(whole, [key.shape[-1], value.shape[-1]], -1)
+    widths = [key.shape[-1], value.shape[-1]]
+    keys, values = torch.split_with_sizes(whole, widths, -1)
     return keys, values
 
 
@@ -66,10 +67,11 @@ def attend_by_flex(
         )
     layout = options.layout_of(query.shape[-2], comm)
     positions = layout.positions(comm.rank, query.device)
-    call["key"], call["value"] = gather_keys(key, value, comm, layout)
-    call["block_mask"] = _mask_of_rows(
-        call.get("block_mask"), query, positions, layout, options=options
-    )
+    whole_key, whole_value = gather_keys(key, value, comm, layout)
+    call["key"] = whole_key
+    call["value"] = whole_value
+    mask = call.get("block_mask")
+    call["block_mask"] = _mask_of_rows(mask, query, positions, layout, options=options)
     score = call.get("score_mod")
     if score is not None:
         call["score_mod"] = _by_position(score, positions)
@@ -89,15 +91,18 @@ def _mask_of_rows(
     mask: Any, query: Tensor, positions: Tensor, layout: SequenceLayout, options: ContextOptions
 ) -> Any:
     """Return the mask of this rank's rows and all columns; None if there is nothing to mask."""
-    from torch.nn.attention.flex_attention import create_block_mask  # it takes 0.1 s to import
+    # imported here because it takes 0.1 s
+    from torch.nn.attention.flex_attention import create_block_mask
 
     rule = AttentionMask(window=options.window, documents=options.documents)
     is_bounded = rule != AttentionMask()
     if mask is None and not is_bounded:
         return None
     rows = query.shape[-2]
-    has_own_rows = mask is not None and mask.shape[-2:] == (rows, layout.length)
-    has_own_rows = has_own_rows and rows != layout.length
+    is_sharded = rows != layout.length
+    has_own_rows = False
+    if is_sharded and mask is not None:
+        has_own_rows = mask.shape[-2:] == (rows, layout.length)
     if has_own_rows and not is_bounded:
         return mask
     by_rule = function_of(rule, query.device)
@@ -106,24 +111,31 @@ def _mask_of_rows(
 
     def mask_by_position(row: Any, head: Any, query: Any, key: Any) -> Any:
         # Blocks have indices behind the last query and key, too.
-        query, key = query.clamp(max=last_row), key.clamp(max=last_column)
+        query = query.clamp(max=last_row)
+        key = key.clamp(max=last_column)
         position = positions[query]
         allowed = by_rule(row, position, key)
         if mask is None:
             return allowed
-        return allowed & mask.mask_mod(row, head, query if has_own_rows else position, key)
+        mask_row = query if has_own_rows else position
+        return allowed & mask.mask_mod(row, head, mask_row, key)
 
-    rows_of_mask: list[int | None] = [None, None]
+    batch_rows: int | None = None
+    heads: int | None = None
+    sizes = {}
     if mask is not None:
-        rows_of_mask = [size if size > 1 else None for size in mask.shape[:2]]
-    if options.documents is not None and len(options.documents.rows) > 1:
-        rows_of_mask[0] = query.shape[0]
-    sizes = {} if mask is None else {"BLOCK_SIZE": mask.BLOCK_SIZE}
+        mask_rows, mask_heads = mask.shape[:2]
+        batch_rows = mask_rows if mask_rows > 1 else None
+        heads = mask_heads if mask_heads > 1 else None
+        sizes = {"BLOCK_SIZE": mask.BLOCK_SIZE}
+    documents = options.documents
+    if documents is not None and len(documents.rows) > 1:
+        batch_rows = query.shape[0]
     try:
         return create_block_mask(
             mask_by_position,
-            B=rows_of_mask[0],
-            H=rows_of_mask[1],
+            B=batch_rows,
+            H=heads,
             Q_LEN=rows,
             KV_LEN=layout.length,
             device=str(query.device),
@@ -148,6 +160,7 @@ def function_of(rule: AttentionMask, device: torch.device) -> MaskFunction:
         if ids is None:
             return allowed
         line = row if len(ids) > 1 else torch.zeros_like(row)
-        return allowed & (ids[line, position] == ids[line, key])
+        is_same_document = ids[line, position] == ids[line, key]
+        return allowed & is_same_document
 
     return allows

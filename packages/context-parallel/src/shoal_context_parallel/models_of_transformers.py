@@ -37,13 +37,13 @@ from .parallel_attention import ContextOptions
 from .position_mask import PositionMask, chunks_as_documents
 from .sequence_layout import AttentionMask, Documents, SequenceLayout
 
-# Modules that carry something from one position to the next, by their class's name.
+# Names of classes of modules that carry a state from one position to the next.
 _MIXES = re.compile(
     r"Mamba|SSM|Mixer$|Recurrent|RgLru|Lru$|DeltaNet|KimiDelta|LinearAttention|LightningAttention|"
     r"Rwkv|ShortConv|FourierTransform|Hyena|LSTM|TokenShift|Indexer|Compressor|Engram"
 )
 # Models whose attention is code of their own, which reads keys and values from a cache and takes the
-# mask as it is: they get a cache that has those of all ranks.
+# mask as it is: they get a cache that has the keys and values of all ranks.
 _READ_A_CACHE = frozenset({"biogpt", "bloom", "codegen", "falcon", "gptj", "mpt", "stablelm"})
 # Modules that read one position for the whole sequence.
 _POOLS = re.compile(r"Pooler$")
@@ -87,8 +87,10 @@ def change_registries(active: ActiveBlock) -> Iterator[Callable[[], None]]:
     masks = masking.ALL_MASK_ATTENTION_FUNCTIONS
     for name in [*masks]:
         yield _replace_item(masks, name, partial(_make_mask, active, name, masks[name]))
-    found = masking.find_packed_sequence_indices
-    yield _replace(masking, found.__name__, partial(_find_documents, active, found))
+    find_documents = masking.find_packed_sequence_indices
+    yield _replace(
+        masking, find_documents.__name__, partial(_find_documents, active, find_documents)
+    )
     functions = modeling.ALL_ATTENTION_FUNCTIONS
     yield _replace(functions, "get_interface", partial(_look_up_attention, active, functions))
 
@@ -217,9 +219,10 @@ def _is_same_mask(
     function: Callable[..., Any], rule: AttentionMask, size: int, length: int
 ) -> bool:
     """Compare a function of indices with a rule around the borders of windows and chunks."""
-    borders = torch.tensor([0, size // 2, size, size + size // 2, 2 * size, length])
-    near = (borders[:, None] + torch.arange(-2, 3)).flatten()
-    positions = near.clamp(0, max(length - 1, 0))
+    half = size // 2
+    borders = torch.tensor([0, half, size, size + half, 2 * size, length])
+    near_borders = borders[:, None] + torch.arange(-2, 3)
+    positions = near_borders.flatten().clamp(0, max(length - 1, 0))
     queries = positions[:, None]
     keys = positions[None, :]
     zero = torch.zeros((), dtype=torch.long)
@@ -244,7 +247,8 @@ def _whole_rows(
     device = arguments.get("device", "cpu")
     positions = layout.positions(block.comm.rank, device)
     options = block.options
-    by_options = function_of(AttentionMask(False, options.window, options.documents), device)
+    options_mask = AttentionMask(False, options.window, options.documents)
+    by_options = function_of(options_mask, device)
     function = arguments["mask_function"]
 
     def by_position(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -441,25 +445,26 @@ def check_model(block: Block, model: Any, args: Any, kwargs: dict[str, Any]) -> 
             f"others. {_OTHER_WAYS}"
         )
     parameters = inspect.signature(model.forward).parameters
-    given = dict(zip(parameters, args, strict=False)) | kwargs
-    _check_positions(block, model, parameters, given)
+    arguments = dict(zip(parameters, args, strict=False)) | kwargs
+    _check_positions(block, model, parameters, arguments)
     kwargs = dict(kwargs)
-    if model.config.model_type in _READ_A_CACHE and given.get("past_key_values") is None:
-        tokens = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if model.config.model_type in _READ_A_CACHE and arguments.get("past_key_values") is None:
+        tokens = arguments.get("input_ids")
+        if tokens is None:
+            tokens = arguments.get("inputs_embeds")
         layout = None if tokens is None else _layout_of(block, tokens.shape[1])
         if layout is not None:
             gathers = model.config._attn_implementation != "sdpa"
             kwargs["past_key_values"] = KeysOfAllRanks(block, layout, gathers=gathers)
             kwargs["use_cache"] = False
-    labels = given.get("labels")
+    labels = arguments.get("labels")
     is_causal = getattr(model, "loss_type", None) == "ForCausalLM"
-    if labels is not None and is_causal and given.get("shift_labels") is None:
+    if labels is not None and is_causal and arguments.get("shift_labels") is None:
         kwargs["shift_labels"] = _shift_labels(block, labels)
     return kwargs
 
 
-def _check_positions(block: Block, model: Any, parameters: Any, given: Any) -> None:
+def _check_positions(block: Block, model: Any, parameters: Any, arguments: Any) -> None:
     """Raise if the model would number this rank's positions from 0."""
     name = type(model).__name__
     if "position_ids" not in parameters:
@@ -470,7 +475,7 @@ def _check_positions(block: Block, model: Any, parameters: Any, given: Any) -> N
             f"{name} in a context_parallel block: its forward takes no position_ids, so it would "
             f"number this rank's positions from 0. {_OTHER_WAYS}"
         )
-    ids = given.get("position_ids")
+    ids = arguments.get("position_ids")
     if ids is None:
         raise LayoutError(f"{name} in a context_parallel block. {_HOW_TO_PASS_POSITIONS}")
     if isinstance(ids, Tensor) and ids.ndim == 2:
@@ -482,7 +487,8 @@ def _shift_labels(block: Block, labels: Tensor) -> Tensor:
     layout = block.options.layout_of(labels.shape[-1], block.comm)
     with unwatched_functions(), unwatched():
         gathered = all_gather_v(labels.contiguous(), block.comm, layout.sizes, labels.ndim - 1)
-    whole = layout.in_order(torch.split_with_sizes(gathered, list(layout.sizes), -1), -1)
+    shards = torch.split_with_sizes(gathered, list(layout.sizes), -1)
+    whole = layout.in_order(shards, -1)
     # -100: no label follows the last position.
     shifted = nn.functional.pad(whole[..., 1:], (0, 1), value=-100)
     return layout.shard(shifted, -1, block.comm.rank)
@@ -506,10 +512,12 @@ def mixed_by(model: Any) -> str:
     if _POOLING_HEADS.search(name):
         return f"{name} reads one position for the whole sequence"
     config = model.config
+    uses_sdpa = config._attn_implementation == "sdpa"
     by_interface = getattr(model, "_supports_attention_backend", False)
-    by_torch = getattr(model, "_supports_sdpa", False) and config._attn_implementation == "sdpa"
+    by_torch = uses_sdpa and getattr(model, "_supports_sdpa", False)
     by_cache = config.model_type in _READ_A_CACHE
-    if by_cache and model.training and getattr(model, "is_gradient_checkpointing", False):
+    has_checkpoints = getattr(model, "is_gradient_checkpointing", False)
+    if by_cache and model.training and has_checkpoints:
         return "its checkpoints of activations leave out the cache by which it gets keys"
     if not by_interface and not by_torch and not by_cache:
         way_out = " (that of attn_implementation='sdpa' can)" if model._supports_sdpa else ""

@@ -1,11 +1,12 @@
 """`context_parallel_attention`: scaled dot-product attention of a sharded sequence.
 
 Ulysses exchanges positions for heads by an all-to-all: from some positions of all heads to all
+Ulysses exchanges positions for heads by an all-to-all: from some positions of all heads to all
 positions of some heads, and back. With 8 query heads, 2 heads of keys and 4 ranks, rank 1 gets
 query heads 2 and 3 and head 0 of the keys, which rank 0 gets too. If the ranks do not divide the
 heads, heads are distributed as by `torch.chunk`: some ranks may have none.
 
-May import: block_attention, errors, sequence_layout.
+May import: attention_kernels, block_attention, errors, head_shares, sequence_layout.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,19 +27,27 @@ from shoal_dtensor.internal import (
     check_device_mesh,
     first_order_only,
     redistribute_shards,
-    shard_sizes,
-    spans,
     unwatched,
 )
 from shoal_mesh import Comm, DeviceMesh, purpose
 
-from .block_attention import BlockKernel, Task, kernel_of, rotated_attention
+from .attention_kernels import BlockKernel, kernel_of
+from .block_attention import Task, rotated_attention
 from .errors import UnsupportedAttentionError
+from .head_shares import HeadShares
 from .sequence_layout import AttentionMask, Documents, Range, SequenceLayout
 
-QKV = tuple[Tensor, Tensor, Tensor]
 Method = Literal["allgather", "ring", "ulysses"]
+# Source and target of each tensor of an exchange.
 Moves = list[tuple[Spec, Spec]]
+
+
+class QKV(NamedTuple):
+    """Queries, keys and values of one attention, (..., heads, local length, width)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +76,11 @@ class ContextOptions:
 
         Documents of the mask take the place of the options' documents.
         """
-        sides = []
-        for own, other in zip(self.window, mask.window, strict=True):
-            bounds = [side for side in (own, other) if side is not None]
-            sides.append(min(bounds, default=None))
+        left, right = self.window
+        other_left, other_right = mask.window
+        window = (_smaller(left, other_left), _smaller(right, other_right))
         documents = self.documents if mask.documents is None else mask.documents
-        return replace(self, window=(sides[0], sides[1]), documents=documents)
+        return replace(self, window=window, documents=documents)
 
     def layout_of(self, local_length: int, comm: Comm) -> SequenceLayout:
         """Return the layout of a sequence from the number of positions that this rank holds."""
@@ -82,10 +90,11 @@ class ContextOptions:
         axis = f"the {comm.size} ranks along {'x'.join(comm.axes)}"
         if layout.ranks != comm.size:
             raise LayoutError(f"a sequence layout for {layout.ranks} ranks does not fit {axis}")
-        if layout.sizes[comm.rank] != local_length:
+        held = layout.sizes[comm.rank]
+        if held != local_length:
             raise LayoutError(
                 f"attention of a sequence of {layout.length} positions over {axis}: this rank "
-                f"holds {layout.sizes[comm.rank]} of them, but its queries are {local_length}. "
+                f"holds {held} of them, but its queries are {local_length}. "
                 "Attention of other tensors (cross-attention, another sequence) belongs outside of "
                 "context parallelism"
             )
@@ -94,6 +103,13 @@ class ContextOptions:
                 f"documents of {self.documents.length} positions in a sequence of {layout.length}"
             )
         return layout
+
+
+def _smaller(bound: int | None, other: int | None) -> int | None:
+    """Return the smaller of two bounds; None is no bound."""
+    if bound is None or other is None:
+        return other if bound is None else bound
+    return min(bound, other)
 
 
 def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention, and what is sharded
@@ -152,7 +168,7 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
         True
     """
     options = ContextOptions(method, layout, window, documents)
-    qkv = (query, key, value)
+    qkv = QKV(query, key, value)
     axis_of(mesh)
     return sharded_attention(
         qkv, attn_mask, is_causal, scale, enable_gqa=enable_gqa, mesh=mesh, options=options
@@ -163,10 +179,10 @@ def axis_of(mesh: DeviceMesh) -> Comm:
     """Return the communicator of a mesh with one axis; raise LayoutError if it has several."""
     check_device_mesh("context parallelism", mesh)
     if mesh.ndim != 1:
+        axes = dict(zip(mesh.axis_names or (), mesh.shape, strict=False))
         raise LayoutError(
-            "context parallelism acts on one mesh axis, the mesh has "
-            f"{dict(zip(mesh.axis_names or (), mesh.shape, strict=False)) or mesh.shape}; pass the "
-            "sub-mesh of one axis"
+            f"context parallelism acts on one mesh axis, the mesh has {axes or mesh.shape}; pass "
+            "the sub-mesh of one axis"
         )
     return mesh.comm(0)
 
@@ -183,35 +199,40 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     """Compute `context_parallel_attention` on a mesh of one axis, with its options as one value."""
     comm = mesh.comm(0)
     layout = check_attention(qkv, attn_mask, enable_gqa, comm, options=options)
-    (query, key, value) = qkv
+    query, key, value = qkv
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    added_mask = None
+    if attn_mask is not None:
+        added_mask = _folded_mask(attn_mask, query, key.shape[-3], layout.length)
+    q, k, v = map(_with_one_batch_dim, qkv)
     mask = AttentionMask(is_causal, options.window, options.documents)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    q, k, v = (x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-    added = (
-        None if attn_mask is None else _folded_mask(attn_mask, query, key.shape[-3], layout.length)
-    )
     kernel = BlockKernel(
-        scale, mask.reach, added, *(kernel_of(q, v, masked=masked) for masked in (False, True))
+        scale,
+        mask.reach,
+        added_mask,
+        unmasked=kernel_of(q, v, masked=False),
+        masked=kernel_of(q, v, masked=True),
     )
+    task = Task(layout, comm, mask, kernel, rotation="ring", batch=q.shape[0])
     if options.method == "ulysses":
-        whole = Task(
-            SequenceLayout.contiguous(layout.length, 1),
-            comm,
-            mask,
-            kernel,
-            rotation="ring",
-            batch=q.shape[0],
-        )
-        out = _in_heads(q, k, v, whole, layout=layout, mesh=mesh)
+        whole = replace(task, layout=SequenceLayout.contiguous(layout.length, 1))
+        out = _attend_by_heads(q, k, v, whole, layout=layout, mesh=mesh)
     else:
-        rotation = options.method if comm.size > 1 else "ring"
-        out = rotated_attention(
-            q, k, v, Task(layout, comm, mask, kernel, rotation=rotation, batch=q.shape[0])
-        )
+        if comm.size > 1:
+            task = replace(task, rotation=options.method)
+        out = rotated_attention(q, k, v, task)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _in_heads(
+def _with_one_batch_dim(tensor: Tensor) -> Tensor:
+    """Return a tensor as (batch, heads, local length, width)."""
+    if tensor.ndim == 4:
+        return tensor
+    return tensor.reshape(-1, *tensor.shape[-3:])
+
+
+def _attend_by_heads(
     q: Tensor, k: Tensor, v: Tensor, whole: Task, layout: SequenceLayout, mesh: DeviceMesh
 ) -> Tensor:
     """Compute attention of this rank's heads over the whole sequence (Ulysses).
@@ -220,46 +241,63 @@ def _in_heads(
     length, width), and the output is exchanged back.
     """
     heads = q.shape[1]
-    shared = k.shape[1]
-    rank = mesh.comm(0).rank
-    group: int = heads // max(shared, 1)
-    # 6 query heads, 3 of keys and 4 ranks: queries (0, 2) (2, 4) (4, 6) (6, 6), keys (0, 1) (1, 2)
-    # (2, 3) (0, 0).
-    queries = spans(shard_sizes(heads, Shard(0), mesh.size()))
-    keys = [(a // group, -(-b // group)) if a < b else (0, 0) for a, b in queries]
-
-    def move(like: Tensor, shares: Sequence[Range], count: int) -> tuple[Spec, Spec]:
-        """Return the specs S(sequence) and S(heads) of a tensor with `count` heads.
-
-        The ranks' positions follow one another.
-        """
-        shape = (like.shape[0], count, layout.length, like.shape[-1])
-        sizes = tuple(b - a for a, b in shares)
-        source = Spec(mesh, [Shard(2, sizes=layout.sizes)], shape, None, dtype=like.dtype)
-        return source, source.with_(placements=[Shard(1, sizes=sizes)])
-
-    # several ranks read a head: a copy for each
-    if sum(b - a for a, b in keys) > shared:
-        k, v = (torch.cat([x[:, a:b] for a, b in keys], 1) for x in (k, v))
-    moves = [
-        move(x, own, x.shape[1]) for x, own in zip((q, k, v), (queries, keys, keys), strict=True)
-    ]
+    shares = HeadShares.of(heads, k.shape[1], mesh.size())
+    sent_heads = sum(stop - start for start, stop in shares.keys)
+    is_repeated = sent_heads > k.shape[1]
+    if is_repeated:
+        # Several ranks read a head: a copy for each of them.
+        k = _concatenate_shares(k, shares.keys)
+        v = _concatenate_shares(v, shares.keys)
+    key_heads = k.shape[1]
+    move_q = _heads_for_positions(q, heads, shares.queries, layout, mesh=mesh)
+    move_k = _heads_for_positions(k, key_heads, shares.keys, layout, mesh=mesh)
+    move_v = _heads_for_positions(v, key_heads, shares.keys, layout, mesh=mesh)
     with unwatched():
-        moved = apply(_Exchange, moves, q, k, v)
-    q, k, v = (layout.in_order(x.split(layout.sizes, 2), 2) for x in moved)
-    first, last = queries[rank]
-    count = keys[rank][1] - keys[rank][0]
-    if count and (first % group or (last - first) != count * group):
+        exchanged = apply(_Exchange, [move_q, move_k, move_v], q, k, v)
+    # Dim 2 has the positions of rank after rank.
+    by_rank = [tensor.split(layout.sizes, 2) for tensor in exchanged]
+    q, k, v = [layout.in_order(shards, 2) for shards in by_rank]
+    rank = mesh.comm(0).rank
+    keys_of_queries = shares.keys_of_queries(rank)
+    if keys_of_queries is not None:
         # Groups do not fit the rank's heads: a head of keys for every query head.
-        own = torch.arange(first, last, device=q.device) // group - keys[rank][0]
-        k, v = k.index_select(1, own), v.index_select(1, own)
-    # Without heads the product is empty, and takes part in the exchanges of backward.
-    out = rotated_attention(q, k, v, whole) if q.shape[1] else q @ k.transpose(-1, -2) @ v
-    rows = torch.cat([layout.shard(out, 2, each) for each in range(layout.ranks)], 2)
-    source, target = move(out, queries, heads)
+        index = torch.tensor(keys_of_queries, device=q.device)
+        k = k.index_select(1, index)
+        v = v.index_select(1, index)
+    if q.shape[1]:
+        out = rotated_attention(q, k, v, whole)
+    else:
+        # Without heads the product is empty, and takes part in the exchanges of backward.
+        out = q @ k.transpose(-1, -2) @ v
+    shards = [layout.shard(out, 2, rank) for rank in range(layout.ranks)]
+    rows = torch.cat(shards, 2)
+    source, target = _heads_for_positions(out, heads, shares.queries, layout, mesh=mesh)
     with unwatched():
         (result,) = apply(_Exchange, [(target, source)], rows)
-    return result  # type: ignore[no-any-return]  # of torch
+    attended: Tensor = result
+    return attended
+
+
+def _concatenate_shares(tensor: Tensor, shares: Sequence[Range]) -> Tensor:
+    """Return the heads of rank after rank; a head that several ranks read is repeated."""
+    return torch.cat([tensor[:, start:stop] for start, stop in shares], 1)
+
+
+def _heads_for_positions(
+    tensor: Tensor, heads: int, shares: Sequence[Range], layout: SequenceLayout, *, mesh: DeviceMesh
+) -> tuple[Spec, Spec]:
+    """Return the specs S(sequence) and S(heads) of a tensor with so many heads.
+
+    The ranks' positions follow one another.
+    """
+    batch = tensor.shape[0]
+    width = tensor.shape[-1]
+    shape = (batch, heads, layout.length, width)
+    by_position = Shard(2, sizes=layout.sizes)
+    heads_of_ranks = tuple(stop - start for start, stop in shares)
+    by_head = Shard(1, sizes=heads_of_ranks)
+    source = Spec(mesh, [by_position], shape, None, dtype=tensor.dtype)
+    return source, source.with_(placements=[by_head])
 
 
 class _Exchange(Function):
@@ -271,17 +309,19 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, moves: Moves, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.moves = moves
-        return _moved(tensors, moves)
+        return _exchange(tensors, moves)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         first_order_only("attention of a sharded sequence has first derivatives only")
-        return None, *_moved(grads, [(target, source) for source, target in ctx.moves])
+        back = [(target, source) for source, target in ctx.moves]
+        return None, *_exchange(grads, back)
 
 
-def _moved(tensors: Sequence[Tensor], moves: Moves) -> tuple[Tensor, ...]:
+def _exchange(tensors: Sequence[Tensor], moves: Moves) -> tuple[Tensor, ...]:
     with purpose("attention: heads for positions"):
-        return tuple(redistribute_shards([tensor.contiguous() for tensor in tensors], moves).wait())
+        pending = redistribute_shards([tensor.contiguous() for tensor in tensors], moves)
+        return tuple(pending.wait())
 
 
 def check_attention(
@@ -292,33 +332,47 @@ def check_attention(
     Nothing is sent.
     """
     query, key, value = qkv
-    heads, shared = (x.shape[-3] if x.ndim >= 3 else 0 for x in (query, key))
-    fits = (
-        query.ndim == key.ndim == value.ndim >= 3
-        and key.shape[:-1] == value.shape[:-1]
-        and query.shape[:-3] == key.shape[:-3]
-        and query.shape[-2:] == key.shape[-2:]
-        and (heads == shared or (enable_gqa and shared > 0 and heads % shared == 0))
-    )
-    if not fits:
+    if not _fit_together(query, key, value, enable_gqa=enable_gqa):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in qkv)
+        without_gqa = "" if enable_gqa else " without enable_gqa"
         raise LayoutError(
             "attention of a sharded sequence takes query, key and value of (..., heads, local "
             "length, width) with one length and batch, as many heads of keys as of queries, or "
-            "with enable_gqa a divisor of them; got "
-            f"{', '.join(str(tuple(x.shape)) for x in qkv)}{'' if enable_gqa else ' without enable_gqa'}"
+            f"with enable_gqa a divisor of them; got {shapes}{without_gqa}"
         )
-    layout = options.layout_of(query.shape[-2], comm)
+    local_length = query.shape[-2]
+    layout = options.layout_of(local_length, comm)
     if attn_mask is not None:
-        _check_mask(attn_mask, query.shape[-2], layout, options.method)
-    batch = math.prod(query.shape[:-3])
-    documents = options.documents
-    if documents is not None and len(documents.rows) not in (1, batch):
-        raise LayoutError(f"documents of {len(documents.rows)} batch rows in a batch of {batch}")
+        _check_mask(attn_mask, local_length, layout, options.method)
+    if options.documents is not None:
+        batch = math.prod(query.shape[:-3])
+        rows = len(options.documents.rows)
+        if rows not in (1, batch):
+            raise LayoutError(f"documents of {rows} batch rows in a batch of {batch}")
     return layout
 
 
+def _fit_together(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
+    """Tell whether the shapes are those of one attention."""
+    if query.ndim < 3 or query.ndim != key.ndim:
+        return False
+    if key.shape[:-1] != value.shape[:-1]:
+        return False
+    same_batch = query.shape[:-3] == key.shape[:-3]
+    same_length_and_width = query.shape[-2:] == key.shape[-2:]
+    if not same_batch or not same_length_and_width:
+        return False
+    heads = query.shape[-3]
+    key_heads = key.shape[-3]
+    if heads == key_heads:
+        return True
+    return enable_gqa and key_heads > 0 and heads % key_heads == 0
+
+
 def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method) -> None:
-    if mask.ndim < 2 or mask.shape[-2] not in (1, rows) or mask.shape[-1] != layout.length:
+    """Refuse a mask that does not have this rank's rows and all columns."""
+    has_rows = mask.ndim >= 2 and mask.shape[-2] in (1, rows)
+    if not has_rows or mask.shape[-1] != layout.length:
         raise LayoutError(
             f"attn_mask has this rank's {rows} rows and all {layout.length} columns in global "
             f"order, got {tuple(mask.shape)}; shard its rows as the queries are. A model of "
@@ -334,19 +388,25 @@ def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method)
         )
 
 
-def _folded_mask(mask: Tensor, query: Tensor, shared: int, columns: int) -> Tensor:
+def _folded_mask(mask: Tensor, query: Tensor, key_heads: int, columns: int) -> Tensor:
     """Return the mask that is added to the scores of folded tensors.
 
     The shape is (n or 1, group or 1, rows, columns).
     """
     if mask.dtype == torch.bool:
-        mask = query.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+        zeros = query.new_zeros(mask.shape)
+        mask = zeros.masked_fill_(~mask, -math.inf)
     mask = mask.to(query.dtype)
-    (*batch, heads, rows, _) = query.shape
-    if mask.ndim < 4 and mask.shape[-3:-2] != (heads,):
+    *batch, heads, rows, _ = query.shape
+    has_heads = mask.ndim >= 4 or mask.shape[-3:-2] == (heads,)
+    if not has_heads:
         return mask.expand(1, 1, rows, columns)
     # A head of keys has one mask, or one for each query head of its group.
-    own, group = (shared, 1) if mask.shape[-3] == 1 else (heads, heads // shared)
-    return mask.expand(*batch, own, rows, columns).reshape(
-        math.prod(batch) * shared, group, rows, columns
-    )
+    mask_heads = heads
+    group = heads // key_heads
+    if mask.shape[-3] == 1:
+        mask_heads = key_heads
+        group = 1
+    folded = math.prod(batch) * key_heads
+    expanded = mask.expand(*batch, mask_heads, rows, columns)
+    return expanded.reshape(folded, group, rows, columns)

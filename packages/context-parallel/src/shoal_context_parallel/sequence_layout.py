@@ -20,11 +20,11 @@ from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes, spans
 
-# first position, and the one behind the last
+# First position, and the position behind the last one.
 Range = tuple[int, int]
-# reach of a query to keys of any position
+# Reach of a query to keys of any position.
 UNBOUNDED = 1 << 62
-# queries of one tile at a window's edge; its mask has 512 x (512 + window) elements
+# Queries of one tile at a window's edge; its mask has 512 x (512 + window) elements.
 _BAND_ROWS = 512
 
 
@@ -51,10 +51,15 @@ class SequenceLayout:
     ranges: tuple[tuple[Range, ...], ...]
 
     def __post_init__(self) -> None:
-        ordered = sorted(each for own in self.ranges for each in own)
-        if any(start >= stop for start, stop in ordered) or any(
-            a[1] != b[0] for a, b in pairwise([(0, 0), *ordered])
-        ):
+        ordered: list[Range] = []
+        for ranges in self.ranges:
+            ordered += ranges
+        ordered.sort()
+        is_empty = any(start >= stop for start, stop in ordered)
+        # A range begins where the one before it ends, the first range at 0.
+        neighbors = pairwise([(0, 0), *ordered])
+        has_gaps = any(before[1] != after[0] for before, after in neighbors)
+        if is_empty or has_gaps:
             raise LayoutError(
                 "a sequence layout holds every position once, in non-empty ranges (start, stop); "
                 f"got {ordered}"
@@ -67,7 +72,8 @@ class SequenceLayout:
         The last ranks may have no positions.
         """
         # 10 on 4 ranks: 3, 3, 3, 1
-        return cls._of([[own] for own in spans(shard_sizes(length, Shard(0), ranks))])
+        sizes = shard_sizes(length, Shard(0), ranks)
+        return cls._of([[span] for span in spans(sizes)])
 
     @classmethod
     def head_tail(cls, length: int, ranks: int) -> SequenceLayout:
@@ -89,21 +95,28 @@ class SequenceLayout:
             >>> SequenceLayout.per_document([4, 8], ranks=2).positions(0)
             tensor([ 0,  3,  4,  5, 10, 11])
         """
-        held: list[list[Range]] = [[] for _ in range(ranks)]
+        ranges: list[list[Range]] = [[] for _ in range(ranks)]
         chunks = 2 * ranks
-        for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        starts = accumulate(lengths, initial=0)
+        for start, length in zip(starts, lengths, strict=False):
             # 8 from 4 on, 2 ranks: 4 6 8 10 12
             bounds = [start + length * i // chunks for i in range(chunks + 1)]
-            for rank, own in enumerate(held):
+            ranges_of_chunks = [*pairwise(bounds)]
+            for rank in range(ranks):
                 # rank 0 of 2: 4:6, 10:12
-                own += [(bounds[i], bounds[i + 1]) for i in (rank, chunks - 1 - rank)]
-        return cls._of(held)
+                early = ranges_of_chunks[rank]
+                late = ranges_of_chunks[-1 - rank]
+                ranges[rank] += [early, late]
+        return cls._of(ranges)
 
     @classmethod
-    def _of(cls, held: Sequence[Sequence[Range]]) -> SequenceLayout:
-        return cls(
-            tuple(tuple((start, stop) for start, stop in own if start < stop) for own in held)
-        )
+    def _of(cls, ranges_of_ranks: Sequence[Sequence[Range]]) -> SequenceLayout:
+        """Return the layout of the ranges that are not empty."""
+        ranges_held = []
+        for ranges in ranges_of_ranks:
+            held = [(start, stop) for start, stop in ranges if start < stop]
+            ranges_held.append(tuple(held))
+        return cls(tuple(ranges_held))
 
     @property
     def ranks(self) -> int:
@@ -113,7 +126,7 @@ class SequenceLayout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Positions on each rank."""
-        return tuple(sum(stop - start for start, stop in own) for own in self.ranges)
+        return tuple(sum(map(_size, ranges)) for ranges in self.ranges)
 
     @property
     def length(self) -> int:
@@ -125,8 +138,10 @@ class SequenceLayout:
 
         Rotary embeddings and similar code need them.
         """
-        own = [torch.arange(start, stop, device=device) for start, stop in self.ranges[rank]]
-        return torch.cat(own) if own else torch.empty(0, dtype=torch.long, device=device)
+        if not self.ranges[rank]:
+            return torch.empty(0, dtype=torch.long, device=device)
+        held = [torch.arange(start, stop, device=device) for start, stop in self.ranges[rank]]
+        return torch.cat(held)
 
     def shard(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
         """Copy a rank's shard of a global tensor whose dim `dim` is the sequence.
@@ -140,7 +155,8 @@ class SequenceLayout:
                 "positions, the length of this layout"
             )
         ranges = self.ranges[rank] or ((0, 0),)
-        return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+        blocks = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+        return torch.cat(blocks, dim)
 
     def in_order(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         """Return the global tensor of the ranks' shards, in index order.
@@ -150,17 +166,23 @@ class SequenceLayout:
             >>> layout.in_order([torch.tensor([0, 1, 2, 3])], 0)
             tensor([0, 1, 2, 3])
         """
-        found = []
-        for own, shard in zip(self.ranges, shards, strict=True):
+        blocks: list[tuple[Range, Tensor]] = []
+        for ranges, shard in zip(self.ranges, shards, strict=True):
             # 0:2, 6:8: 2, 2
-            blocks = torch.split_with_sizes(
-                shard, [stop - start for start, stop in own] or [0], dim
-            )
-            # later sorted by range: 0:2, 2:4, 4:6, 6:8
-            found += list(zip(own, blocks, strict=False))
-        return torch.cat(
-            [block for _, block in sorted(found, key=lambda each: each[0])] or [shards[0]], dim
-        )
+            sizes = [*map(_size, ranges)] or [0]
+            blocks_of_rank = torch.split_with_sizes(shard, sizes, dim)
+            blocks += zip(ranges, blocks_of_rank, strict=False)
+        if not blocks:
+            return torch.cat([shards[0]], dim)
+        # by range: 0:2, 2:4, 4:6, 6:8
+        blocks.sort(key=lambda item: item[0])
+        return torch.cat([block for _, block in blocks], dim)
+
+
+def _size(positions: Range) -> int:
+    """Return the number of positions of a range."""
+    start, stop = positions
+    return stop - start
 
 
 class TileKind(Enum):
@@ -175,18 +197,28 @@ class TileKind(Enum):
 
 
 class Tile(NamedTuple):
-    """Local queries and keys of one block of keys; each has at least one partner."""
+    """Local queries and keys of one block of keys; each has at least one partner.
 
-    row: int | None  # batch row; None for all
-    queries: slice  # slice of the rank's queries
-    keys: slice  # slice of the block's keys
-    kind: TileKind  # which keys each query reads
-    # position of the first query less that of the first key
+    Attributes:
+        row: batch row; None for all.
+        queries: slice of the rank's queries.
+        keys: slice of the block's keys.
+        kind: the keys that each query reads.
+        offset: position of the first query less the position of the first key.
+        first_key: global position of the first key.
+    """
+
+    row: int | None
+    queries: slice
+    keys: slice
+    kind: TileKind
     offset: int
-    first_key: int  # global position of the first key
+    first_key: int
 
 
 class _Segment(NamedTuple):
+    """A run of positions of one document."""
+
     start: int
     stop: int
     document: int
@@ -219,12 +251,14 @@ class Documents:
             LayoutError: if the lengths do not start with 0 or if they decrease.
         """
         bounds = [int(bound) for bound in cu_seqlens]
-        if bounds[:1] != [0] or any(a > b for a, b in pairwise(bounds)):
+        decreases = any(left > right for left, right in pairwise(bounds))
+        if bounds[:1] != [0] or decreases:
             raise LayoutError(
                 f"cumulative lengths of documents start with 0 and do not go down, got {bounds}"
             )
         filled = [span for span in pairwise(bounds) if span[0] < span[1]]
-        return cls((tuple(_Segment(*span, number) for number, span in enumerate(filled)),))
+        segments = tuple(_Segment(*span, number) for number, span in enumerate(filled))
+        return cls((segments,))
 
     @classmethod
     def from_ids(cls, ids: Sequence[int] | Tensor) -> Documents:
@@ -242,19 +276,22 @@ class Documents:
             )
         rows = []
         for row in table if table.ndim == 2 else [table]:
-            documents, counts = (
-                each.tolist() for each in row.unique_consecutive(return_counts=True)
-            )
-            numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
+            ids_of_runs, lengths = row.unique_consecutive(return_counts=True)
+            runs = ids_of_runs.tolist()
+            distinct = dict.fromkeys(runs)
+            numbers = {document: number for number, document in enumerate(distinct)}
+            segments = []
             # 7 7 9: 0:2 of document 0, 2:3 of document 1
-            runs = zip(spans(counts), documents, strict=True)
-            rows.append(tuple(_Segment(*span, numbers[document]) for span, document in runs))
+            for (start, stop), document in zip(spans(lengths.tolist()), runs, strict=True):
+                segments.append(_Segment(start, stop, numbers[document]))
+            rows.append(tuple(segments))
         return cls(tuple(rows))
 
     @property
     def length(self) -> int:
         """Positions of the sequence."""
-        return self.rows[0][-1].stop if self.rows and self.rows[0] else 0
+        is_empty = not self.rows or not self.rows[0]
+        return 0 if is_empty else self.rows[0][-1].stop
 
     def ids(self, device: torch.device | str | None = None) -> Tensor:
         """Return the document of each position, (batch rows or 1, length).
@@ -272,12 +309,18 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """The keys that a query reads, by global positions."""
+    """The keys that a query reads, by global positions.
 
-    causal: bool = False  # keys up to the query's own position
-    # (left, right): so many keys before and behind the query's own position; None: no bound
+    Attributes:
+        causal: only keys up to the query's own position.
+        window: (left, right): so many keys before and behind the query's own position; None: no
+            bound.
+        documents: only keys of the query's own document; None: all are one document.
+    """
+
+    causal: bool = False
     window: tuple[int | None, int | None] = (None, None)
-    documents: Documents | None = None  # keys of the query's own document
+    documents: Documents | None = None
 
     def __post_init__(self) -> None:
         if any(side is not None and side < 0 for side in self.window):
@@ -288,8 +331,10 @@ class AttentionMask:
     @property
     def reach(self) -> tuple[int, int]:
         """Keys before and behind the query's own position that it may read."""
-        left, right = (UNBOUNDED if side is None else side for side in self.window)
-        return left, 0 if self.causal else right
+        left, right = [UNBOUNDED if side is None else side for side in self.window]
+        if self.causal:
+            right = 0
+        return left, right
 
 
 @lru_cache(maxsize=1024)
@@ -301,58 +346,101 @@ def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) ->
         >>> [(t.queries, t.keys, t.kind.name) for t in tiles(layout, 0, 1, AttentionMask(causal=True))]
         [(slice(2, 4, None), slice(0, 2, None), 'FULL'), (slice(2, 4, None), slice(2, 4, None), 'FULL')]
     """
-    rows = (
-        mask.documents.rows if mask.documents is not None else ((_Segment(0, layout.length, 0),),)
-    )
-    found = []
+    rows: tuple[tuple[_Segment, ...], ...] = ((_Segment(0, layout.length, 0),),)
+    if mask.documents is not None:
+        rows = mask.documents.rows
+    found: list[Tile] = []
     for number, segments in enumerate(rows):
         row = number if len(rows) > 1 else None
-        queries, keys = (list(_local(layout.ranges[holder], segments)) for holder in (rank, owner))
-        for q_span, q_at, q_document in queries:
-            for k_span, k_at, k_document in keys:
-                if q_document == k_document:
-                    for q, k, kind in _pairs(q_span, k_span, *mask.reach):
-                        at = slice(q[0] - q_span[0] + q_at, q[1] - q_span[0] + q_at)
-                        to = slice(k[0] - k_span[0] + k_at, k[1] - k_span[0] + k_at)
-                        found.append(Tile(row, at, to, kind, offset=q[0] - k[0], first_key=k[0]))
+        keys = [*_held_segments(layout.ranges[owner], segments)]
+        for queries in _held_segments(layout.ranges[rank], segments):
+            for held_keys in keys:
+                if queries.document == held_keys.document:
+                    found += _tiles_of(row, queries, held_keys, mask)
     return tuple(found)
 
 
-def _local(own: Sequence[Range], segments: Sequence[_Segment]) -> Iterator[tuple[Range, int, int]]:
-    """Yield a rank's part of each document.
+class _HeldSegment(NamedTuple):
+    """A rank's part of a document.
 
-    The items are positions, the index of the first position on the rank, and the document.
+    Attributes:
+        positions: global positions.
+        first_index: index of the first position among the rank's positions.
+        document: the document.
     """
-    at = 0
-    for start, stop in own:
+
+    positions: Range
+    first_index: int
+    document: int
+
+    def local(self, positions: Range) -> slice:
+        """Return the indices on the rank of some of the positions."""
+        shift = self.first_index - self.positions[0]
+        start, stop = positions
+        return slice(start + shift, stop + shift)
+
+
+def _held_segments(ranges: Sequence[Range], segments: Sequence[_Segment]) -> Iterator[_HeldSegment]:
+    """Yield a rank's part of each document."""
+    index = 0
+    for start, stop in ranges:
         for segment in segments:
             low = max(start, segment.start)
             high = min(stop, segment.stop)
             if low < high:
-                yield (low, high), at + low - start, segment.document
-        at += stop - start
+                yield _HeldSegment((low, high), index + low - start, segment.document)
+        index += stop - start
 
 
-def _pairs(
-    queries: Range, keys: Range, left: int, right: int
-) -> Iterator[tuple[Range, Range, TileKind]]:
+def _tiles_of(
+    row: int | None, queries: _HeldSegment, keys: _HeldSegment, mask: AttentionMask
+) -> Iterator[Tile]:
+    """Yield the tiles of queries and keys of one document."""
+    for pair in _pairs(queries.positions, keys.positions, *mask.reach):
+        first_query = pair.queries[0]
+        first_key = pair.keys[0]
+        yield Tile(
+            row,
+            queries.local(pair.queries),
+            keys.local(pair.keys),
+            pair.kind,
+            offset=first_query - first_key,
+            first_key=first_key,
+        )
+
+
+class _Pair(NamedTuple):
+    """Ranges of queries and keys of one tile, and its kind."""
+
+    queries: Range
+    keys: Range
+    kind: TileKind
+
+
+def _pairs(queries: Range, keys: Range, left: int, right: int) -> Iterator[_Pair]:
     """Yield the tiles of a range of queries and a range of keys; every query has a key to read."""
     # Queries 4 to 8, keys 0 to 4, left 2, right 0: queries 4 and 5 alone have keys to read, which
     # are 2 and 3.
-    c, d = keys
-    a = max(queries[0], c - right)
-    b = min(queries[1], d + left)
-    if a >= b:
+    first_key, end_key = keys
+    first_query = max(queries[0], first_key - right)
+    end_query = min(queries[1], end_key + left)
+    if first_query >= end_query:
         return
+    readers = (first_query, end_query)
     if left == right == UNBOUNDED:
-        yield (a, b), keys, TileKind.FULL
-    elif left == UNBOUNDED and right == 0:
-        # two ranges of a layout are the same, or apart
-        yield (a, b), keys, TileKind.CAUSAL if a == c else TileKind.FULL
-    else:
-        for start in range(a, b, _BAND_ROWS):
-            stop = min(start + _BAND_ROWS, b)
-            low = max(c, start - left)
-            high = min(d, stop + right)
-            inside = stop - 1 - left <= low and start + right >= high - 1
-            yield (start, stop), (low, high), TileKind.FULL if inside else TileKind.BAND
+        yield _Pair(readers, keys, TileKind.FULL)
+        return
+    if left == UNBOUNDED and right == 0:
+        # Two ranges of a layout are the same, or apart.
+        kind = TileKind.CAUSAL if first_query == first_key else TileKind.FULL
+        yield _Pair(readers, keys, kind)
+        return
+    for start in range(first_query, end_query, _BAND_ROWS):
+        stop = min(start + _BAND_ROWS, end_query)
+        low = max(first_key, start - left)
+        high = min(end_key, stop + right)
+        last_reads_low = stop - 1 - left <= low
+        first_reads_high = start + right >= high - 1
+        is_full = last_reads_low and first_reads_high
+        kind = TileKind.FULL if is_full else TileKind.BAND
+        yield _Pair((start, stop), (low, high), kind)

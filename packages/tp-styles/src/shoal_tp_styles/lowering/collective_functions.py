@@ -37,8 +37,8 @@ Sizes = tuple[int, ...] | None
 Move = Callable[..., Tensor]
 
 
-class ShardedDim(NamedTuple):
-    """The place at which a tensor is sharded over one mesh axis.
+class ActivationShard(NamedTuple):
+    """The place at which an activation is sharded over one mesh axis.
 
     Attributes:
         comm: the communicator of the axis.
@@ -51,11 +51,11 @@ class ShardedDim(NamedTuple):
     sizes: Sizes
 
 
-def sharded_dim(layout: Placement, comm: Comm) -> ShardedDim | None:
+def sharded_dim(layout: Placement, comm: Comm) -> ActivationShard | None:
     """Return communicator, dim and shard sizes of a sharded layout of plain tensors, or None."""
     if not isinstance(layout, Shard) or layout.multiple_of != 1:
         return None
-    return ShardedDim(comm, layout.dim, layout.sizes)
+    return ActivationShard(comm, layout.dim, layout.sizes)
 
 
 def uneven_output(style: str, size: int, dim: int, comm: Comm) -> LayoutError:

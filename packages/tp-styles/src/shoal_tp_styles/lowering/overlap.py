@@ -21,7 +21,7 @@ from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
 
 from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Overlap
-from .collective_functions import ShardedDim, Sizes, gather_dim, reduce_scatter_dim
+from .collective_functions import ActivationShard, Sizes, gather_dim, reduce_scatter_dim
 
 
 def chunks_of(sharding: ModuleSharding) -> int:
@@ -30,7 +30,7 @@ def chunks_of(sharding: ModuleSharding) -> int:
 
 
 def gathered_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, where: ShardedDim, chunks: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, where: ActivationShard, chunks: int
 ) -> tuple[Tensor, Tensor]:
     """Gather `x` and multiply it by a weight (out, in); return the gathered `x` and the product.
 
@@ -73,12 +73,14 @@ def _lengths_in_chunk(blocks: tuple[int, ...], chunk: int, count: int) -> tuple[
     return tuple(size // count + (chunk < size % count) for size in blocks)
 
 
-def reduced_product(x: Tensor, weight: Tensor, where: Comm | ShardedDim, chunks: int) -> Tensor:
+def reduced_product(
+    x: Tensor, weight: Tensor, where: Comm | ActivationShard, chunks: int
+) -> Tensor:
     """Multiply `x` (..., in) by a weight (out, in) and reduce the product over the ranks.
 
     `where` is the target of the reduction.
     """
-    if isinstance(where, ShardedDim):
+    if isinstance(where, ActivationShard):
         scattered = []
         for rows, target in _chunks(x, where, chunks):
             product_rows = linear(rows, weight)
@@ -133,7 +135,9 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.addmm(bias, rows, weight.t(), out=into)
 
 
-def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor, ShardedDim]]:
+def _chunks(
+    x: Tensor, where: ActivationShard, chunks: int
+) -> Iterator[tuple[Tensor, ActivationShard]]:
     """Yield rows of `x`, and how their products are scattered to bring results into order."""
     comm, dim, sizes = where
     if dim != 0:
@@ -148,7 +152,7 @@ def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor,
     split_shards = [shard.tensor_split(count) for shard in shards]
     for parts in zip(*split_shards, strict=True):
         sizes_in_chunk = None if sizes is None else tuple(map(len, parts))
-        yield torch.cat(parts), ShardedDim(comm, dim, sizes_in_chunk)
+        yield torch.cat(parts), ActivationShard(comm, dim, sizes_in_chunk)
 
 
 def _chunk_count(chunks: int, rows: int, sizes: Sizes = None) -> int:

@@ -28,7 +28,7 @@ from shoal_mesh import Comm
 from shoal_mesh.internal import Pending, all_reduce_
 
 from ..lowering.collective_functions import (
-    ShardedDim,
+    ActivationShard,
     gather_dim,
     reduce_scatter_dim,
 )
@@ -40,7 +40,7 @@ from ..lowering.parameters import check_plain, deliver_grad, deliver_product
 OVERLAP_FROM = 1 << 20
 
 # A collective: on a replicated or partial tensor, or on a sharded one; None: no collective.
-Where = Comm | ShardedDim | None
+Where = Comm | ActivationShard | None
 
 
 class LinearOptions(NamedTuple):
@@ -95,7 +95,7 @@ class LinearProduct(Function):
             if b is not None and after is None:
                 b = b.to(dtype)
         out = None
-        if isinstance(before, ShardedDim):
+        if isinstance(before, ActivationShard):
             shard = x if dtype is None else x.to(dtype)
             with unwatched():
                 if chunks > 1:
@@ -128,7 +128,7 @@ class LinearProduct(Function):
         options: LinearOptions = ctx.options
         needs_input = ctx.needs_input_grad[0]
         dx: Any = None
-        if isinstance(options.after, ShardedDim) and grad is not None:
+        if isinstance(options.after, ActivationShard) and grad is not None:
             grad = grad.contiguous()
             if needs_input and options.chunks > 1:
                 grad, dx = gathered_product(grad, w.t(), None, options.after, chunks=options.chunks)
@@ -151,19 +151,19 @@ class LinearProduct(Function):
     @staticmethod
     def gradient_shares(ctx: Any) -> Sequence[int] | None:
         before, after = ctx.options[:2]
-        if isinstance(after, ShardedDim):
+        if isinstance(after, ActivationShard):
             return after.comm.ranks
         if after is not None:
             return None
         if before is None:
             # No ranks: the shares are those of the shared input, or of x.
             return ()
-        comm: Comm = before.comm if isinstance(before, ShardedDim) else before
+        comm: Comm = before.comm if isinstance(before, ActivationShard) else before
         return comm.ranks
 
 
 def _reduced_product(
-    x: Tensor, w: Tensor, bias: Tensor | None, after: Comm | ShardedDim, *, chunks: int
+    x: Tensor, w: Tensor, bias: Tensor | None, after: Comm | ActivationShard, *, chunks: int
 ) -> Tensor:
     """Return the product, reduced (in place if it is all-reduced), with the bias."""
     if chunks > 1:
@@ -178,8 +178,8 @@ def _reduced_product(
     return _reduce(out, bias, after)
 
 
-def _reduce(out: Tensor, bias: Tensor | None, after: Comm | ShardedDim) -> Tensor:
-    if isinstance(after, ShardedDim):
+def _reduce(out: Tensor, bias: Tensor | None, after: Comm | ActivationShard) -> Tensor:
+    if isinstance(after, ActivationShard):
         out = reduce_scatter_dim(out, *after)
     else:
         all_reduce_(out, after)
@@ -196,7 +196,7 @@ def _input_gradient(
     The reduction may still be in flight.
     """
     before: Where = ctx.options.before
-    is_gathered = isinstance(before, ShardedDim)
+    is_gathered = isinstance(before, ActivationShard)
     # A gathered x, and so the gradient of its readers, has the dtype of the product.
     if dx is not None and not is_gathered and dx.dtype is not ctx.input_dtype:
         dx = dx.to(ctx.input_dtype)
@@ -213,7 +213,7 @@ def _input_gradient(
     # On a CPU a small weight gradient is done before the thread that communicates has woken up:
     # waking it costs more.
     overlaps = dx.device.type != "cpu" or dx.numel() * w.shape[0] >= OVERLAP_FROM
-    if isinstance(before, ShardedDim):
+    if isinstance(before, ActivationShard):
         scattered: Tensor | Pending = reduce_scatter_dim(dx, *before, async_op=overlaps)
         return scattered
     if overlaps:

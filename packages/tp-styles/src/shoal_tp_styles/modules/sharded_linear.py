@@ -30,7 +30,7 @@ from shoal_mesh import Comm
 from .._torch import autocast_dtype, autocasting
 from ..lowering import ports
 from ..lowering.collective_functions import (
-    ShardedDim,
+    ActivationShard,
     sharded_dim,
 )
 from ..lowering.lowered import Lowered, input_collectives, output_collectives, spec_of
@@ -57,7 +57,7 @@ class _ReaderOptions(NamedTuple):
 
 
 def _options_of_readers(
-    before: Comm | ShardedDim, dtype: torch.dtype | None, chunks: int
+    before: Comm | ActivationShard, dtype: torch.dtype | None, chunks: int
 ) -> _ReaderOptions:
     return _ReaderOptions(
         alone=LinearOptions(before, None, dtype, is_first_reader=False, chunks=chunks),
@@ -119,7 +119,7 @@ class ColumnLinear(Lowered):
         out: Tensor
         grad = input.requires_grad and torch.is_grad_enabled()
         before = options.alone.before
-        if isinstance(before, ShardedDim):
+        if isinstance(before, ActivationShard):
             # the shared input has the dtype of the product
             key: Hashable = (*before, options.alone.dtype)
             alone = input.is_leaf and grad
@@ -255,7 +255,7 @@ class RowLinear(Lowered):
         None if the output needs more than this reduction.
         """
         after = self.after
-        if not isinstance(after, ShardedDim):
+        if not isinstance(after, ActivationShard):
             return after
         ndim = len(shape)
         dim = after.dim + ndim if after.dim < 0 else after.dim

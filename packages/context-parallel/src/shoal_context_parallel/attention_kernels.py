@@ -1,0 +1,270 @@
+"""Kernels of attention, and attention of some queries to some keys (a tile).
+
+Queries are (n, group, length, width) and keys (n, 1, length, width): n counts batch rows and heads of
+keys, `group` query heads share a head of keys. The kernel is one of torch's kernels that return
+log-sums, if the device has one for these tensors; otherwise plain operators compute the same, some
+queries at a time.
+
+May import: _torch, sequence_layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _torch
+from ._torch import Gradients, Mask, Outputs
+from .sequence_layout import UNBOUNDED, Tile, TileKind
+
+# Elements of the scores that exist at once in plain operators: in float32 16 MiB on a CPU, elsewhere
+# 128 MiB.
+_SCORES = 1 << 22
+_SCORES_OF_DEVICE = 1 << 25
+
+
+class AttentionKernel(NamedTuple):
+    """A kernel of attention that returns the log-sums of its rows, and its limits.
+
+    Attributes:
+        forward: function of queries, keys, values, causal, mask (added to the scores) and scale;
+            returns output and log-sums.
+        backward: function that returns the gradients, see `_torch`.
+        multiple: number of which the widths of keys and values are multiples.
+        equal_widths: these two widths are equal.
+        masks: something may be added to the scores.
+        groups: query heads may share a head of keys.
+        name: name under which torch says whether it runs the kernel for a dtype on a device; ""
+            for always.
+    """
+
+    forward: Callable[..., Outputs]
+    backward: Callable[..., Gradients]
+    multiple: int = 1
+    equal_widths: bool = False
+    masks: bool = True
+    groups: bool = False
+    name: str = ""
+
+    def takes(self, q: Tensor, v: Tensor, masked: bool) -> bool:
+        """Tell whether the kernel supports these tensors."""
+        if masked and not self.masks:
+            return False
+        key_width = q.shape[-1]
+        value_width = v.shape[-1]
+        if key_width % self.multiple or value_width % self.multiple:
+            return False
+        if self.equal_widths and key_width != value_width:
+            return False
+        if not self.name:
+            return True
+        requires_grad = q.requires_grad
+        # torch looks at dtype, device and widths of a sample.
+        sample_query = q.new_empty(1, 1, 16, key_width, requires_grad=requires_grad)
+        sample_value = v.new_empty(1, 1, 16, value_width, requires_grad=requires_grad)
+        return _torch.can_use(self.name, sample_query, sample_value)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, scale: float
+) -> Outputs:
+    """Compute output and log-sum-exp in plain operators, for any dtype, widths and mask."""
+    outs = []
+    sums = []
+    for _, scores in _scores(q, k, causal, mask, scale=scale):
+        lse = scores.logsumexp(-1)
+        finite = lse.masked_fill(lse == -torch.inf, 0)
+        p = (scores - finite.unsqueeze(-1)).exp_()
+        outs.append(p.to(v.dtype) @ v)
+        sums.append(lse)
+    return torch.cat(outs, -2), torch.cat(sums, -1)
+
+
+def plain_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
+    """Compute the gradients of `plain_attention`: `exp(scores - lse)` is the softmax of a row."""
+    grad, q, k, v, out, lse = tensors
+    dq = torch.empty_like(q)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
+    delta = (grad * out).sum(-1, keepdim=True)
+    for rows, scores in _scores(q, k, causal, mask, scale=scale):
+        row_grad = grad[..., rows, :]
+        row_lse = lse[..., rows, None]
+        p = scores.sub_(row_lse).exp_().to(q.dtype)
+        dv += p.transpose(-1, -2) @ row_grad
+        dp = row_grad @ v.transpose(-1, -2)
+        row_delta = delta[..., rows, :]
+        ds = p * (dp - row_delta)
+        dq[..., rows, :] = ds @ k * scale
+        row_q = q[..., rows, :]
+        dk += ds.transpose(-1, -2) @ row_q * scale
+    return dq, dk, dv
+
+
+def _scores(
+    q: Tensor, k: Tensor, causal: bool, mask: Mask, scale: float
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield ranges of queries and their scores, in float32 or more."""
+    limit = _SCORES if q.is_cpu else _SCORES_OF_DEVICE
+    exact = torch.promote_types(q.dtype, torch.float32)
+    # 6 x 4 heads, 8192 keys: 21 queries
+    batch_rows, heads, queries, _ = q.shape
+    scores_per_query = batch_rows * heads * k.shape[-2]
+    step = max(1, limit // max(1, scores_per_query))
+    transposed_k = k.transpose(-1, -2)
+    for start in range(0, queries, step):
+        rows = slice(start, start + step)
+        product = q[..., rows, :] @ transposed_k
+        scores = product.to(exact) * scale
+        if mask is not None:
+            scores.add_(mask[..., rows, :])
+        if causal:
+            ones = scores.new_ones(scores.shape[-2:], dtype=torch.bool)
+            is_later = ones.triu_(1 + start)
+            scores.masked_fill_(is_later, -torch.inf)
+        yield rows, scores
+
+
+_PLAIN = AttentionKernel(plain_attention, plain_attention_backward)
+# By type of device, the preferred kernel first.
+_KERNELS = {
+    "cpu": [
+        AttentionKernel(_torch.flash_attention, _torch.flash_attention_backward, equal_widths=True)
+    ],
+    "cuda": [
+        AttentionKernel(
+            _torch.cuda_flash_attention,
+            _torch.cuda_flash_attention_backward,
+            multiple=8,
+            equal_widths=True,
+            masks=False,
+            groups=True,
+            name="flash",
+        ),
+        AttentionKernel(
+            _torch.efficient_attention,
+            _torch.efficient_attention_backward,
+            multiple=8,
+            name="efficient",
+        ),
+    ],
+}
+
+
+def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> AttentionKernel:
+    """Return the kernel for queries and values, the same on all ranks.
+
+    The choice depends only on device, dtype and widths.
+    """
+    kernels: list[AttentionKernel] = [*_KERNELS.get(q.device.type, []), _PLAIN]
+    return next(kernel for kernel in kernels if kernel.takes(q, v, masked))
+
+
+class _KernelCall(NamedTuple):
+    """The kernel of a tile, whether it masks causally, and the mask added to the scores."""
+
+    kernel: AttentionKernel
+    causal: bool
+    mask: Mask
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKernel:
+    """Attention inside a tile.
+
+    Attributes:
+        scale: factor of the scores.
+        reach: keys before and behind a query that it may read, for tiles at a window's edge.
+        attn_mask: (n or 1, group or 1, queries of the rank, all keys), added to the scores; None
+            for none.
+        unmasked: the kernel of tiles without a mask.
+        masked: the kernel of tiles to whose scores something is added.
+    """
+
+    scale: float
+    reach: tuple[int, int]
+    attn_mask: Mask
+    unmasked: AttentionKernel
+    masked: AttentionKernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
+        """Return output and log-sum-exp of a tile's queries.
+
+        Their shapes are (n, group, queries, width) and (n, group, queries).
+        """
+        kernel, causal, mask = self._call_of(q, k, tile)
+        if not kernel.groups:
+            k = _expand_heads(k, q)
+            v = _expand_heads(v, q)
+        out, lse = kernel.forward(q, k, v, causal, mask=mask, scale=self.scale)
+        # Kernels return other numbers for a row without a key.
+        if self.attn_mask is not None and mask is not None:
+            is_empty = mask.amax(-1) == -torch.inf
+            out = out.masked_fill(is_empty.unsqueeze(-1), 0)
+            lse = lse.masked_fill(is_empty, -torch.inf)
+        return out, lse
+
+    def backward(  # noqa: PLR0913  # what the gradient of attention depends on
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> Gradients:
+        """Return the gradients of a tile's queries, keys and values.
+
+        `out` and `lse` are the results over all keys.
+        """
+        kernel, causal, mask = self._call_of(q, k, tile)
+        keys = k if kernel.groups else _expand_heads(k, q)
+        values = v if kernel.groups else _expand_heads(v, q)
+        operands = (grad, q, keys, values, out, lse)
+        dq, dk, dv = kernel.backward(*operands, causal=causal, mask=mask, scale=self.scale)
+        # The gradient of a head of keys is the sum over the query heads that share it.
+        if dk.shape != k.shape:
+            dk = dk.sum(1, keepdim=True)
+        if dv.shape != v.shape:
+            dv = dv.sum(1, keepdim=True)
+        return dq, dk, dv
+
+    def _call_of(self, q: Tensor, k: Tensor, tile: Tile) -> _KernelCall:
+        """Return the call of a kernel that computes a tile."""
+        kind = tile.kind
+        if self.attn_mask is None and kind is not TileKind.BAND:
+            return _KernelCall(self.unmasked, causal=kind is TileKind.CAUSAL, mask=None)
+        mask = None
+        if self.attn_mask is not None:
+            mask = _mask_of_tile(self.attn_mask, tile, rows=q.shape[0], columns=k.shape[-2])
+        if kind is not TileKind.FULL:
+            band = self._band(q, k, tile)
+            mask = band[None, None] if mask is None else mask + band
+        return _KernelCall(self.masked, causal=False, mask=mask)
+
+    def _band(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
+        """Return zeros for the keys that each query of a tile reads, -inf for others.
+
+        The shape is (queries, keys).
+        """
+        left, right = self.reach if tile.kind is TileKind.BAND else (UNBOUNDED, 0)
+        query_ids = torch.arange(q.shape[-2], device=q.device)
+        key_ids = torch.arange(k.shape[-2], device=q.device)
+        ahead = key_ids - query_ids.unsqueeze(-1) - tile.offset
+        is_outside = (ahead > right) | (ahead < -left)
+        band = torch.zeros(is_outside.shape, dtype=q.dtype, device=q.device)
+        return band.masked_fill_(is_outside, -torch.inf)
+
+
+def _expand_heads(tensor: Tensor, q: Tensor) -> Tensor:
+    """Repeat heads of keys or values (n, 1, keys, width) for the query heads of their group."""
+    return tensor.expand(-1, q.shape[1], -1, -1)
+
+
+def _mask_of_tile(mask: Tensor, tile: Tile, *, rows: int, columns: int) -> Tensor:
+    """Return the part of a mask for a tile; folded tensors of its batch row have so many rows."""
+    end_key = tile.first_key + columns
+    mask = mask[..., tile.queries, tile.first_key : end_key]
+    if tile.row is None or mask.shape[0] == 1:
+        return mask
+    # 2 heads of keys, batch row 1: 2:4
+    first_row = tile.row * rows
+    return mask[first_row : first_row + rows]
