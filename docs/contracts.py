@@ -73,6 +73,12 @@ def says(child: Path) -> tuple[Path, set[str] | None]:
     return file, set(line[1].replace(",", " ").split()) - {"nothing"} if line else None
 
 
+def below(root: Path, package: str) -> set[str]:
+    """The packages that a package lists; none for a folder or a file."""
+    home = root / "packages" / package
+    return (says(home)[1] or set()) if (home / "pyproject.toml").is_file() else set()
+
+
 def findings(root: Path) -> Iterator[str]:
     """One line for each import that is not allowed, each allowance that no import needs, and each circle."""
     sources = {init.parent.name: init.parent for init in root.glob("packages/*/src/*/__init__.py")}
@@ -85,7 +91,9 @@ def findings(root: Path) -> Iterator[str]:
         if said is None and child.is_dir():
             yield f"{name}: the docstring has no line `May import: ...`"
         elif child.name != "__init__" and (said is not None or child.parent in sources.values()):
-            for one in needed.keys() ^ (said or set()):
+            # a package also lists the layers below the layers that it imports, for pip and folders
+            implied = {low for one in needed for low in below(root, one)} - needed.keys()
+            for one in needed.keys() ^ ((said or set()) - implied):
                 unsaid = f"{needed.get(one)}: imports {one}, which {name} does not allow"
                 yield unsaid if one in needed else f"{name}: no file imports {one}, which it allows"
     for folder in {child.parent for child in used}:

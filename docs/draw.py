@@ -105,6 +105,7 @@ STACK = (
     ("data-parallel", "FSDP, HSDP, DDP, ZeRO-1", 3.4, 2, 3.2, 1.8),
     ("shard-api", "ShardedTensor and its plans", 6.8, 2, 3.2, 0.8),
     ("tp-styles", "tensor and expert parallelism", 0, 3, 3.2, 0.8),
+    ("transfer", "weights to\na server", 6.8, 4, 3.2, 1.0),
     ("models", "Hugging Face,\nfiles, plans", 0, 4, 1.5, 1.0),
     ("same-bits", "the same bits on any number of ranks", 1.7, 4, 4.9, 1.0),
 )

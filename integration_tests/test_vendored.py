@@ -68,6 +68,13 @@ import torch
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
 assert auto_plan(model, abstract_mesh((2,)), torch.randn(4, 8)).proven_for == (2,)
 """,
+    "transfer": """
+from acme._vendor.shoal_transfer import WeightMapping, describe
+import torch
+manifest = describe(torch.nn.Linear(2, 4))
+mapping = WeightMapping.same_names(manifest.shapes).rename({"^": "server."})
+assert mapping.targets == {"server.weight": (4, 2), "server.bias": (4,)}
+""",
     "same-bits": """
 from acme._vendor.shoal_mesh.testing import fake_world
 from acme._vendor.shoal_mesh import init_device_mesh

@@ -33,6 +33,7 @@ _NAMES_BY_PACKAGE = {
         "accumulate_in_tree check_arithmetic compare_runs invariant_arithmetic record_run"
     ),
     "shoal_shard_api": "ShardedTensor ShardingPlan shard_module shard_parameter",
+    "shoal_transfer": "Manifest TransferPlan WeightMapping describe plan_transfer",
 }
 
 HOMES: Mapping[str, str] = {

@@ -1,0 +1,95 @@
+"""The boxes of a tensor that this rank holds, each with its view of the local memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.internal import Box, box_at, local_of, slices_of, whole_box
+from shoal_shard_api import ShardedTensorBase
+
+from ..errors import ManifestError
+
+
+class LocalBox(NamedTuple):
+    """A box of a global tensor in a local tensor.
+
+    Attributes:
+        box: in the global tensor.
+        view: the elements of the box.
+        memory: the local tensor that `view` is a view of.
+        number: of the memory among the local tensors of this rank.
+    """
+
+    box: Box
+    view: Tensor
+    memory: Tensor
+    number: int
+
+
+def local_boxes(name: str, tensor: Any) -> Iterator[LocalBox]:
+    """Yield the boxes that this rank holds of a tensor of any kind.
+
+    The kinds are plain tensors, DTensors of shoal and of torch, and ShardedTensors of both.
+
+    Raises:
+        ManifestError: the tensor is a pending sum.
+    """
+    if isinstance(tensor, DTensor):
+        yield from _boxes_of_dtensor(name, tensor)
+    elif isinstance(tensor, ShardedTensorBase) or hasattr(tensor, "local_shards"):
+        # torch's ShardedTensor has the same methods
+        for number, shard in enumerate(tensor.local_shards()):
+            metadata = shard.metadata
+            box = box_at(metadata.shard_offsets, metadata.shard_sizes)
+            memory = shard.tensor.detach()
+            yield LocalBox(box, memory, memory, number)
+    elif hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "to_local"):
+        yield from _boxes_of_torch(name, tensor)
+    else:
+        memory = tensor.detach()
+        yield LocalBox(whole_box(tensor.shape), memory, memory, 0)
+
+
+def _boxes_of_dtensor(name: str, tensor: DTensor) -> Iterator[LocalBox]:
+    spec = tensor.spec
+    if spec.coordinate is None:
+        # the mesh of other ranks
+        return
+    if spec.partials:
+        raise ManifestError(f"{name!r} is {tensor.placements}: redistribute partial tensors first")
+    local = local_of(tensor).detach()
+    for box, place in spec.boxes(spec.coordinate):
+        yield LocalBox(box, local[slices_of(place)], local, 0)
+
+
+def _boxes_of_torch(name: str, tensor: Any) -> Iterator[LocalBox]:
+    """Yield the boxes of torch's DTensor, which lists its chunks in the order of local memory."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ManifestError(f"{name!r} is {tensor.placements}: redistribute partial tensors first")
+    if tensor.device_mesh.get_coordinate() is None:
+        return
+    local = tensor.to_local().detach()
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) == 1:
+        yield LocalBox(box_at(chunks[0].offsets, chunks[0].sizes), local, local, 0)
+        return
+    # Several chunks are runs of one strided dim, in order of memory.
+    first = 0
+    dim = _chunked_dim(name, chunks)
+    for chunk in chunks:
+        view = local.narrow(dim, first, chunk.sizes[dim])
+        first += chunk.sizes[dim]
+        yield LocalBox(box_at(chunk.offsets, chunk.sizes), view, local, 0)
+
+
+def _chunked_dim(name: str, chunks: list[Any]) -> int:
+    """Return the dim along which the chunks follow each other."""
+    by_dim = zip(*(chunk.offsets for chunk in chunks), strict=True)
+    differing = [dim for dim, offsets in enumerate(by_dim) if len({*offsets}) > 1]
+    if len(differing) != 1:
+        raise ManifestError(f"{name!r} has chunks along dims {differing}; redistribute it first")
+    return differing[0]

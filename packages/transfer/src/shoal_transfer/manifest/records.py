@@ -1,0 +1,290 @@
+"""`Manifest`: the weights of a model on all its ranks, as data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal_dtensor.internal import Box, volume
+
+from ..errors import ManifestError
+
+_FORMAT = "shoal-manifest"
+_VERSION = 1
+
+
+class Holding(NamedTuple):
+    """One box of a tensor in the memory of one rank.
+
+    Element (i, j) of the box, counted from its first element, is `offset + i * strides[0] +
+    j * strides[1]` elements behind the first element of the memory.
+
+    Attributes:
+        rank: the rank in its world.
+        box: (start, stop) per dim of the tensor.
+        offset: elements from the beginning of the memory.
+        strides: elements from one index of a dim to the next.
+        part: number of the memory among `TensorRecord.parts`.
+
+    Example:
+        >>> Holding(rank=1, box=((4, 8), (0, 2)), offset=0, strides=(2, 1)).box
+        ((4, 8), (0, 2))
+    """
+
+    rank: int
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One logical tensor of a model and the ranks that hold it.
+
+    Records of equal layout share one `holdings` tuple, which plans use.
+
+    Attributes:
+        name: logical name: the name of the plain model.
+        shape: global shape.
+        dtype: torch's name of the dtype, for example "bfloat16".
+        holdings: the boxes of all ranks, none of them empty.
+        parts: names of the local tensors that hold the boxes, as the model has them.
+        aliases: other names of the same tensor, which is sent once.
+
+    Example:
+        >>> rows = Holding(0, ((0, 2),), 0, (1,))
+        >>> TensorRecord("bias", (2,), "float32", (rows,), ("bias",)).nbytes
+        8
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    holdings: tuple[Holding, ...]
+    parts: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        return dtype_of(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, each element once."""
+        return prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether disjoint boxes of the ranks hold every element."""
+        boxes = {holding.box for holding in self.holdings}
+        return sum(map(volume, boxes)) == prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The weights of a model on all its ranks.
+
+    A manifest is data: JSON with a version, without tensors. A trainer and a server exchange it
+    without sharing a process group.
+
+    Args:
+        tensors: by logical name, in the model's order.
+        hosts: the host of each rank of the model.
+        world: name of the world whose ranks these are. Two manifests with the same world number
+            the same processes.
+
+    Example:
+        >>> import torch
+        >>> from shoal_transfer import describe
+        >>> manifest = describe(torch.nn.Linear(4, 2))
+        >>> manifest.tensors["weight"].holdings
+        (Holding(rank=0, box=((0, 2), (0, 4)), offset=0, strides=(4, 1), part=0),)
+        >>> Manifest.from_json(manifest.to_json()) == manifest
+        True
+    """
+
+    tensors: Mapping[str, TensorRecord]
+    hosts: Mapping[int, str]
+    world: str = "world"
+    names: Mapping[str, str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = {}
+        for name, record in self.tensors.items():
+            names[name] = name
+            names.update(dict.fromkeys(record.aliases, name))
+        object.__setattr__(self, "names", names)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shapes by name, aliases left out."""
+        return {name: record.shape for name, record in self.tensors.items()}
+
+    def record(self, name: str) -> TensorRecord:
+        """Return the record of a tensor by its name or one of its aliases.
+
+        Args:
+            name: the name.
+
+        Raises:
+            ManifestError: the model has no such tensor.
+        """
+        if name not in self.names:
+            raise ManifestError(f"the manifest of {self.world!r} has no tensor {name!r}")
+        return self.tensors[self.names[name]]
+
+    def to_json(self) -> str:
+        """Return the manifest as a JSON text; layouts that tensors share are written once."""
+        numbers = dict[tuple[Holding, ...], int]()
+        tensors = []
+        for record in self.tensors.values():
+            number = numbers.setdefault(record.holdings, len(numbers))
+            value: dict[str, Any] = {
+                "name": record.name,
+                "shape": list(record.shape),
+                "dtype": record.dtype,
+                "layout": number,
+                "parts": list(record.parts),
+            }
+            if record.aliases:
+                value["aliases"] = list(record.aliases)
+            tensors.append(value)
+        return json.dumps(
+            {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "world": self.world,
+                "hosts": {str(rank): host for rank, host in self.hosts.items()},
+                "layouts": [list(map(_holding_to_json, layout)) for layout in numbers],
+                "tensors": tensors,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Return the manifest that `to_json` has written.
+
+        Args:
+            text: the JSON text.
+
+        Raises:
+            ManifestError: the text is not a manifest, or has another version.
+        """
+        value = json.loads(text)
+        if not isinstance(value, dict) or value.get("format") != _FORMAT:
+            raise ManifestError(f"expected JSON of format {_FORMAT!r}")
+        if value["version"] != _VERSION:
+            raise ManifestError(f"version {value['version']} of a manifest; this reads {_VERSION}")
+        layouts = [tuple(map(_holding_from_json, layout)) for layout in value["layouts"]]
+        records = [_record_from_json(one, layouts[one["layout"]]) for one in value["tensors"]]
+        hosts = {int(rank): host for rank, host in value["hosts"].items()}
+        return cls({record.name: record for record in records}, hosts, value["world"])
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name: "bfloat16".
+
+    Raises:
+        ManifestError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ManifestError(f"{name!r} is not a dtype of torch")
+    return dtype
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor: (2, 3) gives (3, 1)."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
+    """Merge the manifests of several ranks, or of stages of a pipeline, of one world.
+
+    Args:
+        manifests: each with the tensors that its ranks hold; a rank is in one manifest only.
+
+    Returns:
+        One manifest of all ranks. Tensors of equal layout share their holdings.
+
+    Raises:
+        ManifestError: two ranks have different shapes or dtypes of a tensor, or the worlds differ.
+
+    Example:
+        >>> one = Manifest({}, {0: "a"})
+        >>> merge_manifests([one, Manifest({}, {1: "b"})]).hosts
+        {0: 'a', 1: 'b'}
+    """
+    every = list(manifests)
+    hosts = dict[int, str]()
+    by_name = dict[str, list[TensorRecord]]()
+    for manifest in every:
+        if manifest.world != every[0].world:
+            raise ManifestError(f"worlds {every[0].world!r} and {manifest.world!r} do not merge")
+        hosts.update(manifest.hosts)
+        for name, record in manifest.tensors.items():
+            by_name.setdefault(name, []).append(record)
+    shared = dict[tuple[Holding, ...], tuple[Holding, ...]]()
+    aliases = {name for records in by_name.values() for one in records for name in one.aliases}
+    tensors = {}
+    for name, records in by_name.items():
+        holds_nothing = not any(record.holdings for record in records)
+        # a rank with empty shards of tied weights cannot see that they are tied
+        if name in aliases and holds_nothing:
+            continue
+        tensors[name] = _merge_records(records, shared)
+    return Manifest(tensors, hosts, every[0].world if every else "world")
+
+
+def _merge_records(
+    records: Sequence[TensorRecord], shared: dict[tuple[Holding, ...], tuple[Holding, ...]]
+) -> TensorRecord:
+    first = records[0]
+    parts = dict[str, int]()
+    holdings = list[Holding]()
+    for record in records:
+        if (record.shape, record.dtype) != (first.shape, first.dtype):
+            ranks = sorted({holding.rank for holding in record.holdings})
+            raise ManifestError(
+                f"ranks {ranks} have {record.name!r} as {record.shape} {record.dtype}, others as "
+                f"{first.shape} {first.dtype}"
+            )
+        for holding in record.holdings:
+            number = parts.setdefault(record.parts[holding.part], len(parts))
+            holdings.append(holding._replace(part=number))
+    layout = tuple(holdings)
+    layout = shared.setdefault(layout, layout)
+    aliases = tuple(dict.fromkeys(name for record in records for name in record.aliases))
+    return TensorRecord(
+        first.name, first.shape, first.dtype, layout, parts=tuple(parts), aliases=aliases
+    )
+
+
+def _holding_to_json(holding: Holding) -> list[Any]:
+    box = [list(bounds) for bounds in holding.box]
+    return [holding.rank, box, holding.offset, list(holding.strides), holding.part]
+
+
+def _holding_from_json(value: list[Any]) -> Holding:
+    rank, box, offset, strides, part = value
+    return Holding(
+        rank, tuple((start, stop) for start, stop in box), offset, tuple(strides), part=part
+    )
+
+
+def _record_from_json(value: dict[str, Any], holdings: tuple[Holding, ...]) -> TensorRecord:
+    return TensorRecord(
+        value["name"],
+        tuple(value["shape"]),
+        value["dtype"],
+        holdings,
+        parts=tuple(value["parts"]),
+        aliases=tuple(value.get("aliases", ())),
+    )

@@ -1,0 +1,303 @@
+"""Edits of names and shapes: each makes the tensors and assignments of one step of a mapping.
+
+Names in edits are templates: `{}` stands for one part of a name between dots, so that
+``"layers.{}.q"`` is the q of every layer. `{index}` stands for the number of an expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from shoal_dtensor.internal import spans
+
+from ..errors import MappingError
+from .assignment import Assignment
+from .regions import Region, whole_region
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+
+
+class Edit(NamedTuple):
+    """The tensors after an edit, and their assignments from the tensors before it."""
+
+    targets: dict[str, Shape]
+    assignments: tuple[Assignment, ...]
+
+
+def copy_of(target: str, source: str, shape: Shape) -> Assignment:
+    """Return the assignment of a whole tensor to another one of its shape."""
+    region = whole_region(shape)
+    return straight(target, region, source, region)
+
+
+def straight(target: str, region: Region, source: str, source_region: Region) -> Assignment:
+    """Return the assignment of a region to a region, dim by dim."""
+    dims = tuple(range(len(region)))
+    return Assignment(target, region, source=source, source_region=source_region, dims=dims)
+
+
+def edit_names(shapes: Shapes, patterns: Mapping[str, str]) -> Edit:
+    """Replace regular expressions in names, all patterns in order."""
+    names = dict[str, str]()
+    for name in shapes:
+        new = name
+        for pattern, replacement in patterns.items():
+            new = re.sub(pattern, replacement, new)
+        if new in names:
+            raise MappingError(f"rename: {names[new]!r} and {name!r} both become {new!r}")
+        names[new] = name
+    parts = [copy_of(new, old, shapes[old]) for new, old in names.items()]
+    return Edit({new: shapes[old] for new, old in names.items()}, tuple(parts))
+
+
+def fuse(shapes: Shapes, fused: Mapping[str, Sequence[str]], dim: int, groups: int) -> Edit:
+    """Concatenate tensors along a dim, `groups` equal shares of each in turns."""
+    taken = set[str]()
+    targets = dict[str, Shape]()
+    parts: list[Assignment] = []
+    for target_template, templates in fused.items():
+        for filling in _fillings(shapes, templates[0]):
+            target = target_template.format(*filling)
+            names = [template.format(*filling) for template in templates]
+            _require(shapes, names, target)
+            lengths = [_share(shapes, name, dim, groups) for name in names]
+            targets[target] = _resized(shapes[names[0]], dim, groups * sum(lengths))
+            for place, name, rows in _turns(names, lengths, groups):
+                region = _along(targets[target], dim, place)
+                source_region = _along(shapes[name], dim, rows)
+                parts.append(straight(target, region, name, source_region))
+            taken |= {*names}
+    return _with_others(shapes, taken, targets, parts)
+
+
+def split(shapes: Shapes, blocks: Mapping[str, Mapping[str, int]], dim: int, groups: int) -> Edit:
+    """Cut tensors along a dim into blocks of the given sizes; the inverse of `fuse`."""
+    taken = set[str]()
+    targets = dict[str, Shape]()
+    parts: list[Assignment] = []
+    for template, sizes in blocks.items():
+        for filling in _fillings(shapes, template):
+            source = template.format(*filling)
+            shape = shapes[source]
+            names = [name.format(*filling) for name in sizes]
+            if sum(sizes.values()) != shape[dim]:
+                raise MappingError(f"split: {source!r} {shape} has no blocks of {dict(sizes)}")
+            for name, size in zip(names, sizes.values(), strict=True):
+                targets[name] = _resized(shape, dim, size)
+            lengths = [_share(targets, name, dim, groups) for name in names]
+            for place, name, rows in _turns(names, lengths, groups):
+                region = _along(targets[name], dim, rows)
+                parts.append(straight(name, region, source, _along(shape, dim, place)))
+            taken.add(source)
+    return _with_others(shapes, taken, targets, parts)
+
+
+def stack(shapes: Shapes, stacked: Mapping[str, str]) -> Edit:
+    """Stack tensors that are numbered from 0 along a new first dim."""
+    taken = set[str]()
+    targets = dict[str, Shape]()
+    parts: list[Assignment] = []
+    for target_template, template in stacked.items():
+        first = template.replace("{index}", "0")
+        for filling in _fillings(shapes, first):
+            names = _numbered(shapes, template, filling)
+            target = target_template.format(*filling)
+            _require(shapes, names, target)
+            shape = shapes[names[0]]
+            targets[target] = (len(names), *shape)
+            for index, name in enumerate(names):
+                region = (range(index, index + 1), *whole_region(shape))
+                dims = (None, *range(len(shape)))
+                whole = whole_region(shapes[name])
+                parts.append(Assignment(target, region, name, whole, dims=dims))
+            taken |= {*names}
+    return _with_others(shapes, taken, targets, parts)
+
+
+def unstack(shapes: Shapes, stacked: Mapping[str, str]) -> Edit:
+    """Give each index of the first dim a tensor of its own; the inverse of `stack`."""
+    taken = set[str]()
+    targets = dict[str, Shape]()
+    parts: list[Assignment] = []
+    for template, target_template in stacked.items():
+        for filling in _fillings(shapes, template):
+            source = template.format(*filling)
+            count, *rest = shapes[source]
+            for index in range(count):
+                name = target_template.format(*filling, index=index)
+                targets[name] = tuple(rest)
+                region = whole_region(rest)
+                source_region = (range(index, index + 1), *region)
+                dims = tuple(range(1, len(rest) + 1))
+                parts.append(Assignment(name, region, source, source_region, dims=dims))
+            taken.add(source)
+    return _with_others(shapes, taken, targets, parts)
+
+
+def transpose(shapes: Shapes, templates: Iterable[str], dims: tuple[int, int]) -> Edit:
+    """Exchange two dims of tensors."""
+    taken = _matched(shapes, templates)
+    targets = dict[str, Shape]()
+    parts: list[Assignment] = []
+    for name in taken:
+        shape = shapes[name]
+        order = [*range(len(shape))]
+        one, other = (dim % len(shape) for dim in dims)
+        order[one] = other
+        order[other] = one
+        targets[name] = tuple(shape[dim] for dim in order)
+        region = whole_region(targets[name])
+        parts.append(Assignment(name, region, name, whole_region(shape), dims=tuple(order)))
+    return _with_others(shapes, {*taken}, targets, parts)
+
+
+def pad(shapes: Shapes, sizes: Mapping[str, int], dim: int, fill: float | None) -> Edit:
+    """Lengthen a dim of tensors; the new elements are filled, or keep what the target has."""
+    targets = dict[str, Shape]()
+    parts: list[Assignment] = []
+    for template, size in sizes.items():
+        for name in _matched(shapes, [template]):
+            old = shapes[name]
+            if size < old[dim]:
+                raise MappingError(f"pad: {name!r} {old} is longer than {size} along dim {dim}")
+            targets[name] = _resized(old, dim, size)
+            whole = whole_region(old)
+            parts.append(straight(name, _along(targets[name], dim, whole[dim]), name, whole))
+            rest = _along(targets[name], dim, range(old[dim], size))
+            if size > old[dim]:
+                parts.append(Assignment(name, rest, fill=fill))
+    return _with_others(shapes, {*targets}, targets, parts)
+
+
+def repeat(shapes: Shapes, templates: Iterable[str], times: int, block: int, dim: int) -> Edit:
+    """Repeat each block of a dim a number of times, copies of a block side by side."""
+    targets = dict[str, Shape]()
+    parts: list[Assignment] = []
+    for name in _matched(shapes, templates):
+        old = shapes[name]
+        blocks, rest = divmod(old[dim], block)
+        if rest:
+            raise MappingError(f"repeat: dim {dim} of {name!r} {old} has no blocks of {block}")
+        targets[name] = _resized(old, dim, old[dim] * times)
+        for number in range(blocks * times):
+            start = number // times * block
+            rows = range(start, start + block)
+            place = range(number * block, (number + 1) * block)
+            region = _along(targets[name], dim, place)
+            parts.append(straight(name, region, name, _along(old, dim, rows)))
+    return _with_others(shapes, {*targets}, targets, parts)
+
+
+def add_copies(shapes: Shapes, copies: Mapping[str, str]) -> Edit:
+    """Add tensors that are copies of others, for example an output head tied to an embedding."""
+    _require(shapes, list(copies.values()), "copies")
+    targets = {new: shapes[old] for new, old in copies.items()}
+    parts = [copy_of(new, old, shapes[old]) for new, old in copies.items()]
+    return _with_others(shapes, set(), targets, parts)
+
+
+def add_filled(shapes: Shapes, added: Shapes, fill: float | None) -> Edit:
+    """Add tensors without a source: filled with a value, or kept as the target has them."""
+    targets = dict(added)
+    parts = [Assignment(name, whole_region(shape), fill=fill) for name, shape in added.items()]
+    return _with_others(shapes, set(), targets, parts)
+
+
+def drop(shapes: Shapes, templates: Iterable[str]) -> Edit:
+    """Leave tensors out."""
+    return _with_others(shapes, {*_matched(shapes, templates)}, {}, [])
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    """Return the expression that matches the names of a template."""
+    return re.compile(r"([^.]+)".join(map(re.escape, template.split("{}"))))
+
+
+def _fillings(shapes: Shapes, template: str) -> Iterator[tuple[str, ...]]:
+    """Yield the texts that `{}` stands for in each name that a template matches."""
+    found = [match.groups() for name in shapes if (match := _pattern(template).fullmatch(name))]
+    if not found:
+        raise MappingError(f"no tensor is named {template!r}; there are {_some(shapes)}")
+    yield from found
+
+
+def _matched(shapes: Shapes, templates: Iterable[str]) -> list[str]:
+    """Return the names that the templates match, each template at least one."""
+    names: list[str] = []
+    for template in templates:
+        names += [template.format(*filling) for filling in _fillings(shapes, template)]
+    return names
+
+
+def _numbered(shapes: Shapes, template: str, filling: Sequence[str]) -> list[str]:
+    """Return the names with the indices 0, 1, 2, ... as far as they exist."""
+    names: list[str] = []
+    while (name := template.format(*filling, index=len(names))) in shapes:
+        names.append(name)
+    return names
+
+
+def _require(shapes: Shapes, names: Sequence[str], target: str) -> None:
+    missing = [name for name in names if name not in shapes]
+    if missing:
+        raise MappingError(f"{target!r}: there is no {missing[0]!r}; there are {_some(shapes)}")
+
+
+def _some(shapes: Shapes) -> str:
+    names = [*shapes]
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+# --- shapes --------------------------------------------------------------------------------------
+
+
+def _resized(shape: Shape, dim: int, size: int) -> Shape:
+    sizes = [*shape]
+    sizes[dim] = size
+    return tuple(sizes)
+
+
+def _along(shape: Shape, dim: int, indices: range) -> Region:
+    """Return the region of a tensor with these indices along one dim."""
+    region = [*whole_region(shape)]
+    region[dim] = indices
+    return tuple(region)
+
+
+def _share(shapes: Shapes, name: str, dim: int, groups: int) -> int:
+    share, rest = divmod(shapes[name][dim], groups)
+    if rest:
+        raise MappingError(f"dim {dim} of {name!r} {shapes[name]} has no {groups} equal groups")
+    return share
+
+
+def _turns(
+    names: Sequence[str], lengths: Sequence[int], groups: int
+) -> Iterator[tuple[range, str, range]]:
+    """Yield the place in the fused tensor, the name and the rows of each block.
+
+    q of 4 rows and k of 2 in 2 groups: rows 0:2 of q, 0:1 of k, then 2:4 of q, 1:2 of k.
+    """
+    places = spans([*lengths] * groups)
+    for number, place in enumerate(places):
+        group, member = divmod(number, len(names))
+        length = lengths[member]
+        yield range(*place), names[member], range(group * length, (group + 1) * length)
+
+
+def _with_others(
+    shapes: Shapes, taken: set[str], targets: dict[str, Shape], parts: list[Assignment]
+) -> Edit:
+    """Add the tensors that an edit does not take, unchanged."""
+    others = {name: shape for name, shape in shapes.items() if name not in taken}
+    both = others.keys() & targets.keys()
+    if both:
+        raise MappingError(f"{min(both)!r} is the name of a new tensor and of another one")
+    copies = [copy_of(name, name, shape) for name, shape in others.items()]
+    return Edit({**targets, **others}, (*parts, *copies))
