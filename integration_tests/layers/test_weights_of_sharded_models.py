@@ -1,6 +1,6 @@
 """Weights of models that are sharded over data and tensor axes, written as files and copied to other ranks.
 
-Covers: shoal_models/weights/saving.py.
+Covers: shoal_models/weights/saving.py, shoal_transfer/running/copy_weights.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shoal_data_parallel import fully_shard, replicate
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_models import hf, save_sharded
-from shoal_models.weights.saving import describe
 from shoal_tp_styles import StyleError, parallelize_module, unparallelize_module
+from shoal_transfer.manifest.weights import weights_of
 
 
 @needs_hf
@@ -57,13 +57,13 @@ def build(seed: int) -> Any:
 
 def assert_equal(target: Any, expected: Any) -> None:
     """What every rank holds is its part of the expected values."""
-    held: dict[str, Any] = {}
-    describe(target, held)
     state = expected.state_dict()
-    assert held.keys() == state.keys()
-    for name, boxes in held.items():
-        for box, shard in boxes:
-            assert torch.equal(shard, state[name][tuple(slice(*bounds) for bounds in box)]), name
+    weights = weights_of(target)
+    assert {weight.name for weight in weights} == state.keys()
+    for weight in weights:
+        for held in weight.boxes():
+            values = state[weight.name][tuple(slice(*bounds) for bounds in held.box)]
+            assert torch.equal(held.view, values), weight.name
 
 
 @on_ranks(4, timeout=200)

@@ -1,5 +1,8 @@
-"""What ranks hold, against the values themselves.  Covers: manifest/describe.py, manifest/weights.py, manifest/entries.py,
-manifest/local_boxes.py, manifest/records.py."""
+"""Holdings of ranks, against the values in their memory.
+
+Covers: manifest/describe.py, manifest/weights.py, manifest/entries.py, manifest/local_boxes.py,
+manifest/records.py.
+"""
 
 from __future__ import annotations
 

@@ -119,11 +119,12 @@ def test_elements_without_or_with_two_sources_are_named() -> None:
 
 
 def test_a_witness_needs_both_mappings() -> None:
-    plain = WeightMapping.same_names({"a": (2,)})
-    seen = WeightMapping(plain.sources, plain.targets, plain.assignments, "recorded loader")
-    assert plain.then(seen).witness is None
-    assert seen.then(seen).witness == "recorded loader, then recorded loader"
-    assert seen.rename({"a": "b"}).witness == "recorded loader, then edit"
+    same = WeightMapping.same_names({"a": (2,)})
+    assert same.witness == "same names"
+    assert same.then(same).witness == "same names, then same names"
+    assert same.rename({"a": "b"}).witness is None, "an edit says what its author believes"
+    recorded = same.rename({"a": "b"}).witnessed_by("recorded loader")
+    assert same.then(recorded).witness == "same names, then recorded loader"
 
 
 def test_strided_views_become_regions() -> None:

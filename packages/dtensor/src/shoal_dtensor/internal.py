@@ -34,6 +34,7 @@ from .host_memory import device_of_numbers, download, upload, upload_packed
 from .layout.boxes import (
     Box,
     box_at,
+    edges,
     format_box,
     gap,
     grid,

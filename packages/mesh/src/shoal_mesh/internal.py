@@ -20,7 +20,7 @@ from .collectives.packed import start_packed
 from .collectives.reductions import sums_are_in_tree, tree_sum
 from .events import Event, is_observed, observe, observing, unobserve, unobserved
 from .facades import facade
-from .groups.process_groups import comm_of_threads
+from .groups.process_groups import comm_for, comm_of_threads
 from .groups.world import agree
 from .mesh.device_mesh import with_own_groups
 from .observers.lockstep import in_lockstep

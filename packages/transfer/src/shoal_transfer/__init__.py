@@ -8,24 +8,45 @@ from .manifest.describe import describe, describe_files, describe_rank
 from .manifest.records import Holding, Manifest, TensorRecord, merge_manifests
 from .mapping.assignment import Assignment, Strided, assign_strided
 from .mapping.weight_mapping import WeightMapping
+from .planning.copies import Copy, Memory
+from .planning.plan import plan_transfer
+from .planning.transfer_plan import Traffic, TransferPlan
+from .running.copy_weights import copy_weights
+from .running.folder_wire import FolderWire
+from .running.weight_transfer import Sync, WeightTransfer
+from .running.wires import GroupWire, JointWire, LocalWire, Roster, Wire
 
 __all__ = [
     "Assignment",
+    "Copy",
+    "FolderWire",
+    "GroupWire",
     "Holding",
+    "JointWire",
+    "LocalWire",
     "Manifest",
     "ManifestError",
     "MappingError",
+    "Memory",
     "ProofError",
+    "Roster",
     "Strided",
+    "Sync",
     "TensorRecord",
+    "Traffic",
     "TransferError",
+    "TransferPlan",
     "WeightMapping",
+    "WeightTransfer",
+    "Wire",
     "__version__",
     "assign_strided",
+    "copy_weights",
     "describe",
     "describe_files",
     "describe_rank",
     "merge_manifests",
+    "plan_transfer",
 ]
 
 __dir__, __getattr__ = facade(__name__, __all__)

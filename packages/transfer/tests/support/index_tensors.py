@@ -43,7 +43,7 @@ def walked(part: Assignment, source: Tensor) -> Tensor:
     block = source[indexed(part.source_region)]
     walks = [dim for dim in part.dims if dim is not None]
     stays = [dim for dim in range(block.ndim) if dim not in walks]
-    block = block.permute(*walks, *stays).reshape([block.shape[dim] for dim in walks])
+    block = block.permute([*walks, *stays]).reshape([block.shape[dim] for dim in walks])
     for place, dim in enumerate(part.dims):
         if dim is None:
             block = block.unsqueeze(place)

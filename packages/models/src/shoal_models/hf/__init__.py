@@ -5,7 +5,9 @@ transformers, accelerate and peft are imported when a function that needs them i
 May import: errors, planning, weights.
 """
 
-from ..weights.saving import Saved, copy_weights, save_sharded
+from shoal_transfer import copy_weights
+
+from ..weights.saving import Saved, save_sharded
 from .adapters import load_adapters, merging_adapters, parallelize_adapters, save_adapters
 from .from_pretrained import from_pretrained
 from .training import prepare_accelerator, prepare_trainer, single_process

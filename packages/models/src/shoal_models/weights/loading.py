@@ -13,15 +13,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike, fspath
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import local_of, slices_of, takes, whole_box
-from shoal_tp_styles.internal import block_rows, make_adjacent, progress, shardings_of
+from shoal_dtensor.internal import local_of, slices_of, takes
+from shoal_tp_styles.internal import make_adjacent, progress
+from shoal_transfer.internal import Entry, entries_of, local_boxes, split_parameters
 
 Slices = tuple[slice, ...]
 
@@ -108,7 +109,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
             if id(entry.tensor) in filled:
                 entry.table[entry.name] = filled[id(entry.tensor)]
     for owner in module.modules():
-        for fused in _split_parameters(owner):
+        for fused in split_parameters(owner):
             make_adjacent(owner, fused)
     return loaded
 
@@ -153,57 +154,6 @@ def _read(file: Any, name: str, slices: Slices) -> Tensor:
     return read
 
 
-class Entry(NamedTuple):
-    """A parameter or buffer: the table that holds it, and its rows of an entry of the source."""
-
-    table: dict[str, Any]
-    name: str
-    tensor: Tensor
-    source: str
-    first_row: int
-    source_shape: tuple[int, ...]
-    transposed: bool
-
-
-def entries_of(module: nn.Module) -> Iterator[Entry]:
-    """Yield every parameter and persistent buffer of a module, with its entry in the files.
-
-    The module is parallel or plain; the files are the files of the plain module.
-    """
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        blocks = {
-            name: (*rows, fused.transposed)
-            for fused in _split_parameters(owner)
-            for name, rows in block_rows(fused)
-        }
-        tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None or name in owner._non_persistent_buffers_set:
-                    continue
-                source, first, rows, transposed = blocks.get(name, (name, 0, 0, False))
-                shape = (rows, *tensor.shape[1:]) if rows else tuple(tensor.shape)
-                transposed = transposed and len(shape) == 2
-                in_source = shape[::-1] if transposed else shape
-                yield Entry(
-                    table,
-                    name,
-                    tensor,
-                    dot + source,
-                    first_row=first,
-                    source_shape=in_source,
-                    transposed=transposed,
-                )
-
-
-def _split_parameters(owner: nn.Module) -> Iterator[Any]:
-    """Yield the fused parameters of a module that its styles have split into blocks."""
-    for sharding, mesh in shardings_of(owner):
-        if sharding.fused is not None and sharding.fused.splits(mesh.size()):
-            yield sharding.fused
-
-
 def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor]) -> None:
     if id(entry.tensor) in filled:
         return
@@ -232,11 +182,6 @@ def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor
 
 def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:
     """Yield this rank's boxes, as slices of the source's entry and of the local tensor."""
-    boxes = [(whole_box(tensor.shape), whole_box(tensor.shape))]
-    if isinstance(tensor, DTensor):
-        spec = tensor.spec
-        assert spec.coordinate is not None, "only ranks of the mesh load"
-        boxes = spec.boxes(spec.coordinate)
-    for box, place in boxes:
-        rows = [(start + first_row, stop + first_row) for start, stop in box[:1]]
-        yield slices_of((*rows, *box[1:])), slices_of(place)
+    for held in local_boxes("", tensor):
+        rows = [(start + first_row, stop + first_row) for start, stop in held.box[:1]]
+        yield slices_of((*rows, *held.box[1:])), slices_of(held.place)

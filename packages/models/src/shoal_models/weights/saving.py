@@ -1,4 +1,4 @@
-"""Writing of a model's shards into safetensors files or into another model, shard by shard.
+"""Writing of a model's shards into safetensors files, shard by shard.
 
 No parameter is gathered. Files have their final size before the first byte of data, and a box of a
 tensor is written at its place in a file: ranks only send each other names, shapes and boxes.
@@ -10,7 +10,7 @@ import ctypes
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
@@ -20,28 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor
-from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import (
-    Blocks,
-    Box,
-    Shards,
-    exchange_blocks,
-    in_groups,
-    local_of,
-    move_blocks,
-    takes,
-    volume,
-)
-from shoal_mesh import comm_over
+from shoal_dtensor.internal import Box, in_groups, takes, volume
 from shoal_mesh.internal import agree
 from shoal_tp_styles.internal import progress
+from shoal_transfer.internal import own_rank, weights_of
 
 from ..errors import CheckpointError
-from .loading import Entry, boxes_of, entries_of
 
 T = TypeVar("T")
 
@@ -138,7 +124,7 @@ def save_sharded(
     stage = target.with_name(f".{target.name}.saving")
     failed = "save_sharded: nothing is replaced, cannot"
     described = agree(
-        lambda: describe(module, boxes), None, CheckpointError, f"{failed} describe its tensors"
+        lambda: _describe(module, boxes), None, CheckpointError, f"{failed} describe its tensors"
     )
     tensors = _merged(described)
     files = _pack(tensors, max_file_bytes)
@@ -153,11 +139,6 @@ def save_sharded(
     return Saved(tuple(files), mine[own_rank()])
 
 
-def own_rank() -> int:
-    """Return this process's rank in the world; 0 for a single process."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def on_first(failed: str, step: Callable[[], T]) -> T | None:
     """Run a step on rank 0; return its result on every rank.
 
@@ -166,68 +147,28 @@ def on_first(failed: str, step: Callable[[], T]) -> T | None:
     return agree(lambda: step() if own_rank() == 0 else None, None, CheckpointError, failed)[0]
 
 
-def describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
+def _describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
     """Describe dtype, shape and this rank's boxes of every entry.
 
     The tensors of the boxes are added to `shards`.
     """
     described: dict[str, Any] = {}
-    for entry in _once(module):
-        dtype = entry.tensor.dtype
-        if dtype not in _DTYPES:
+    for weight in weights_of(module):
+        name = weight.name
+        if weight.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{entry.source!r} is {dtype}, which safetensors files do not hold"
+                f"{name!r} is {weight.dtype}, which safetensors files do not hold"
             )
-        mine = shards.setdefault(entry.source, [])
-        mine.extend(
-            (box, shard)
-            for box, shard in _boxes(entry)
-            if shard.numel() or not prod(entry.source_shape)
-        )
-        described[entry.source] = (dtype, entry.source_shape, [box for box, _ in mine])
+        mine = shards.setdefault(name, [])
+        for held in weight.boxes():
+            if held.memory.is_meta:
+                raise CheckpointError(
+                    f"{name!r} is on the meta device; load or initialize it first"
+                )
+            if held.view.numel() or not prod(weight.shape):
+                mine.append((held.box, held.view))
+        described[name] = (weight.dtype, weight.shape, [box for box, _ in mine])
     return described
-
-
-def _once(module: nn.Module) -> list[Entry]:
-    """Return the entries; a shared entry has the name that a tied model's files have."""
-    entries = list(entries_of(module))
-    plain = nn.Module.get_extra_state
-    stateful = [
-        name for name, each in module.named_modules() if type(each).get_extra_state is not plain
-    ]
-    if stateful:
-        raise CheckpointError(
-            f"{stateful} have extra state that is no tensor; save it apart, by get_extra_state()"
-        )
-    tied = getattr(module, "all_tied_weights_keys", None) or {}
-    chosen: dict[tuple[int, int], Entry] = {}
-    for entry in sorted(entries, key=lambda each: each.source in tied):
-        chosen.setdefault((id(entry.tensor), entry.first_row), entry)
-    once = set(map(id, chosen.values()))
-    return [entry for entry in entries if id(entry) in once]
-
-
-def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
-    tensor = entry.tensor
-    if isinstance(tensor, DTensor) and tensor.spec.coordinate is None:
-        # another mesh's, of which this rank is no part
-        return
-    local = local_of(tensor).detach()
-    if local.is_meta:
-        raise CheckpointError(
-            f"{entry.source!r} is on the meta device; load or initialize it first"
-        )
-    if isinstance(tensor, DTensor) and any(
-        placement.is_partial() for placement in tensor.placements
-    ):
-        raise CheckpointError(
-            f"{entry.source!r} is {tensor.placements}: redistribute partial tensors first"
-        )
-    for where, place in boxes_of(tensor, entry.first_row):
-        box = tuple((each.start, each.stop) for each in where)
-        shard = local[place]
-        # ((0, 4), (2, 3)): ((2, 3), (0, 4))
-        yield (box[::-1], shard.t()) if entry.transposed else (box, shard)
 
 
 def _merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
@@ -405,84 +346,3 @@ def _exchange(one: Path, other: Path) -> bool:
         call is not None
         and call(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0
     )
-
-
-# --- into another model ---------------------------------------------------------------------------
-
-
-def copy_weights(
-    source: nn.Module | None, target: nn.Module | None, *, max_bytes: int = 64 * 2**20
-) -> None:
-    """Write the parameters and persistent buffers of one model into another one.
-
-    The two models may be parallel in different ways.
-
-    Use this function for a mesh that serves and another mesh that trains: degrees, plans and ranks
-    of the world may differ. All ranks of the world call the function. No rank holds more of a
-    parameter than its shards of both models, and the parts in flight.
-
-    Args:
-        source: a parallel or plain model; None on ranks that have no part of it.
-        target: a model with the same names, written in place; None on ranks that have no part of
-            it.
-        max_bytes: bytes of tensors that one collective moves.
-
-    Raises:
-        PlanError: on all ranks, if the target has entries that the source lacks, or has in another
-            shape or dtype.
-
-    Example:
-        >>> source, target = nn.Linear(2, 3), nn.Linear(2, 3)
-        >>> copy_weights(source, target)
-        >>> torch.equal(source.weight, target.weight)
-        True
-    """
-    # this rank's shards
-    read = dict[str, list[tuple[Box, Tensor]]]()
-    written = dict[str, list[tuple[Box, Tensor]]]()
-    both = agree(
-        lambda: (
-            describe(source, read) if source else {},
-            describe(target, written) if target else {},
-        ),
-        error_type=CheckpointError,
-        what="copy_weights: cannot describe the models",
-    )
-    of_sources = [each for each, _ in both]
-    of_targets = [each for _, each in both]
-    sources = _merged(of_sources)
-    targets = _merged(of_targets)
-    for name, tensor in targets.items():
-        stored = sources.get(name)
-        if stored is None or (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):
-            has = "nothing" if stored is None else f"{tuple(stored.shape)} {stored.dtype}"
-            raise PlanError(
-                f"copy_weights: {name!r} is {tuple(tensor.shape)} {tensor.dtype}, the source has "
-                f"{has}"
-            )
-    rank, comm = (
-        (dist.get_rank(), comm_over(range(dist.get_world_size())))
-        if dist.is_initialized()
-        else (0, None)
-    )
-
-    def move(name: str) -> tuple[Blocks, Shards, Shards]:
-        boxes = (
-            [entries[name][2] if name in entries else [] for entries in each]
-            for each in (of_sources, of_targets)
-        )
-        blocks = exchange_blocks(rank, *boxes)
-        return blocks, read.get(name, []), written.get(name, [])
-
-    # Names that move together have one dtype.
-    of_dtypes = dict[torch.dtype, list[str]]()
-    for name, tensor in targets.items():
-        of_dtypes.setdefault(tensor.dtype, []).append(name)
-    grouped = (
-        in_groups(names, lambda name: targets[name].nbytes, max_bytes)
-        for names in of_dtypes.values()
-    )
-    batches = [batch for groups in grouped for batch in groups]
-    for names in progress(batches, "copying weights"):
-        with torch.no_grad():
-            move_blocks(map(move, names), comm)

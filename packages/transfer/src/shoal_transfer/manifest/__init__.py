@@ -1,4 +1,4 @@
 """Manifests: which rank holds which box of which weight, and where in its memory.
 
-May import: errors.
+May import: errors, mapping.
 """

@@ -18,7 +18,7 @@ from ..errors import ManifestError
 from .records import Holding, Manifest, TensorRecord, contiguous_strides, merge_manifests
 from .weights import Model, NamedBox, own_rank, weights_of
 
-_DTYPES_OF_FILES = {
+FILE_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
     "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
@@ -77,13 +77,10 @@ def describe(
 
     manifests = agree(describe_own, group_of(mesh), ManifestError, "describe")
     manifest = merge_manifests(manifests)
-    for record in manifest.tensors.values():
-        if not record.is_whole:
-            ranks = sorted({holding.rank for holding in record.holdings})
-            raise ManifestError(
-                f"describe: ranks {ranks} hold only a part of {record.name!r} {record.shape}; call "
-                "it on all ranks of its mesh, with one model"
-            )
+    # tensors of one shape share a layout, which needs one check
+    layouts = {(id(one.holdings), one.shape): one for one in manifest.tensors.values()}
+    for record in layouts.values():
+        record.require_whole()
     return manifest
 
 
@@ -175,9 +172,9 @@ def describe_files(paths: Iterable[str | PathLike[str]], *, world: str = "files"
     for path in paths:
         for name, value in read_header(path).items():
             shape = tuple(value["shape"])
-            if value["dtype"] not in _DTYPES_OF_FILES:
+            if value["dtype"] not in FILE_DTYPES:
                 raise ManifestError(f"{fspath(path)}: {name!r} is {value['dtype']}")
-            dtype = _DTYPES_OF_FILES[value["dtype"]]
+            dtype = FILE_DTYPES[value["dtype"]]
             strides = contiguous_strides(shape)
             whole = Holding(0, whole_box(shape), 0, strides)
             holdings = (whole,) if volume(whole.box) else ()

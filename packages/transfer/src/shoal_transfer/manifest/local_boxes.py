@@ -19,15 +19,20 @@ class LocalBox(NamedTuple):
 
     Attributes:
         box: in the global tensor.
-        view: the elements of the box.
-        memory: the local tensor that `view` is a view of.
+        place: the box in the local tensor.
+        memory: the local tensor.
         number: of the memory among the local tensors of this rank.
     """
 
     box: Box
-    view: Tensor
+    place: Box
     memory: Tensor
     number: int
+
+    @property
+    def view(self) -> Tensor:
+        """The elements of the box."""
+        return self.memory[slices_of(self.place)]
 
 
 def local_boxes(name: str, tensor: Any) -> Iterator[LocalBox]:
@@ -46,12 +51,13 @@ def local_boxes(name: str, tensor: Any) -> Iterator[LocalBox]:
             metadata = shard.metadata
             box = box_at(metadata.shard_offsets, metadata.shard_sizes)
             memory = shard.tensor.detach()
-            yield LocalBox(box, memory, memory, number)
+            yield LocalBox(box, whole_box(memory.shape), memory, number)
     elif hasattr(tensor, "__create_chunk_list__") and hasattr(tensor, "to_local"):
         yield from _boxes_of_torch(name, tensor)
     else:
         memory = tensor.detach()
-        yield LocalBox(whole_box(tensor.shape), memory, memory, 0)
+        whole = whole_box(tensor.shape)
+        yield LocalBox(whole, whole, memory, 0)
 
 
 def _boxes_of_dtensor(name: str, tensor: DTensor) -> Iterator[LocalBox]:
@@ -63,7 +69,7 @@ def _boxes_of_dtensor(name: str, tensor: DTensor) -> Iterator[LocalBox]:
         raise ManifestError(f"{name!r} is {tensor.placements}: redistribute partial tensors first")
     local = local_of(tensor).detach()
     for box, place in spec.boxes(spec.coordinate):
-        yield LocalBox(box, local[slices_of(place)], local, 0)
+        yield LocalBox(box, place, local, 0)
 
 
 def _boxes_of_torch(name: str, tensor: Any) -> Iterator[LocalBox]:
@@ -75,15 +81,17 @@ def _boxes_of_torch(name: str, tensor: Any) -> Iterator[LocalBox]:
     local = tensor.to_local().detach()
     chunks = tensor.__create_chunk_list__()
     if len(chunks) == 1:
-        yield LocalBox(box_at(chunks[0].offsets, chunks[0].sizes), local, local, 0)
+        box = box_at(chunks[0].offsets, chunks[0].sizes)
+        yield LocalBox(box, whole_box(local.shape), local, 0)
         return
     # Several chunks are runs of one strided dim, in order of memory.
     first = 0
     dim = _chunked_dim(name, chunks)
     for chunk in chunks:
-        view = local.narrow(dim, first, chunk.sizes[dim])
+        place = [*whole_box(local.shape)]
+        place[dim] = (first, first + chunk.sizes[dim])
         first += chunk.sizes[dim]
-        yield LocalBox(box_at(chunk.offsets, chunk.sizes), view, local, 0)
+        yield LocalBox(box_at(chunk.offsets, chunk.sizes), tuple(place), local, 0)
 
 
 def _chunked_dim(name: str, chunks: list[Any]) -> int:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal_dtensor.internal import Box, volume
+from shoal_dtensor.internal import Box, overlap, volume
 
 from ..errors import ManifestError
+from ..mapping.regions import first_gap, region_of_box
 
 _FORMAT = "shoal-manifest"
 _VERSION = 1
@@ -82,9 +83,25 @@ class TensorRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Whether disjoint boxes of the ranks hold every element."""
-        boxes = {holding.box for holding in self.holdings}
+        """Whether every element is in a box of some rank."""
+        boxes = [*{holding.box for holding in self.holdings}]
+        if overlap(boxes) is not None:
+            return first_gap([region_of_box(box) for box in boxes], self.shape) is None
         return sum(map(volume, boxes)) == prod(self.shape)
+
+    def require_whole(self) -> None:
+        """Check that the ranks together hold every element.
+
+        Raises:
+            ManifestError: some elements are on no rank.
+        """
+        if self.is_whole:
+            return
+        ranks = sorted({holding.rank for holding in self.holdings})
+        raise ManifestError(
+            f"ranks {ranks} hold only a part of {self.name!r} {self.shape}; all ranks of its mesh "
+            "make the call, with one model"
+        )
 
 
 @dataclass(frozen=True)

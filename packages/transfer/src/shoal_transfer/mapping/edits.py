@@ -74,7 +74,7 @@ def fuse(shapes: Shapes, fused: Mapping[str, Sequence[str]], dim: int, groups: i
 
 
 def split(shapes: Shapes, blocks: Mapping[str, Mapping[str, int]], dim: int, groups: int) -> Edit:
-    """Cut tensors along a dim into blocks of the given sizes; the inverse of `fuse`."""
+    """Split tensors along a dim into blocks of the given sizes; the inverse of `fuse`."""
     taken = set[str]()
     targets = dict[str, Shape]()
     parts: list[Assignment] = []

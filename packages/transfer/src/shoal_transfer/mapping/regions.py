@@ -172,7 +172,7 @@ def _gap_below(
 
 
 def _cells(along: Sequence[range], size: int) -> list[range]:
-    """Cut a dim into intervals whose indices are in the same progressions."""
+    """Split a dim into intervals whose indices are in the same progressions."""
     edges = {0, size}
     for indices in along:
         if indices.step == 1 or len(indices) == 1:

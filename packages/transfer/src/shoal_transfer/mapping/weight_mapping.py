@@ -77,7 +77,7 @@ class WeightMapping:
         """
         fixed = {name: tuple(shape) for name, shape in shapes.items()}
         copies = (copy_of(name, name, shape) for name, shape in fixed.items())
-        return cls(fixed, fixed, tuple(copies))
+        return cls(fixed, fixed, tuple(copies), witness="same names")
 
     def check(self) -> None:
         """Check that regions are in their tensors and define each target element exactly once.
@@ -137,6 +137,19 @@ class WeightMapping:
         if sum(count_elements(part.region) for part in parts) != count_elements(later.region):
             raise MappingError(f"{later}: the earlier mapping does not define these elements once")
         return parts
+
+    def witnessed_by(self, witness: str | None) -> WeightMapping:
+        """Return the mapping with a note of how it was found to be right.
+
+        Args:
+            witness: for example "version 0: the base checkpoint, sent, gave the server's bytes".
+
+        Example:
+            >>> mapping = WeightMapping.same_names({"a": (2,)}).rename({"a": "b"})
+            >>> mapping.witness, mapping.witnessed_by("version 0").witness
+            (None, 'version 0')
+        """
+        return replace(self, witness=witness)
 
     def with_casts(self, casts: bool = True) -> WeightMapping:
         """Return the mapping with each assignment allowed to change the dtype."""
@@ -318,7 +331,7 @@ class WeightMapping:
         return self._edited(edits.drop(self.targets, names))
 
     def _edited(self, edit: Edit) -> WeightMapping:
-        return self.then(WeightMapping(self.targets, edit.targets, edit.assignments, "edit"))
+        return self.then(WeightMapping(self.targets, edit.targets, edit.assignments))
 
     # --- JSON ----------------------------------------------------------------------------------
 

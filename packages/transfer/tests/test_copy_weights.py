@@ -1,4 +1,4 @@
-"""Weights of a training mesh in a serving mesh of other degrees.  Covers: weights/saving.py."""
+"""Weights of a training mesh in a serving mesh of other degrees.  Covers: running/copy_weights.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import nn
 from shoal_dtensor import communication
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import all_ranks, on_ranks
-from shoal_models import hf
 from shoal_tp_styles import Heads, PackedColwiseParallel, PlanError, parallelize_module
+from shoal_transfer import copy_weights
+from shoal_transfer.manifest.weights import weights_of
 
 
 def build(seed: int, features: int = 10) -> Any:
@@ -33,15 +34,13 @@ PLANS: dict[str, Any] = {
 
 def assert_equal(target: Any, expected: Any) -> None:
     """What every rank holds is its part of the expected values: saved boxes compare without gathering."""
-    from shoal_models.weights.saving import describe
-
-    held: dict[str, Any] = {}
-    describe(target, held)
     state = expected.state_dict()
-    assert held.keys() == state.keys()
-    for name, boxes in held.items():
-        for box, shard in boxes:
-            assert torch.equal(shard, state[name][tuple(slice(*bounds) for bounds in box)]), name
+    weights = weights_of(target)
+    assert {weight.name for weight in weights} == state.keys()
+    for weight in weights:
+        for held in weight.boxes():
+            values = state[weight.name][tuple(slice(*bounds) for bounds in held.box)]
+            assert torch.equal(held.view, values), weight.name
 
 
 @on_ranks(4, timeout=200)
@@ -56,15 +55,15 @@ def test_any_plan_into_any_other(of: str, to: str, batch: int) -> None:
     if PLANS[to]:
         parallelize_module(target, all_ranks(), PLANS[to])
     with communication("forbid"):  # nothing is gathered or redistributed
-        hf.copy_weights(source, target, max_bytes=batch)
+        copy_weights(source, target, max_bytes=batch)
     assert_equal(target, build(0))
 
 
 @on_ranks(2, timeout=200)
 def test_models_that_differ_are_refused_on_all_ranks() -> None:
     with pytest.raises(
-        PlanError, match=r"'0.weight' is \(12, 4\) torch.float64, the source has \(10, 4\)"
+        PlanError, match=r"'0.weight' is \(12, 4\) in the mapping, the source has \(10, 4\)"
     ):
-        hf.copy_weights(build(0), build(1, features=12) if dist.get_rank() else None)
-    with pytest.raises(PlanError, match=r"'x.weight' is .* the source has nothing"):
-        hf.copy_weights(build(0), nn.ModuleDict({"x": nn.Linear(1, 1)}))
+        copy_weights(build(0), build(1, features=12) if dist.get_rank() else None)
+    with pytest.raises(PlanError, match=r"'x.weight' is .* the source has no such tensor"):
+        copy_weights(build(0), nn.ModuleDict({"x": nn.Linear(1, 1)}))

@@ -1,0 +1,163 @@
+"""`plan_transfer`: the proven plan that moves the weights of a source to a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..errors import MappingError
+from ..manifest.records import Manifest, TensorRecord
+from ..mapping.assignment import Assignment
+from ..mapping.weight_mapping import WeightMapping
+from .copies import TensorPlan
+from .proof import prove
+from .routes import Loads, RouteTable, Sides
+from .transfer_plan import TransferPlan
+
+
+def plan_transfer(
+    source: Manifest,
+    target: Manifest,
+    mapping: WeightMapping | None = None,
+    *,
+    max_bytes: int = 64 * 2**20,
+) -> TransferPlan:
+    """Plan, and prove, a transfer of weights between two layouts.
+
+    The plan depends on the arguments alone, so ranks that share no process group compute equal
+    plans from equal manifests. Each element of each target box is written once. Elements come from
+    a rank of the receiver's host where one holds them, otherwise from the holder that has least
+    to send; where several ranks of a host need an element that is on no rank of the host, one of
+    them receives it and forwards it.
+
+    Args:
+        source: the weights as the trainer holds them.
+        target: the weights as the server holds them; with the world of the source, equal ranks are
+            one process, which keeps what it holds.
+        mapping: the elements of the targets as elements of the sources; by default the tensors of
+            the same names.
+        max_bytes: bytes that one rank sends and receives in one message round.
+
+    Returns:
+        A plan that is proven. `plan.is_verified` says whether the mapping has a witness, because a
+        wrong mapping proves itself.
+
+    Raises:
+        MappingError: the mapping does not fit the manifests, or does not define each target
+            element once; the message names the tensor and the region.
+        ProofError: the plan is not what the mapping says: an error of this package.
+
+    Example:
+        >>> from shoal_transfer import describe
+        >>> source = describe({"q": torch.zeros(4, 2), "k": torch.zeros(2, 2)}, world="trainer")
+        >>> target = describe({"qk": torch.zeros(6, 2)}, world="server")
+        >>> fused = WeightMapping.same_names(source.shapes).fuse({"qk": ("q", "k")})
+        >>> plan = plan_transfer(source, target, fused)
+        >>> [(copy.source, copy.nbytes) for copy in plan.regions()]
+        [('q', 32), ('k', 16)]
+    """
+    if mapping is None:
+        mapping = WeightMapping.same_names(target.shapes)
+    _check_shapes(source, target, mapping)
+    mapping.check()
+    by_target = _by_record(target, mapping)
+    sides = Sides(source, target)
+    loads = Loads()
+    tables = dict[Any, RouteTable]()
+    instances = dict[Any, int]()
+    tensors = []
+    for record in target.tensors.values():
+        parts = by_target[record.name]
+        sources = _source_records(source, record, parts)
+        key = _layout_key(record, sources, parts)
+        if key not in tables:
+            table = RouteTable(record, sources, parts, sides, loads=loads, most_bytes=max_bytes)
+            prove(table)
+            tables[key] = table
+        number = instances.get(key, 0)
+        instances[key] = number + 1
+        tensors.append(
+            TensorPlan(
+                record.name,
+                tuple(one.name for one in sources.values()),
+                target_parts=record.parts,
+                source_parts=tuple(one.parts for one in sources.values()),
+                table=tables[key],
+                instance=number,
+            )
+        )
+    return TransferPlan(source, target, mapping, tuple(tensors), max_bytes=max_bytes)
+
+
+def _check_shapes(source: Manifest, target: Manifest, mapping: WeightMapping) -> None:
+    """Check that the mapping is about the tensors of the manifests."""
+    for name, record in target.tensors.items():
+        names = [one for one in (name, *record.aliases) if one in mapping.targets]
+        if not names:
+            raise MappingError(
+                f"the mapping has no target {name!r} {record.shape}; add it with a source, a fill "
+                "value, or keep"
+            )
+        for one in names:
+            if mapping.targets[one] != record.shape:
+                raise MappingError(
+                    f"{one!r} is {record.shape} in the target, {mapping.targets[one]} in the mapping"
+                )
+    for name in mapping.targets:
+        if name not in target.names:
+            raise MappingError(f"the target has no tensor {name!r}; drop it from the mapping")
+    used = dict.fromkeys(part.source for part in mapping.assignments if part.source is not None)
+    for name in used:
+        has = source.record(name).shape if name in source.names else "no such tensor"
+        if mapping.sources.get(name) != has:
+            raise MappingError(
+                f"{name!r} is {mapping.sources.get(name)} in the mapping, the source has {has}"
+            )
+
+
+def _by_record(target: Manifest, mapping: WeightMapping) -> dict[str, tuple[Assignment, ...]]:
+    """Return the assignments of each target tensor, those of aliases under the tensor's name."""
+    found = dict[str, tuple[Assignment, ...]]()
+    for name in mapping.targets:
+        own = target.names[name]
+        parts = [replace(part, target=own) for part in mapping.by_target.get(name, ())]
+        known = found.setdefault(own, tuple(parts))
+        if known != tuple(parts):
+            aliases = ", ".join(map(repr, target.tensors[own].aliases))
+            raise MappingError(
+                f"{own!r} and {aliases} are one tensor in the target, with different sources: "
+                f"{known[:1]} and {tuple(parts[:1])}"
+            )
+    return found
+
+
+def _source_records(
+    source: Manifest, record: TensorRecord, parts: tuple[Assignment, ...]
+) -> dict[str, TensorRecord]:
+    """Return the source tensors that assignments read, by the names that they use."""
+    records = dict[str, TensorRecord]()
+    for part in parts:
+        if part.source is None:
+            continue
+        found = source.record(part.source)
+        if found.dtype != record.dtype and not part.casts:
+            raise MappingError(
+                f"{part}: the source is {found.dtype}, the target {record.dtype}; a mapping "
+                "with_casts() casts before elements are sent"
+            )
+        records[part.source] = found
+    return records
+
+
+def _layout_key(
+    record: TensorRecord, sources: Mapping[str, TensorRecord], parts: tuple[Assignment, ...]
+) -> tuple[Any, ...]:
+    """Return a key that is equal for target tensors whose routes differ in names only."""
+    numbers = {name: number for number, name in enumerate(sources)}
+    nameless = []
+    for part in parts:
+        number = -1 if part.source is None else numbers[part.source]
+        nameless.append((number, part.region, part.source_region, part.dims, part.fill))
+    layouts = tuple((id(one.holdings), one.shape) for one in sources.values())
+    return id(record.holdings), record.shape, record.dtype, layouts, tuple(nameless)

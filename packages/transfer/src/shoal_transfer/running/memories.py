@@ -1,0 +1,69 @@
+"""The local tensors of one side of a transfer: their addresses, and a second copy of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..manifest.records import Manifest
+from ..manifest.weights import Model, memories_of, weights_of
+
+Signature = dict[str, tuple[Any, ...]]
+
+
+class LocalMemories:
+    """The local tensors of a model on this rank, by the names that manifests have for them.
+
+    Args:
+        model: a module or a state dict; None on ranks that hold nothing of this side.
+    """
+
+    def __init__(self, model: Model | None) -> None:
+        self._model = model
+        self.tensors: dict[str, Tensor] = {}
+        self._addresses: Signature = {}
+        self._shapes: Signature = {}
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Look up the tensors; return whether some are at another address than before."""
+        if self._model is None:
+            return False
+        self.tensors = memories_of(weights_of(self._model))
+        before = self._addresses
+        self._addresses = {
+            name: (one.data_ptr(), one.device, tuple(one.shape), one.stride(), one.dtype)
+            for name, one in self.tensors.items()
+        }
+        return bool(before) and before != self._addresses
+
+    def shapes_changed(self) -> bool:
+        """Return whether shapes, strides or dtypes differ from those at the last call."""
+        before = self._shapes
+        self._shapes = {name: address[2:] for name, address in self._addresses.items()}
+        return bool(before) and before != self._shapes
+
+
+def parts_of_rank(manifest: Manifest, rank: int | None) -> list[str]:
+    """Return the names of the local tensors in which a rank holds something."""
+    found = dict[str, None]()
+    for record in manifest.tensors.values():
+        for holding in record.holdings:
+            if holding.rank == rank:
+                found[record.parts[holding.part]] = None
+    return list(found)
+
+
+def second_copy(tensors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return copies of local tensors with the same strides, so that one plan fits both."""
+    copies = {}
+    for name in names:
+        live = tensors[name]
+        copies[name] = torch.empty_strided(
+            live.shape, live.stride(), dtype=live.dtype, device=live.device
+        )
+        copies[name].copy_(live)
+    return copies

@@ -1,0 +1,137 @@
+"""Messages between two members: packed elements, digests, and deltas against the last message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal_mesh.internal import pack_blocks, unpack_blocks
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INDEX = torch.int32
+# odd, so that a multiplication modulo 2**64 loses nothing; from the golden ratio
+_MIX = -7046029254386353131
+
+
+def as_integers(flat: Tensor) -> Tensor:
+    """Return the bits of a flat tensor as integers of the same size.
+
+    Example:
+        >>> as_integers(torch.tensor([1.0], dtype=torch.bfloat16))
+        tensor([16256], dtype=torch.int16)
+    """
+    if flat.dtype.is_complex:
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(_INTEGERS[flat.dtype.itemsize])
+
+
+def digest_of(flat: Tensor) -> int:
+    """Return a digest of the bits and the order of elements, computed on their device.
+
+    It finds elements that are wrong, missing or exchanged. It is not a defence against somebody
+    who wants two messages of one digest.
+
+    Example:
+        >>> digest_of(torch.tensor([1.0, 2.0])) == digest_of(torch.tensor([2.0, 1.0]))
+        False
+    """
+    bits = as_integers(flat).long()
+    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    mixed = (bits ^ (places * _MIX)) * _MIX
+    mixed = (mixed ^ (mixed >> 32)) * _MIX
+    return int(mixed.sum())
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """The blocks that this rank sends to one member in one exchange.
+
+    Attributes:
+        member: the receiver.
+        blocks: views of the memory that is read.
+        dtype: of the elements on the wire.
+        last: the elements as they were last sent, if deltas are kept.
+    """
+
+    member: int
+    blocks: Sequence[Tensor]
+    dtype: torch.dtype
+    last: Tensor | None = None
+
+    def pack(self) -> Tensor:
+        """Return the elements, cast to the dtype of the wire."""
+        blocks = [block.to(self.dtype) for block in self.blocks]
+        return pack_blocks(blocks)
+
+
+@dataclass(slots=True)
+class Incoming:
+    """The blocks that this rank receives from one member in one exchange.
+
+    Attributes:
+        member: the sender.
+        blocks: views of the memory that is written.
+        dtype: of the elements.
+    """
+
+    member: int
+    blocks: Sequence[Tensor]
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return sum(block.numel() for block in self.blocks)
+
+    def read(self) -> Tensor:
+        """Return the elements that the memory holds now."""
+        return pack_blocks(self.blocks)
+
+    def write(self, flat: Tensor) -> None:
+        """Write the elements to the memory."""
+        unpack_blocks(flat, self.blocks)
+
+
+def encode_delta(flat: Tensor, last: Tensor) -> Tensor | None:
+    """Return the bytes of the elements whose bits changed, None where all elements are fewer bytes.
+
+    The bytes are the indices, 4 bytes each, and then the elements.
+
+    Args:
+        flat: (n,), the elements to send.
+        last: (n,), the elements as the receiver has them.
+
+    Example:
+        >>> encode_delta(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 9, 4])).tolist()
+        [2, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0]
+    """
+    changed = (as_integers(flat) != as_integers(last)).nonzero().reshape(-1)
+    itemsize = flat.dtype.itemsize
+    fits = flat.numel() < 2**31
+    if not fits or changed.numel() * (4 + itemsize) >= flat.numel() * itemsize:
+        return None
+    indices = changed.to(_INDEX).view(torch.uint8)
+    return torch.cat([indices, flat[changed].view(torch.uint8)])
+
+
+def apply_delta(encoded: Tensor, base: Tensor) -> Tensor:
+    """Return the elements after the changes that `encode_delta` has written.
+
+    Args:
+        encoded: bytes.
+        base: (n,), the elements before; changed in place.
+
+    Example:
+        >>> encoded = encode_delta(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 9, 4]))
+        >>> apply_delta(encoded, torch.tensor([1, 2, 9, 4]))
+        tensor([1, 2, 3, 4])
+    """
+    count = encoded.numel() // (4 + base.dtype.itemsize)
+    # copies, because a view as wider elements begins at a multiple of their size
+    indices = encoded[: 4 * count].clone().view(_INDEX)
+    values = encoded[4 * count :].clone().view(base.dtype)
+    base[indices.long()] = values
+    return base

@@ -1,0 +1,199 @@
+"""The runner of a program: packs, sends, receives and compares digests, step by step."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import TransferError
+from .messages import Incoming, Outgoing, apply_delta, digest_of, encode_delta
+from .program import Exchange, Step
+from .wires import Wire
+
+
+@dataclass(slots=True)
+class Counts:
+    """Bytes that this rank sent, and would have sent without deltas."""
+
+    sent: int = 0
+    whole: int = 0
+
+
+class _Pair(NamedTuple):
+    """One message, by its members and its place in the program."""
+
+    sender: int
+    receiver: int
+    place: int
+
+
+class Runner:
+    """Runs programs over a wire; buffers are kept from one run to the next.
+
+    Args:
+        wire: between the members.
+        digests: whether digests are compared at the end of a run.
+        deltas: whether the elements that were sent are kept, for a delta at the next run.
+    """
+
+    def __init__(self, wire: Wire, *, digests: bool, deltas: bool) -> None:
+        self._wire = wire
+        self._digests = digests
+        self._deltas = deltas
+        self._buffers: dict[tuple[int, torch.device], Tensor] = {}
+        self._reads_are_over = threading.Event()
+        self._reads_are_over.set()
+
+    def begin_reading(self) -> None:
+        """Note that the source's weights are being read."""
+        self._reads_are_over.clear()
+
+    def finish_reading(self) -> None:
+        """Note that the source's weights have been read."""
+        self._reads_are_over.set()
+
+    def wait_for_reads(self) -> None:
+        """Wait until the source's weights have been read."""
+        self._reads_are_over.wait()
+
+    @torch.no_grad()
+    def run(self, steps: list[Step], is_delta: bool) -> Counts:
+        """Run a program.
+
+        Args:
+            steps: of this rank.
+            is_delta: whether both sides have the elements of the last run.
+
+        Raises:
+            TransferError: the elements that arrived are not those that were sent.
+        """
+        counts = Counts()
+        sent = dict[_Pair, int]()
+        arrived = dict[_Pair, int]()
+        for number, step in enumerate(steps):
+            for view, value in step.fills:
+                view.fill_(value)
+            for target, source in step.copies:
+                target.copy_(source)
+            for stage, exchange in enumerate(step.exchanges):
+                place = 2 * number + stage
+                flats = [one.pack() for one in exchange.outgoing]
+                if number == len(steps) - 1 and stage == len(step.exchanges) - 1:
+                    flats = [flat.clone() for flat in flats]
+                    self.finish_reading()
+                self._note_sent(sent, exchange, flats, place)
+                if is_delta:
+                    self._exchange_deltas(exchange, flats, counts)
+                else:
+                    self._exchange_whole(exchange, flats, step.dtype, counts)
+                self._note_arrived(arrived, exchange, place)
+            for target, source in step.repeats:
+                target.copy_(source)
+        self._compare_digests(steps, sent, arrived)
+        return counts
+
+    def _note_sent(
+        self, sent: dict[_Pair, int], exchange: Exchange, flats: list[Tensor], place: int
+    ) -> None:
+        if not self._digests:
+            return
+        for one, flat in zip(exchange.outgoing, flats, strict=True):
+            sent[_Pair(self._wire.member, one.member, place)] = digest_of(flat)
+
+    def _note_arrived(self, arrived: dict[_Pair, int], exchange: Exchange, place: int) -> None:
+        """Note digests of the elements that the memory holds, not of those in the message."""
+        if not self._digests:
+            return
+        for one in exchange.incoming:
+            arrived[_Pair(one.member, self._wire.member, place)] = digest_of(one.read())
+
+    def _exchange_whole(
+        self, exchange: Exchange, flats: list[Tensor], dtype: torch.dtype, counts: Counts
+    ) -> None:
+        """Send all elements."""
+        device = _device_of(exchange)
+        sends = [torch.empty(0, dtype=dtype, device=device) for _ in range(self._wire.size)]
+        receives = list(sends)
+        for one, flat in zip(exchange.outgoing, flats, strict=True):
+            sends[one.member] = flat
+            counts.sent += flat.nbytes
+            counts.whole += flat.nbytes
+        for incoming in exchange.incoming:
+            receives[incoming.member] = self._buffer(incoming, device)
+        self._wire.exchange(sends, receives)
+        for incoming in exchange.incoming:
+            incoming.write(receives[incoming.member])
+        if self._deltas:
+            for one, flat in zip(exchange.outgoing, flats, strict=True):
+                _keep(one, flat)
+
+    def _exchange_deltas(self, exchange: Exchange, flats: list[Tensor], counts: Counts) -> None:
+        """Send the changed elements where they are fewer bytes, after their number."""
+        device = _device_of(exchange)
+        payloads = [
+            torch.empty(0, dtype=torch.uint8, device=device) for _ in range(self._wire.size)
+        ]
+        headers = [torch.zeros(2, dtype=torch.int64, device=device) for _ in payloads]
+        for one, flat in zip(exchange.outgoing, flats, strict=True):
+            assert one.last is not None, "both sides have the elements of the last run"
+            encoded = encode_delta(flat, one.last)
+            payloads[one.member] = flat.view(torch.uint8) if encoded is None else encoded
+            header = [payloads[one.member].numel(), int(encoded is not None)]
+            headers[one.member] = torch.tensor(header, device=device)
+            counts.sent += payloads[one.member].numel()
+            counts.whole += flat.nbytes
+        received = [torch.zeros(2, dtype=torch.int64, device=device) for _ in payloads]
+        self._wire.exchange(headers, received)
+        sizes = [int(header[0]) for header in received]
+        places = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        self._wire.exchange(payloads, places)
+        for incoming in exchange.incoming:
+            payload = places[incoming.member]
+            if bool(received[incoming.member][1]):
+                incoming.write(apply_delta(payload, incoming.read().clone()))
+            else:
+                incoming.write(payload.view(incoming.dtype))
+        for one, flat in zip(exchange.outgoing, flats, strict=True):
+            _keep(one, flat)
+
+    def _buffer(self, incoming: Incoming, device: torch.device) -> Tensor:
+        """Return a buffer for the elements of a message, the same at each run."""
+        nbytes = incoming.elements * incoming.dtype.itemsize
+        key = (incoming.member, device)
+        if key not in self._buffers or self._buffers[key].numel() < nbytes:
+            self._buffers[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._buffers[key][:nbytes].view(incoming.dtype)
+
+    def _compare_digests(
+        self, steps: list[Step], sent: dict[_Pair, int], arrived: dict[_Pair, int]
+    ) -> None:
+        """Raise on all ranks if some message arrived with another digest."""
+        every = self._wire.gather((sent, arrived))
+        of_senders = {pair: digest for one, _ in every for pair, digest in one.items()}
+        wrong = []
+        for _, of_receiver in every:
+            wrong += [pair for pair, value in of_receiver.items() if of_senders.get(pair) != value]
+        if wrong:
+            pair = min(wrong, key=lambda one: one.place)
+            names = ", ".join(dict.fromkeys(steps[pair.place // 2].names))
+            raise TransferError(
+                f"elements from member {pair.sender} to member {pair.receiver} arrived with another "
+                f"digest, among {names}"
+            )
+
+
+def _keep(outgoing: Outgoing, flat: Tensor) -> None:
+    """Keep the elements that the receiver has now; their memory is used at each run."""
+    if outgoing.last is None:
+        outgoing.last = flat.clone()
+    else:
+        outgoing.last.copy_(flat)
+
+
+def _device_of(exchange: Exchange) -> torch.device:
+    messages: list[Outgoing | Incoming] = [*exchange.outgoing, *exchange.incoming]
+    return messages[0].blocks[0].device if messages else torch.device("cpu")

@@ -1,0 +1,454 @@
+"""`WeightTransfer`: a planned transfer between two models, made once and run at each step."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import MappingError, TransferError
+from ..manifest.describe import describe_rank
+from ..manifest.records import Manifest, merge_manifests
+from ..manifest.weights import Model, own_rank
+from ..planning.plan import plan_transfer
+from ..planning.transfer_plan import TransferPlan
+from .memories import LocalMemories, parts_of_rank, second_copy
+from .program import Seat, Step, compile_program
+from .runner import Runner
+from .wires import GroupWire, LocalWire, Roster, Wire
+
+Mode = Literal["staged", "in_place"]
+
+
+class Sync(NamedTuple):
+    """The result of one transfer on this rank.
+
+    Attributes:
+        version: of the weights that arrived.
+        was_delta: whether only changed elements were sent.
+        bytes_sent: by this rank.
+        bytes_whole: that this rank would have sent without a delta.
+
+    Example:
+        >>> Sync(version=1, was_delta=False, bytes_sent=8, bytes_whole=8).version
+        1
+    """
+
+    version: int
+    was_delta: bool
+    bytes_sent: int
+    bytes_whole: int
+
+
+class _Report(NamedTuple):
+    """What a member tells the others before bytes move."""
+
+    digest: str
+    # of the weights to send; None on a rank that only receives
+    version: int | None
+    # of the weights that arrived last; None if they are not whole
+    base: int | None
+    holds_source: bool
+    holds_target: bool
+    shapes_changed: bool
+    error: str | None
+
+
+class WeightTransfer:
+    """A transfer that is planned once and run at each step.
+
+    All ranks of both sides make one, with equal plans, and call its methods in the same order.
+
+    In mode "staged" the target has a second copy of its weights, into which elements arrive. It is
+    committed when all ranks have all of a version, so that a torn version or a rank that died
+    leaves the target on its old weights. In mode "in_place" elements arrive in the weights
+    themselves, which must not be used meanwhile; after a fault `is_valid` is False until a
+    transfer succeeds.
+
+    Args:
+        plan: from `plan_transfer`.
+        source: the model that sends; None on ranks that hold nothing of it.
+        target: the model that receives; None on ranks that hold nothing of it.
+        wire: the link between the ranks; by default c10d, in the world of this process. Two worlds
+            need a `JointWire` or a `FolderWire`.
+        mode: "staged" or "in_place".
+        deltas: send only the elements whose bits changed since the last transfer, where they are
+            fewer bytes. The sender keeps a copy of the elements that it sent.
+        finish: called on target ranks after a transfer, once for each layer, with the names of its
+            tensors; for example to quantize them.
+
+    Attributes:
+        plan: the plan; made again when shapes or strides of local tensors have changed.
+        version: of the weights that the target has, or that the source sent; None before the
+            first transfer.
+        is_valid: whether the target's weights are those of one version.
+
+    Raises:
+        TransferError: no wire is given for two worlds, or the mode does not exist.
+
+    Example:
+        >>> from shoal_transfer import describe, plan_transfer
+        >>> trainer = torch.nn.Linear(4, 2)
+        >>> server = torch.nn.Linear(4, 2)
+        >>> plan = plan_transfer(describe(trainer), describe(server, world="server"))
+        >>> transfer = WeightTransfer(plan, source=trainer, target=server, wire=LocalWire())
+        Traceback (most recent call last):
+        shoal_transfer.errors.TransferError: the plan has 2 members, the wire 1
+        >>> plan = plan_transfer(describe(trainer), describe(server))
+        >>> WeightTransfer(plan, source=trainer, target=server).run(version=1).version
+        1
+        >>> torch.equal(trainer.weight, server.weight)
+        True
+    """
+
+    def __init__(  # noqa: PLR0913  # the two models and independent options, all keywords
+        self,
+        plan: TransferPlan,
+        *,
+        source: Model | None = None,
+        target: Model | None = None,
+        wire: Wire | None = None,
+        mode: Mode = "staged",
+        deltas: bool = False,
+        finish: Callable[[list[str]], object] | None = None,
+    ) -> None:
+        if mode not in ("staged", "in_place"):
+            raise TransferError(f"mode is 'staged' or 'in_place', got {mode!r}")
+        self.plan = plan
+        self.version: int | None = None
+        self.is_valid = True
+        self._mode = mode
+        self._deltas = deltas
+        self._finish = finish
+        self._wire = _default_wire(plan) if wire is None else wire
+        self._source = LocalMemories(source)
+        self._target = LocalMemories(target)
+        self._models = (source, target)
+        self._seat = _seat_of(plan, self._wire, source, target)
+        self._staging: dict[str, Tensor] = {}
+        self._steps: list[Step] | None = None
+        self._base: int | None = None
+        self._runner = Runner(self._wire, digests=True, deltas=deltas)
+        self._thread: threading.Thread | None = None
+        self._outcome: Sync | BaseException | None = None
+        self._source.shapes_changed()
+        self._target.shapes_changed()
+
+    # --- runs ----------------------------------------------------------------------------------
+
+    def run(self, version: int | None = None) -> Sync:
+        """Move the weights; all ranks of both sides call this.
+
+        Args:
+            version: number of the weights, larger than those before; needed on ranks of the
+                source.
+
+        Returns:
+            The version that arrived, and the bytes that this rank sent.
+
+        Raises:
+            TransferError: on all ranks: the ranks have different plans or versions, or the version
+                is older than the target's; no byte has moved. Or the elements that arrived are not
+                those that were sent, or a rank failed: the message says what the target holds.
+        """
+        self.wait()
+        sync = self._receive(version)
+        self._commit(sync.version)
+        return sync
+
+    def start(self, version: int | None = None) -> None:
+        """Begin `run` in the background; `wait` returns its result.
+
+        The source's weights must not change before they are read: `guard` lets an optimizer wait.
+
+        Args:
+            version: as for `run`.
+
+        Example:
+            >>> from shoal_transfer import describe, plan_transfer
+            >>> one, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+            >>> transfer = WeightTransfer(
+            ...     plan_transfer(describe(one), describe(other)), source=one, target=other
+            ... )
+            >>> transfer.start(version=1)
+            >>> transfer.wait().version
+            1
+        """
+        self.wait()
+        self._runner.begin_reading()
+
+        def move() -> None:
+            try:
+                self._outcome = self._receive(version)
+            except BaseException as error:
+                self._outcome = error
+            finally:
+                self._runner.finish_reading()
+
+        self._thread = threading.Thread(target=move, name="shoal weight transfer", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Sync | None:
+        """Wait for a transfer in the background; commit it and return its result.
+
+        In mode "staged" the target uses its old weights until this call.
+
+        Returns:
+            The result; None if no transfer is in flight.
+
+        Raises:
+            TransferError: as for `run`.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        outcome = self._outcome
+        self._outcome = None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert outcome is not None, "the thread has ended"
+        self._commit(outcome.version)
+        return outcome
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Let an optimizer's `step` wait until a transfer in flight has read the weights.
+
+        Args:
+            optimizer: of the source's weights.
+
+        Example:
+            >>> from shoal_transfer import describe, plan_transfer
+            >>> model = torch.nn.Linear(4, 2)
+            >>> plan = plan_transfer(describe(model), describe(model))
+            >>> WeightTransfer(plan, source=model, target=model).guard(
+            ...     torch.optim.SGD(model.parameters(), lr=0.1)
+            ... )
+        """
+
+        def wait_for_reads(*_: Any) -> None:
+            self._runner.wait_for_reads()
+
+        optimizer.register_step_pre_hook(wait_for_reads)
+
+    def witness(self) -> None:
+        """Check the mapping with the weights that the target has loaded by itself: version 0.
+
+        The source sends the same weights, and the elements that arrive are compared bitwise with
+        those that the target holds. Nothing is committed. Afterwards the plan counts as verified.
+
+        Raises:
+            MappingError: on all ranks: an element differs; the message names the tensor and how
+                many elements differ on which rank.
+            TransferError: the mode is not "staged", or the transfer failed.
+
+        Example:
+            >>> from shoal_transfer import WeightMapping, describe, plan_transfer
+            >>> source = {"gate": torch.zeros(2), "up": torch.ones(2)}
+            >>> target = {"gate": torch.zeros(2), "up": torch.ones(2)}
+            >>> exchanged = {"gate": "x", "up": "gate", "x": "up"}
+            >>> mapping = WeightMapping.same_names({"gate": (2,), "up": (2,)}).rename(exchanged)
+            >>> plan = plan_transfer(describe(source), describe(target), mapping)
+            >>> WeightTransfer(plan, source=source, target=target).witness()
+            Traceback (most recent call last):
+            shoal_transfer.errors.MappingError: version 0 differs: 'gate' in 2 of 2 elements on ...
+        """
+        if self._mode != "staged":
+            raise TransferError("witness compares two copies, which only mode 'staged' has")
+        self.wait()
+        self._receive(0 if self._seat.source_rank is not None else None)
+        different = self._differences()
+        gathered = self._wire.gather(different)
+        messages = [text for texts in gathered for text in texts]
+        self._base = None
+        if messages:
+            raise MappingError(f"version 0 differs: {'; '.join(messages)}")
+        mapping = self.plan.mapping.witnessed_by("version 0")
+        plan = self.plan
+        self.plan = TransferPlan(
+            plan.source, plan.target, mapping, plan.tensors, max_bytes=plan.max_bytes
+        )
+
+    # --- steps of a run ------------------------------------------------------------------------
+
+    def _receive(self, version: int | None) -> Sync:
+        """Move the elements of a version, into the second copy where there is one."""
+        version, is_delta = self._agree(version)
+        if self._steps is None:
+            self._compile()
+        assert self._steps is not None, "compiled above"
+        self._base = None
+        if self._mode == "in_place":
+            self.is_valid = False
+        try:
+            counts = self._runner.run(self._steps, is_delta)
+        except Exception as error:
+            raise TransferError(
+                f"version {version} did not arrive ({error}); {self._state()}"
+            ) from error
+        self._base = version
+        return Sync(version, is_delta, counts.sent, counts.whole)
+
+    def _agree(self, version: int | None) -> tuple[int, bool]:
+        """Compare what the members report; make the plan again if local tensors have changed."""
+        moved = self._source.refresh()
+        moved = self._target.refresh() or moved
+        # `or` would leave the second question out
+        changed = [self._source.shapes_changed(), self._target.shapes_changed()]
+        if moved and (self._mode == "in_place" or self._steps is not None):
+            self._forget_program()
+        report = _Report(
+            self.plan.digest,
+            version,
+            self._base,
+            holds_source=self._seat.source_rank is not None,
+            holds_target=self._seat.target_rank is not None,
+            shapes_changed=any(changed),
+            error=self._refuse(version),
+        )
+        reports: list[_Report] = self._wire.gather(report)
+        agreed = _compare(reports)
+        if any(one.shapes_changed for one in reports):
+            self._plan_again()
+            return agreed, False
+        bases = {one.base for one in reports}
+        return agreed, self._deltas and len(bases) == 1 and None not in bases
+
+    def _refuse(self, version: int | None) -> str | None:
+        """Return why this rank refuses a version."""
+        if self._seat.source_rank is not None and version is None:
+            return "ranks of the source pass a version"
+        if version is not None and self.version is not None and version < self.version:
+            return f"version {version} is older than version {self.version}"
+        return None
+
+    def _forget_program(self) -> None:
+        self._steps = None
+        self._staging = {}
+        self._base = None
+
+    def _compile(self) -> None:
+        target = self._target.tensors
+        if self._mode == "staged" and self._seat.target_rank is not None:
+            names = parts_of_rank(self.plan.target, self._seat.target_rank)
+            self._staging = second_copy(target, names)
+            target = self._staging
+        self._steps = compile_program(self.plan, self._seat, self._source.tensors, target)
+
+    def _plan_again(self) -> None:
+        """Describe both models again, and plan with the new manifests."""
+        self._forget_program()
+        own = []
+        for model, manifest in zip(self._models, (self.plan.source, self.plan.target), strict=True):
+            described = None if model is None else describe_rank(model, world=manifest.world)
+            own.append(described)
+        gathered = self._wire.gather(own)
+        manifests = []
+        for side, old in enumerate((self.plan.source, self.plan.target)):
+            parts = [one[side] for one in gathered if one[side] is not None]
+            merged = merge_manifests(parts)
+            manifests.append(Manifest(merged.tensors, old.hosts, old.world))
+        self.plan = plan_transfer(
+            manifests[0], manifests[1], self.plan.mapping, max_bytes=self.plan.max_bytes
+        )
+
+    @torch.no_grad()
+    def _commit(self, version: int) -> None:
+        """Use the elements that arrived on all ranks."""
+        for name, arrived in self._staging.items():
+            self._target.tensors[name].copy_(arrived)
+        self.version = version
+        self.is_valid = True
+        if self._finish is None or self._seat.target_rank is None:
+            return
+        for names in _layers(self.plan).values():
+            self._finish(names)
+
+    def _differences(self) -> list[str]:
+        """Return, by tensor, how many elements arrived that the target has in other bits."""
+        messages = []
+        rank = self._seat.target_rank
+        for record in self.plan.target.tensors.values():
+            count = 0
+            total = 0
+            for holding in record.holdings:
+                if holding.rank != rank:
+                    continue
+                sizes = [stop - start for start, stop in holding.box]
+                part = record.parts[holding.part]
+                pair = []
+                for tensor in (self._staging[part], self._target.tensors[part]):
+                    offset = int(tensor.storage_offset()) + holding.offset
+                    view = tensor.as_strided(sizes, holding.strides, offset)
+                    pair.append(view.contiguous().view(torch.uint8).reshape(-1, view.itemsize))
+                count += int((pair[0] != pair[1]).any(dim=1).sum())
+                total += pair[0].shape[0]
+            if count:
+                place = f"{record.name!r} in {count} of {total} elements"
+                messages.append(f"{place} on target rank {rank}")
+        return messages
+
+    def _state(self) -> str:
+        """Say what the target holds after a fault."""
+        if self._mode == "staged":
+            return f"the target keeps version {self.version}, whole"
+        return "the target's weights are invalid until a transfer succeeds"
+
+
+def _seat_of(plan: TransferPlan, wire: Wire, source: Model | None, target: Model | None) -> Seat:
+    """Return the ranks of this process, by its number among the members."""
+    roster = Roster.of(plan.source, plan.target)
+    if roster.size != wire.size:
+        raise TransferError(f"the plan has {roster.size} members, the wire {wire.size}")
+    source_ranks = {member: rank for rank, member in roster.source.items()}
+    target_ranks = {member: rank for rank, member in roster.target.items()}
+    source_rank = None if source is None else source_ranks.get(wire.member)
+    target_rank = None if target is None else target_ranks.get(wire.member)
+    return Seat(source_rank, target_rank)
+
+
+def _default_wire(plan: TransferPlan) -> Wire:
+    if not plan.is_one_world:
+        raise TransferError(
+            f"worlds {plan.source.world!r} and {plan.target.world!r} share no process group; pass "
+            "a JointWire or a FolderWire"
+        )
+    ranks = sorted({*plan.source.hosts, *plan.target.hosts})
+    if not dist.is_initialized():
+        return LocalWire()
+    if own_rank() not in ranks:
+        raise TransferError(f"rank {own_rank()} is not among the ranks of the plan, {ranks}")
+    return GroupWire(ranks)
+
+
+def _compare(reports: list[_Report]) -> int:
+    """Return the version that all members agree on."""
+    errors = [one.error for one in reports if one.error is not None]
+    if errors:
+        raise TransferError(f"{errors[0]}; no byte has moved")
+    if len({one.digest for one in reports}) > 1:
+        raise TransferError(
+            "the members have different plans: make them from the same manifests and mapping; no "
+            "byte has moved"
+        )
+    versions = {one.version for one in reports if one.version is not None}
+    if len(versions) != 1:
+        raise TransferError(
+            f"the source's ranks send versions {sorted(versions)}; no byte has moved"
+        )
+    return versions.pop()
+
+
+def _layers(plan: TransferPlan) -> dict[str, list[str]]:
+    """Group the target's tensors by layer: the part of a name up to its first number."""
+    layers = dict[str, list[str]]()
+    for name in plan.target.tensors:
+        found = re.match(r"(.*?\.\d+)\.", name)
+        layers.setdefault(found[1] if found else name, []).append(name)
+    return layers

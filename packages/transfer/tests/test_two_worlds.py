@@ -1,0 +1,56 @@
+"""Transfers between processes that share no group.  Covers: running/folder_wire.py, running/wires.py."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal_transfer import FolderWire, TransferError, WeightTransfer
+from transfer_members import member_of_transfer, plan
+
+
+@pytest.mark.parametrize("kind", ["folder", "joint"])
+def test_four_processes_without_a_common_world(kind: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    arguments = [(member, kind, str(tmp_path)) for member in range(4)]
+    processes = [context.Process(target=member_of_transfer, args=one) for one in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * 4
+    left = [*(tmp_path / "messages").glob("*")] if kind == "folder" else []
+    assert left == [], "messages are removed"
+
+
+def test_a_folder_of_an_earlier_run_and_a_lost_message(tmp_path: Path) -> None:
+    wire = FolderWire(tmp_path, 0, 2, timeout=0.05)
+    with pytest.raises(TransferError, match=r"did not appear in 0\.05 s: its sender died"):
+        wire.gather(1)
+    with pytest.raises(TransferError, match="is of an earlier run; use a new folder"):
+        FolderWire(tmp_path, 0, 2)
+
+
+def test_a_message_is_a_safetensors_file(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    wire: Any = FolderWire(tmp_path, 0, 2, timeout=0.05)
+    nothing = torch.empty(0, dtype=torch.bfloat16)
+    elements = torch.arange(3.0).bfloat16()
+    wire.exchange([nothing, elements], [nothing, nothing])
+    (message,) = tmp_path.glob("*-0-1")
+    assert torch.equal(load_file(message)["elements"], elements)
+    other = FolderWire(tmp_path, 1, 2, timeout=1)
+    with pytest.raises(TransferError, match="has 3 elements, the plan 4"):
+        other.exchange([nothing, nothing], [elements.new_empty(4), nothing])
+
+
+def test_two_worlds_need_a_wire_of_the_right_size(tmp_path: Path) -> None:
+    with pytest.raises(TransferError, match="'trainer' and 'server' share no process group"):
+        WeightTransfer(plan(), source={"w": torch.zeros(3, 4)})
+    with pytest.raises(TransferError, match="the plan has 4 members, the wire 2"):
+        WeightTransfer(plan(), source={}, wire=FolderWire(tmp_path, 0, 2))

@@ -1,0 +1,302 @@
+"""Transfers between real ranks: values, deltas, faults.
+
+Covers: running/weight_transfer.py, running/runner.py, running/program.py,
+running/memories.py, running/messages.py, running/wires.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor, distribute_tensor
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import parallelize_module
+from shoal_transfer import (
+    GroupWire,
+    LocalWire,
+    MappingError,
+    TransferError,
+    WeightMapping,
+    WeightTransfer,
+    describe,
+    plan_transfer,
+)
+from shoal_transfer.running.messages import apply_delta, digest_of, encode_delta
+
+
+class Block(nn.Module):
+    """Projections with separate or fused names, enough for a mapping."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(6, size, bias=False))
+
+
+TRAINED = {"q": 8, "k": 4, "v": 4, "o": 6}
+SERVED = {"qkv": 16, "o": 6}
+
+
+def build(sizes: dict[str, int], seed: int) -> nn.ModuleList:
+    torch.manual_seed(seed)
+    return nn.ModuleList(Block(sizes) for _ in range(2))
+
+
+def fused(shapes: dict[str, tuple[int, ...]], groups: int) -> WeightMapping:
+    names = tuple(f"{{}}.{name}.weight" for name in "qkv")
+    return WeightMapping.same_names(shapes).fuse({"{}.qkv.weight": names}, groups=groups)
+
+
+def expected_of(trained: nn.Module, groups: int) -> dict[str, Tensor]:
+    values = {}
+    state = {name: whole(value) for name, value in trained.state_dict().items()}
+    for layer in "01":
+        blocks = [state[f"{layer}.{name}.weight"].chunk(groups) for name in "qkv"]
+        values[f"{layer}.qkv.weight"] = torch.cat([b[g] for g in range(groups) for b in blocks])
+        values[f"{layer}.o.weight"] = state[f"{layer}.o.weight"]
+    return values
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def transfer_of(**options: Any) -> tuple[nn.Module, nn.Module | None, WeightTransfer]:
+    """Four ranks train over data and tensor axes, the last two serve too."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    trained = build(TRAINED, 0)
+    colwise = {f"*.{name}": "colwise" for name in "qkv"}
+    parallelize_module(trained, grid["tp"], {**colwise, "*.o": "rowwise"})
+    rank = dist.get_rank()
+    served: nn.Module | None = None
+    # all ranks of the world make the mesh
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "tp"))
+    if rank >= 2:
+        served = parallelize_module(build(SERVED, 1), pairs["tp"], {"*.qkv": "colwise"})
+    source = describe(trained)
+    target = describe(served, pairs["tp"]) if served is not None else None
+    manifests: list[Any] = [None] * 4
+    dist.all_gather_object(manifests, target)
+    found = next(one for one in manifests if one is not None)
+    plan = plan_transfer(source, found, fused(source.shapes, 2), max_bytes=200)
+    return trained, served, WeightTransfer(plan, source=trained, target=served, **options)
+
+
+def assert_served(served: nn.Module | None, expected: dict[str, Tensor]) -> None:
+    if served is not None:
+        for name, value in served.state_dict().items():
+            assert torch.equal(whole(value), expected[name]), name
+
+
+def step(model: nn.Module, seed: int, share: float = 1.0) -> None:
+    """Change a share of the elements, equally on all ranks."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            generator = torch.Generator().manual_seed(seed)
+            change = torch.rand(parameter.shape, generator=generator)
+            change = change * (torch.rand(parameter.shape, generator=generator) < share)
+            if isinstance(parameter, DTensor):
+                placements = parameter.placements
+                shard = distribute_tensor(change, parameter.device_mesh, placements)
+                parameter.add_(shard)
+            else:
+                parameter.add_(change)
+
+
+@on_ranks(4, timeout=200)
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+@pytest.mark.parametrize("deltas", [False, True])
+def test_three_syncs_with_steps_between(mode: Any, deltas: bool) -> None:
+    trained, served, transfer = transfer_of(mode=mode, deltas=deltas)
+    for version in (1, 2, 3):
+        step(trained, version, share=0.05)
+        sync = transfer.run(version)
+        assert_served(served, expected_of(trained, 2))
+        assert sync.version == version
+        assert sync.was_delta == (deltas and version > 1)
+        assert (sync.bytes_sent < sync.bytes_whole) == (sync.was_delta and sync.bytes_whole > 0)
+
+
+@on_ranks(4, timeout=200)
+def test_a_transfer_in_the_background_is_committed_by_wait() -> None:
+    trained, served, transfer = transfer_of()
+    before = {n: whole(v).clone() for n, v in served.state_dict().items()} if served else {}
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+    transfer.guard(optimizer)
+    expected = expected_of(trained, 2)
+    transfer.start(1)
+    for parameter in trained.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert_served(served, before)
+    sync = transfer.wait()
+    assert sync is not None
+    assert sync.version == 1
+    assert transfer.wait() is None
+    assert_served(served, expected)
+
+
+class FaultyWire(GroupWire):
+    """A wire that breaks, or changes an element, in its n-th exchange of elements."""
+
+    def __init__(self, *, breaks: int = -1, flips: int = -1) -> None:
+        super().__init__(range(4))
+        self.breaks = breaks
+        self.flips = flips
+        self.count = 0
+
+    def exchange(self, sends: Any, receives: Any) -> None:
+        super().exchange(sends, receives)
+        self.count += 1
+        if self.count == self.breaks:
+            raise ConnectionError("a rank died")
+        received = [one for one in receives if one.numel()]
+        if self.count == self.flips and received:
+            received[0][0] += 1
+
+
+@on_ranks(4, timeout=200)
+@pytest.mark.parametrize("fault", ["breaks", "flips"])
+def test_a_torn_version_leaves_staged_weights_whole(fault: str) -> None:
+    wire = FaultyWire()
+    trained, served, transfer = transfer_of(wire=wire, deltas=True)
+    transfer.run(1)
+    old = expected_of(trained, 2)
+    step(trained, 5)
+    setattr(wire, fault, wire.count + 2)
+    message = r"version 2 did not arrive .* the target keeps version 1, whole"
+    with pytest.raises(TransferError, match=message):
+        transfer.run(2)
+    assert_served(served, old)
+    assert transfer.is_valid
+    assert not transfer.run(3).was_delta, "after a fault all elements are sent"
+    assert_served(served, expected_of(trained, 2))
+
+
+@on_ranks(4, timeout=200)
+def test_a_torn_version_in_place_is_invalid_until_the_next() -> None:
+    wire = FaultyWire(flips=1)
+    trained, served, transfer = transfer_of(wire=wire, mode="in_place")
+    message = "arrived with another digest, among .*invalid until a transfer succeeds"
+    with pytest.raises(TransferError, match=message):
+        transfer.run(1)
+    assert transfer.is_valid is False
+    transfer.run(1)
+    valid: bool = transfer.is_valid
+    assert valid
+    assert_served(served, expected_of(trained, 2))
+
+
+@on_ranks(4, timeout=200)
+def test_versions_and_plans_that_differ_are_refused_before_bytes_move() -> None:
+    wire = FaultyWire()
+    _, _, transfer = transfer_of(wire=wire)
+    transfer.run(7)
+    moved = wire.count
+    with pytest.raises(TransferError, match="version 6 is older than version 7; no byte has moved"):
+        transfer.run(6)
+    with pytest.raises(TransferError, match="ranks of the source pass a version"):
+        transfer.run()
+    with pytest.raises(TransferError, match=r"send versions \[8, 9\]"):
+        transfer.run(8 + dist.get_rank() % 2)
+    if dist.get_rank() == 3:
+        plan = transfer.plan
+        transfer.plan = plan_transfer(plan.source, plan.target, plan.mapping, max_bytes=999)
+    with pytest.raises(TransferError, match="different plans"):
+        transfer.run(10)
+    assert wire.count == moved
+
+
+@on_ranks(4, timeout=200)
+def test_version_zero_is_a_witness() -> None:
+    trained, served, transfer = transfer_of()
+    before = transfer.plan
+    assert not before.is_verified
+    with pytest.raises(
+        MappingError, match=r"'0.qkv.weight' in \d+ of \d+ elements on target rank 2"
+    ):
+        transfer.witness()
+    expected = expected_of(trained, 2)
+    if served is not None:
+        for name, value in served.state_dict().items():
+            mesh = value.device_mesh if isinstance(value, DTensor) else None
+            loaded = expected[name]
+            if mesh is not None:
+                loaded = distribute_tensor(loaded, mesh, value.placements, src_data_rank=None)
+            value.copy_(loaded)
+    transfer.witness()
+    assert transfer.plan.is_verified
+    assert transfer.plan.mapping.witness == "version 0"
+
+
+@on_ranks(4, timeout=200)
+def test_weights_at_other_addresses_and_of_other_strides() -> None:
+    trained, served, transfer = transfer_of(mode="in_place", deltas=True)
+    transfer.run(1)
+    plan = transfer.plan
+    if served is not None:
+        for layer in served:  # type: ignore[attr-defined]  # a ModuleList
+            layer.o.weight.data = layer.o.weight.data.clone()
+    step(trained, 2)
+    assert not transfer.run(2).was_delta
+    assert_served(served, expected_of(trained, 2))
+    assert transfer.plan is plan
+    if served is not None:
+        for layer in served:  # type: ignore[attr-defined]  # a ModuleList
+            layer.o.weight.data = layer.o.weight.data.t().contiguous().t()
+    step(trained, 3)
+    transfer.run(3)
+    assert_served(served, expected_of(trained, 2))
+    assert transfer.plan is not plan
+
+
+def test_finish_is_called_once_for_each_layer() -> None:
+    trained: Any = build(TRAINED, 0)
+    served: Any = nn.ModuleDict({"model": build(TRAINED, 1), "norm": nn.LayerNorm(2)})
+    source = describe(trained)
+    mapping = WeightMapping.same_names(source.shapes).rename({"^": "model."})
+    mapping = mapping.add_filled({"norm.weight": (2,)}, fill=3.0).add_filled({"norm.bias": (2,)})
+    calls: list[list[str]] = []
+    plan = plan_transfer(source, describe(served), mapping)
+    transfer = WeightTransfer(plan, source=trained, target=served, finish=calls.append)
+    transfer.run(1)
+    assert [len(names) for names in calls] == [4, 4, 1, 1]
+    assert torch.equal(served["model"][1].v.weight, trained[1].v.weight)
+    assert served["norm"].weight.tolist() == [3.0, 3.0]
+    with pytest.raises(TransferError, match="mode is 'staged' or 'in_place'"):
+        WeightTransfer(plan, source=trained, mode="other")  # type: ignore[arg-type]  # refused
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.bool])
+def test_deltas_are_bitwise(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    last = torch.randn(1000).to(dtype)
+    new = last.clone()
+    new[::97] = torch.randn(11).to(dtype)
+    if dtype.is_floating_point:
+        last[5] = -0.0
+        new[5] = 0.0
+        last[6] = float("nan")
+        new[6] = float("nan")
+    encoded = encode_delta(new, last)
+    assert encoded is not None or dtype is torch.bool
+    if encoded is not None:
+        assert encoded.numel() < new.nbytes / 4
+        after = apply_delta(encoded, last.clone())
+        assert torch.equal(after.view(torch.uint8), new.view(torch.uint8))
+    assert encode_delta(new, torch.ones_like(new) * 3) is None or dtype is torch.bool
+
+
+def test_a_digest_sees_exchanged_elements() -> None:
+    values = torch.randn(64, dtype=torch.bfloat16)
+    assert digest_of(values) == digest_of(values.clone())
+    swapped = values.clone()
+    swapped[[3, 9]] = values[[9, 3]]
+    assert digest_of(swapped) != digest_of(values)
+    assert LocalWire().gather(1) == [1]
