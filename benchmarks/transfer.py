@@ -37,7 +37,7 @@ def weights(mesh: DeviceMesh, dim: int, megabytes: int, dtype: torch.dtype) -> S
 
 
 def broadcast_whole(source: State | None, target: State | None) -> None:
-    """Gather each parameter on rank 0, broadcast it to all, and cut the shards out."""
+    """Gather each parameter on rank 0, broadcast it to all, and take the shards from it."""
     names = list(source or target or {})
     dtype = next(iter((source or target or {}).values())).dtype
     for name in names:

@@ -78,7 +78,7 @@ def _meets(box: Box, region: Region) -> bool:
 def _cut_by_edges(
     shape: Sequence[int], by_box: dict[Box, list[Holding]]
 ) -> dict[Box, list[Holding]]:
-    """Cut boxes that share elements at the edges of all boxes."""
+    """Split boxes that share elements at the edges of all boxes."""
     positions = edges([*by_box], shape)
     cut = dict[Box, list[Holding]]()
     for box, holdings in by_box.items():
