@@ -6,6 +6,7 @@ import os
 import re
 from importlib import import_module
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from shoal_mesh import __version__
@@ -72,6 +73,8 @@ html_theme = "furo"
 html_title = f"shoal {release}"
 html_static_path = ["_static"]
 html_css_files = ["wide-tables.css"]
+# guides before records of decisions and generated pages
+html_search_scorer = str(Path(__file__).parent / "_static" / "search_scorer.js")
 html_show_sourcelink = False
 
 
@@ -111,15 +114,18 @@ def mends_backlinks(
     documented = app.env.get_domain("py").objects
 
     def anchor(link: re.Match[str]) -> str:
-        space, _, name = link[1].partition(".")
-        places = (
-            link[1],
-            *(f"{space}.{inner}.{name}" for inner in ("errors", "hf", "internal", "rules")),
-        )
-        return f'#{next((place for place in places if place in documented), link[1])}"'
+        page_of_package, target = link.groups()
+        space, _, name = target.partition(".")
+        # A package may re-export the name of a package below, whose page has the entry.
+        places = [target, f"{page_of_package}.{name.rpartition('.')[2]}"]
+        places += [f"{space}.{inner}.{name}" for inner in ("errors", "hf", "internal", "rules")]
+        home = f"reference/{page_of_package}"
+        entries = (place for place in places if place in documented)
+        found = next((place for place in entries if documented[place].docname == home), target)
+        return f'{page_of_package}.html#{found}"'
 
     if page.startswith("_modules/shoal_"):
-        context["body"] = re.sub(r'#(shoal_[\w.]+)"', anchor, context["body"])
+        context["body"] = re.sub(r'(shoal_\w+)\.html#(shoal_[\w.]+)"', anchor, context["body"])
 
 
 RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
@@ -135,8 +141,21 @@ def says_how_to_run(_app: object, page: str, source: list[str]) -> None:
         source[0] = RANKS.sub(line, source[0])
 
 
+def index_keywords(_app: object, _page: str, source: list[str]) -> None:
+    """Make index entries of a page's line of keywords, which the search prefers to mere words."""
+    line = re.search(r"^\*Keywords: (.+)\.\*$", source[0], re.MULTILINE)
+    if line is None:
+        return
+    entries = ", ".join(f"! {keyword}" for keyword in line[1].split(", "))
+    first_paragraph = re.search(r"^[^#<\s]", source[0], re.MULTILINE)
+    assert first_paragraph is not None, "the line of keywords is a paragraph"
+    start = first_paragraph.start()
+    source[0] = f"{source[0][:start]}```{{index}} {entries}\n```\n\n{source[0][start:]}"
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", index_keywords)
     app.connect("source-read", says_how_to_run)
     app.connect("autodoc-skip-member", leaves_out)
     app.connect("autodoc-process-bases", names_bases)
