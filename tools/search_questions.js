@@ -10,7 +10,7 @@ const questions = JSON.parse(fs.readFileSync(path.join(__dirname, "search_questi
 
 // The parts of a browser that Sphinx's scripts touch while they are loaded.
 const page = {
-  document: { addEventListener() {}, readyState: "complete", querySelector: () => null },
+  document: { addEventListener() {}, readyState: "complete", querySelector: () => null, getElementById: () => null },
   window: {},
   DOCUMENTATION_OPTIONS: {},
   SPHINX_HIGHLIGHT_ENABLED: false,
