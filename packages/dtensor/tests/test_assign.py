@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
-from shoal_dtensor.dispatch.assign import Sharding, ShardingProblem, assign, is_plain, unmoved
+from shoal_dtensor.dispatch.assign import (
+    Sharding,
+    ShardingProblem,
+    assign,
+    assign_without_moves,
+    is_plain,
+)
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.rules import P, R, Row, S
 from shoal_mesh import abstract_mesh
@@ -68,8 +74,8 @@ def test_rows_that_move_nothing_are_what_prices_find(
     left: list[Placement], right: list[Placement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = ShardingProblem((spec(left), spec(right)), (spec([REP, REP]).tensor_meta,))
-    free = unmoved(PRODUCT, problem, MESH)
-    monkeypatch.setattr("shoal_dtensor.dispatch.assign.unmoved", lambda *_: None)
+    free = assign_without_moves(PRODUCT, problem, MESH)
+    monkeypatch.setattr("shoal_dtensor.dispatch.assign.assign_without_moves", lambda *_: None)
     priced = assign(PRODUCT, problem, MESH)
     assert free == (priced if priced is not None and priced.inputs == problem.specs else None)
 

@@ -19,7 +19,7 @@ from shoal_dtensor import Replicate, Shard, Spec
 from shoal_dtensor.rng import streams as cuda_stream
 from shoal_dtensor.rng.counter import philox
 from shoal_dtensor.rng.draw import draw
-from shoal_dtensor.rng.memory_order import memory_order_of
+from shoal_dtensor.rng.memory_walk import memory_walk_of
 from shoal_dtensor.rng.streams import Fill
 from shoal_mesh import abstract_mesh
 
@@ -103,7 +103,7 @@ def test_boxes_equal_one_device(shape: tuple[int, ...], flawed: bool) -> None:
             own: Any = ModelGenerator()
             local = torch.empty(spec.local_shape, dtype=torch.int64)
             if whole.numel():
-                cuda_stream.fill_cuda(local, memory_order_of(spec), fill, own)
+                cuda_stream.fill_cuda(local, memory_walk_of(spec), fill, own)
             box = tuple(slice(start, stop) for start, stop in spec.box(spec.coordinate or ()))
             assert torch.equal(local, whole[box]), spec
             assert own.offset == generator.offset
@@ -117,7 +117,7 @@ def test_only_rounds_with_own_elements_are_drawn(monkeypatch: pytest.MonkeyPatch
     generator: Any = ModelGenerator()
     fill: Any = ModelFill()
     cuda_stream.fill_cuda(
-        torch.empty(spec.local_shape, dtype=torch.int64), memory_order_of(spec), fill, generator
+        torch.empty(spec.local_shape, dtype=torch.int64), memory_walk_of(spec), fill, generator
     )
     start = 8
     assert drawn == [start + 4 * 6, start + 4 * 7, start + 4 * 16], (

@@ -1,4 +1,4 @@
-"""Covers: dim_sharding.py, partition_spec.py and placements.py, against torch.chunk and brute force."""
+"""Covers: dim_sharding.py, axis_order.py, partition_spec.py and placements.py, against torch.chunk and brute force."""
 
 from __future__ import annotations
 

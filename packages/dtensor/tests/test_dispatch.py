@@ -1,4 +1,4 @@
-"""Covers: dispatch/{dispatch,results}.py, _torch/{operators,tensors}.py: keys, caches and what runs."""
+"""Covers: dispatch/{dispatch,results,argument_readers}.py, _torch/{operators,tensors}.py: keys and caches."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from shoal_dtensor import (
     implicit_replication,
 )
 from shoal_dtensor._torch.operators import direct
-from shoal_dtensor._torch.tensors import around
+from shoal_dtensor._torch.tensors import wrap_local
 from shoal_dtensor.errors import InPlaceError, MixedTensorError, OperatorArgumentError
 from shoal_dtensor.layout.dim_sharding import DimSharding
+from shoal_dtensor.layout.memory_order import walking_order
 from shoal_dtensor.redistribute.plan import plan
-from shoal_dtensor.rng.memory_order import dims_by_stride
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -249,7 +249,7 @@ def test_several_outputs_each_have_their_own_spec(mesh: DeviceMesh) -> None:
 
 def test_the_constructor_of_torch_makes_what_a_spec_says(mesh: DeviceMesh) -> None:
     x = sharded(mesh, torch.randn(4, 6), dim=1).t()
-    made = around(DTensor, x._local_tensor, x._spec, requires_grad=False)
+    made = wrap_local(DTensor, x._local_tensor, x._spec, requires_grad=False)
     assert type(made) is DTensor
     assert made._local_tensor is x._local_tensor
     assert made._spec is x._spec
@@ -260,7 +260,7 @@ def test_the_constructor_of_torch_makes_what_a_spec_says(mesh: DeviceMesh) -> No
         x.device,
     )
     assert not made.requires_grad
-    assert around(DTensor, x._local_tensor, x._spec, requires_grad=True).requires_grad
+    assert wrap_local(DTensor, x._local_tensor, x._spec, requires_grad=True).requires_grad
 
 
 # --- the local call -------------------------------------------------------------------------------
@@ -409,14 +409,14 @@ AROUND_COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", AROUND_COLLECTIVES)
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (0, 2, 1)])
-def test_results_have_the_memory_order_of_one_device(name: str, order: tuple[int, ...]) -> None:
+def test_results_have_the_memory_walk_of_one_device(name: str, order: tuple[int, ...]) -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         for dim in range(3):
             x = distribute_tensor(torch.randn(4, 4, 4), mesh, [Shard(dim)]).permute(order)
             for _ in range(2):  # decided, and remembered
                 out: Any = AROUND_COLLECTIVES[name](x)
-                assert dims_by_stride(out.shape, out.stride()) == dims_by_stride(
+                assert walking_order(out.shape, out.stride()) == walking_order(
                     out.shape, out.to_local().stride()
                 )
                 if out.is_contiguous():

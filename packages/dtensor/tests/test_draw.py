@@ -1,4 +1,4 @@
-"""Covers: rng/{draw,streams,memory_order,state}.py: boxes of a global random tensor, without process groups."""
+"""Covers: rng/{draw,streams,memory_walk,state}.py: boxes of a global random tensor, without process groups."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import PlacementError
+from shoal_dtensor.layout.memory_order import walking_order
 from shoal_dtensor.rng import streams as cpu_stream
 from shoal_dtensor.rng.draw import draw
-from shoal_dtensor.rng.memory_order import dims_by_stride, memory_order_of, stretches
+from shoal_dtensor.rng.memory_walk import memory_walk_of, stretches
 from shoal_dtensor.rng.state import get_random_mode, random_mode
 from shoal_dtensor.rng.streams import Fill
 from shoal_mesh import abstract_mesh, init_device_mesh
@@ -220,10 +221,10 @@ def test_stretches_cover_a_box_once(shape: tuple[int, ...]) -> None:
 
 
 def test_memory_order_and_span() -> None:
-    assert dims_by_stride((2, 3), (3, 1)) == (0, 1)
-    assert dims_by_stride((2, 3), (1, 2)) == (1, 0)
-    assert dims_by_stride((1, 3, 1, 2), (1, 2, 6, 1)) == (0, 2, 1, 3)
-    frame = memory_order_of(Spec(abstract_mesh((2,), rank=1), (Shard(0),), (4, 5)))
+    assert walking_order((2, 3), (3, 1)) == (0, 1)
+    assert walking_order((2, 3), (1, 2)) == (1, 0)
+    assert walking_order((1, 3, 1, 2), (1, 2, 6, 1)) == (0, 2, 1, 3)
+    frame = memory_walk_of(Spec(abstract_mesh((2,), rank=1), (Shard(0),), (4, 5)))
     assert frame.span == (10, 20)
 
 

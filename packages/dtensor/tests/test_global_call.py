@@ -15,10 +15,11 @@ from operator_calls import recorded
 from shoal_dtensor import Replicate, Shard, ShoalTensorError, Spec, distribute_tensor
 from shoal_dtensor._torch.operators import results_of
 from shoal_dtensor.dispatch import global_call
-from shoal_dtensor.dispatch.global_call import by_few_elements, by_meta_kernel
+from shoal_dtensor.dispatch.global_call import outputs_by_meta_kernel, outputs_by_probe
 from shoal_dtensor.dispatch.propagate import decide, rule_of
 from shoal_dtensor.errors import OperatorArgumentError
-from shoal_dtensor.layout.tensor_meta import TensorMeta, contiguous_stride
+from shoal_dtensor.layout.memory_order import contiguous_stride
+from shoal_dtensor.layout.tensor_meta import TensorMeta
 from shoal_dtensor.rules.all_rules import TABLE
 from shoal_dtensor.scopes import DEFAULT
 from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
@@ -147,11 +148,11 @@ def check(
     specs = [value for value in (*args, *named.values()) if isinstance(value, Spec)]
     rule = rule_of(op, DEFAULT)
     assert rule is not None
-    shown = by_few_elements(op, rule, args, named, specs)
+    shown = outputs_by_probe(op, rule, args, named, specs)
     if shown is None:
         return False
     try:
-        expected = by_meta_kernel(op, args, named, specs)
+        expected = outputs_by_meta_kernel(op, args, named, specs)
     except (ShoalTensorError, RuntimeError, IndexError) as error:
         raise AssertionError(
             f"{op} of {args} {named} has outputs {shown.metas}, but fails"
@@ -226,7 +227,7 @@ def test_a_result_of_fixed_size_is_not_taken_for_a_size_of_the_inputs() -> None:
     rule = rule_of(aten.relu.default, DEFAULT)
     assert rule is not None
     spec = Spec(MESH, [Replicate()], (2, 3), dtype=torch.complex64)
-    assert by_few_elements(aten.view_as_real.default, rule, [spec], {}, [spec]) is None
+    assert outputs_by_probe(aten.view_as_real.default, rule, [spec], {}, [spec]) is None
 
 
 def test_what_the_operator_refuses_is_refused_in_every_size() -> None:
@@ -241,7 +242,7 @@ def test_tensors_with_gaps_are_shown_to_the_meta_kernel() -> None:
     assert rule is not None
     for stride, shown in (((2, 1), True), ((3, 1), False)):
         spec = Spec(MESH, [Replicate()], (5, 2), stride)
-        assert (by_few_elements(aten.relu.default, rule, [spec], {}, [spec]) is not None) == shown
+        assert (outputs_by_probe(aten.relu.default, rule, [spec], {}, [spec]) is not None) == shown
 
 
 def test_meta_kernels_are_asked_only_where_each_shape_counts(
@@ -259,7 +260,7 @@ def test_meta_kernels_are_asked_only_where_each_shape_counts(
 
 def test_kernels_are_shown_indices_that_are_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """`nll_loss_backward` writes behind the memory of one class where the target is class 1, without a check."""
-    global_call.run_on_few.cache_clear()
+    global_call.run_probe.cache_clear()
     shown: list[tuple[Any, int, int]] = []
 
     def kernel(op: Any, build: Any) -> Any:

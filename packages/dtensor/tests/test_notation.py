@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal_dtensor.layout.tensor_meta import TensorMeta, contiguous_stride
+from shoal_dtensor.layout.memory_order import contiguous_stride
+from shoal_dtensor.layout.tensor_meta import TensorMeta
 from shoal_dtensor.rules import (
     OpCall,
     P,

@@ -126,11 +126,11 @@ def test_errors_come_before_anything_runs(error: type[Exception], op: Any, args:
 
 
 def test_policies() -> None:
-    forbidding = replace(DEFAULT, communication="forbid", alike={}, decisions={})
+    forbidding = replace(DEFAULT, communication="forbid", siblings={}, decisions={})
     assert decide(aten.relu.default, [spec(Shard(0))], {}, forbidding).watched
     with pytest.raises(CommunicationForbiddenError, match=r"relu[\s\S]*AllReduce"):
         decide(aten.relu.default, [spec(Partial())], {}, forbidding)
-    strict = replace(DEFAULT, unknown="error", alike={}, decisions={})
+    strict = replace(DEFAULT, unknown="error", siblings={}, decisions={})
     with pytest.raises(NoRuleError, match="_test_functorch_fallback"):
         decide(NO_RULE, [spec(Shard(0)), spec(Shard(0))], {}, strict)
     with pytest.warns(UserWarning, match="no sharding rule"):

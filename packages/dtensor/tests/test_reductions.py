@@ -1,4 +1,4 @@
-"""Covers: redistribute/execution/kernels.py: what a reduction does to values."""
+"""Covers: redistribute/execution/reduced_values.py: what a reduction does to values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal_dtensor.errors import RedistributeError
-from shoal_dtensor.redistribute.execution.kernels import identity_of, powers, root
+from shoal_dtensor.redistribute.execution.reduced_values import identity_of, powers, root
 from shoal_dtensor.redistribute.search.space import wire_itemsize
 
 

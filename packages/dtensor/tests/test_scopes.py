@@ -86,7 +86,7 @@ def test_there_are_as_many_scopes_as_settings() -> None:
                             blocks.enter_context(implicit_replication())
                         if checked:
                             blocks.enter_context(checked_replicas())
-    assert len(DEFAULT.alike) == 36
+    assert len(DEFAULT.siblings) == 36
 
 
 # --- decisions ------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from shoal_dtensor.redistribute.search import shortest_plan
 from shoal_dtensor.redistribute.search.edges import (
     Edge,
     all_reduce,
-    converted,
-    joined,
+    convert_partials,
+    join_pending,
     reduce_scatter,
     reshard,
 )
@@ -69,22 +69,22 @@ def arrangements(space: Space, outer: Dims, axes: Sequence[int]) -> Iterator[Dim
 
 def chunked(space: Space, dim: ShardedDim, axes: Sequence[int]) -> ShardedDim:
     for axis in axes:
-        dim = space.inside(dim, axis)[0]
+        dim = space.finer[dim, axis][0]
     return dim
 
 
 def hops(space: Space, here: State) -> Iterator[list[Edge]]:
     """All hops from a state, as the search knows them but without leaving any out."""
-    rest = here.pending, here.becoming, here.scaled
-    for dims in arrangements(space, space.whole, axes_of(space.moving(here) & ~here.pending)):
+    rest = here.to_reduce, here.to_make_partial, here.to_rescale
+    for dims in arrangements(space, space.whole, axes_of(space.moving(here) & ~here.to_reduce)):
         yield reshard(space, here, space.state(dims, *rest))
-    yield converted(space, here)
-    if here.made and not here.pending:
+    yield convert_partials(space, here)
+    if here.partials_done and not here.to_reduce:
         yield reshard(space, here, space.goal)
-    if here.pending:
-        yield from ([edge] for edge in joined(space, here))
+    if here.to_reduce:
+        yield from ([edge] for edge in join_pending(space, here))
         yield [all_reduce(space, here)]
-        for dims in arrangements(space, here.dims, axes_of(here.pending)):
+        for dims in arrangements(space, here.dims, axes_of(here.to_reduce)):
             if dims != here.dims:
                 yield [reduce_scatter(space, here, space.scattered(here, dims))]
 
@@ -94,11 +94,13 @@ def optimum(space: Space) -> tuple[float, dict[State, float]]:
     starts = [space.start]
     if space.start is not space.goal:
         for axes in (
-            mask_of(some) for n in range(1, 4) for some in combinations(axes_of(space.kept), n)
+            mask_of(some)
+            for n in range(1, 4)
+            for some in combinations(axes_of(space.partial_at_both_ends), n)
         ):
-            pending, becoming = space.start.pending | axes, space.start.becoming | axes
+            pending, becoming = space.start.to_reduce | axes, space.start.to_make_partial | axes
             starts.append(
-                space.state(space.start.dims, pending, becoming, space.start.scaled & ~axes)
+                space.state(space.start.dims, pending, becoming, space.start.to_rescale & ~axes)
             )
     found: dict[State, list[tuple[State, float]]] = {}
     reached = dict.fromkeys(starts, 0.0)
@@ -151,7 +153,7 @@ def test_bounds_never_overestimate(
     bound = Bound(space)
     for state, seconds in optimum(space)[1].items():
         assert bound.seconds(state) <= seconds * (1 + 1e-9), (
-            f"{src} {dst} {space.links} {state.dims} {state.pending}"
+            f"{src} {dst} {space.links} {state.dims} {state.to_reduce}"
         )
 
 
@@ -162,7 +164,7 @@ def test_all_layouts_of_few_axes_are_looked_at(axes: int, ndim: int, expected: i
     spec = Spec(abstract_mesh((2,) * axes), (Replicate(),) * axes, (8,) * ndim)
     space = Space(spec, spec, links_of(spec.mesh))
     candidates = Candidates(space, space.start)
-    found = candidates.inside(space.whole, space.large)
+    found = candidates.inside(space.whole, space.multi_rank_axes)
     assert candidates.complete and len(found) == len(set(found)) == expected
     assert found[0] == space.whole
     assert not ndim or set(found) == set(arrangements(space, space.whole, range(axes)))

@@ -1,4 +1,4 @@
-"""Covers: layout/{spec,spec_text,tensor_meta}.py, on abstract meshes."""
+"""Covers: layout/{spec,spec_text,tensor_meta,memory_order}.py, on abstract meshes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal_dtensor import (
     draw_sharding,
 )
 from shoal_dtensor.errors import PlacementError
-from shoal_dtensor.layout.tensor_meta import contiguous_stride
+from shoal_dtensor.layout.memory_order import contiguous_stride
 from shoal_mesh import abstract_mesh
 
 MESH = abstract_mesh((2, 2), ("dp", "tp"), rank=3)

@@ -6,7 +6,7 @@ import pytest
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.layout.placements import Placement
-from shoal_dtensor.redistribute.execution.kernels import _KERNELS
+from shoal_dtensor.redistribute.execution.rank_steps import _RANK_STEPS
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.steps import _COMMUNICATING, Plan
 from shoal_mesh import abstract_mesh
@@ -46,4 +46,4 @@ def test_a_plan_counts_its_collectives_and_says_whether_its_result_is_a_slice() 
 
 def test_every_kind_of_step_has_a_kernel() -> None:
     local = {"Slice", "MakePartial", "Reshape", "Scale"}
-    assert set(_KERNELS) - _COMMUNICATING == local
+    assert set(_RANK_STEPS) - _COMMUNICATING == local

@@ -80,7 +80,7 @@ from .tensor.serialization import install_staging_of_dtensors, refuse_memory
 
 _StridedShard = StridedShard  # torch's name
 
-Spec.at_first += [
+Spec.on_first_use += [
     install_in_torch,
     install_local_step,
     partial(

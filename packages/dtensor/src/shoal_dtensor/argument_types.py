@@ -46,8 +46,8 @@ CONVERT = "shoal_dtensor.interop.from_torch(tensor)"
 
 def is_torch_dtensor(value: object) -> bool:
     """Tell whether a value is a DTensor of torch's own class, which need not be imported."""
-    kind = type(value)
-    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.tensor")
+    cls = type(value)
+    return cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.tensor")
 
 
 def check_type(
@@ -66,19 +66,22 @@ def check_type(
             f"{where}: expected {name} to be {expected}, got a DTensor of "
             f"torch.distributed.tensor; convert it with {CONVERT}"
         )
-    if (
-        kinds is Tensor
-        and isinstance(value, Tensor)
-        and (value.is_nested or value.layout != strided)
-    ):
-        kind, way_out = (
-            ("nested", "to_padded_tensor(0.0)")
-            if value.is_nested
-            else (f"{value.layout}", "to_dense()")
-        )
-        raise error(
-            f"{where}: shards are strided tensors, and {name} is {kind}: give it {name}.{way_out}"
-        )
+    if kinds is Tensor and isinstance(value, Tensor):
+        _check_strided(where, name, value, error)
+
+
+def _check_strided(where: str, name: str, value: Tensor, error: type[Exception]) -> None:
+    if value.is_nested:
+        layout = "nested"
+        way_out = "to_padded_tensor(0.0)"
+    elif value.layout != strided:
+        layout = str(value.layout)
+        way_out = "to_dense()"
+    else:
+        return
+    raise error(
+        f"{where}: shards are strided tensors, and {name} is {layout}: give it {name}.{way_out}"
+    )
 
 
 def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> None:
@@ -157,7 +160,8 @@ def _check_each(where: str, name: str, value: Any, kinds: Kinds) -> None:
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     of_items = tuple(kind for kind in kinds if kind is not list)
     words = " or ".join(_WORDS.get(kind, kind.__name__) for kind in of_items)
-    for item in value if isinstance(value, list) and list in kinds and value else [value]:
+    is_list = isinstance(value, list) and list in kinds and bool(value)
+    for item in value if is_list else [value]:
         check_type(where, name, item, of_items, expected=words, error=StyleTypeError)
 
 
@@ -180,9 +184,12 @@ def submodule_of(where: str, stage: object) -> nn.Module:
 
 def _described(value: object) -> str:
     """Describe a value by class and text, with a conversion for torch's own classes."""
-    kind = type(value)
-    name = (
-        kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    )
-    is_torchs = kind.__module__.startswith("torch.distributed") and kind.__name__ == "DTensor"
-    return f"{name} {value!r:.80}{'; shoal_dtensor.interop.from_torch converts it' if is_torchs else ''}"
+    cls = type(value)
+    name = cls.__name__
+    if cls.__module__ != "builtins":
+        name = f"{cls.__module__}.{cls.__qualname__}"
+    text = f"{name} {value!r:.80}"
+    is_of_torch = cls.__module__.startswith("torch.distributed") and cls.__name__ == "DTensor"
+    if is_of_torch:
+        return f"{text}; shoal_dtensor.interop.from_torch converts it"
+    return text

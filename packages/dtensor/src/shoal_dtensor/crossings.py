@@ -10,11 +10,12 @@ May import: layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from .layout.spec import Spec
+if TYPE_CHECKING:
+    from .layout.spec import Spec
 
 
 class Crossings(Protocol):

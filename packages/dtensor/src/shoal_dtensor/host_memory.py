@@ -29,9 +29,8 @@ def pins(device: torch.device) -> bool:
 
 def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy numbers of the host, as `torch.tensor` accepts them, to a tensor on a device."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=pins(device), device="cpu").to(
-        device, non_blocking=True
-    )
+    staged = torch.tensor(numbers, dtype=dtype, pin_memory=pins(device), device="cpu")
+    return staged.to(device, non_blocking=True)
 
 
 def upload_packed(
@@ -43,17 +42,14 @@ def upload_packed(
     """
     sent = [*tensors]
     # (2,) and (3, 4) of one dtype: 14 elements in one copy
-    for members in _alike(dtypes):
+    for members in _positions_by_dtype(dtypes):
+        dtype = dtypes[members[0]]
         sizes = [tensors[i].numel() for i in members]
-        staged = torch.empty(
-            sum(sizes), dtype=dtypes[members[0]], pin_memory=pins(device), device="cpu"
-        )
-        torch._foreach_copy_(
-            list(torch.split(staged, sizes)), [tensors[i].reshape(-1) for i in members]
-        )
-        for i, flat in zip(
-            members, torch.split(staged.to(device, non_blocking=True), sizes), strict=True
-        ):
+        staged = torch.empty(sum(sizes), dtype=dtype, pin_memory=pins(device), device="cpu")
+        flat_tensors = [tensors[i].reshape(-1) for i in members]
+        torch._foreach_copy_(list(torch.split(staged, sizes)), flat_tensors)
+        arriving = staged.to(device, non_blocking=True)
+        for i, flat in zip(members, torch.split(arriving, sizes), strict=True):
             sent[i] = flat.view(tensors[i].shape)
     return sent
 
@@ -73,11 +69,10 @@ def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     The returned function waits for the copies and returns them.
     """
     arriving = [*tensors]
-    for members in _alike([tensor.dtype for tensor in tensors]):
+    for members in _positions_by_dtype([tensor.dtype for tensor in tensors]):
         packed = start_copy(torch.cat([tensors[i].reshape(-1) for i in members]))
-        for i, flat in zip(
-            members, torch.split(packed, [tensors[i].numel() for i in members]), strict=True
-        ):
+        sizes = [tensors[i].numel() for i in members]
+        for i, flat in zip(members, torch.split(packed, sizes), strict=True):
             arriving[i] = flat.view(tensors[i].shape)
     event = arrival_on(tensors[0].device)
 
@@ -103,8 +98,9 @@ def device_of_numbers(comm: Comm, device: torch.device | str) -> torch.device:
     return torch.device("cpu" if "cpu:" in comm.backend else device)
 
 
-def _alike(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
+def _positions_by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
     """Return the positions of each dtype."""
-    return [
-        [i for i, each in enumerate(dtypes) if each == dtype] for dtype in dict.fromkeys(dtypes)
-    ]
+    positions: dict[torch.dtype, list[int]] = {}
+    for i, dtype in enumerate(dtypes):
+        positions.setdefault(dtype, []).append(i)
+    return [*positions.values()]

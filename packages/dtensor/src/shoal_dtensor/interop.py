@@ -84,9 +84,10 @@ def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
     check_type("to_torch", "tensor", tensor, DTensor, expected="a DTensor of shoal")
     spec = tensor._spec
     placements = [_to_torch_placement(spec, axis) for axis in range(spec.mesh.ndim)]
+    torch_mesh = mesh if mesh is not None else mesh_to_torch(spec.mesh)
     tensor_of_torch = TorchTensor.from_local(
         tensor._local_tensor.detach(),
-        mesh if mesh is not None else mesh_to_torch(spec.mesh),
+        torch_mesh,
         placements,
         run_check=False,
         shape=torch.Size(spec.shape),
@@ -126,7 +127,9 @@ def _to_torch_placement(spec: Spec, axis: int) -> Any:
         return peer.Replicate()
     if isinstance(placement, Partial):
         order = norm_order(placement.reduce_op)
-        return peer.Partial(placement.reduce_op) if order is None else _partial_norm()(order)
+        if order is None:
+            return peer.Partial(placement.reduce_op)
+        return _partial_norm()(order)
     assert isinstance(placement, Shard | StridedShard), "all other placements were handled"
     sharding = spec.dim_sharding(placement.dim)
     if sharding != sharding.rechunked(sharding.length):
@@ -146,8 +149,9 @@ def _from_torch_placement(placement: Any) -> Placement:
     if placement.is_replicate():
         return Replicate()
     if placement.is_partial():
-        if isinstance(placement, _partial_norm()) and placement.reduce_op == "sum":
-            return Partial("sum" if placement.norm_type in (0, 1) else f"norm{placement.norm_type}")
+        is_norm = isinstance(placement, _partial_norm()) and placement.reduce_op == "sum"
+        if is_norm and placement.norm_type not in (0, 1):
+            return Partial(f"norm{placement.norm_type}")
         return Partial(placement.reduce_op)
     if type(placement).__name__ == "_StridedShard":
         return StridedShard(placement.dim, split_factor=placement.split_factor)

@@ -12,11 +12,11 @@ import ast
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -72,20 +72,30 @@ class Migrated(NamedTuple):
 @cache
 def _is_module(dotted: str) -> bool:
     """Tell whether torch has a module of this name."""
+    if not dotted.startswith("torch."):
+        return False
     path = Path(torch.__file__).parent.joinpath(*dotted.split(".")[1:])
-    return dotted.startswith("torch.") and (path.is_dir() or path.with_suffix(".py").is_file())
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-@cache
-def _find(module: str, name: str) -> tuple[str, str]:
-    """Return the layer that has a name of a module of torch, or a question for a person.
+class _Home(NamedTuple):
+    """The layer that has a name of a module of torch, or a question for a person.
 
     Both are empty if the name stays torch's.
     """
-    root = next((root for root in _LAYERS if f"{module}.".startswith(f"{root}.")), "")
+
+    layer: str = ""
+    question: str = ""
+
+
+@cache
+def _find(module: str, name: str) -> _Home:
+    """Return the home of a name of a module of torch."""
+    root = _root_of(module)
     if not root or _is_module(f"{module}.{name}"):
-        return ("shoal_mesh" if module == "torch.distributed" and name in _OF_MESHES else ""), ""
-    (layers, stays) = _LAYERS[root]
+        is_of_meshes = module == "torch.distributed" and name in _OF_MESHES
+        return _Home("shoal_mesh" if is_of_meshes else "")
+    layers, stays = _LAYERS[root]
     hints = []
     absent = []
     for layer in layers:
@@ -98,17 +108,30 @@ def _find(module: str, name: str) -> tuple[str, str]:
             hints.append(str(error))
         else:
             if name in package.__all__ or f"{layer}.{name}" in _UNLISTED:
-                return layer, ""
-    missing = (
-        f"{', '.join(absent)} is not installed, which may have it"
-        if absent
-        else "no layer of shoal has it"
-    )
-    return "", "" if stays else f"{module}.{name}: {[*hints, missing][0]}"
+                return _Home(layer)
+    if stays:
+        return _Home()
+    missing = "no layer of shoal has it"
+    if absent:
+        missing = f"{', '.join(absent)} is not installed, which may have it"
+    reason = hints[0] if hints else missing
+    return _Home(question=f"{module}.{name}: {reason}")
 
 
-# the node to rewrite, its new text, or a question for a person
-Finding: TypeAlias = tuple[ast.stmt | ast.expr, str, str]
+def _root_of(module: str) -> str:
+    """Return the first module of the table that is, or contains, a module; "" if none does."""
+    for root in _LAYERS:
+        if f"{module}.".startswith(f"{root}."):
+            return root
+    return ""
+
+
+class Finding(NamedTuple):
+    """A node to rewrite, with its new text or a question for a person."""
+
+    node: ast.stmt | ast.expr
+    text: str = ""
+    question: str = ""
 
 
 def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
@@ -117,48 +140,54 @@ def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
     Each comes with its node and with a question for a person, if one is left. Comments inside
     import statements are kept.
     """
-    # by their names here: `import torch.distributed as dist`
-    nodes = [*ast.walk(tree)]
+    # by their names in the file: `import torch.distributed as dist`
     modules = dict[str, str]()
+    nodes = [*ast.walk(tree)]
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                top = alias.name.partition(".")[0]
+                top, _, _ = alias.name.partition(".")
                 modules[alias.asname or top] = alias.name if alias.asname else top
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            modules |= {
-                a.asname or a.name: name
-                for a in node.names
-                if _is_module(name := f"{node.module}.{a.name}")
-            }
-            module = str(node.module)
-            homes = dict[str, list[str]]()
             for alias in node.names:
-                layer, what = _find(module, alias.name)
-                homes.setdefault(layer or module, []).append(ast.unparse(alias))
-                yield node, "", what
-            if set(homes) != {module}:
-                # torch's first
-                in_order = [home for home in dict.fromkeys((module, *homes)) if home in homes]
-                statements = (f"from {home} import {', '.join(homes[home])}" for home in in_order)
-                comments = re.findall(r"#.*", ast.get_source_segment(text, node) or "")
-                yield (
-                    node,
-                    "  ".join([f"\n{' ' * node.col_offset}".join(statements), *comments]),
-                    "",
-                )
+                name = f"{node.module}.{alias.name}"
+                if _is_module(name):
+                    modules[alias.asname or alias.name] = name
+            yield from _findings_in_import(node, text)
     for node in nodes:
-        if not isinstance(node, ast.Attribute):
-            continue
-        first, _, rest = ast.unparse(node).partition(".")
-        module, _, name = f"{modules.get(first, '')}.{rest}".rpartition(".")
-        if node.attr in _PRIVATE:
-            yield node, "", f"{node.attr}: use {_PRIVATE[node.attr]}"
-        elif node.attr in _METHODS:
-            yield node, "", f"{node.attr}: {_METHODS[node.attr]}"
-        elif module in _LAYERS or _is_module(module):
-            layer, what = _find(module, name)
-            yield node, layer and f"{layer}.{name}", what
+        if isinstance(node, ast.Attribute):
+            yield from _findings_in_name(node, modules)
+
+
+def _findings_in_import(node: ast.ImportFrom, text: str) -> Iterator[Finding]:
+    """Yield the new text of one `from torch... import ...`, with questions for its names."""
+    module = str(node.module)
+    names_from = dict[str, list[str]]()
+    for alias in node.names:
+        home = _find(module, alias.name)
+        names_from.setdefault(home.layer or module, []).append(ast.unparse(alias))
+        yield Finding(node, question=home.question)
+    if set(names_from) == {module}:
+        return
+    # torch's first
+    in_order = [home for home in dict.fromkeys((module, *names_from)) if home in names_from]
+    statements = [f"from {home} import {', '.join(names_from[home])}" for home in in_order]
+    comments = re.findall(r"#.*", ast.get_source_segment(text, node) or "")
+    line_start = f"\n{' ' * node.col_offset}"
+    yield Finding(node, "  ".join([line_start.join(statements), *comments]))
+
+
+def _findings_in_name(node: ast.Attribute, modules: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the new text of one dotted name, or a question for it."""
+    first, _, rest = ast.unparse(node).partition(".")
+    module, _, name = f"{modules.get(first, '')}.{rest}".rpartition(".")
+    if node.attr in _PRIVATE:
+        yield Finding(node, question=f"{node.attr}: use {_PRIVATE[node.attr]}")
+    elif node.attr in _METHODS:
+        yield Finding(node, question=f"{node.attr}: {_METHODS[node.attr]}")
+    elif module in _LAYERS or _is_module(module):
+        home = _find(module, name)
+        yield Finding(node, home.layer and f"{home.layer}.{name}", home.question)
 
 
 def migrate(text: str) -> Migrated:
@@ -182,32 +211,33 @@ def migrate(text: str) -> Migrated:
     edits: list[tuple[int, int, str]] = []
     left: list[tuple[int, str]] = []
     layers: set[str] = set()
-    for node, new, what in _findings(tree, text):
-        begin = starts[node.lineno - 1] + node.col_offset
+    for node, new, question in _findings(tree, text):
+        line_start = starts[node.lineno - 1]
+        begin = line_start + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        before = source[starts[node.lineno - 1] : begin]
-        behind = source[end:].partition(b"\n")[0]
-        if (
-            new
-            and isinstance(node, ast.ImportFrom)
-            and (before.strip() or behind.lstrip().startswith(b";"))
-        ):
-            what = "an import beside other statements of its line"
-        if what:
-            left.append((node.lineno, what))
+        if new and isinstance(node, ast.ImportFrom):
+            before = source[line_start:begin]
+            behind, _, _ = source[end:].partition(b"\n")
+            if before.strip() or behind.lstrip().startswith(b";"):
+                question = "an import beside other statements of its line"
+        if question:
+            left.append((node.lineno, question))
         elif new:
             edits.append((begin, end, new))
             if isinstance(node, ast.Attribute):
-                layers.add(new.partition(".")[0])
+                layer, _, _ = new.partition(".")
+                layers.add(layer)
     for begin, end, new in sorted(edits, reverse=True):
         source = source[:begin] + new.encode() + source[end:]
-    text = source.decode()
+    return Migrated(_with_imports(source.decode(), layers), sorted(left))
+
+
+def _with_imports(text: str, layers: Iterable[str]) -> str:
+    """Return a source with imports of these packages before its first import of torch."""
     first = re.search(r"^(import|from) torch\b", text, re.MULTILINE)
-    at = first.start() if first else 0
-    return Migrated(
-        text[:at] + "".join(f"import {layer}\n" for layer in sorted(layers)) + text[at:],
-        sorted(left),
-    )
+    position = first.start() if first else 0
+    imports = "".join([f"import {layer}\n" for layer in sorted(layers)])
+    return text[:position] + imports + text[position:]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -225,11 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--write", action="store_true", help="write the files instead of printing a difference"
     )
     options = parser.parse_args(arguments)
-    files = [
-        file
-        for path in options.paths
-        for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
-    ]
+    files = []
+    for path in options.paths:
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
     changed = 0
     left = 0
     broken = 0
@@ -251,9 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif diff:
             sys.stdout.writelines(diff)
         sys.stdout.writelines(f"{path}:{line}: {what}\n" for line, what in new.left)
-    sys.stdout.write(
-        f"{changed} lines {'written' if options.write else 'would change'}, {left} for a person\n"
-    )
+    verb = "written" if options.write else "would change"
+    sys.stdout.write(f"{changed} lines {verb}, {left} for a person\n")
     return 1 if broken else 0
 
 

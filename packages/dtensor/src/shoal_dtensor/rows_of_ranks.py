@@ -51,10 +51,8 @@ def extremes_of_ranks(
     The arguments are the arguments of `rows_of_ranks`.
     """
     if in_other_threads(mesh):
-        return [
-            (min(column), max(column))
-            for column in zip(*rows_of_ranks(mesh, about, numbers), strict=True)
-        ]
+        columns = zip(*rows_of_ranks(mesh, about, numbers), strict=True)
+        return [(min(column), max(column)) for column in columns]
     both = torch.stack([-numbers, numbers])
     lowest, highest = all_reduce(both, mesh.comm(tuple(range(mesh.ndim))), "max").tolist()
     return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
@@ -73,7 +71,9 @@ def one_thread_at_a_time(
 ) -> AbstractContextManager[object]:
     """Return a block for one thread of this rank at a time; its first thread acts for all."""
     meeting = _Meeting.of(mesh)
-    return nullcontext() if meeting is None else meeting.locks.setdefault(about(), threading.Lock())
+    if meeting is None:
+        return nullcontext()
+    return meeting.locks.setdefault(about(), threading.Lock())
 
 
 def _gather(comm: Comm, numbers: Tensor) -> list[list[int]]:
@@ -111,24 +111,26 @@ class _Meeting:
 
     def rows(self, about: str, numbers: Tensor) -> dict[int, list[int]]:
         """Return the rows of all ranks by global rank."""
-        key = int.from_bytes(hashlib.blake2b(about.encode(), digest_size=7).digest(), "little")
+        digest = hashlib.blake2b(about.encode(), digest_size=7).digest()
+        key = int.from_bytes(digest, "little")
+        own_row = torch.cat([numbers.new_tensor([key]), numbers])
         with self._changed:
-            for rank, (other, *said) in enumerate(
-                _gather(self._comm, torch.cat([numbers.new_tensor([key]), numbers]))
-            ):
-                self._rows.setdefault(other, [deque() for _ in range(self._comm.size)])[
-                    rank
-                ].append(said)
+            for rank, (key_of_rank, *row) in enumerate(_gather(self._comm, own_row)):
+                if key_of_rank not in self._rows:
+                    self._rows[key_of_rank] = [deque() for _ in range(self._comm.size)]
+                self._rows[key_of_rank][rank].append(row)
             self._changed.notify_all()
-            mine = self._rows[key]
-            if not self._changed.wait_for(lambda: all(mine), TIMEOUT):
-                missing = [self._comm.ranks[rank] for rank, said in enumerate(mine) if not said]
+            rows_of_key = self._rows[key]
+            if not self._changed.wait_for(lambda: all(rows_of_key), TIMEOUT):
+                waiting = zip(self._comm.ranks, rows_of_key, strict=True)
+                missing = [rank for rank, rows in waiting if not rows]
                 raise LockstepError(
                     f"no thread of ranks {missing} has come for {about} in {TIMEOUT:.0f} s: the "
                     "threads of all ranks make the same calls, in any order",
                     tuple(missing),
                 )
-            rows = {rank: said.popleft() for rank, said in zip(self._comm.line, mine, strict=True)}
-            if not any(mine):
+            ranks = zip(self._comm.line, rows_of_key, strict=True)
+            result = {rank: rows.popleft() for rank, rows in ranks}
+            if not any(rows_of_key):
                 del self._rows[key]
-            return rows
+            return result

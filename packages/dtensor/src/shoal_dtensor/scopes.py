@@ -40,13 +40,9 @@ class Scope:
     # rule tables that come before the standing one, innermost first
     overlays: tuple[Mapping[Any, Any], ...] = ()
     # the scopes under the same rules by their settings, at most 36; the same dict in all of them
-    alike: dict[tuple[Any, ...], Scope] = field(default_factory=dict, repr=False)
+    siblings: dict[tuple[Any, ...], Scope] = field(default_factory=dict, repr=False)
     # the cache of this scope by the operator's id, owned by the dispatcher
     decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.alike.setdefault(self.settings, self) is self:
-            SCOPES.add(self)
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -55,24 +51,32 @@ class Scope:
 
     def changed(self, **settings: Any) -> Scope:
         """Return the scope with these settings and the other settings of this scope."""
-        scope = replace(self, **settings, decisions={})
-        return self.alike[scope.settings]
+        return _register(replace(self, **settings, decisions={}))
 
     def under(self, overlay: Mapping[Any, Any]) -> Scope:
         """Return a new scope with these settings and a rule table before the other tables."""
-        return replace(self, overlays=(overlay, *self.overlays), alike={}, decisions={})
+        overlays = (overlay, *self.overlays)
+        return _register(replace(self, overlays=overlays, siblings={}, decisions={}))
+
+
+def _register(scope: Scope) -> Scope:
+    """Return the one scope with these settings under these rules; it is `scope` the first time."""
+    known = scope.siblings.setdefault(scope.settings, scope)
+    if known is scope:
+        SCOPES.add(scope)
+    return known
 
 
 # all scopes whose decisions may change with the standing rules
 SCOPES: WeakSet[Scope] = WeakSet()
-DEFAULT = Scope()
+DEFAULT = _register(Scope())
 _current = ScopedValue("shoal_dtensor_scope", DEFAULT)
 current: Callable[[], Scope] = _current.get
 entered: Callable[[Scope], AbstractContextManager[None]] = _current.entered
 # a block whose change of the scope around it may outlast that one
 changed_by: Callable[[Callable[[Scope], Scope]], AbstractContextManager[None]] = _current.changed
-own_scope: Callable[[], Scope] = _current.own  # for dispatch: without a call in Python
-blocks: list[None] = _current.blocks
+context_scope: Callable[[], Scope] = _current.own  # for dispatch: without a call in Python
+open_blocks: list[None] = _current.blocks
 
 
 def changed(**settings: Any) -> AbstractContextManager[None]:
@@ -194,10 +198,12 @@ def obey(what: str, spec: object, plan: Any) -> None:
     `what` is the operation, and `spec` the spec of the tensor.
     """
     scope = current()
-    if plan.collectives and scope.communication != "allow":
-        notice = notice_of(f"{what} {spec!r}", [f"  {plan.src!r} -> {plan.dst!r}\n{plan}"], scope)
-        if notice:
-            warn(notice, stacklevel=3)
+    if not plan.collectives or scope.communication == "allow":
+        return
+    need = f"  {plan.src!r} -> {plan.dst!r}\n{plan}"
+    notice = notice_of(f"{what} {spec!r}", [need], scope)
+    if notice:
+        warn(notice, stacklevel=3)
 
 
 @contextmanager
@@ -206,15 +212,15 @@ def watched(what: str) -> Iterator[None]:
     scope = current()
     thread = threading.get_ident()
 
-    def before(event: Event) -> None:
-        if threading.get_ident() == thread:
-            purpose = f" for {event.purpose}" if event.purpose else ""
-            need = (
-                f"  {event.op} of {event.nbytes} bytes along {'x'.join(event.comm.axes)}{purpose}"
-            )
-            notice = notice_of(what, [need], scope)
-            if notice:
-                warn(notice, stacklevel=2)
+    def apply_policy(event: Event) -> None:
+        if threading.get_ident() != thread:
+            return
+        axes = "x".join(event.comm.axes)
+        purpose = f" for {event.purpose}" if event.purpose else ""
+        need = f"  {event.op} of {event.nbytes} bytes along {axes}{purpose}"
+        notice = notice_of(what, [need], scope)
+        if notice:
+            warn(notice, stacklevel=2)
 
-    with observing(before):
+    with observing(apply_policy):
         yield

@@ -150,14 +150,12 @@ def _recorded(size: Any, tracer: Any) -> Any:
     from torch.utils._sympy.interp import sympy_interp  # loaded where symbols are
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    nodes = tracer.symnode_tracker.sym_node_dict
     expression = size.node.expr
-    known = {
-        symbol: next((node for node in nodes if node.expr == symbol), None)
-        for symbol in expression.free_symbols
-    }
-    if None in known.values():
+    known: dict[Any, Any] = {}
+    for node in tracer.symnode_tracker.sym_node_dict:
+        known.setdefault(node.expr, node)
+    if not expression.free_symbols <= known.keys():
         return size
-    symbols = {symbol: torch.SymInt(node) for symbol, node in known.items()}  # type: ignore[no-untyped-call]  # of torch
+    symbols = {symbol: torch.SymInt(known[symbol]) for symbol in expression.free_symbols}  # type: ignore[no-untyped-call]  # of torch
     computed = sympy_interp(PythonReferenceAnalysis, symbols, expression)
     return computed if isinstance(computed, int | torch.SymInt) else size

@@ -59,7 +59,7 @@ def register_dispatch(
     if names is None:
         for name, operator in torch._ops._higher_order_ops.items():
             operator.py_impl(cls)(
-                lambda *args, _name=name, **kwargs: run(cls, _name, (cls,), args, kwargs)
+                lambda *args, _name=name, **kwargs: run(cls, _name, (cls,), args, kwargs=kwargs)
             )
         utils: Any = torch._higher_order_ops.utils
         # torch 2.11 has no one place for it
@@ -68,10 +68,9 @@ def register_dispatch(
         def before_compiling(fn: Any, args: Any, kwargs: Any = None) -> Any:
             """Run `torch.cond` and similar operators outside of compiled functions."""
             name = next((name for name in _COMPILED if name in fn.__name__), None)
-            if name and any(
-                isinstance(leaf, cls) for leaf in torch.utils._pytree.tree_leaves(args)
-            ):
-                return run(cls, name, (cls,), args, kwargs)
+            leaves = torch.utils._pytree.tree_leaves(args) if name else []
+            if any(isinstance(leaf, cls) for leaf in leaves):
+                return run(cls, name, (cls,), args, kwargs=kwargs)
             return compiled(fn, args, kwargs)
 
         if compiled is not None:
@@ -89,7 +88,7 @@ def _trace_by(cls: type[torch.Tensor], run: Callable[..., Any], name: str) -> No
     def trace_others(mode: Any, *args: Any, **kwargs: Any) -> Any:
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, cls) for leaf in leaves):
-            return run(cls, name.removesuffix("_impl"), (cls,), args, kwargs)
+            return run(cls, name.removesuffix("_impl"), (cls,), args, kwargs=kwargs)
         return trace(mode, *args, **kwargs)
 
     if trace is not None:

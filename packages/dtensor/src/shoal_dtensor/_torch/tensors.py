@@ -22,7 +22,7 @@ from .compiling import is_tracing
 pytree = _pytree
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 # (class, local tensor, spec, requires_grad)
-around: Callable[..., Any] = torch.Tensor._dtensor__new__
+wrap_local: Callable[..., Any] = torch.Tensor._dtensor__new__
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 # attributes below what a subclass makes of them
 BASE: Any = torch._C.TensorBase
@@ -68,7 +68,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return ref(tensor.untyped_storage()), tensor.storage_offset()
 
 
-def count_write(tensors: Any) -> None:
+def bump_version(tensors: Any) -> None:
     """Count a write to one or several tensors for autograd.
 
     Tensors of inference mode do not have a count.

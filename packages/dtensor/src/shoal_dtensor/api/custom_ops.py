@@ -100,11 +100,11 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         local, specs = _local_inputs(flat, in_placements, in_grad_placements, redistribute_inputs)
         if run_check and is_tracing():
             _refuse_uneven(specs)
-        mesh = device_mesh or (specs[0].device_mesh if specs else None)
+        first_mesh = specs[0].device_mesh if specs else None
+        mesh = device_mesh or first_mesh
         result = func(*pytree.tree_unflatten(local, structure), **kwargs)
-        about = (
-            functools.partial(_output_of, func, specs) if run_check and not is_tracing() else None
-        )
+        is_compared = run_check and not is_tracing()
+        about = functools.partial(_output_of, func, specs) if is_compared else None
         return _outputs(result, out_placements, mesh, about)
 
     if not is_tracing():
@@ -121,15 +121,14 @@ def _local_inputs(
     """Return the inputs of the function, and the layouts of the DTensors among its arguments."""
     for name, entries in ("in_placements", wanted), ("in_grad_placements", grads):
         if entries is not None and len(entries) != len(flat):
-            given = f"{name} has {len(entries)} entries, the function got {len(flat)} inputs"
-            raise PlacementIndexError(f"local_map: {given}")
-    every = (None,) * len(flat)
+            counts = f"{name} has {len(entries)} entries, the function got {len(flat)} inputs"
+            raise PlacementIndexError(f"local_map: {counts}")
+    no_placements: tuple[Any, ...] = (None,) * len(flat)
+    entries_of_inputs = zip(flat, wanted or no_placements, grads or no_placements, strict=True)
     local = []
     specs = []
-    for i, (item, placements, grad) in enumerate(
-        zip(flat, wanted or every, grads or every, strict=True)
-    ):
-        placed = _placed(i, item, placements, redistribute)
+    for i, (item, placements, grad) in enumerate(entries_of_inputs):
+        placed = _in_placements(i, item, placements, redistribute)
         if isinstance(placed, DTensor):
             specs.append(placed._spec)
             placed = placed.to_local(grad_placements=grad)
@@ -137,7 +136,7 @@ def _local_inputs(
     return local, specs
 
 
-def _placed(index: int, item: Any, wanted: Placements, redistribute: bool) -> Any:
+def _in_placements(index: int, item: Any, wanted: Placements, redistribute: bool) -> Any:
     """Return an input in the required placements."""
     if wanted is None or not isinstance(item, torch.Tensor):
         return item
@@ -168,9 +167,10 @@ def _refuse_uneven(specs: Sequence[Spec]) -> None:
 
 def _output_of(func: Any, specs: Sequence[Spec], index: int) -> str:
     """Return a text that identifies an output of a function, equal on all ranks."""
-    name = getattr(func, "__module__", ""), getattr(func, "__qualname__", type(func).__qualname__)
+    module = getattr(func, "__module__", "")
+    name = getattr(func, "__qualname__", type(func).__qualname__)
     line = getattr(getattr(func, "__code__", None), "co_firstlineno", 0)
-    return f"output {index} of local_map of {'.'.join(name)} (line {line}) on {specs}"
+    return f"output {index} of local_map of {module}.{name} (line {line}) on {specs}"
 
 
 def _outputs(
@@ -181,14 +181,16 @@ def _outputs(
     `about` identifies the outputs, if ranks compare them.
     """
     flat, structure = pytree.tree_flatten(result)
-    each = out_placements if isinstance(out_placements, tuple) else (out_placements,) * len(flat)
-    if len(each) != len(flat):
+    entries = out_placements
+    if not isinstance(entries, tuple):
+        entries = (entries,) * len(flat)
+    if len(entries) != len(flat):
         raise PlacementIndexError(
-            f"local_map: out_placements has {len(each)} entries, the function returned {len(flat)} "
-            "outputs"
+            f"local_map: out_placements has {len(entries)} entries, the function returned "
+            f"{len(flat)} outputs"
         )
     outputs: list[Any] = []
-    for i, (item, placements) in enumerate(zip(flat, each, strict=True)):
+    for i, (item, placements) in enumerate(zip(flat, entries, strict=True)):
         if placements is None or not isinstance(item, torch.Tensor):
             outputs.append(item)
             continue
@@ -198,8 +200,10 @@ def _outputs(
             )
         options: dict[str, Any] = {}
         if about is not None and mesh.get_coordinate() is not None and mesh.size() > 1:
-            spec, item = layout_of_ranks(  # in the order that all ranks have
-                item, mesh, placements, None, about=functools.partial(about, i), values=True
+            about_output = functools.partial(about, i)
+            # in the order that all ranks have
+            spec, item = layout_of_ranks(
+                item, mesh, placements, None, about=about_output, values=True
             )
             placements = spec.placements
             options = {"shape": spec.shape, "shard_order": spec.shard_order}
@@ -282,17 +286,21 @@ def register_sharding(
 
 def _row(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> Row:
     """Return one pair of placements as a row, without the entries of non-tensor arguments."""
-    given, results = (
-        [p for p in pytree.tree_leaves(each) if isinstance(p, Placement)]
-        for each in (inputs, outputs)
-    )
-    if (len(given), len(results)) != (len(call.tensors), len(call.outputs)):
+    input_placements = _placements_in(inputs)
+    output_placements = _placements_in(outputs)
+    tensors = (len(call.tensors), len(call.outputs))
+    if (len(input_placements), len(output_placements)) != tensors:
         raise PlacementError(
             f"{call.op}: it has {len(call.tensors)} tensor inputs and {len(call.outputs)} tensor "
-            f"outputs, but the registered sharding has placements for {len(given)} and "
-            f"{len(results)}"
+            f"outputs, but the registered sharding has placements for {len(input_placements)} and "
+            f"{len(output_placements)}"
         )
-    return Row(tuple(map(_entry, given, call.tensors)), tuple(map(_entry, results, call.outputs)))
+    entries = tuple(map(_entry, input_placements, call.tensors))
+    return Row(entries, tuple(map(_entry, output_placements, call.outputs)))
+
+
+def _placements_in(value: Any) -> list[Placement]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Placement)]
 
 
 def _entry(placement: Placement, meta: TensorMeta) -> Entry:

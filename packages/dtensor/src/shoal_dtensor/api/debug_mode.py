@@ -41,7 +41,8 @@ class ExplicitRedistributionContext:
                 "ExplicitRedistributionContext: strict=True is not here: what sends nothing is "
                 "never refused; DebugMode and explain show it"
             )
-        self._policy: Any = ("forbid" if mode == "raise" else "warn") if enable else "allow"
+        policy = "forbid" if mode == "raise" else "warn"
+        self._policy: Any = policy if enable else "allow"
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> ExplicitRedistributionContext:

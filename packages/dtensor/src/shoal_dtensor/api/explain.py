@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from ..layout.placements import Partial
 from ..layout.spec import Spec
 from ..layout.spec_text import COLORS, holders, rank_table
 from ..redistribute.plan import alternatives
-from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
+from ..redistribute.steps import Plan, Step, format_bytes, format_seconds, layout
 from ..redistribute.traffic import least_bytes, plan_traffic
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import target_spec
@@ -41,16 +41,15 @@ class Explanation:
 
     def as_data(self) -> dict[str, Any]:
         """Return everything as plain lists, numbers and strings (for JSON)."""
+        mesh = self.chosen.src.mesh
         return {
             "src": layout(self.chosen.src),
             "dst": layout(self.chosen.dst),
-            "mesh": dict(
-                zip(self.chosen.src.mesh.axis_names, self.chosen.src.mesh.shape, strict=True)
-            ),
+            "mesh": dict(zip(mesh.axis_names, mesh.shape, strict=True)),
             "shape": list(self.chosen.src.shape),
             "least_bytes": self.least_bytes,
-            "chosen": _as_data(self.chosen),
-            "rejected": [_as_data(plan) for plan in self.rejected],
+            "chosen": _plan_as_data(self.chosen),
+            "rejected": [_plan_as_data(plan) for plan in self.rejected],
         }
 
     def __repr__(self) -> str:
@@ -58,14 +57,15 @@ class Explanation:
         if 0 < self.chosen.floor < self.chosen.seconds * (1 - 1e-9):
             floor = format_seconds(self.chosen.floor)
             head += f"; the search stopped early: an estimate, no plan takes less than {floor}"
-        lines = [head, *(["rejected:"] if self.rejected else [])]
+        lines = [head]
+        if self.rejected:
+            lines.append("rejected:")
         for plan in self.rejected:
             slower = plan.seconds / self.chosen.seconds if self.chosen.seconds else float("inf")
-            lines.append(
-                f"  {format_seconds(plan.seconds)} ({slower:.2f} x), "
-                f"{format_bytes(plan.bytes_sent)}, peak {format_bytes(plan.peak_bytes)}: "
-                + ", then ".join(step.line() for step in plan.steps)
-            )
+            steps = ", then ".join([step.line() for step in plan.steps])
+            peak = format_bytes(plan.peak_bytes)
+            cost = f"{format_seconds(plan.seconds)} ({slower:.2f} x)"
+            lines.append(f"  {cost}, {format_bytes(plan.bytes_sent)}, peak {peak}: {steps}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -83,7 +83,8 @@ class Explanation:
         Raises:
             MissingExtraError: if matplotlib is not installed.
         """
-        ax = _figure(5, 4).add_subplot() if ax is None else ax
+        if ax is None:
+            ax = _figure(5, 4).add_subplot()
         ranks = self.chosen.src.mesh.size()
         matrix = [[0.0] * ranks for _ in range(ranks)]
         for (sender, receiver), count in plan_traffic(self.chosen).items():
@@ -135,24 +136,25 @@ def explain(
     return Explanation(chosen, tuple(rejected), least_bytes(source, target))
 
 
-def _as_data(plan: Plan) -> dict[str, Any]:
+def _plan_as_data(plan: Plan) -> dict[str, Any]:
     return {
         "seconds": plan.seconds,
         "floor": plan.floor,
         "bytes": plan.bytes_sent,
         "peak_bytes": plan.peak_bytes,
-        "steps": [
-            {
-                "step": step.name,
-                "axes": [step.src.mesh.axis_names[axis] for axis in step.axes],
-                "detail": step.detail().strip(),
-                "from": layout(step.src),
-                "to": layout(step.dst),
-                "seconds": step.seconds,
-                "bytes": step.bytes,
-            }
-            for step in plan.steps
-        ],
+        "steps": [_step_as_data(step) for step in plan.steps],
+    }
+
+
+def _step_as_data(step: Step) -> dict[str, Any]:
+    return {
+        "step": step.name,
+        "axes": [step.src.mesh.axis_names[axis] for axis in step.axes],
+        "detail": step.detail().strip(),
+        "from": layout(step.src),
+        "to": layout(step.dst),
+        "seconds": step.seconds,
+        "bytes": step.bytes,
     }
 
 
@@ -201,7 +203,8 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
     if spec.coordinate is None or any(spec.coordinate):
         return
     if not use_rich:
-        print("\n".join(line for line in (header, table.text()) if line))  # noqa: T201  # what was asked for
+        lines = [line for line in (header, table.text()) if line]
+        print("\n".join(lines))  # noqa: T201  # what was asked for
         return
     try:
         from rich.console import Console
@@ -210,12 +213,11 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
         raise MissingExtraError(
             "use_rich=True prints with rich, which is not installed: pip install rich"
         ) from error
-    shown = Table("", *table.columns, title=header or None, show_lines=True)
+    colored = Table("", *table.columns, title=header or None, show_lines=True)
     for name, cells in zip(table.rows, table.cells, strict=True):
-        shown.add_row(
-            name, *(f"[black on {table.color(cell)}] {cell} [/]" if cell else "" for cell in cells)
-        )
-    Console().print(shown)
+        texts = [f"[black on {table.color(cell)}] {cell} [/]" if cell else "" for cell in cells]
+        colored.add_row(name, *texts)
+    Console().print(colored)
 
 
 def draw_sharding(spec: Spec) -> str:
@@ -253,53 +255,61 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
         MissingExtraError: if matplotlib is not installed.
     """
     spec = tensor.spec if isinstance(tensor, DTensor) else tensor
-    ax = _figure(3, 3).add_subplot() if ax is None else ax
+    if ax is None:
+        ax = _figure(3, 3).add_subplot()
     from matplotlib.patches import Rectangle
 
     rows = prod(spec.shape[:-1])
     columns = spec.shape[-1] if spec.ndim else 1
-    sums = [op for op in spec.placements if isinstance(op, Partial)]
-    note = f"\n{'; '.join(f'partial {op.reduce_op}' for op in sums)}" if sums else ""
+    partials = [p for p in spec.placements if isinstance(p, Partial)]
+    note = "; ".join([f"partial {p.reduce_op}" for p in partials])
     colors: dict[tuple[int, ...], str] = {}
     for box, ranks in holders(spec).items():
         color = colors.setdefault(tuple(ranks), COLORS[len(colors) % len(COLORS)])
-        for top, bottom, left, right in _rectangles(box, spec.shape):
-            size = (right - left, bottom - top)
-            ax.add_patch(Rectangle((left, top), *size, facecolor=color, edgecolor="white", lw=2))
-        names = (
-            ", ".join(map(str, ranks))
-            if len(ranks) <= 8
-            else f"{ranks[0]}, ... {ranks[-1]} ({len(ranks)})"
-        )
-        ax.text(
-            left + size[0] / 2,
-            top + size[1] / 2,
-            names + note,
-            ha="center",
-            va="center",
-            fontsize=8,
-        )
+        rectangles = _rectangles(box, spec.shape)
+        for rectangle in rectangles:
+            corner = (rectangle.left, rectangle.top)
+            patch = Rectangle(
+                corner, rectangle.width, rectangle.height, facecolor=color, edgecolor="white", lw=2
+            )
+            ax.add_patch(patch)
+        names = ", ".join(map(str, ranks))
+        if len(ranks) > 8:
+            names = f"{ranks[0]}, ... {ranks[-1]} ({len(ranks)})"
+        text = f"{names}\n{note}" if note else names
+        last = rectangles[-1]
+        x = last.left + last.width / 2
+        y = last.top + last.height / 2
+        ax.text(x, y, text, ha="center", va="center", fontsize=8)
     ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=(0, columns), yticks=(0, rows))
     ax.tick_params(labelsize=7)
     ax.set_title(title or layout(spec), fontsize=8)
     return ax
 
 
-def _rectangles(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """Return a box as rectangles of a matrix whose rows are all dims but the last.
+class _Rectangle(NamedTuple):
+    """A run of rows of a matrix, in some of its columns."""
 
-    Each is (top, bottom, left, right) of a run of rows.
-    """
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def _rectangles(box: Box, shape: tuple[int, ...]) -> list[_Rectangle]:
+    """Return a box as rectangles of a matrix whose rows are all dims but the last."""
     rows = [0]
     for size, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
         rows = [row * size + index for row in rows for index in range(start, stop)]
     runs: list[tuple[int, int]] = []
     # of shape (2, 4, n) the box (0:2, 1:3) has rows 1, 2, 5, 6: (1, 3) and (5, 7)
     for row in rows:
-        top = runs.pop()[0] if runs and runs[-1][1] == row else row
+        top = row
+        if runs and runs[-1][1] == row:
+            top, _ = runs.pop()
         runs.append((top, row + 1))
     left, right = box[-1] if box else (0, 1)
-    return [(top, bottom, left, right) for top, bottom in runs]
+    return [_Rectangle(top, left, bottom - top, right - left) for top, bottom in runs]
 
 
 def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
@@ -347,18 +357,21 @@ def draw_plan(plan: Plan) -> Any:
     """
     specs = [plan.src, *(step.dst for step in plan.steps)]
     figure = _figure(_STEP * len(specs), _STEP + 0.4)
-    axs = [
-        draw_layout(spec, figure.add_subplot(1, len(specs), i)) for i, spec in enumerate(specs, 1)
-    ]
-    for ax, step in zip(axs[1:], plan.steps, strict=True):
-        axes = " x ".join(step.src.mesh.axis_names[axis] for axis in step.axes)
-        what = f"after {step.name}{' over ' if axes else ''}{axes}"
-        cost = (
-            f"{format_bytes(step.bytes)}, {format_seconds(step.seconds)}"
-            if step.communicates
-            else "local"
-        )
-        ax.set_xlabel(f"{what}\n{cost}", fontsize=8)
-    total = f"{format_bytes(plan.bytes_sent)}, {format_seconds(plan.seconds)}, peak {format_bytes(plan.peak_bytes)}"
+    for i, spec in enumerate(specs, 1):
+        ax = draw_layout(spec, figure.add_subplot(1, len(specs), i))
+        if i > 1:
+            step = plan.steps[i - 2]
+            ax.set_xlabel(_caption(step), fontsize=8)
+    cost = f"{format_bytes(plan.bytes_sent)}, {format_seconds(plan.seconds)}"
+    total = f"{cost}, peak {format_bytes(plan.peak_bytes)}"
     figure.suptitle(f"{layout(plan.src)} -> {layout(plan.dst)}: {total}", fontsize=9)
     return figure
+
+
+def _caption(step: Step) -> str:
+    """Return the text below the layout after a step: its name, axes and cost."""
+    axes = " x ".join([step.src.mesh.axis_names[axis] for axis in step.axes])
+    head = f"after {step.name} over {axes}" if axes else f"after {step.name}"
+    if not step.communicates:
+        return f"{head}\nlocal"
+    return f"{head}\n{format_bytes(step.bytes)}, {format_seconds(step.seconds)}"

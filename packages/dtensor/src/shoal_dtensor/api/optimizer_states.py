@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -27,19 +27,15 @@ def optimizers_of(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
     """Return the optimizers as a list; raise if one steps a parameter of another model."""
     of_model = {id(parameter) for parameter in model.parameters()}
     checked = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    stepped = (
-        (each, param)
-        for each in checked
-        for group in each.param_groups
-        for param in group["params"]
-    )
-    for optimizer, parameter in stepped:
-        if id(parameter) not in of_model:
-            raise StateDictError(
-                f"{type(optimizer).__name__} steps a tensor of shape {tuple(parameter.shape)} that "
-                "is not a parameter of the model: construct the optimizer after the model is "
-                "parallelized"
-            )
+    for optimizer in checked:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in of_model:
+                    raise StateDictError(
+                        f"{type(optimizer).__name__} steps a tensor of shape "
+                        f"{tuple(parameter.shape)} that is not a parameter of the model: construct "
+                        "the optimizer after the model is parallelized"
+                    )
     return checked
 
 
@@ -57,9 +53,8 @@ def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     with ExitStack() as ends:
         for optimizer in optimizers:
             before = optimizer.state
-            complete: Any = _Complete(
-                {param: entry for param, entry in before.items() if entry != {}}
-            )
+            complete: Any = _Complete()
+            complete.update({param: entry for param, entry in before.items() if entry != {}})
             complete.update(first_states(optimizer, lambda param: param.requires_grad))
             optimizer.state = complete
             ends.callback(setattr, optimizer, "state", before)
@@ -68,27 +63,18 @@ def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 def first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> State:
     """Make the state with which the first step begins, of wanted parameters that have no state yet."""
-    groups = [
-        {
-            **group,
-            "params": [
-                each for each in group["params"] if wanted(each) and not optimizer.state.get(each)
-            ],
-        }
-        for group in optimizer.param_groups
-    ]
-    if steps_as(optimizer, SGD.__module__):  # makes its state at the end of a step
-        return {
-            param: {
-                "momentum_buffer": torch.full_like(
-                    param.detach(), float("nan") if group["dampening"] else 0.0
-                )
-            }
-            for group in groups
-            if group["momentum"]
-            for param in group["params"]
-        }
-    return make_state(optimizer, groups)
+    is_sgd = steps_as(optimizer, SGD.__module__)
+    groups = []
+    states: State = {}
+    for group in optimizer.param_groups:
+        params = [p for p in group["params"] if wanted(p) and not optimizer.state.get(p)]
+        groups.append({**group, "params": params})
+        # SGD makes its state at the end of a step
+        if is_sgd and group["momentum"]:
+            first = float("nan") if group["dampening"] else 0.0
+            for param in params:
+                states[param] = {"momentum_buffer": torch.full_like(param.detach(), first)}
+    return states if is_sgd else make_state(optimizer, groups)
 
 
 def add_frozen_states(
@@ -96,21 +82,24 @@ def add_frozen_states(
 ) -> None:
     """Add the first states of frozen parameters to the state that optimizers can load."""
     named = names_of(optimizers, target["param_groups"])
-    frozen = {
-        param: name for name, param in named.items() if given.get(name) and not param.requires_grad
-    }
+    loaded = {param: name for name, param in named.items() if given.get(name)}
+    frozen = {param: name for param, name in loaded.items() if not param.requires_grad}
     for optimizer in optimizers:
         first = first_states(optimizer, lambda param: param in frozen and param.is_floating_point())
-        target["state"].update({frozen[param]: entry for param, entry in first.items()})
+        for param, entry in first.items():
+            target["state"][frozen[param]] = entry
 
 
 def names_of(
     optimizers: Iterable[Optimizer], groups: Iterable[Mapping[str, Any]]
 ) -> dict[str, Tensor]:
     """Return the parameters of optimizers by the names of their groups in a state dict."""
-    params = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-    names = (group["params"] for group in groups)
-    return dict(zip(chain.from_iterable(names), chain.from_iterable(params), strict=True))
+    params: list[Tensor] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            params += group["params"]
+    names = chain.from_iterable([group["params"] for group in groups])
+    return dict(zip(names, params, strict=True))
 
 
 def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
@@ -123,15 +112,28 @@ def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
     by_name: dict[str, dict[str, Any]] = {"state": {}, "param_groups": {}}
     names = {name for group in groups for name in group["params"]}
     for key, value in state.items():
-        kind, *parts = str(key).split(".")
-        count = next((i for i in range(1, len(parts)) if ".".join(parts[:i]) in names), 0)
-        if count and kind in by_name:
-            entry = by_name[kind].setdefault(".".join(parts[:count]), {})
-            for part in parts[count:-1]:
-                entry = entry.setdefault(part, {})
-            entry[parts[-1]] = value
-    of_each = [{**options, "params": [name]} for name, options in by_name["param_groups"].items()]
-    return {"state": by_name["state"], "param_groups": of_each}
+        section, *parts = str(key).split(".")
+        count = _length_of_name(parts, names)
+        if not count or section not in by_name:
+            continue
+        name = ".".join(parts[:count])
+        entry = by_name[section].setdefault(name, {})
+        *inner, last = parts[count:]
+        for part in inner:
+            entry = entry.setdefault(part, {})
+        entry[last] = value
+    nested_groups = []
+    for name, options in by_name["param_groups"].items():
+        nested_groups.append({**options, "params": [name]})
+    return {"state": by_name["state"], "param_groups": nested_groups}
+
+
+def _length_of_name(parts: Sequence[str], names: Collection[str]) -> int:
+    """Return how many of the first parts of a key, but not all, make a name; 0 if none do."""
+    for count in range(1, len(parts)):
+        if ".".join(parts[:count]) in names:
+            return count
+    return 0
 
 
 def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
@@ -139,12 +141,10 @@ def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     given = state.get("state", {})
     groups = state.get("param_groups", ())
     named = {name for group in groups for name in group["params"]}
-    missing = [
-        f"{n}.{each}"
-        for n, entry in target["state"].items()
-        for each in entry
-        if each not in given.get(n, {})
-    ]
+    missing = []
+    for name, entry in target["state"].items():
+        present = given.get(name, {})
+        missing += [f"{name}.{key}" for key in entry if key not in present]
     lacking = [group["params"] for group in target["param_groups"] if group["params"]]
     without_options = [names[0] for names in lacking if named.isdisjoint(names)]
     missing += [f"the options of {name}" for name in without_options]
@@ -168,24 +168,29 @@ def load_states(
     for optimizer in optimizers:
         own = [next(own_groups) for _ in optimizer.param_groups]
         named = names_of([optimizer], own)
-        entries = {
-            name: {**target["state"].get(name, {}), **given.get(name, {})}
-            for name, param in named.items()
-            if given.get(name) or optimizer.state.get(param)
-        }
-        options = []
-        # has the options of the last given group that shares a parameter, else its own
-        for group in own:
-            names = group["params"]
-            sharing = [
-                each for each in groups if each["params"] == names or {*names} & {*each["params"]}
-            ]
-            options.append({**[group, *sharing][-1], "params": names})
-        by_name = {"state": entries, "param_groups": options}
+        entries = {}
+        for name, param in named.items():
+            loaded = given.get(name, {})
+            if loaded or optimizer.state.get(param):
+                entries[name] = {**target["state"].get(name, {}), **loaded}
+        options = [_options_of(group, groups) for group in own]
         # torch may have put a call of this function in the optimizer
         load = type(optimizer).load_state_dict
-        load(optimizer, dict(state) if _is_by_number(given) else by_name)
+        if _is_by_number(given):
+            load(optimizer, dict(state))
+        else:
+            load(optimizer, {"state": entries, "param_groups": options})
         drop_unmade_buffers(optimizer)
+
+
+def _options_of(own: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the options of the last group that shares a parameter with a group, else its own."""
+    names = own["params"]
+    options = own
+    for group in groups:
+        if group["params"] == names or {*names} & {*group["params"]}:
+            options = group
+    return {**options, "params": names}
 
 
 def drop_unmade_buffers(optimizer: Optimizer) -> None:
@@ -196,7 +201,9 @@ def drop_unmade_buffers(optimizer: Optimizer) -> None:
     if not steps_as(optimizer, SGD.__module__):
         return
     for group in optimizer.param_groups:
-        for param in group["params"] if group["dampening"] else ():
+        if not group["dampening"]:
+            continue
+        for param in group["params"]:
             buffer = optimizer.state.get(param, {}).get("momentum_buffer")
             if buffer is not None and buffer.isnan().all():
                 del optimizer.state[param]

@@ -297,11 +297,9 @@ def _load_states(
     _check(structure, target)
     if options.strict:
         check_complete(structure, target)
-    load_states(
-        optimizers,
-        _laid_out(structure, state, target, options) if options.full_state_dict else state,
-        target,
-    )
+    if options.full_state_dict:
+        state = _in_layouts_of(structure, state, target, options)
+    load_states(optimizers, state, target)
 
 
 # --- full state dicts -----------------------------------------------------------------------------
@@ -309,15 +307,17 @@ def _load_states(
 
 def _gathered(state: dict[str, Any], options: Any) -> dict[str, Any]:
     """`placements -> R`: return the state with full tensors, on rank 0 alone if they are offloaded."""
-    here = not options.cpu_offload or dist.get_rank() == 0
+    is_receiver = not options.cpu_offload or dist.get_rank() == 0
 
     def gather(value: Any) -> Any:
         detached: Any = value.detach()
         full = detached.full_tensor() if isinstance(value, DTensor) else value
-        return (full.cpu() if options.cpu_offload else full) if here else None
+        if not is_receiver:
+            return None
+        return full.cpu() if options.cpu_offload else full
 
     result = pytree.tree_map_only(torch.Tensor, gather, state)
-    return dict(result) if here else {}
+    return dict(result) if is_receiver else {}
 
 
 def _by_path(state: Any) -> dict[Any, Any]:
@@ -339,10 +339,10 @@ def _sharded(state: Any, target: Mapping[str, Any], options: Any) -> dict[str, A
             f"{sorted(structure.keys() - target.keys())}; strict=False loads what is in both"
         )
     _check(structure, target)
-    return _laid_out(structure, state, target, options)
+    return _in_layouts_of(structure, state, target, options)
 
 
-def _laid_out(
+def _in_layouts_of(
     structure: Mapping[str, Any], state: Mapping[str, Any], target: Mapping[str, Any], options: Any
 ) -> dict[str, Any]:
     """`R -> placements`: return the tensors of a full state dict that a structure names.
@@ -351,9 +351,8 @@ def _laid_out(
     """
     values = _by_path(state)
     wanted = _by_path(target)
-    device = next(
-        (each.device for each in wanted.values() if isinstance(each, DTensor)), torch.device("cpu")
-    )
+    dtensors = [tensor for tensor in wanted.values() if isinstance(tensor, DTensor)]
+    device = dtensors[0].device if dtensors else torch.device("cpu")
 
     def shard(path: Any, info: Any) -> Any:
         if not isinstance(info, torch.Tensor) or not info.dim():
@@ -381,22 +380,23 @@ def _structure(state: Any, options: Any) -> dict[str, Any]:
     """
     structure: Any = None
     if not options.broadcast_from_rank0 or dist.get_rank() == 0:
-        structure = pytree.tree_map_only(
-            torch.Tensor,
-            lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta") if t.dim() else t,
-            state,
-        )
+        structure = pytree.tree_map_only(torch.Tensor, _without_values, state)
     if options.broadcast_from_rank0:
-        structure = agree(
-            lambda: structure, None, StateDictError, "the state dict of rank 0 cannot be sent"
-        )[0]
+        refusal = "the state dict of rank 0 cannot be sent"
+        structure, *_ = agree(lambda: structure, None, StateDictError, refusal)
     # of which it knows no keys
-    others = [each for each in pytree.tree_leaves(structure) if isinstance(each, Mapping)]
+    others = [leaf for leaf in pytree.tree_leaves(structure) if isinstance(leaf, Mapping)]
     if others or not isinstance(structure, dict):
-        raise StateDictError(
-            f"a state dict must be a dict, got {type([structure, *others][-1]).__name__}"
-        )
+        refused = others[-1] if others else structure
+        raise StateDictError(f"a state dict must be a dict, got {type(refused).__name__}")
     return structure
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor in place of a tensor, and a number as it is."""
+    if not tensor.dim():
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _check(structure: Mapping[str, Any], target: Mapping[str, Any]) -> None:

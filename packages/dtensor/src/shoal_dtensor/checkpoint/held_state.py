@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -136,49 +136,33 @@ class HeldState:
         check_type("HeldState.recover", "state_dict", state_dict, dict, expected="a dict")
         components: list[tuple[Any, Any]] = []
         leaves = [*_leaves(state_dict, partial(_read_into, components))]
-        targets = {
-            name: _part_of(name, value) for name, _, value in leaves if isinstance(value, Tensor)
-        }
+        targets = {}
+        for name, _, value in leaves:
+            if isinstance(value, Tensor):
+                targets[name] = _part_of(name, value)
 
-        def own() -> _Facts:
-            held = None if self._step is None else (self._step, self._lineage)
-            present, wanted = (
-                {n: part for n, (part, _) in of.items()} for of in (self._tensors, targets)
-            )
-            requested = frozenset(name for name, _, _ in leaves)
+        def own_facts() -> _Facts:
             return _Facts(
-                held,
+                None if self._step is None else (self._step, self._lineage),
                 secrets.token_hex(8),
-                present,
+                {name: part for name, (part, _) in self._tensors.items()},
                 self._values,
-                wanted=wanted,
-                requested=requested,
+                wanted={name: part for name, (part, _) in targets.items()},
+                requested=frozenset(name for name, _, _ in leaves),
             )
 
-        facts = agree(own, dist.group.WORLD, CheckpointError)
+        facts = agree(own_facts, dist.group.WORLD, CheckpointError)
         wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
-        self._lineage, newest = facts[0].fresh, _newest(facts, wanted)
+        self._lineage = facts[0].fresh
+        newest = _newest(facts, wanted)
         if newest is None:
             return None
         holders = [rank for rank, fact in enumerate(facts) if fact.held == newest]
         if strict:
             _check_taken(facts, [facts[rank] for rank in holders])
-        moves = defaultdict[str, list[tuple[Blocks, Shards, Shards]]](list)
-        empty: tuple[_HeldPart, Shards] = (_HeldPart((), "", ()), [])
-        for name in sorted(wanted, key=repr):
-            before = [
-                fact.present.get(name, empty[0]).boxes if i in holders else ()
-                for i, fact in enumerate(facts)
-            ]
-            after = [fact.wanted.get(name, empty[0]).boxes for fact in facts]
-            shards = self._tensors.get(name, empty)[1], targets.get(name, empty)[1]
-            moves[wanted[name].kind].append(
-                (exchange_blocks(dist.get_rank(), before, after), *shards)
-            )
-        with purpose(f"recover step {newest[0]}"):
-            # one all-to-all for each dtype and kind of device
-            for of_kind in moves.values():
-                move_blocks(of_kind, comm_over(range(dist.get_world_size())))
+        step, _ = newest
+        with purpose(f"recover step {step}"):
+            self._move(facts, holders, wanted, targets)
         values: dict[Name, object] = {}
         for rank in reversed(holders):
             values.update(facts[rank].values)
@@ -189,7 +173,32 @@ class HeldState:
             component.load_state_dict(state)
             if isinstance(component, Optimizer):
                 drop_unmade_buffers(component)
-        return newest[0]
+        return step
+
+    def _move(
+        self,
+        facts: Sequence[_Facts],
+        holders: Sequence[int],
+        wanted: Mapping[Name, _HeldPart],
+        targets: Mapping[Name, tuple[_HeldPart, Shards]],
+    ) -> None:
+        """`V -> V`: copy the shards that holders have to the targets of all ranks."""
+        nothing = _HeldPart((), "", ())
+        no_shards: tuple[_HeldPart, Shards] = (nothing, [])
+        moves = defaultdict[str, list[tuple[Blocks, Shards, Shards]]](list)
+        for name in sorted(wanted, key=repr):
+            before = []
+            for rank, fact in enumerate(facts):
+                part = fact.present.get(name, nothing)
+                before.append(part.boxes if rank in holders else ())
+            after = [fact.wanted.get(name, nothing).boxes for fact in facts]
+            blocks = exchange_blocks(dist.get_rank(), before, after)
+            _, sources = self._tensors.get(name, no_shards)
+            _, destinations = targets.get(name, no_shards)
+            moves[wanted[name].kind].append((blocks, sources, destinations))
+        # one all-to-all for each dtype and kind of device
+        for moves_of_kind in moves.values():
+            move_blocks(moves_of_kind, comm_over(range(dist.get_world_size())))
 
 
 def _read_into(components: list[tuple[Any, Any]], component: Any) -> Any:
@@ -235,29 +244,31 @@ def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
     shape = tuple(tensor.shape)
     kind = f"{tensor.dtype} on {tensor.device.type}"
     if not isinstance(tensor, DTensor):
-        return _HeldPart(shape, kind, (whole_box(shape),)), [(whole_box(shape), tensor.detach())]
+        whole = whole_box(shape)
+        return _HeldPart(shape, kind, (whole,)), [(whole, tensor.detach())]
     if tensor.spec.partials:
         raise CheckpointError(
             f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first"
         )
     spec = tensor.spec
     local = tensor._local_tensor.detach()
-    boxes = (
-        []
-        if spec.coordinate is None
-        else [pair for pair in spec.boxes(spec.coordinate) if volume(pair[0])]
-    )
-    return _HeldPart(shape, kind, tuple(box for box, _ in boxes)), [
-        (box, local[slices_of(at)]) for box, at in boxes
-    ]
+    shards: list[tuple[Box, Tensor]] = []
+    if spec.coordinate is not None:
+        for box, place in spec.boxes(spec.coordinate):
+            if volume(box):
+                shards.append((box, local[slices_of(place)]))
+    return _HeldPart(shape, kind, tuple(box for box, _ in shards)), shards
 
 
 def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int, str] | None:
     """Return the newest step, with its lineage, of which the ranks hold everything they want."""
-    for held in sorted({fact.held for fact in facts if fact.held is not None}, reverse=True):
+    known = {fact.held for fact in facts if fact.held is not None}
+    for held in sorted(known, reverse=True):
         boxes = defaultdict[Name, set[Box]](set)
         for fact in facts:
-            for name, part in fact.present.items() if fact.held == held else ():
+            if fact.held != held:
+                continue
+            for name, part in fact.present.items():
                 target = wanted.get(name, part)
                 if (part.shape, part.kind) != (target.shape, target.kind):
                     raise CheckpointError(
@@ -266,6 +277,11 @@ def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int,
                         "same shapes"
                     )
                 boxes[name] |= {*part.boxes}
-        if all(sum(map(volume, boxes[name])) == prod(part.shape) for name, part in wanted.items()):
+        if all(_cover(boxes[name], part.shape) for name, part in wanted.items()):
             return held
     return None
+
+
+def _cover(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
+    """Tell whether disjoint boxes cover a tensor."""
+    return sum(map(volume, boxes)) == prod(shape)

@@ -41,9 +41,11 @@ def leaves_of(value: Any, path: Path = ()) -> Iterator[Leaf]:
     have an entry there; here each is a leaf, so that a load can report the entries that it would
     drop.
     """
-    items: Iterable[Any] = value.items() if isinstance(value, Mapping) else enumerate(value)
+    is_mapping = isinstance(value, Mapping)
+    items: Iterable[Any] = value.items() if is_mapping else enumerate(value)
     for key, item in items:
-        item_path = (*path, str(key) if isinstance(value, Mapping) else key)
+        key_in_path = str(key) if is_mapping else key
+        item_path = (*path, key_in_path)
         if is_taken_apart(item):
             yield from leaves_of(item, item_path)
         else:
@@ -90,11 +92,11 @@ class SavedNames:
     def under(self, prefix: Path) -> dict[str, Path]:
         """Return the entries below a prefix: their names, with the keys that follow the prefix."""
         length = len(prefix)
-        return {
-            name: path[length:]
-            for name, path in self.paths.items()
-            if len(path) > length and path[:length] == prefix
-        }
+        below = {}
+        for name, path in self.paths.items():
+            if len(path) > length and path[:length] == prefix:
+                below[name] = path[length:]
+        return below
 
     def tree(self, prefix: Path) -> Any:
         """Return the containers below a prefix as saved, with a `SavedName` for each entry."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ..errors import CheckpointError
-from ..layout.boxes import box_at, format_box, overlap, volume
+from ..layout.boxes import Box, box_at, format_box, overlap, volume
 
 _MODULE = "torch.distributed.checkpoint"
 _CLASSES = {
@@ -46,9 +46,8 @@ class _Unpickler(pickle.Unpickler):
         # of the machine that wrote: nothing is read there
         if whole in _PATHS:
             return lambda *parts: "/".join(map(str, parts))
-        if whole in _CLASSES or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if whole in _CLASSES or is_dtype:
             return super().find_class(module, name)
         raise CheckpointError(
             f"the metadata of a checkpoint hold {whole}, which is no part of any: they are not "
@@ -73,11 +72,13 @@ class TrustedReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata, checked."""
         try:
-            metadata: Any = _Unpickler(io.BytesIO((self._folder / ".metadata").read_bytes())).load()
+            data = (self._folder / ".metadata").read_bytes()
+            metadata: Any = _Unpickler(io.BytesIO(data)).load()
             _check(metadata, self._sizes)
         except CheckpointError:
             raise
-        except Exception as error:  # what broken bytes lead to is anything
+        # broken bytes lead to any error
+        except Exception as error:
             raise CheckpointError(
                 f"the metadata in {self._folder} are broken: {error!r}"
             ) from error
@@ -133,7 +134,8 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
     for index, place in metadata.storage_data.items():
         end = place.offset + place.length
         whole = sizes.get(place.relative_path, -1)
-        if not 0 <= place.offset <= end <= whole or getattr(place, "transform_descriptors", None):
+        is_inside = 0 <= place.offset <= end <= whole
+        if not is_inside or getattr(place, "transform_descriptors", None):
             raise CheckpointError(
                 f"{index.fqn} is said to be at bytes {place.offset} to {end} of "
                 f"{place.relative_path!r}, which is no such part of a file of this checkpoint"
@@ -147,10 +149,9 @@ def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
     for chunk in stored.chunks:
         offsets = tuple(chunk.offsets)
         sizes = tuple(chunk.sizes)
-        box = box_at(offsets, sizes) if len(offsets) == len(sizes) == len(shape) else None
-        if box is None or not all(
-            0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True)
-        ):
+        has_dims = len(offsets) == len(sizes) == len(shape)
+        box = box_at(offsets, sizes) if has_dims else None
+        if box is None or not _is_inside(box, shape):
             raise CheckpointError(
                 f"a part of {name} {shape} with offsets {offsets} and sizes {sizes} is outside"
             )
@@ -160,3 +161,8 @@ def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
         raise CheckpointError(
             f"the {len(boxes)} parts of {name} {shape} do not cover it once: {parts}"
         )
+
+
+def _is_inside(box: Box, shape: Sequence[int]) -> bool:
+    """Tell whether a box, also an empty one, is inside a tensor of this shape."""
+    return all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True))

@@ -27,6 +27,7 @@ from ..layout.placements import Partial, Placement, Replicate, Shard, norm_order
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
 from ..redistribute.plan import price, seconds
+from ..rules.language.op_call import ShardingMap
 from ..rules.language.rule import Entry, Row, S, with_norms
 
 # No more combinations than this are tried: 4 axes with 5 rows each have 625.
@@ -40,6 +41,13 @@ class Sharding(NamedTuple):
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
     communicating: tuple[int, ...] = ()
+
+
+class Operands(NamedTuple):
+    """The specs of the tensor inputs and outputs of one call."""
+
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
 
 
 class ShardingProblem(NamedTuple):
@@ -62,47 +70,55 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
 
     Return None if no assignment keeps the layouts of the tensors that the operator writes to.
     """
-    if (free := unmoved(rows, problem, mesh)) is not None:
+    free = assign_without_moves(rows, problem, mesh)
+    if free is not None:
         return free
-    rows, whole = _with_whole(rows, problem)
-    choices = [[*_candidates(rows, problem, axis), whole] for axis in range(mesh.ndim)]
+    rows, replicated = _with_replicated_row(rows, problem)
+    choices = [[*_candidates(rows, problem, axis), replicated] for axis in range(mesh.ndim)]
     lowest: tuple[float, int] | None = None
     cheapest: Sharding | None = None
     for combination, sharding in _assignments(choices, problem, mesh):
-        moves = [
-            (a, b)
-            for a, b in zip(problem.specs, sharding.inputs, strict=True)
-            if not a.same_layout(b)
-        ]
-        cost = sum(price(a, b) for a, b in moves) + sum(
-            # reductions of the local function
-            seconds(mesh, (axis,), int(row.traffic(mesh.shape[axis])))
-            for axis, row in enumerate(combination)
-            if row.traffic is not None
-        )
-        order = (round(cost, 9), len(moves))
-        if lowest is None or order < lowest:
-            lowest = order
+        cost = _cost_of(combination, problem, sharding, mesh)
+        if lowest is None or cost < lowest:
+            lowest = cost
             cheapest = sharding
     return cheapest
 
 
-def unmoved(
+def _cost_of(
+    combination: Sequence[Row], problem: ShardingProblem, sharding: Sharding, mesh: DeviceMesh
+) -> tuple[float, int]:
+    """Return the seconds that a sharding communicates, and how many inputs it moves."""
+    pairs = zip(problem.specs, sharding.inputs, strict=True)
+    moves = [(spec, to) for spec, to in pairs if not spec.same_layout(to)]
+    cost: float = sum(price(spec, to) for spec, to in moves)
+    # reductions of the local function
+    reductions: float = 0
+    for axis, row in enumerate(combination):
+        if row.traffic is not None:
+            received = int(row.traffic(mesh.shape[axis]))
+            reductions += seconds(mesh, (axis,), received)
+    return round(cost + reductions, 9), len(moves)
+
+
+def assign_without_moves(
     rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh, *, communicating: bool = False
 ) -> Sharding | None:
     """Return the first assignment that leaves every input as it is, or None if there is none.
 
     Rows whose local function communicates are considered only with `communicating`.
     """
-    rows, whole = _with_whole(rows, problem)
+    rows, replicated = _with_replicated_row(rows, problem)
     choices = []
     for axis in range(mesh.ndim):
-        staying = _candidates(
-            [row for row in rows if _stays(row, problem, axis, communicating)], problem, axis
-        )
-        choices.append([*staying, whole] if _stays(whole, problem, axis) else staying)
+        staying = [row for row in rows if _stays(row, problem, axis, communicating)]
+        choices_of_axis = _candidates(staying, problem, axis)
+        if _stays(replicated, problem, axis):
+            choices_of_axis.append(replicated)
+        choices.append(choices_of_axis)
     for _, sharding in _assignments(choices, problem, mesh):
-        if all(a.same_layout(b) for a, b in zip(problem.specs, sharding.inputs, strict=True)):
+        pairs = zip(problem.specs, sharding.inputs, strict=True)
+        if all(spec.same_layout(to) for spec, to in pairs):
             return sharding
     return None
 
@@ -115,27 +131,26 @@ def _assignments(
     Each combination comes with a sharding that follows it.
     """
     for combination in islice(product(*choices), MAX_COMBINATIONS):
-        communicating = tuple(
-            [axis for axis, row in enumerate(combination) if row.traffic is not None]
-        )
-        for inputs, outputs in _resolve(combination, problem, mesh):
-            if _is_valid(problem, inputs, outputs):
-                yield combination, Sharding(inputs, outputs, communicating)
+        communicating = [axis for axis, row in enumerate(combination) if row.traffic is not None]
+        for operands in _resolve(combination, problem, mesh):
+            if _is_valid(problem, operands):
+                sharding = Sharding(operands.inputs, operands.outputs, tuple(communicating))
+                yield combination, sharding
 
 
-def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence[Row], Row]:
+def _with_replicated_row(
+    rows: Sequence[Row], problem: ShardingProblem
+) -> tuple[Sequence[Row], Row]:
     """Return the rows for the norms of the problem, and the row in which everything is replicated."""
-    partials = [
-        p
-        for spec in (*problem.specs, *problem.outs)
-        for p in spec.placements
-        if isinstance(p, Partial)
-    ]
-    norms = dict.fromkeys(
-        partial for partial in partials if norm_order(partial.reduce_op) is not None
-    )
-    whole = Row((_REPLICATE,) * len(problem.specs), (_REPLICATE,) * len(problem.outputs))
-    return with_norms(rows, tuple(norms)) if norms else rows, whole
+    norms: dict[Partial, None] = {}
+    for spec in (*problem.specs, *problem.outs):
+        for placement in spec.placements:
+            if isinstance(placement, Partial) and norm_order(placement.reduce_op) is not None:
+                norms[placement] = None
+    if norms:
+        rows = with_norms(rows, tuple(norms))
+    replicated_inputs = (_REPLICATE,) * len(problem.specs)
+    return rows, Row(replicated_inputs, (_REPLICATE,) * len(problem.outputs))
 
 
 def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = False) -> bool:
@@ -143,12 +158,15 @@ def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = 
 
     A row with traffic counts only if `communicating` is set.
     """
-    return (row.traffic is None or communicating) and all(
-        axis in spec.dim_shardings[entry.dim].axes
-        if isinstance(entry, S)
-        else spec.placements[axis] is entry
-        for entry, spec in zip(row.inputs, problem.specs, strict=True)
-    )
+    if row.traffic is not None and not communicating:
+        return False
+    for entry, spec in zip(row.inputs, problem.specs, strict=True):
+        if isinstance(entry, S):
+            if axis not in spec.dim_shardings[entry.dim].axes:
+                return False
+        elif spec.placements[axis] is not entry:
+            return False
+    return True
 
 
 def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> list[Row]:
@@ -158,17 +176,21 @@ def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> lis
         unordered = problem.unordered and is_plain(row)
         operands = [*zip(row.inputs, problem.specs, strict=True)]
         results = [*zip(row.outputs, problem.outs, strict=False)]
-        is_followed = True in [
+        is_followed = any(
             _is_placed_so(entry, spec, axis, unordered) for entry, spec in operands + results
-        ]
-        # A partial entry is reached from the same partial or from a replicated value, not from
-        # shards.
-        if is_followed and all(
-            not isinstance(entry, Partial) or spec.placements[axis] in (entry, _REPLICATE)
-            for entry, spec in operands
-        ):
+        )
+        can_follow = all(_can_be_partial(entry, spec, axis) for entry, spec in operands)
+        if is_followed and can_follow:
             candidates.append(row)
     return candidates
+
+
+def _can_be_partial(entry: Entry, spec: Spec, axis: int) -> bool:
+    """Tell whether an operand can get a partial entry; true for any other entry.
+
+    A partial entry is reached from the same partial or from a replicated value, not from shards.
+    """
+    return not isinstance(entry, Partial) or spec.placements[axis] in (entry, _REPLICATE)
 
 
 def is_plain(row: Row) -> bool:
@@ -185,42 +207,62 @@ def _is_placed_so(entry: Entry, spec: Spec, axis: int, unordered: bool) -> bool:
     sharding = spec.dim_shardings[entry.dim]
     if axis not in sharding.axes:
         return False
-    return (
-        entry.runs == 1
-        if isinstance(sharding, DimSharding)
-        else unordered or sharding.runs_of(axis) == entry.runs
-    )
+    if isinstance(sharding, DimSharding):
+        return entry.runs == 1
+    return unordered or sharding.runs_of(axis) == entry.runs
 
 
 def _resolve(
     combination: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh
-) -> Iterator[tuple[tuple[Spec, ...], tuple[Spec, ...]]]:
+) -> Iterator[Operands]:
     """Yield the specs that a combination of rows requires: one result per sharding of its factors."""
-    # Rows that shard, with the axes that take them: (m, k) @ (k, n) with m by axes 0 and 2 is {row
-    # of m: [0, 2]}.
-    axes_of: dict[int, tuple[Row, list[int]]] = {}
+    input_metas = [spec.tensor_meta for spec in problem.specs]
+    axes_of_rows = _axes_by_row(combination)
+    choices = [_factor_shardings(row, axes, problem, mesh) for row, axes in axes_of_rows]
+    for chosen in product(*choices):
+        shardings: FactorShardings = {}
+        for (row, axes), sharding in zip(axes_of_rows, chosen, strict=True):
+            shardings |= dict.fromkeys(axes, (row, sharding))
+        inputs = _place([row.inputs for row in combination], input_metas, shardings, mesh)
+        if inputs is None:
+            continue
+        outputs = _place([row.outputs for row in combination], problem.outputs, shardings, mesh)
+        if outputs is None:
+            continue
+        pairs = zip(problem.specs, inputs, strict=True)
+        kept = [spec if spec.same_layout(to) else to for spec, to in pairs]
+        yield Operands(tuple(kept), outputs)
+
+
+def _axes_by_row(combination: Sequence[Row]) -> list[tuple[Row, tuple[int, ...]]]:
+    """Return the rows that shard, with the axes that take them.
+
+    For (m, k) @ (k, n) with m by axes 0 and 2 they are [(row of m, (0, 2))].
+    """
+    rows: dict[int, Row] = {}
+    axes_of: dict[int, list[int]] = {}
     for axis, row in enumerate(combination):
         if any(isinstance(entry, S) for entry in row.inputs):
-            axes_of.setdefault(id(row), (row, []))[1].append(axis)
-    metas = (*(spec.tensor_meta for spec in problem.specs), *problem.outputs)
-    operands = [(*row.inputs, *row.outputs) for row in combination]
-    for chosen in product(
-        *(_factor_shardings(row, tuple(axes), problem, mesh) for row, axes in axes_of.values())
-    ):
-        pairs = zip(axes_of.values(), chosen, strict=True)
-        shardings = {axis: (row, sharding) for (row, axes), sharding in pairs for axis in axes}
-        specs: list[Spec] = []
-        for i, meta in enumerate(metas):
-            entries = [of_row[i] for of_row in operands]
-            by_dim = placed(entries, shardings, meta.shape)
-            if by_dim is None:
-                break
-            specs.append(Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim))
-        else:
-            kept = [
-                a if a.same_layout(b) else b for a, b in zip(problem.specs, specs, strict=False)
-            ]
-            yield tuple(kept), tuple(specs[len(kept) :])
+            rows[id(row)] = row
+            axes_of.setdefault(id(row), []).append(axis)
+    return [(row, tuple(axes_of[key])) for key, row in rows.items()]
+
+
+def _place(
+    entries_by_axis: Sequence[Sequence[Entry]],
+    metas: Sequence[TensorMeta],
+    shardings: FactorShardings,
+    mesh: DeviceMesh,
+) -> tuple[Spec, ...] | None:
+    """Return the specs of inputs or outputs from the entries of each axis; None if some do not fit."""
+    specs: list[Spec] = []
+    for i, meta in enumerate(metas):
+        entries = [entries_of_axis[i] for entries_of_axis in entries_by_axis]
+        by_dim = shard_dims(entries, shardings, meta.shape)
+        if by_dim is None:
+            return None
+        specs.append(Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim))
+    return tuple(specs)
 
 
 def _factor_shardings(
@@ -236,7 +278,8 @@ def _factor_shardings(
     for entry, spec in zip(row.inputs, problem.specs, strict=True):
         if not isinstance(entry, S) or entry.map is not None:
             continue
-        length = spec.shape[entry.dim] // (entry.unit * entry.runs)  # 24 in 2 runs of units of 3: 4
+        # 24 in 2 runs of units of 3: 4
+        length = spec.shape[entry.dim] // (entry.unit * entry.runs)
         sharding = _factor_sharding(entry, spec.dim_shardings[entry.dim], axes, unordered)
         if sharding is not None:
             shardings[sharding] = None
@@ -259,13 +302,16 @@ def _factor_sharding(
         level = sharding.level(entry.runs)
     else:
         level = sharding if entry.runs == 1 else None
+    if level is None:
+        return None
     # By `axes` alone, which must be the outermost ones, in any order.
-    if level is None or set(level.axes[: len(axes)]) != set(axes):
+    outermost = level.axes[: len(axes)]
+    if set(outermost) != set(axes):
         return None
     return level.outer(len(axes)).divided(entry.unit)
 
 
-DimShardings = dict[int, tuple[Row, AnyDimSharding]]
+FactorShardings = dict[int, tuple[Row, AnyDimSharding]]
 
 
 def placements_of(
@@ -273,11 +319,14 @@ def placements_of(
 ) -> tuple[Placement, ...]:
     """Return the placements of an operand from its entries and the shardings of its dims."""
     of_dim = {dim: sharding.placements(dim) for dim, sharding in by_dim.items()}
-    return tuple([of_dim[e.dim][axis] if isinstance(e, S) else e for axis, e in enumerate(entries)])
+    placements: list[Placement] = []
+    for axis, entry in enumerate(entries):
+        placements.append(of_dim[entry.dim][axis] if isinstance(entry, S) else entry)
+    return tuple(placements)
 
 
-def placed(
-    entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[int]
+def shard_dims(
+    entries: Sequence[Entry], shardings: FactorShardings, shape: Sequence[int]
 ) -> dict[int, AnyDimSharding] | None:
     """Return the sharding of each dim of an operand; None if two rows of one dim do not fit."""
     by_dim: dict[int, AnyDimSharding] = {}
@@ -285,73 +334,101 @@ def placed(
     for axis, entry in enumerate(entries):
         if not isinstance(entry, S):
             continue
+        dim = entry.dim
         row, factor = shardings[axis]
-        seen = rows.setdefault(entry.dim, [])
+        seen = rows.setdefault(dim, [])
         if any(row is other for other in seen):
             continue
-        # of the dim, when the factor behind its entry is sharded so
-        sharding: AnyDimSharding | None
-        if isinstance(factor, StridedDimSharding):
-            sharding = factor  # only plain entries get one
-        elif entry.map is not None:
-            sharding = entry.map(factor)
-        else:
-            sharding = factor.scaled(entry.unit)
-            sharding = (
-                sharding
-                if entry.runs == 1
-                else fold_levels({entry.runs: sharding}, shape[entry.dim])
-            )
+        sharding = _sharding_of_entry(entry, factor, shape[dim])
         if seen and sharding is not None:
-            join = _shared if getattr(entry.map, "intersects", False) else _joined
-            exclusive = getattr(entry.map, "exclusive", False)
-            sharding = None if exclusive else join(by_dim[entry.dim], sharding, shape[entry.dim])
+            sharding = _combine(entry, by_dim[dim], sharding, shape[dim])
         if sharding is None:
             return None
         seen.append(row)
-        by_dim[entry.dim] = sharding
+        by_dim[dim] = sharding
     return by_dim
 
 
-def _joined(one: AnyDimSharding, other: AnyDimSharding, length: int) -> AnyDimSharding | None:
+def _sharding_of_entry(entry: S, factor: AnyDimSharding, length: int) -> AnyDimSharding | None:
+    """Return the sharding of a dim of `length` elements when the factor behind it is sharded so."""
+    # only plain entries get a strided factor
+    if isinstance(factor, StridedDimSharding):
+        return factor
+    if entry.map is not None:
+        return entry.map(factor)
+    sharding = factor.scaled(entry.unit)
+    if entry.runs == 1:
+        return sharding
+    return fold_levels({entry.runs: sharding}, length)
+
+
+def _combine(
+    entry: S, one: AnyDimSharding, other: AnyDimSharding, length: int
+) -> AnyDimSharding | None:
+    """Combine the shardings that two rows give one dim, the second by `entry`; None if they clash."""
+    if isinstance(entry.map, ShardingMap):
+        if entry.map.exclusive:
+            return None
+        if entry.map.intersects:
+            return _intersect_shardings(one, other, length)
+    return _join_shardings(one, other, length)
+
+
+def _join_shardings(
+    one: AnyDimSharding, other: AnyDimSharding, length: int
+) -> AnyDimSharding | None:
     """Combine the shardings that two rows give one dim; None if they do not fit.
 
     They are combined as levels of a strided dim, or as their intersection if one of them puts all
     elements on one coordinate.
     """
-    levels = [dict(s.levels) if isinstance(s, StridedDimSharding) else {1: s} for s in (one, other)]
-    if not levels[0].keys() & levels[1].keys():
-        return fold_levels(levels[0] | levels[1], length)
+    levels = _levels_of(one)
+    other_levels = _levels_of(other)
+    if not levels.keys() & other_levels.keys():
+        return fold_levels(levels | other_levels, length)
     for outer, inner in ((one, other), (other, one)):
         # (0, 4) of a selected element, and (3, 1) in it
         if isinstance(outer, DimSharding) and outer.step == length:
-            return _shared(outer, inner, length)
+            return _intersect_shardings(outer, inner, length)
     return None
 
 
-def _shared(outer: AnyDimSharding, inner: AnyDimSharding, length: int) -> DimSharding | None:
+def _levels_of(sharding: AnyDimSharding) -> dict[int, DimSharding]:
+    """Return the sharding of one run by number of runs."""
+    return dict(sharding.levels) if isinstance(sharding, StridedDimSharding) else {1: sharding}
+
+
+def _intersect_shardings(
+    outer: AnyDimSharding, inner: AnyDimSharding, length: int
+) -> DimSharding | None:
     """Return the sharding by the intersections of two shardings of one dim."""
     if not isinstance(outer, DimSharding) or not isinstance(inner, DimSharding):
         return None
     # 6 elements as (3, 3) and as (2, 4): ranks have (2, 1, 0, 3)
-    parts = product(spans(outer.sizes), spans(inner.sizes))
-    sizes = tuple(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in parts)
+    sizes = []
+    for (start, stop), (other_start, other_stop) in product(spans(outer.sizes), spans(inner.sizes)):
+        common = min(stop, other_stop) - max(start, other_start)
+        sizes.append(max(0, common))
     assert sum(sizes) == length, "shards of one dim by rows and by columns"
-    return DimSharding(outer.axes + inner.axes, outer.axis_sizes + inner.axis_sizes, sizes)
+    axis_sizes = outer.axis_sizes + inner.axis_sizes
+    return DimSharding(outer.axes + inner.axes, axis_sizes, tuple(sizes))
 
 
-def _is_valid(problem: ShardingProblem, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:
+def _is_valid(problem: ShardingProblem, operands: Operands) -> bool:
     """Tell whether written tensors keep their layouts and no spec mixes incompatible reductions.
 
     The only two different reductions that a spec may have are `sum` and `avg`, because they
     commute.
     """
-    kinds = [{op for _, op in spec.partials} for spec in (*inputs, *outputs)]
-    if any(len(ops) > 1 and ops != {"sum", "avg"} for ops in kinds):
-        return False
-    kept = [(problem.specs[i], inputs[i]) for i, _ in problem.fixed]
-    kept += [
-        (problem.specs[i], outputs[output]) for i, output in problem.fixed if output is not None
-    ]
+    inputs, outputs = operands
+    for spec in (*inputs, *outputs):
+        ops = {op for _, op in spec.partials}
+        if len(ops) > 1 and ops != {"sum", "avg"}:
+            return False
+    kept = []
+    for i, output in problem.fixed:
+        kept.append((problem.specs[i], inputs[i]))
+        if output is not None:
+            kept.append((problem.specs[i], outputs[output]))
     kept += zip(problem.outs, outputs, strict=False)
-    return all(spec.same_layout(got) for spec, got in kept)
+    return all(spec.same_layout(chosen) for spec, chosen in kept)

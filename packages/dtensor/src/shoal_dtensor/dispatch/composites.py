@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal_mesh import DeviceMesh
+
 from .._torch.operators import OpOverload, group_ranks, reduction_name
-from .._torch.tensors import around, count_write
+from .._torch.tensors import bump_version, wrap_local
 from ..errors import (
     InPlaceError,
     MixedTensorError,
@@ -44,6 +46,7 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
     It refuses on all ranks alike.
     """
     name = op._schema.name.partition("::")[2]
+    is_in_place = name.endswith("_")
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NoRuleError(
@@ -52,34 +55,40 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
         )
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors: list[Any] = [first] if isinstance(first, Tensor) else list(first)
-        given = dict(
-            zip([argument.name for argument in op._schema.arguments[1:]], args, strict=False)
-        )
-        group = given.get("process_group", given.get("group_name"))
-        reduction = given.get("reduce_op")
-        for tensor in tensors:
-            _check(op, tensor, group, None if reduction is None else reduction_name(reduction))
+        is_single = isinstance(first, Tensor)
+        tensors: list[Any] = [first] if is_single else list(first)
+        _check_arguments(op, tensors, args)
         shards = [tensor._local_tensor for tensor in tensors]
-        result = op(shards[0] if isinstance(first, Tensor) else shards, *args, **kwargs)
-        if name.endswith("_"):
-            count_write(tensors)
+        result = op(shards[0] if is_single else shards, *args, **kwargs)
+        if is_in_place:
+            bump_version(tensors)
         if op.namespace == "c10d":
             return (first, *result[1:]) if isinstance(result, tuple) else result
         waited = [torch.ops._c10d_functional.wait_tensor(shard) for shard in flatten(result)]
-        if name.endswith("_"):
+        if is_in_place:
             return first
-        wrapped = [
-            around(type(t), shard, t._spec, False) for t, shard in zip(tensors, waited, strict=True)
-        ]
-        return wrapped[0] if isinstance(first, Tensor) else wrapped
+        pairs = zip(tensors, waited, strict=True)
+        wrapped = [wrap_local(type(t), shard, t._spec, False) for t, shard in pairs]
+        return wrapped[0] if is_single else wrapped
 
     if name in _UNCHANGED:
-        return lambda tensor: tensor  # nothing is in flight: `run` has waited
+        # nothing is in flight: `run` has waited
+        return lambda tensor: tensor
     return run if name.removesuffix("_") in _ON_SHARDS else refuse
 
 
-def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> None:
+def _check_arguments(op: OpOverload, tensors: Sequence[Any], args: Sequence[Any]) -> None:
+    """Check the tensors of a collective against its group and reduction, which are in `args`."""
+    names = [argument.name for argument in op._schema.arguments[1:]]
+    arguments = dict(zip(names, args, strict=False))
+    group = arguments.get("process_group", arguments.get("group_name"))
+    reduction = arguments.get("reduce_op")
+    name_of_reduction = None if reduction is None else reduction_name(reduction)
+    for tensor in tensors:
+        _check_tensor(op, tensor, group, name_of_reduction)
+
+
+def _check_tensor(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> None:
     """Refuse a tensor whose shards a group cannot combine, and writes that no base would see."""
     spec: Spec | None = getattr(tensor, "_spec", None)
     if spec is None:
@@ -102,12 +111,10 @@ def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> No
             "tensor.to_local(). Gradients of parameters that fully_shard has placed are averaged "
             "already: no DistributedDataParallel belongs around it"
         )
+    if reduction is None:
+        return
     for axis, partial in spec.partials:
-        if (
-            reduction is not None
-            and reduction != partial
-            and {reduction, partial} != {"sum", "avg"}
-        ):
+        if reduction != partial and {reduction, partial} != {"sum", "avg"}:
             raise PlacementError(
                 f"{op} with {reduction!r} got {spec!r}, which is partial ({partial!r}) on mesh "
                 f"axis {spec.mesh.axis_names[axis]!r}: the two reductions do not commute; "
@@ -123,15 +130,19 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
     case.
     """
     # ranks (1, 3) of the grid ((0, 1), (2, 3)): coordinates (0, 1) and (1, 1), along axis 0
-    coordinates = {rank: at for rank in ranks if (at := spec.mesh.coordinate_of(rank)) is not None}
-    if spec.coordinate is None or spec.coordinate not in coordinates.values():
+    found = [spec.mesh.coordinate_of(rank) for rank in ranks]
+    coordinates = [coordinate for coordinate in found if coordinate is not None]
+    if spec.coordinate is None or spec.coordinate not in coordinates:
         return None
-    if len(coordinates) == 1:
+    if len({*coordinates}) == 1:
         return ()
-    axes = tuple(
-        axis for axis in range(spec.mesh.ndim) if len({at[axis] for at in coordinates.values()}) > 1
-    )
-    return axes if {*ranks} == {*spec.mesh.ranks_along(axes, spec.coordinate)} else None
+    axes = []
+    for axis in range(spec.mesh.ndim):
+        positions = {coordinate[axis] for coordinate in coordinates}
+        if len(positions) > 1:
+            axes.append(axis)
+    along = spec.mesh.ranks_along(tuple(axes), spec.coordinate)
+    return tuple(axes) if {*ranks} == {*along} else None
 
 
 # --- views by strides -----------------------------------------------------------------------------
@@ -200,24 +211,34 @@ def groups_by_mesh(
     if any(isinstance(value, Tensor) and value.ndim for value in values):
         return None
     count = len(args[0])
-    groups: dict[Any, list[int]] = {}  # by mesh; None: of plain tensors
+    lists = [value for value in values if _is_walked(value, count)]
+    # by mesh; None: of plain tensors
+    groups: dict[Any, list[int]] = {}
     without_dims: list[int] = []
-    for i, element in enumerate(
-        zip(*(value for value in values if _is_walked(value, count)), strict=True)
-    ):
-        tensors = [
-            value
-            for value in element
-            if isinstance(value, cls) or (isinstance(value, Tensor) and value.ndim)
-        ]
-        meshes = {tensor._spec.mesh if isinstance(tensor, cls) else None for tensor in tensors}
+    for i, element in enumerate(zip(*lists, strict=True)):
+        meshes = _meshes_of(cls, element)
         if len(meshes) > 1:
             return None
-        (groups.setdefault(meshes.pop(), []) if meshes else without_dims).append(i)
+        if meshes:
+            groups.setdefault(meshes.pop(), []).append(i)
+        else:
+            without_dims.append(i)
     if len(groups) < 2:
         return None
-    next(members for mesh, members in groups.items() if mesh is not None).extend(without_dims)
+    first_of_a_mesh = next(members for mesh, members in groups.items() if mesh is not None)
+    first_of_a_mesh.extend(without_dims)
     return [*groups.values()]
+
+
+def _meshes_of(cls: Any, element: Sequence[Any]) -> set[DeviceMesh | None]:
+    """Return the meshes of the tensors in an element; None for plain tensors with dims."""
+    meshes: set[DeviceMesh | None] = set()
+    for value in element:
+        if isinstance(value, cls):
+            meshes.add(value._spec.mesh)
+        elif isinstance(value, Tensor) and value.ndim:
+            meshes.add(None)
+    return meshes
 
 
 def run_in_groups(
@@ -225,15 +246,18 @@ def run_in_groups(
 ) -> list[Any] | None:
     """Run a `foreach` operator on the elements of each group in turn and return the joined result."""
     count = sum(map(len, groups))
+    values = [*args, *kwargs.values()]
     results: list[Any] = [None] * count
     for group in groups:
-        values = [
-            [value[i] for i in group] if _is_walked(value, count) else value
-            for value in (*args, *kwargs.values())
-        ]
-        result = op(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-        for i, item in zip(group, result or (), strict=bool(result)):
-            results[i] = item
+        of_group = []
+        for value in values:
+            is_list = _is_walked(value, count)
+            of_group.append([value[i] for i in group] if is_list else value)
+        named = dict(zip(kwargs, of_group[len(args) :], strict=True))
+        result = op(*of_group[: len(args)], **named)
+        if result:
+            for i, item in zip(group, result, strict=True):
+                results[i] = item
     return results if op._schema.returns else None
 
 

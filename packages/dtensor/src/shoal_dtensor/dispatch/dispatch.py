@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 from warnings import warn
 
 import torch
@@ -22,27 +21,32 @@ import torch
 from shoal_mesh import purpose
 
 from .._torch.compiling import never_compiled, raised_as_it_is, recorder
-from .._torch.operators import OpOverload, is_collective
-from .._torch.tensors import around, disabled_torch_function, dispatch_modes
-from ..argument_types import CONVERT, is_torch_dtensor
-from ..errors import MixedTensorError, OperatorArgumentError
+from .._torch.operators import OpOverload
+from .._torch.tensors import disabled_torch_function, dispatch_modes, wrap_local
+from ..errors import OperatorArgumentError
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, has_symbols, mapped
 from ..redistribute.execution.execute import run_cached, write_back
-from ..scopes import Scope, blocks, current, entered, own_scope, watched
+from ..scopes import Scope, context_scope, current, entered, open_blocks, watched
+from .argument_readers import Readers, read_keywords, readers_of
 from .composites import BY_STRIDES, check_strided, groups_by_mesh, run_in_groups
-from .global_call import mesh_of, replicated_spec, run_on_few, specs_of
+from .global_call import mesh_of, replicated_spec, run_probe, specs_of
 from .plain_tensors import (
     OF_SHAPES,
     Plain,
     check_recorded,
-    is_candidate,
-    keep_gradient_plain,
     mark_outermost,
     verify_plain,
 )
 from .propagate import decide, rule_of
-from .results import Decision, ResultKind, as_seen, count_writes, follow, within
+from .results import (
+    Decision,
+    ResultKind,
+    bump_versions,
+    container_of,
+    track_base,
+    with_observed_outputs,
+)
 
 # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
 _LOG = logging.getLogger("shoal.decisions")
@@ -94,9 +98,19 @@ class MarkWhileWatched:
         return mark_outermost if dispatch_modes() else disabled_torch_function
 
 
-# A call outside of the fast path: class, operator, its arguments, and the arguments of the local
-# call.
-_Call = tuple[Any, OpOverload, tuple[Any, ...], Mapping[str, Any], Sequence[Any], Mapping[str, Any]]
+class _Call(NamedTuple):
+    """A call outside of the fast path: an operator with its arguments and their local tensors."""
+
+    cls: Any
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    local_args: Sequence[Any]
+    local_kwargs: Mapping[str, Any]
+
+
+# stands for the number of arguments of a call with keywords, which the fast path does not take
+_MANY = 3
 
 
 # `types` has the type of every tensor among the arguments that has a `__torch_dispatch__`, each
@@ -112,75 +126,75 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     """Run an operator on DTensors; bound to the class, it is `__torch_dispatch__`."""
     # an overload's own hash is a Python function
     try:
-        cache = (current() if blocks else own_scope()).decisions[id(op)]
+        cache = (current() if open_blocks else context_scope()).decisions[id(op)]
     except KeyError:
         cache = None
     # not in the handler: errors are raised without a miss before them
     if cache is None:
         cache = _new_op_cache(cls, op)
-    named = {} if kwargs is None else kwargs
-    kwargs = named
-    count = 3 if kwargs else len(args)
+    local_kwargs = {} if kwargs is None else kwargs
+    kwargs = local_kwargs
+    count = _MANY if kwargs else len(args)
     if count == 1 and type(args[0]) is cls:
         (one,) = args
         key: Any = (one._spec,)
-        local: Any = (one._local_tensor,)
+        local_args: Any = (one._local_tensor,)
     elif count == 2 and type(args[0]) is cls and type(args[1]) is cls:
         one, two = args
         key = (one._spec, two._spec)
-        local = (one._local_tensor, two._local_tensor)
+        local_args = (one._local_tensor, two._local_tensor)
     elif cache.tail_is_static and not kwargs and type(args[0]) is cls:
         one = args[0]
         rest = args[1:]
         key = (one._spec, rest)
-        local = (one._local_tensor, *rest)
+        local_args = (one._local_tensor, *rest)
     else:
         key = []
-        local = []
+        local_args = []
         readers = cache.positional
         for arg in args:
             if type(arg) is cls:
                 key.append(arg._spec)
-                local.append(arg._local_tensor)
-            elif arg is None or (read := readers[len(local)]) is None:
+                local_args.append(arg._local_tensor)
+            elif arg is None or (read := readers[len(local_args)]) is None:
                 key.append(arg)
-                local.append(arg)
+                local_args.append(arg)
             else:
-                local.append(read(arg, key, types))
+                local_args.append(read(arg, key, types))
         if kwargs:
-            named = _read_keywords(cache.keywords, kwargs, key, types)
+            local_kwargs = read_keywords(cache.keywords, kwargs, key, types)
         key = tuple(key)
     if recorder():
-        check_recorded(
-            str(op),
-            *[t._local_tensor for t in flatten([*args, *kwargs.values()]) if isinstance(t, cls)],
-        )
+        tensors = flatten([*args, *kwargs.values()])
+        shards = [tensor._local_tensor for tensor in tensors if isinstance(tensor, cls)]
+        check_recorded(str(op), *shards)
     try:
         decision = cache.decisions[key]
     except (KeyError, TypeError):
         # symbols among the arguments have no hash
         decision = None
     if decision is None:
-        return _on_cache_miss((cls, op, args, kwargs, local, named), cache, key)
+        call = _Call(cls, op, args, kwargs, local_args=local_args, local_kwargs=local_kwargs)
+        return _on_cache_miss(call, cache, key)
     if decision.slow_path:
-        call = cls, op, args, kwargs, local, named
+        call = _Call(cls, op, args, kwargs, local_args=local_args, local_kwargs=local_kwargs)
         if decision.default_dtype not in (None, torch.get_default_dtype()):
             return _on_cache_miss(call, cache, key)
         if not decision.only_compares_dtype:
             return _run(call, decision)
-    result = decision.call(*local, **named) if kwargs else decision.call(*local)
+    result = decision.call(*local_args, **local_kwargs) if kwargs else decision.call(*local_args)
     kind = decision.result_kind
     if kind is _ONE:
-        return around(cls, result, decision.outputs[0], False)
+        return wrap_local(cls, result, decision.outputs[0], False)
     if kind is _FIRST:
         return args[0]
     if kind is _LIST:
         wrapped: list[Any] = []
         for shard in result:
-            wrapped.append(around(cls, shard, decision.outputs[len(wrapped)], False))
+            wrapped.append(wrap_local(cls, shard, decision.outputs[len(wrapped)], False))
         return wrapped
-    count_writes(decision.unreported_writes, args, kwargs)
-    return _wrapped(cls, result, decision, args, kwargs)
+    bump_versions(decision.unreported_writes, args, kwargs)
+    return _wrap(cls, result, decision, args, kwargs=kwargs)
 
 
 never_compiled(dispatch)
@@ -201,7 +215,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
         )
     scope = current()
     rule = rule_of(op, scope)
-    readers = _readers_of(op, cls, by_value=rule is None or rule.by_value)
+    readers = readers_of(op, cls, by_value=rule is None or rule.by_value)
     cache = _OpCache(op, scope, readers, rule is not None and rule.kind == "each")
     # their result depends on the base of a view, which is not part of a key
     if op in BY_STRIDES:
@@ -211,7 +225,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
 
 def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     """Decide a call, remember the decision (also if the local call then raises), and run it."""
-    cls, op, args, kwargs, _, _ = call
+    cls, op, args, kwargs, *_ = call
     scope = cache.scope
     if op in OF_SHAPES:
         return OF_SHAPES[op](*args)
@@ -223,32 +237,26 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
         cache.remember(key, Decision.composite(partial(run_in_groups, op, groups)))
         return run_in_groups(op, groups, *args, **kwargs)
     plain = [entry.candidate for entry in mixed if entry.shape]
-    verified = bool(plain) and (scope.replicas_checked or not scope.plain_is_replicated)
-    if verified:
+    is_verified = bool(plain) and (scope.replicas_checked or not scope.plain_is_replicated)
+    if is_verified:
         verify_plain(cls, op, args, kwargs, candidates=scope.plain_is_replicated or all(plain))
     tensors = flatten([*args, *kwargs.values()])
-    copies = frozenset(
-        [i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)]
-    )
+    copies = [i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)]
     specs, named_specs = specs_of(cls, args, kwargs)
-    decision = decide(op, specs, named_specs, scope, copies)
-    if verified:
+    decision = decide(op, specs, named_specs, scope, copies=frozenset(copies))
+    if is_verified:
         decision = replace(decision, slow_path=True, only_compares_dtype=False, verifies_plain=True)
-    # the operator on its specs, the inputs to redistribute, the outputs
     if _LOG.isEnabledFor(logging.DEBUG):
-        moves = "".join(
-            f"\n  argument {place}: {plan}" for (place, _), plan in decision.moves.items()
-        )
-        outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
-        _LOG.debug(
-            "%s(%s) -> %s%s",
-            op,
-            ", ".join(map(str, (*specs, *named_specs.values()))),
-            outputs,
-            moves,
-        )
+        _log(op, (*specs, *named_specs.values()), decision)
     cache.remember(key, decision)
     return _run(call, decision, first=(cache, key))
+
+
+def _log(op: OpOverload, specs: Sequence[Any], decision: Decision) -> None:
+    """Log the operator on its specs, the inputs to redistribute, and the outputs."""
+    moves = [f"\n  argument {place}: {plan}" for (place, _), plan in decision.moves.items()]
+    outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
+    _LOG.debug("%s(%s) -> %s%s", op, ", ".join(map(str, specs)), outputs, "".join(moves))
 
 
 def _run(
@@ -258,11 +266,11 @@ def _run(
 
     `first` is the cache that keeps the decision, if its first result has not been checked yet.
     """
-    cls, op, args, kwargs, local, named = call
+    cls, op, args, kwargs, *_ = call
     if decision.foreach and decision.moves and len(args[0]) > 1:
         results = run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
         # the list call refuses some writes that single elements do not reveal
-        count_writes(decision.unreported_writes, args, kwargs)
+        bump_versions(decision.unreported_writes, args, kwargs)
         return results
     if decision.verifies_plain and first is None:
         verify_plain(cls, op, args, kwargs, candidates=True)
@@ -272,61 +280,68 @@ def _run(
     if decision.notice:
         warn(decision.notice, stacklevel=2)
     if decision.moves:
-        local, named = [*local], {**named}
-        for place, check in decision.checks.items():
-            tensors, at = within(place, local, named)
-            check(tensors[at])
-        with purpose(decision.reason) if decision.reason else nullcontext():
-            for place, plan in decision.moves.items():
-                (tensors, at) = within(place, local, named)
-                (owners, _) = within(place, args, kwargs)
-                tensors[at] = run_cached(
-                    plan, tensors[at], owners[at], fresh=bool(decision.write_backs)
-                )
+        call = _move_inputs(call, decision)
     with watched(decision.watched) if decision.watched else nullcontext():
-        result = decision.call(*local, **named)
+        result = decision.call(*call.local_args, **call.local_kwargs)
     for place, plan in decision.write_backs.items():
-        (results, at) = within(place, local, named)
-        (owners, _) = within(place, args, kwargs)
-        write_back(plan, results[at], owners[at])
-    count_writes(decision.unreported_writes, args, kwargs)
+        written, at = container_of(place, call.local_args, call.local_kwargs)
+        owners, _ = container_of(place, args, kwargs)
+        write_back(plan, written[at], owners[at])
+    bump_versions(decision.unreported_writes, args, kwargs)
     if first is not None and decision.result_kind is not ResultKind.DYNAMIC:
-        seen, result = as_seen(op, decision, result)
-        if seen is not decision:
+        observed, result = with_observed_outputs(op, decision, result)
+        if observed is not decision:
             cache, key = first
-            cache.remember(key, seen)
-            decision = seen
+            cache.remember(key, observed)
+            decision = observed
     if decision.view_copied:
-        return follow(op, args, kwargs, _wrapped(cls.copied_view, result, decision, args, kwargs))
-    return _wrapped(cls, result, decision, args, kwargs)
+        views = _wrap(cls.copied_view, result, decision, args, kwargs=kwargs)
+        return track_base(op, args, kwargs, views)
+    return _wrap(cls, result, decision, args, kwargs=kwargs)
 
 
-def _wrapped(
+def _move_inputs(call: _Call, decision: Decision) -> _Call:
+    """Check and redistribute the inputs of a call; return the call with their new local tensors."""
+    local_args = [*call.local_args]
+    local_kwargs = {**call.local_kwargs}
+    for place, check in decision.checks.items():
+        tensors, at = container_of(place, local_args, local_kwargs)
+        check(tensors[at])
+    with purpose(decision.reason) if decision.reason else nullcontext():
+        for place, plan in decision.moves.items():
+            tensors, at = container_of(place, local_args, local_kwargs)
+            owners, _ = container_of(place, call.args, call.kwargs)
+            tensors[at] = run_cached(
+                plan, tensors[at], owners[at], fresh=bool(decision.write_backs)
+            )
+    return call._replace(local_args=local_args, local_kwargs=local_kwargs)
+
+
+def _wrap(
     cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
+    """Make DTensors of the tensors that a local call returned."""
     if decision.result_kind is _NONE:
         return result
     if decision.result_kind is _ONE:
-        return around(cls, result, decision.outputs[0], False)
-    # every rank has computed the same results; sparse ones stay plain
+        return wrap_local(cls, result, decision.outputs[0], False)
     if decision.result_kind is ResultKind.DYNAMIC:
         mesh = mesh_of(cls, args, kwargs)
 
-        def replicated(local: torch.Tensor) -> Any:
-            return (
-                around(cls, local, replicated_spec(mesh, local), False)
-                if local.layout is torch.strided
-                else local
-            )
+        # every rank has computed the same results; sparse ones stay plain
+        def wrap_replicated(local: torch.Tensor) -> Any:
+            if local.layout is not torch.strided:
+                return local
+            return wrap_local(cls, local, replicated_spec(mesh, local), False)
 
-        return mapped(result, torch.Tensor, replicated)
+        return mapped(result, torch.Tensor, wrap_replicated)
     originals = [*flatten([*args, *kwargs.values()])]
 
-    # one that is a written input is that itself
-    def wrapped(local: torch.Tensor, spec: Spec, index: int | None) -> Any:
-        return around(cls, local, spec, False) if index is None else originals[index]
+    # return the input itself if the operator wrote to it
+    def wrap_new(local: torch.Tensor, spec: Spec, index: int | None) -> Any:
+        return wrap_local(cls, local, spec, False) if index is None else originals[index]
 
-    return decision.with_outputs(result, wrapped)
+    return decision.with_outputs(result, wrap_new)
 
 
 def cache_info() -> dict[str, int]:
@@ -338,7 +353,7 @@ def cache_info() -> dict[str, int]:
         {}
     """
     counts: Counter[str] = Counter()
-    for scope in current().alike.values():
+    for scope in current().siblings.values():
         counts.update({str(cache.op): len(cache.decisions) for cache in scope.decisions.values()})
     return dict(counts)
 
@@ -349,150 +364,6 @@ def clear_cache() -> None:
     Example:
         >>> clear_cache()
     """
-    run_on_few.cache_clear()
-    for scope in current().alike.values():
+    run_probe.cache_clear()
+    for scope in current().siblings.values():
         scope.decisions.clear()
-
-
-# --- what arguments add to the key, and what the local call gets for them -------------------------
-#
-# The schema says once per operator how each argument is read, so that a call looks at values only:
-# a float is a float, a list of tensors is not searched for numbers.
-
-_SPEC = attrgetter("_spec")
-_LOCAL = attrgetter("_local_tensor")
-_NUMBERS = frozenset({int, float, bool, complex})
-_NUMERIC = frozenset(
-    {"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"}
-)
-_CONSTANT = _NUMERIC - {"NumberType"} | {"StringType", "DeviceObjType"}
-
-# (argument, the key so far, types of the call's tensors as torch hands them over) -> the local
-# argument.
-Reader = Callable[[Any, list[Any], Any], Any]
-# None where the value itself is the key.
-Readers = Mapping[str, Reader | None]
-
-
-def _readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
-    """Return the readers of an operator's arguments.
-
-    Numbers are part of the key with their values (`by_value`), or with their types only.
-    """
-    # one decision for all arguments, among which process groups are new objects in every call
-    if is_collective(op):
-        return {argument.name: lambda arg, key, types: arg for argument in op._schema.arguments}
-    anything = _reader_of_anything(op, cls, by_value=by_value)
-    tensors = _reader_of_tensors(cls, anything)
-
-    def reader(kind: Any) -> Reader | None:
-        while kind.kind() == "OptionalType":
-            kind = kind.getElementType()
-        name = kind.kind()
-        if name == "ListType":
-            element = kind.getElementType().kind()
-            if element == "TensorType":
-                return tensors
-            if element in _NUMERIC and not by_value:
-                return _types
-            return _values if element in _CONSTANT else anything
-        if by_value and name in _CONSTANT:
-            return None
-        return _number if name in _NUMERIC and not by_value else anything
-
-    return {argument.name: reader(argument.type) for argument in op._schema.arguments}
-
-
-def _read_keywords(
-    readers: Readers, kwargs: Mapping[str, Any], key: list[Any], types: Any
-) -> dict[str, Any]:
-    """Return the local keyword arguments; add their names and deciding properties to `key`."""
-    local: dict[str, Any] = {}
-    for name, arg in kwargs.items():
-        key.append(name)
-        read = readers[name]
-        if read is None or arg is None:
-            key.append(arg)
-            local[name] = arg
-        else:
-            local[name] = read(arg, key, types)
-    return local
-
-
-def _number(arg: Any, key: list[Any], types: Any) -> Any:
-    """Read a number whose value does not matter, or a constant that schemas call a number.
-
-    Such a constant is a dtype, for example.
-    """
-    kind = type(arg)
-    key.append(kind if kind in _NUMBERS else arg)
-    return arg
-
-
-def _types(arg: Any, key: list[Any], types: Any) -> Any:
-    key.append(tuple(map(type, arg)))
-    return arg
-
-
-def _values(arg: Any, key: list[Any], types: Any) -> Any:
-    key.append(tuple(arg))
-    return arg
-
-
-def _reader_of_anything(op: OpOverload, cls: Any, *, by_value: bool) -> Reader:
-    # The count of references that `is_candidate` takes depends on this being called with an item of
-    # a loop.
-    def anything(arg: Any, key: list[Any], types: Any) -> Any:
-        kind = type(arg)
-        if kind in _NUMBERS:
-            # 1, 1.0 and True are equal keys but different arguments
-            key.append(kind)
-            if by_value:
-                key.append(arg)
-        elif isinstance(arg, cls):
-            # before the class is looked at: the first use of a pending tensor changes it
-            local = arg._local_tensor
-            key.append(arg._spec)
-            if type(arg) is not cls:
-                key.append(type(arg))
-            return local
-        elif isinstance(arg, torch.Tensor):
-            if is_torch_dtensor(arg):
-                raise MixedTensorError(
-                    f"{op} got DTensors together with one of torch.distributed.tensor, of shape "
-                    f"{tuple(arg.shape)}; convert it with {CONVERT}"
-                )
-            key.append(
-                Plain(
-                    arg.shape, arg.stride(), arg.dtype, arg.numel() == 1 or is_candidate(cls, arg)
-                )
-            )
-            if arg.requires_grad and torch.is_grad_enabled():
-                keep_gradient_plain(arg)
-            return arg.resolve_conj().resolve_neg()
-        elif isinstance(arg, list | tuple):
-            key.append(len(arg))
-            return [anything(item, key, types) for item in arg]
-        else:
-            key.append(torch.Generator if kind is torch.Generator else arg)
-        return arg
-
-    return anything
-
-
-def _reader_of_tensors(cls: Any, anything: Reader) -> Reader:
-    only = (cls,)
-
-    def tensors(arg: Any, key: list[Any], types: Any) -> Any:
-        if types == only:
-            try:
-                key.append(tuple(map(_SPEC, arg)))
-            except AttributeError:
-                # a plain tensor among them, which torch does not name in `types`
-                # the error refers to it, and is over before references are counted
-                pass
-            else:
-                return list(map(_LOCAL, arg))
-        return anything(arg, key, types)
-
-    return tensors

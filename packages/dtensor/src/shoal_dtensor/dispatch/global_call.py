@@ -20,32 +20,23 @@ from shoal_mesh import DeviceMesh
 from .._torch.compiling import recorded
 from .._torch.operators import Build, DataDependentError, OpOverload, direct, results_of, shapes_of
 from ..errors import OperatorArgumentError, OperatorIndexError
+from ..layout.memory_order import dense_order, dense_stride
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import (
-    TensorMeta,
-    constant,
-    dense_order,
-    dense_stride,
-    flatten,
-    has_symbols,
-    mapped,
-    traced_with,
-)
+from ..layout.tensor_meta import TensorMeta, constant, flatten, has_symbols, mapped, traced_with
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import LocalFunction, Rule
 
 # sizes of a run start at 5: a result of 2 elements by nature is not taken for one of an input's
 # size
-FEW = 3
+FIRST_PROBE_SIZE = 3
 _NUMBERS = (int, float, bool, complex)
 
 
 def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
     """Return the mesh of the first DTensor among the arguments."""
-    mesh: DeviceMesh = next(
-        item._spec.mesh for item in flatten([*args, *kwargs.values()]) if isinstance(item, cls)
-    )
+    arguments = flatten([*args, *kwargs.values()])
+    mesh: DeviceMesh = next(item._spec.mesh for item in arguments if isinstance(item, cls))
     return mesh
 
 
@@ -83,7 +74,7 @@ class GlobalOutputs(NamedTuple):
     binding: Callable[[], LocalFunction]
 
 
-def by_meta_kernel(
+def outputs_by_meta_kernel(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Sequence[Spec]
 ) -> GlobalOutputs:
     """Compute the outputs of a call on global tensors, given as `specs`.
@@ -101,7 +92,7 @@ def by_meta_kernel(
     return GlobalOutputs(metas, partial(direct, op, build, metas))
 
 
-def by_few_elements(
+def outputs_by_probe(
     op: OpOverload,
     rule: Rule,
     args: Sequence[Any],
@@ -112,55 +103,74 @@ def by_few_elements(
 
     The arguments are the arguments of `by_meta_kernel`.
     """
-    sizes = rule.sizes
+    value_names = rule.sizes
     schema = schema_of(op)
     values = (*args, *kwargs.values())
-    if sizes is None or schema.is_random or has_symbols(values):
+    if value_names is None or schema.is_random or has_symbols(values):
         return None
-    if any(
-        type(item) not in _NUMBERS
-        for value in values
-        if isinstance(value, list | tuple)
-        for item in value
-    ):
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    if any(type(item) not in _NUMBERS for items in lists for item in items):
         return None
     orders = {spec: dense_order(spec.shape, spec.stride) for spec in specs}
     if None in orders.values():
         return None
-    few = {0: 0, 1: 1}
+    sizes = _ProbeSizes()
 
-    def smaller(name: str, value: Any) -> Any:
+    def probe_argument(name: str, value: Any) -> Any:
         if isinstance(value, Spec):
-            shape = tuple([few.setdefault(n, len(few) + FEW) for n in value.shape])
+            shape = sizes.of(value.shape)
             return TensorMeta(shape, dense_stride(shape, orders[value] or ()), value.dtype)
         if isinstance(value, list | tuple):
-            return tuple(
-                [few.setdefault(n, len(few) + FEW) for n in value] if name in sizes else value
-            )
-        return value if rule.by_value or type(value) not in (int, float) else type(value)(1)
+            return sizes.of(value) if name in value_names else tuple(value)
+        if rule.by_value or type(value) not in (int, float):
+            return value
+        return type(value)(1)
 
-    by_place = [smaller(name, value) for name, value in zip(schema.positional, args, strict=False)]
-    by_name = {name: smaller(name, value) for name, value in kwargs.items()}
-    shown = run_on_few(
-        op, specs[0].mesh.device_type, torch.get_default_dtype(), *by_place, **by_name
-    )
-    size_of = {number: size for size, number in few.items()}
-    if shown is None or not all(size_of.keys() >= {*meta.shape} for meta in shown.metas):
+    positional = zip(schema.positional, args, strict=False)
+    by_place = [probe_argument(name, value) for name, value in positional]
+    by_name = {name: probe_argument(name, value) for name, value in kwargs.items()}
+    device_type = specs[0].mesh.device_type
+    probe = run_probe(op, device_type, torch.get_default_dtype(), *by_place, **by_name)
+    if probe is None:
         return None
     metas = []
-    for meta in shown.metas:
-        shape = tuple([size_of[n] for n in meta.shape])
-        metas.append(
-            TensorMeta(
-                shape, dense_stride(shape, dense_order(meta.shape, meta.stride) or ()), meta.dtype
-            )
-        )
-    return GlobalOutputs(tuple(metas), shown.binding)
+    for meta in probe.metas:
+        shape = sizes.sizes_of_call(meta.shape)
+        if shape is None:
+            return None
+        order = dense_order(meta.shape, meta.stride) or ()
+        metas.append(TensorMeta(shape, dense_stride(shape, order), meta.dtype))
+    return GlobalOutputs(tuple(metas), probe.binding)
+
+
+class _ProbeSizes:
+    """The sizes of a probe: equal where the sizes of the call are equal; 0 and 1 stay.
+
+    Other sizes are numbered in order of first use, from `FIRST_PROBE_SIZE` + 2 on.
+    """
+
+    def __init__(self) -> None:
+        self._probe_size_of = {0: 0, 1: 1}
+
+    def of(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the probe's sizes for some sizes of the call."""
+        known = self._probe_size_of
+        for size in sizes:
+            if size not in known:
+                known[size] = len(known) + FIRST_PROBE_SIZE
+        return tuple([known[size] for size in sizes])
+
+    def sizes_of_call(self, probe_sizes: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the sizes of the call for some sizes of the probe; None if one stands for none."""
+        size_of = {probe_size: size for size, probe_size in self._probe_size_of.items()}
+        if not size_of.keys() >= {*probe_sizes}:
+            return None
+        return tuple([size_of[probe_size] for probe_size in probe_sizes])
 
 
 # typed: 1, 1.0 and True make different dtypes
 @lru_cache(maxsize=4096, typed=True)
-def run_on_few(
+def run_probe(
     op: OpOverload, device_type: str, _default_dtype: torch.dtype, /, *args: Any, **kwargs: Any
 ) -> GlobalOutputs | None:
     """Run an operator on few elements; return None if the run does not determine the outputs.
@@ -171,15 +181,16 @@ def run_on_few(
     if any(map(_is_of_integers, tensors)) and any(0 in meta.shape for meta in tensors):
         # no index is one of a dim of no elements, and some kernels do not check
         return None
-    build = _builder(args, kwargs, has_values=device_type == "cpu")
+    has_values = device_type == "cpu"
+    build = _builder(args, kwargs, has_values=has_values)
     try:
-        metas = _metas_of(
-            results_of(op, build) if device_type == "cpu" else shapes_of(op, build, device_type)
-        )
+        results = results_of(op, build) if has_values else shapes_of(op, build, device_type)
+        metas = _metas_of(results)
         if any(dense_order(meta.shape, meta.stride) is None for meta in metas):
             return None
+        # a written tensor is not resized
         if schema_of(op).written and any(meta.shape != args[0].shape for meta in metas):
-            return None  # a written tensor is not resized
+            return None
         binding = direct(op, build, metas)
     except (RuntimeError, ValueError, TypeError, LookupError):
         # the caller's own run reports errors, if any
@@ -197,11 +208,13 @@ def _builder(args: Sequence[Any], kwargs: Mapping[str, Any], *, has_values: bool
             if isinstance(value, torch.Generator):
                 # shapes do not depend on it, and kernels without memory refuse one
                 return None
-            on = torch.device("cpu") if has_values else device
-            made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=on)
+            place = torch.device("cpu") if has_values else device
+            empty = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=place)
+            if not has_values:
+                return empty
             # 0 is an index of every dim with elements; 1 is behind a dim of one, where
             # nll_loss_backward would write
-            return made.fill_(0 if _is_of_integers(value) else 1) if has_values else made
+            return empty.fill_(0 if _is_of_integers(value) else 1)
 
         kinds = (Spec, TensorMeta, torch.device, torch.Generator)
         return mapped(args, kinds, make), mapped({**kwargs}, kinds, make)
@@ -210,13 +223,16 @@ def _builder(args: Sequence[Any], kwargs: Mapping[str, Any], *, has_values: bool
 
 
 def _is_of_integers(meta: Spec | TensorMeta) -> bool:
-    return not (meta.dtype.is_floating_point or meta.dtype.is_complex or meta.dtype is torch.bool)
+    dtype = meta.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _metas_of(result: Any) -> tuple[TensorMeta, ...]:
-    return tuple(
-        [TensorMeta(recorded(t.shape), recorded(t.stride()), t.dtype) for t in flatten(result)]
-    )
+    metas = []
+    for tensor in flatten(result):
+        shape = recorded(tensor.shape)
+        metas.append(TensorMeta(shape, recorded(tensor.stride()), tensor.dtype))
+    return tuple(metas)
 
 
 # --- sizes that torch.compile keeps as symbols ----------------------------------------------------
@@ -234,13 +250,18 @@ class NeedsConstantsError(Exception):
 def without_symbols(value: Any, *, as_traced: bool) -> Any:
     """Replace the symbols in a value by constants: the sizes of the trace, or guarded sizes."""
 
-    def replaced(item: Any) -> Any:
+    def replace(item: Any) -> Any:
         if isinstance(item, Spec):
-            return item if item.example is None else item.example if as_traced else constant(item)
+            if item.example is None:
+                return item
+            return item.example if as_traced else constant(item)
         if isinstance(item, TensorMeta):
             return TensorMeta(*without_symbols([*item], as_traced=as_traced))
         if isinstance(item, torch.Size):
             return torch.Size(without_symbols([*item], as_traced=as_traced))
-        return traced_with((item,))[0] if as_traced else int(item)
+        if as_traced:
+            (size,) = traced_with((item,))
+            return size
+        return int(item)
 
-    return mapped(value, (torch.SymInt, Spec, TensorMeta, torch.Size), replaced)
+    return mapped(value, (torch.SymInt, Spec, TensorMeta, torch.Size), replace)

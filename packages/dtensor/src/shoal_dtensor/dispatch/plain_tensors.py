@@ -38,7 +38,6 @@ from .._torch.tensors import (
     pytree,
 )
 from ..errors import MixedTensorError, NoRuleError
-from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
 from ..rows_of_ranks import extremes_of_ranks
@@ -62,9 +61,11 @@ def _elements_spanned(tensor: torch.Tensor) -> int:
 
     A DTensor counts as on one device.
     """
+    if not tensor.numel():
+        return 0
     # (2, 3) with strides (8, 2): 1 + 1 * 8 + 2 * 2 = 13
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 # Operators on shapes, or on the memory of a rank's own part: plain tensors beside DTensors need not
@@ -93,14 +94,18 @@ def verify_replicated(
     if all(tensor.is_meta for tensor in tensors):
         return
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-    unknown = any(isinstance(tensor, TRACED) or tensor.is_meta for tensor in tensors)
-    alone = unknown or mesh.size() == 1 or mesh.get_coordinate() is None
-    if not candidates and (alone or current().communication == "forbid"):
+    is_unknown = any(isinstance(tensor, TRACED) or tensor.is_meta for tensor in tensors)
+    is_alone = is_unknown or mesh.size() == 1 or mesh.get_coordinate() is None
+    if not candidates and (is_alone or current().communication == "forbid"):
         raise MixedTensorError(_mixed(what, shapes))
-    if alone:
+    if is_alone:
         return
-    need = f"  an all-reduce, in which the ranks compare a plain tensor of shape {shapes} that torch made"
-    if notice := notice_of(what, [need], current()):
+    need = (
+        "  an all-reduce, in which the ranks compare a plain tensor of shape "
+        f"{shapes} that torch made"
+    )
+    notice = notice_of(what, [need], current())
+    if notice:
         warnings.warn(notice, stacklevel=2)
     digest = digest_of(tensors, mesh.device_type)
     numbers = torch.stack([digest, torch.full_like(digest, candidates)])
@@ -110,17 +115,24 @@ def verify_replicated(
     if not accepted:
         raise MixedTensorError(_mixed(what, shapes))
     if lowest != highest:
-        way_out = (
-            "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what "
-            "they return with DTensor.from_local and its placements"
-            if in_backward()
-            else "It was made inside a function of torch: from a plain argument, which must be a DTensor, or from "
-            "random numbers, for which the ranks' generators must be in step (check_random_state)"
-        )
         raise MixedTensorError(
             f"{what} got DTensors together with a plain tensor of shape {shapes} whose values "
-            f"differ between the ranks of {mesh}, so it is not replicated. {way_out}"
+            f"differ between the ranks of {mesh}, so it is not replicated. {_way_out()}"
         )
+
+
+def _way_out() -> str:
+    """Return advice for plain tensors that differ between ranks."""
+    if in_backward():
+        return (
+            "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what "
+            "they return with DTensor.from_local and its placements"
+        )
+    return (
+        "It was made inside a function of torch: from a plain argument, which must be a DTensor, "
+        "or from random numbers, for which the ranks' generators must be in step "
+        "(check_random_state)"
+    )
 
 
 # What to say of operators that another function calls, which users are to replace.
@@ -140,17 +152,19 @@ _INSTEAD = {
 
 def instead(what: str) -> str:
     """Return advice to call another function than the one that calls an operator; often empty."""
-    return next(
-        (advice for start, advice in _INSTEAD.items() if what.startswith(f"aten.{start}")), ""
-    )
+    for start, advice in _INSTEAD.items():
+        if what.startswith(f"aten.{start}"):
+            return advice
+    return ""
 
 
 def _mixed(what: str, shapes: str) -> str:
     replicated = ", or count plain tensors as replicated in implicit_replication()"
+    if what.startswith("aten.copy_"):
+        replicated = ""
     return (
         f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor "
-        "with distribute_tensor or "
-        f"DTensor.from_local{'' if what.startswith('aten.copy_') else replicated}; a parameter of "
+        f"with distribute_tensor or DTensor.from_local{replicated}; a parameter of "
         "fully_shard is gathered by a call of its module, or by unshard(), and has its values in "
         f"full_tensor(){instead(what)}"
     )
@@ -160,26 +174,34 @@ def digest_of(tensors: Sequence[torch.Tensor], device: str) -> torch.Tensor:
     """Return a digest of 62 bits of shapes, dtypes and every bit of the values, on a device."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
-        plain = (
-            tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-        )
-        dense = plain.resolve_conj().resolve_neg().contiguous()
-        text = hashlib.blake2b(
-            f"{tuple(dense.shape)}{dense.dtype}".encode(), digest_size=7
-        ).digest()
-        digest = torch.full((), int.from_bytes(text, "little"), device=dense.device)
-        # a dim of one element may have any stride
-        flat = dense.as_strided((dense.numel(),), (1,))
-        for part in torch.split(flat.view(torch.uint8), _DIGESTED):
-            # of a copy, which is aligned
-            words = torch.constant_pad_nd(part, (0, -len(part) % 8)).view(torch.int64)
-            places = torch.arange(len(words), device=words.device)
-            digest = _scrambled(digest + _scrambled(words + _scrambled(places)).sum())
-        total = _scrambled(total + (digest if digest.device.type == device else digest.item()))
+        digest = _digest_of_one(tensor)
+        on_device = digest if digest.device.type == device else digest.item()
+        total = _scramble(total + on_device)
     return total >> 2
 
 
-def _scrambled(x: torch.Tensor) -> torch.Tensor:
+def _digest_of_one(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a digest of 64 bits of shape, dtype and every bit of a tensor, on its device."""
+    plain = tensor.detach()
+    if tensor.layout is not torch.strided:
+        plain = plain.to_dense()
+    dense = plain.resolve_conj().resolve_neg().contiguous()
+    description = f"{tuple(dense.shape)}{dense.dtype}".encode()
+    start = hashlib.blake2b(description, digest_size=7).digest()
+    digest = torch.full((), int.from_bytes(start, "little"), device=dense.device)
+    # a dim of one element may have any stride
+    flat = dense.as_strided((dense.numel(),), (1,))
+    for block in torch.split(flat.view(torch.uint8), _DIGESTED):
+        # of a copy, which is aligned
+        padded = torch.constant_pad_nd(block, (0, -len(block) % 8))
+        words = padded.view(torch.int64)
+        positions = torch.arange(len(words), device=words.device)
+        scrambled = _scramble(words + _scramble(positions))
+        digest = _scramble(digest + scrambled.sum())
+    return digest
+
+
+def _scramble(x: torch.Tensor) -> torch.Tensor:
     """Scramble integers of 64 bits as splitmix64 does: every bit of the result depends on all bits."""
     x = (x + _GOLDEN) * _FIRST
     x = (x ^ (x >> 29)) * _SECOND
@@ -231,7 +253,7 @@ def _as_plain(grad: Any) -> Any:
     _check_takes_whole(node, spec)
     with purpose("the gradient of a plain tensor that counts as replicated"):
         whole = grad.full_tensor()
-    return crossings.leave(node, whole, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
+    return crossings.leave(node, whole, spec.all_replicated())
 
 
 def _check_takes_whole(node: Any, spec: Spec) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ from ..rules.language.rule import (
     LocalCall,
     LocalFunction,
     OpCall,
+    Row,
     Rule,
     S,
     local_function,
@@ -36,19 +37,19 @@ from ..rules.language.rule import (
     replicated,
 )
 from ..scopes import Scope, notice_of
-from .assign import Sharding, ShardingProblem, assign, unmoved
+from .assign import Sharding, ShardingProblem, assign, assign_without_moves
 from .composites import collective_on_shards, sized_by_values
 from .global_call import (
     NeedsConstantsError,
-    by_few_elements,
-    by_meta_kernel,
+    outputs_by_meta_kernel,
+    outputs_by_probe,
     specs_in,
     without_symbols,
 )
 from .plain_tensors import instead
 from .results import (
+    ArgumentPosition,
     Decision,
-    Place,
     ResultKind,
     check_outs,
     check_writes,
@@ -57,6 +58,50 @@ from .results import (
     result_kind,
     with_overlap_fallback,
 )
+
+
+class ShardedCall(NamedTuple):
+    """A call of an operator with the shardings that were chosen for it.
+
+    Attributes:
+        rule: the rule that offered the shardings.
+        call: the call with a `TensorMeta` for each tensor.
+        specs: of its inputs as they are, followed by those of its `out=` arguments.
+        sharding: of its inputs and outputs.
+    """
+
+    rule: Rule
+    call: OpCall
+    specs: tuple[Spec, ...]
+    sharding: Sharding
+
+
+class InputMove(NamedTuple):
+    """The redistribution of one tensor argument before a call, and back if the call writes to it.
+
+    Attributes:
+        position: flat index among the inputs and `out=` arguments.
+        plan: from its own layout to the layout that the call requires.
+        write_back: from there to its own layout; None if the call does not write to it.
+    """
+
+    position: int
+    plan: Plan
+    write_back: Plan | None
+
+
+class CommunicationTexts(NamedTuple):
+    """Texts about the communication of a decided call; empty if they are not needed.
+
+    Attributes:
+        reason: the operator with its inputs, if inputs move by collectives.
+        notice: the warning of the communication policy.
+        watched: the operator with its inputs, if the policy holds for its local function.
+    """
+
+    reason: str = ""
+    notice: str = ""
+    watched: str = ""
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
@@ -68,16 +113,15 @@ def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
     # here: the first operator pays 0.15 s for the tables, not `import`
     from ..rules.all_rules import TABLE
 
-    rules: Iterator[Rule | None] = (table.get(op) for table in (*scope.overlays, TABLE))
-    rule = next(filter(None, rules), None)
-    if (
-        rule is None
-        and op.namespace != "aten"
-        and torch.Tag.pointwise in op.tags
-        and not op._schema.is_mutable
-    ):
+    for table in (*scope.overlays, TABLE):
+        rule: Rule | None = table.get(op)
+        if rule:
+            return rule
+    is_foreign = op.namespace != "aten"
+    is_pointwise = torch.Tag.pointwise in op.tags
+    if is_foreign and is_pointwise and not op._schema.is_mutable:
         return _ELEMENT_BY_ELEMENT
-    return rule
+    return None
 
 
 def decide(
@@ -117,38 +161,47 @@ def _decide(
         return Decision.composite(looks_up_size)
     rule = rule_of(op, scope)
     if rule is None:
-        composite = (
-            collective_on_shards(op)
-            if is_collective(op)
-            else in_place_view(op) or decomposition_of(op)
-        )
+        composite = _composite_of(op)
         if composite is not None:
             return Decision.composite(composite)
         rule = _without_rule(op, scope)
     specs = (*specs_in(args), *specs_in(kwargs.values()))
-    outs = tuple(specs_in([kwargs.get(name) for name in schema_of(op).outs]))
+    out_arguments = [kwargs.get(name) for name in schema_of(op).outs]
+    outs = tuple(specs_in(out_arguments))
     inputs = specs[: len(specs) - len(outs)]
-    shown = None if outs else by_few_elements(op, rule, args, kwargs, specs=inputs)
-    metas, binding = shown or by_meta_kernel(op, args, kwargs, specs)
-    if len(outs) > len(metas) and not all(spec.replicated for spec in outs):
+    result = None if outs else outputs_by_probe(op, rule, args, kwargs, specs=inputs)
+    if result is None:
+        result = outputs_by_meta_kernel(op, args, kwargs, specs)
+    if len(outs) > len(result.metas) and not all(spec.replicated for spec in outs):
         raise NoRuleError(
             f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding "
             "cannot be kept; pass replicated tensors, or use the form that returns its result"
         )
-    check_outs(op, outs, metas)
+    check_outs(op, outs, result.metas)
     given, named = mapped((tuple(args), {**kwargs}), Spec, attrgetter("tensor_meta"))
-    call = OpCall(op, given, named, tuple([spec.tensor_meta for spec in inputs]), outputs=metas)
+    input_metas = tuple([spec.tensor_meta for spec in inputs])
+    call = OpCall(op, given, named, input_metas, outputs=result.metas)
+    sharding = _sharding_by_rule(rule, call, inputs, outs)
+    sharded = ShardedCall(rule, call, specs, sharding)
+    return _decision_of(sharded, result.binding, scope, copies)
+
+
+def _composite_of(op: OpOverload) -> Callable[..., Any] | None:
+    """Return a function that runs an operator without a rule by other operators, if there is one."""
+    if is_collective(op):
+        return collective_on_shards(op)
+    return in_place_view(op) or decomposition_of(op)
+
+
+def _sharding_by_rule(
+    rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple[Spec, ...]
+) -> Sharding:
     if rule is _LOCAL:
-        sharding = _as_first_input(call, inputs)
-    elif rule.kind == "each":
-        sharding = _sharding_of_each(rule, call, inputs)
-    else:
-        sharding = _sharding(
-            rule,
-            call,
-            ShardingProblem(inputs, call.outputs, call.fixed, outs, unordered=rule.unordered),
-        )
-    return _decision(rule, call, specs, sharding, binding=binding, scope=scope, copies=copies)
+        return _as_first_input(call, inputs)
+    if rule.kind == "each":
+        return _sharding_of_each(rule, call, inputs)
+    problem = ShardingProblem(inputs, call.outputs, call.fixed, outs, unordered=rule.unordered)
+    return _sharding(rule, call, problem)
 
 
 def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
@@ -169,21 +222,16 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
     rows = rule.rows_of(call)
     # ranks' results would not fit together
     if call.has_data_dependent_shape and rule.kind != "dynamic":
-        rows = [
-            row
-            for row in rows
-            if row.outputs and all(isinstance(entry, Replicate) for entry in row.outputs)
-        ]
+        rows = [row for row in rows if row.outputs and _replicates_outputs(row)]
     sharding = assign(rows, problem, mesh)
     written = {index for index, _ in problem.fixed}
     # the written tensors' layouts: reduced, or replicated; the result is sent back
-    for sharded in (True, False):
-        if sharding is None:
-            specs = tuple(
-                _relaxed(s, sharded) if i in written else s for i, s in enumerate(problem.specs)
-            )
-            outs = tuple(_relaxed(spec, sharded) for spec in problem.outs)
-            sharding = assign(rows, problem._replace(specs=specs, outs=outs), mesh)
+    for relax in (Spec.without_partials, Spec.all_replicated):
+        if sharding is not None:
+            break
+        relaxed = [relax(spec) if i in written else spec for i, spec in enumerate(problem.specs)]
+        outs = tuple(map(relax, problem.outs))
+        sharding = assign(rows, problem._replace(specs=tuple(relaxed), outs=outs), mesh)
     if sharding is None:
         targets = [problem.specs[i] for i in sorted(written)] + list(problem.outs)
         raise InPlaceError(
@@ -201,35 +249,40 @@ def _symbolic_sharding(
     if call.schema.is_random and not draws_at_once(mesh.device_type):
         raise NeedsConstantsError
     traced = without_symbols((call.args, call.kwargs, call.tensors, call.outputs), as_traced=True)
-    chosen = _sharding(
-        rule, OpCall(call.op, *traced), ShardingProblem(*without_symbols(problem, as_traced=True))
-    )
-    there = [
-        spec
-        if (spec.example or spec) is to
-        else spec.with_(placements=to.placements, shard_order=to.shard_order)
-        for spec, to in zip(problem.specs, chosen.inputs, strict=True)
+    traced_problem = ShardingProblem(*without_symbols(problem, as_traced=True))
+    chosen = _sharding(rule, OpCall(call.op, *traced), traced_problem)
+    specs_at_chosen_layout = [
+        _in_layout_of(spec, to) for spec, to in zip(problem.specs, chosen.inputs, strict=True)
     ]
     # Shardings that fold a sharded dim behind a dim of symbolic size are excluded, because
     # placements count runs in integers.
-    rows = [
-        row
-        for row in rule.rows_of(call)
-        if all(type(e.runs) is int for e in (*row.inputs, *row.outputs) if isinstance(e, S))
-    ]
-    sharding = unmoved(
-        rows, problem._replace(specs=tuple(there)), mesh, communicating=bool(chosen.communicating)
+    rows = [row for row in rule.rows_of(call) if _has_constant_runs(row)]
+    sharding = assign_without_moves(
+        rows,
+        problem._replace(specs=tuple(specs_at_chosen_layout)),
+        mesh,
+        communicating=bool(chosen.communicating),
     )
     if sharding is None:
         raise NeedsConstantsError
     return sharding
 
 
-def _relaxed(spec: Spec, sharded: bool) -> Spec:
-    """Return a spec without its partial placements, or without any sharding as well."""
-    return spec.with_(
-        placements=[p if sharded and not p.is_partial() else Replicate() for p in spec.placements]
-    )
+def _replicates_outputs(row: Row) -> bool:
+    return all(isinstance(entry, Replicate) for entry in row.outputs)
+
+
+def _has_constant_runs(row: Row) -> bool:
+    sharded = [entry for entry in (*row.inputs, *row.outputs) if isinstance(entry, S)]
+    return all(type(entry.runs) is int for entry in sharded)
+
+
+def _in_layout_of(spec: Spec, chosen: Spec) -> Spec:
+    """Return a spec with symbols in the layout that was chosen for its traced sizes."""
+    traced = spec.example or spec
+    if traced is chosen:
+        return spec
+    return spec.in_layout_of(chosen)
 
 
 def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
@@ -242,15 +295,17 @@ def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
     count = max(len(value) for value in values if is_list(value))
     for i in range(count):
         element = [value[i] if is_list(value) and value else value for value in values]
-        args = element[: len(call.args)]
+        args = tuple(element[: len(call.args)])
         kwargs = dict(zip(call.kwargs, element[len(call.args) :], strict=True))
-        indices = [
-            place[i if is_list(call[name]) else 0] for name, place in call.places.items() if place
-        ]
+        indices = []
+        for name, tensors_of_argument in call.places.items():
+            if tensors_of_argument:
+                position = i if is_list(call[name]) else 0
+                indices.append(tensors_of_argument[position])
         results = range(i, len(call.outputs), count)
         tensors = tuple(call.tensors[j] for j in indices)
         outputs = tuple(call.outputs[j] for j in results)
-        yield OpCall(call.op, tuple(args), kwargs, tensors, outputs=outputs), indices, results
+        yield OpCall(call.op, args, kwargs, tensors, outputs=outputs), indices, results
 
 
 def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
@@ -270,127 +325,178 @@ def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sha
                     f"{call.op}: the shared input {inputs[j]!r} would need two layouts"
                 )
         outputs.update(zip(results, sharding.outputs, strict=True))
-    final = tuple(decided.get(j, spec) for j, spec in enumerate(inputs))
-    return Sharding(final, tuple(outputs[j] for j in sorted(outputs)), tuple(sorted(communicating)))
+    final_inputs = tuple(decided.get(j, spec) for j, spec in enumerate(inputs))
+    final_outputs = tuple(outputs[j] for j in sorted(outputs))
+    return Sharding(final_inputs, final_outputs, tuple(sorted(communicating)))
 
 
-def _decision(  # noqa: PLR0913  # what a decision is made of
-    rule: Rule,
-    call: OpCall,
-    specs: tuple[Spec, ...],
-    sharding: Sharding,
+def _decision_of(
+    sharded: ShardedCall,
     binding: Callable[[], LocalFunction],
     scope: Scope,
     copies: frozenset[int],
 ) -> Decision:
     """Return the decision that gives every input of a call the spec that its sharding requires."""
-    # `out=` takes a result in its own layout, if that can be
-    outs = specs[len(sharding.inputs) :]
-    wanted = [*sharding.inputs]
-    for out, to in zip(outs, (*sharding.outputs, *outs[len(sharding.outputs) :]), strict=False):
-        wanted.append(out.with_(placements=to.placements, shard_order=to.shard_order))
-    changed = [
-        (i, a, b)
-        for i, (a, b) in enumerate(zip(specs, wanted, strict=True))
-        if not a.same_layout(b)
-    ]
-    plans = {i: plan(a, b) for i, a, b in changed}
-    written = (*call.written, *range(len(sharding.inputs), len(specs)))
-    stored = (*written, *call.updated)
-    check_writes(call.op, specs, stored, copies)
-    write_backs = {i: plan(b, a) for i, a, b in changed if i in stored}
-    allowed = scope.communication == "allow"
-    moving = any(p.collectives for p in plans.values())
-    what = f"{call.op}({', '.join(map(repr, specs))})" if moving or not allowed else ""
-    needs = (
-        []
-        if allowed
-        else _needs(call, [*plans.items(), *write_backs.items()], sharding, specs[0].mesh)
-    )
-    notice = notice_of(what, needs, scope) if needs else ""
-    aliased = call.aliased
+    rule, call, _, sharding = sharded
+    moves = _plan_moves(sharded, copies)
+    communication = _communication_of(sharded, moves, scope)
+    is_dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
     kind = result_kind(call)
-    dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
-    local_call = LocalCall(call, sharding.inputs, sharding.outputs)
-    # generators keep step
-    if specs[0].coordinate is None and not dynamic and not call.schema.is_random:
-        run: LocalFunction | None = nothing_of(local_call)
-    else:
-        run = local_function(rule, local_call, bool(sharding.communicating))
-    run = binding() if run is None else run
-    if kind is ResultKind.FIRST and len(specs) > 1 and not sharding.inputs[0].even:
-        run = with_overlap_fallback(run)
-    positions = dict(zip(call.schema.positional, range(len(call.args)), strict=False))
-    where = _places_of(call) if plans else []
-    stores = [
-        name for name in (*call.schema.written, *call.schema.outs) if any(flatten(call.get(name)))
-    ]
-    checks = rule.checks(call) if rule.checks is not None and plans else {}
-    check_of: dict[int, Check] = {}
-    for name, checks_of_tensors in checks.items():
-        check_of |= zip(call.places[name], checks_of_tensors, strict=True)
-    copied = call.schema.is_view and bool(
-        plans or sharding.communicating or copies or rule.kind == "copy"
-    )
-    watched = what if not allowed and not sharding.communicating else ""
-    elements = [one for one, *_ in elements_of(call)] if rule.kind == "each" else [call]
-    default_dtypes = filter(None, map(dtype_that_decides, elements))
-    default_dtype = next(default_dtypes, None)
-    has_more_to_do = bool(plans or copied or notice or watched)
+    positions = _argument_positions(call) if moves else []
+    is_no_alias = bool(moves or sharding.communicating or copies or rule.kind == "copy")
+    is_copied_view = call.schema.is_view and is_no_alias
+    default_dtype = _deciding_dtype(rule, call)
+    has_more_to_do = bool(moves or is_copied_view or communication.notice or communication.watched)
     return Decision(
-        run,
-        ResultKind.DYNAMIC if dynamic else kind,
-        sharding.outputs,
-        aliased,
-        unreported_writes=tuple([positions.get(name, name) for name in stores])
-        if kind is ResultKind.NONE
-        else (),
+        _choose_local_function(sharded, binding, is_dynamic=is_dynamic),
+        ResultKind.DYNAMIC if is_dynamic else kind,
+        outputs=sharding.outputs,
+        aliased=call.aliased,
+        unreported_writes=_written_arguments(call) if kind is ResultKind.NONE else (),
         slow_path=has_more_to_do or default_dtype is not None,
-        moves={where[i]: p for i, p in plans.items()},
-        checks={
-            where[i]: check
-            for i, check in check_of.items()
-            if i in plans and plans[i].slices and not plans[i].collectives
+        moves={positions[move.position]: move.plan for move in moves},
+        checks=_checks_before_slicing(rule, call, moves, positions),
+        write_backs={
+            positions[move.position]: move.write_back
+            for move in moves
+            if move.write_back is not None
         },
-        write_backs={where[i]: p for i, p in write_backs.items()},
-        view_copied=copied,
+        view_copied=is_copied_view,
         foreach=rule.kind == "each",
-        reason=what if moving else "",
-        notice=notice,
-        watched=watched,
+        reason=communication.reason,
+        notice=communication.notice,
+        watched=communication.watched,
         default_dtype=default_dtype,
         only_compares_dtype=not has_more_to_do,
     )
 
 
-def _places_of(call: OpCall) -> list[Place]:
-    """Return the place of each tensor of a call in its arguments, by flat index."""
-    places: list[Place] = []
+def _plan_moves(sharded: ShardedCall, copies: frozenset[int]) -> list[InputMove]:
+    """Plan the redistributions of inputs and `out=` arguments; refuse writes that cannot be made."""
+    _, call, specs, sharding = sharded
+    # `out=` takes a result in its own layout, if that can be
+    outs = specs[len(sharding.inputs) :]
+    results = (*sharding.outputs, *outs[len(sharding.outputs) :])
+    wanted_outs = [out.in_layout_of(to) for out, to in zip(outs, results, strict=False)]
+    wanted = [*sharding.inputs, *wanted_outs]
+    written = (*call.written, *range(len(sharding.inputs), len(specs)), *call.updated)
+    check_writes(call.op, specs, written, copies)
+    moves = []
+    for index, (spec, to) in enumerate(zip(specs, wanted, strict=True)):
+        if not spec.same_layout(to):
+            write_back = plan(to, spec) if index in written else None
+            moves.append(InputMove(index, plan(spec, to), write_back))
+    return moves
+
+
+def _communication_of(
+    sharded: ShardedCall, moves: Sequence[InputMove], scope: Scope
+) -> CommunicationTexts:
+    """Describe what a call communicates, as far as debug modes and the policy need it.
+
+    A CommunicationForbiddenError is raised if the policy forbids it.
+    """
+    is_allowed = scope.communication == "allow"
+    has_collectives = any(move.plan.collectives for move in moves)
+    if is_allowed and not has_collectives:
+        return CommunicationTexts()
+    call_text = f"{sharded.call.op}({', '.join(map(repr, sharded.specs))})"
+    reason = call_text if has_collectives else ""
+    if is_allowed:
+        return CommunicationTexts(reason)
+    needs = _needs(sharded, moves)
+    notice = notice_of(call_text, needs, scope) if needs else ""
+    watched = "" if sharded.sharding.communicating else call_text
+    return CommunicationTexts(reason, notice, watched)
+
+
+def _choose_local_function(
+    sharded: ShardedCall, binding: Callable[[], LocalFunction], *, is_dynamic: bool
+) -> LocalFunction:
+    """Return the function that a rank runs on its local tensors."""
+    rule, call, specs, sharding = sharded
+    local_call = LocalCall(call, sharding.inputs, sharding.outputs)
+    is_outside = specs[0].coordinate is None
+    run: LocalFunction | None
+    # ranks outside of the mesh draw too: generators keep step
+    if is_outside and not is_dynamic and not call.schema.is_random:
+        run = nothing_of(local_call)
+    else:
+        run = local_function(rule, local_call, bool(sharding.communicating))
+    if run is None:
+        run = binding()
+    is_in_place = result_kind(call) is ResultKind.FIRST
+    if is_in_place and len(specs) > 1 and not sharding.inputs[0].even:
+        return with_overlap_fallback(run)
+    return run
+
+
+def _written_arguments(call: OpCall) -> tuple[int | str, ...]:
+    """Return the positions or names of the arguments with tensors that an operator writes to."""
+    positions = dict(zip(call.schema.positional, range(len(call.args)), strict=False))
+    written = [
+        name for name in (*call.schema.written, *call.schema.outs) if any(flatten(call.get(name)))
+    ]
+    return tuple([positions.get(name, name) for name in written])
+
+
+def _checks_before_slicing(
+    rule: Rule, call: OpCall, moves: Sequence[InputMove], positions: Sequence[ArgumentPosition]
+) -> dict[ArgumentPosition, Check]:
+    """Return the rule's checks of inputs that are sliced from values that every rank has."""
+    if rule.checks is None or not moves:
+        return {}
+    check_of: dict[int, Check] = {}
+    for name, checks_of_tensors in rule.checks(call).items():
+        check_of |= zip(call.places[name], checks_of_tensors, strict=True)
+    plans = {move.position: move.plan for move in moves}
+    checks = {}
+    for index, check in check_of.items():
+        plan_of_input = plans.get(index)
+        if plan_of_input and plan_of_input.slices and not plan_of_input.collectives:
+            checks[positions[index]] = check
+    return checks
+
+
+def _deciding_dtype(rule: Rule, call: OpCall) -> torch.dtype | None:
+    """Return torch's default dtype if the output dtypes follow from it; None otherwise."""
+    if rule.kind != "each":
+        return dtype_that_decides(call)
+    for element, *_ in elements_of(call):
+        dtype = dtype_that_decides(element)
+        if dtype:
+            return dtype
+    return None
+
+
+def _argument_positions(call: OpCall) -> list[ArgumentPosition]:
+    """Return the position of each tensor of a call in its arguments, by flat index."""
+    positions: list[ArgumentPosition] = []
     arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     for at, value in arguments:
-        if is_list(value):
-            places += [
-                (at, item) for item, part in enumerate(value) if isinstance(part, TensorMeta)
-            ]
-        elif isinstance(value, TensorMeta):
-            places.append((at, None))
-    return places
+        if isinstance(value, TensorMeta):
+            positions.append((at, None))
+        elif is_list(value):
+            for item, element in enumerate(value):
+                if isinstance(element, TensorMeta):
+                    positions.append((at, item))
+    return positions
 
 
-def _needs(
-    call: OpCall, plans: Sequence[tuple[int, Plan]], sharding: Sharding, mesh: DeviceMesh
-) -> list[str]:
+def _needs(sharded: ShardedCall, moves: Sequence[InputMove]) -> list[str]:
     """Describe everything that a call communicates, one line each.
 
     These are the plans of its inputs, and the collectives of its local function along mesh axes.
     """
-    moves = [f"  input {i}: {p.src!r} -> {p.dst!r}\n{p}" for i, p in plans if p.collectives]
-    axes = [mesh.axis_names[axis] for axis in sharding.communicating if mesh.shape[axis] > 1]
-    return (
-        [*moves, f"  collectives of its local function along {', '.join(map(repr, axes))}"]
-        if axes
-        else moves
-    )
+    plans = [(move.position, move.plan) for move in moves]
+    plans += [(move.position, move.write_back) for move in moves if move.write_back]
+    needs = [f"  input {i}: {p.src!r} -> {p.dst!r}\n{p}" for i, p in plans if p.collectives]
+    mesh = sharded.specs[0].mesh
+    axes = [axis for axis in sharded.sharding.communicating if mesh.shape[axis] > 1]
+    if axes:
+        names = ", ".join(repr(mesh.axis_names[axis]) for axis in axes)
+        needs.append(f"  collectives of its local function along {names}")
+    return needs
 
 
 _ELEMENT_BY_ELEMENT = pointwise()
@@ -423,5 +529,5 @@ def _as_first_input(call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
                 f"{call.op} has no sharding rule, and unknown_ops('local') cannot tell the layout "
                 f"of an output of shape {tuple(meta.shape)} when its first input is {first!r}"
             )
-    outputs = tuple(first.with_(stride=meta.stride, dtype=meta.dtype) for meta in call.outputs)
-    return Sharding(inputs, outputs)
+    outputs = [first.with_(stride=meta.stride, dtype=meta.dtype) for meta in call.outputs]
+    return Sharding(inputs, tuple(outputs))

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from .._torch.compiling import is_tracing
 from .._torch.operators import OpOverload, change_shape, has_views, view_of
-from .._torch.tensors import count_write
+from .._torch.tensors import bump_version
 from ..errors import InPlaceError
+from ..layout.memory_order import memory_order
 from ..layout.spec import Spec
-from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, mapped, memory_order
+from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, mapped
 from ..redistribute.execution.execute import in_memory_order
 from ..redistribute.steps import Plan
 from ..rules.language.op_call import OpCall, schema_of
@@ -42,10 +43,10 @@ class ResultKind(IntEnum):
 
 
 # of a tensor: the position or name of its argument; its index if that is a list
-Place = tuple[int | str, int | None]
+ArgumentPosition = tuple[int | str, int | None]
 
 
-def within(place: Place, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def container_of(place: ArgumentPosition, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the container of a tensor among the arguments, and its index or name in there."""
     argument, item = place
     container = args if isinstance(argument, int) else kwargs
@@ -67,12 +68,12 @@ class Decision:
     # whether there is more to do, as given by the following fields
     slow_path: bool = False
     # how inputs must be redistributed first
-    moves: Mapping[Place, Plan] = field(default_factory=dict)
+    moves: Mapping[ArgumentPosition, Plan] = field(default_factory=dict)
     # functions that refuse wrong values of an input before it is sliced, while all ranks have all
     # values
-    checks: Mapping[Place, Callable[[Tensor], None]] = field(default_factory=dict)
+    checks: Mapping[ArgumentPosition, Callable[[Tensor], None]] = field(default_factory=dict)
     # the written ones among them, from where they were written to their own layout
-    write_backs: Mapping[Place, Plan] = field(default_factory=dict)
+    write_backs: Mapping[ArgumentPosition, Plan] = field(default_factory=dict)
     # whether a view operator's output does not alias its input, because that was redistributed
     view_copied: bool = False
     # whether the operator does the same to every element of its lists, one after the other
@@ -113,11 +114,8 @@ def result_kind(call: OpCall) -> ResultKind:
     if schema.is_list == (False,) and schema.returns_only_tensors:
         if aliased == (None,):
             return ResultKind.ONE
-        return (
-            ResultKind.FIRST
-            if aliased == (0,) and isinstance(call.args[0], TensorMeta)
-            else ResultKind.NESTED
-        )
+        is_first = aliased == (0,) and isinstance(call.args[0], TensorMeta)
+        return ResultKind.FIRST if is_first else ResultKind.NESTED
     is_new = all(index is None for index in aliased)
     is_flat = schema.returns_only_tensors and len(schema.returns) in (1, len(call.outputs))
     return ResultKind.LIST if is_new and is_flat else ResultKind.NESTED
@@ -141,7 +139,7 @@ def has_fractions(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, Any]:
+def with_observed_outputs(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, Any]:
     """Correct a decision by the first result of its local call; return it and the result.
 
     Replicated outputs are taken from the kernel: for auxiliary outputs (of `embedding_bag`, for
@@ -154,34 +152,43 @@ def as_seen(op: OpOverload, decision: Decision, result: Any) -> tuple[Decision, 
     device's kernel makes a row-major one.
     """
     specs = [*decision.outputs]
-    out_of_order = False
-    for i, (spec, alias, local) in enumerate(
-        zip(specs, decision.aliased, flatten(result), strict=True)
-    ):
-        if alias is not None or spec.coordinate is None:
+    is_out_of_order = False
+    outputs = zip(decision.outputs, decision.aliased, flatten(result), strict=True)
+    for i, (predicted, alias, local) in enumerate(outputs):
+        if alias is not None or predicted.coordinate is None:
             continue
-        if i and local.shape == spec.local_shape:
-            spec = spec if local.dtype == spec.dtype else spec.with_(dtype=local.dtype)
-        elif local.shape != spec.local_shape or local.dtype != spec.dtype:
-            assert spec.replicated, (
-                f"the rule of {op} is wrong: its local result is {local.dtype} of shape "
-                f"{tuple(local.shape)} where {spec!r} has {tuple(spec.local_shape)}; please report "
-                "it"
-            )
-            spec = spec.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype)
-        specs[i] = spec
-        out_of_order = out_of_order or _is_out_of_order(local, spec)
-    seen = decision if specs == [*decision.outputs] else replace(decision, outputs=tuple(specs))
-    if not out_of_order or schema_of(op).is_view:
-        return seen, result
+        is_auxiliary = bool(i)
+        specs[i] = _observed_spec(op, predicted, local, is_auxiliary=is_auxiliary)
+        is_out_of_order = is_out_of_order or _is_out_of_order(local, specs[i])
+    observed = decision
+    if specs != [*decision.outputs]:
+        observed = replace(decision, outputs=tuple(specs))
+    if not is_out_of_order or schema_of(op).is_view:
+        return observed, result
 
-    def in_order(local: Tensor, spec: Spec, alias: int | None) -> Tensor:
+    def put_in_order(local: Tensor, spec: Spec, alias: int | None) -> Tensor:
         return local if alias is not None else in_memory_order(spec)(local)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return seen.with_outputs(decision.call(*args, **kwargs), in_order)
+        return observed.with_outputs(decision.call(*args, **kwargs), put_in_order)
 
-    return replace(seen, call=run), seen.with_outputs(result, in_order)
+    return replace(observed, call=run), observed.with_outputs(result, put_in_order)
+
+
+def _observed_spec(op: OpOverload, predicted: Spec, local: Tensor, *, is_auxiliary: bool) -> Spec:
+    """Return the spec of an output whose local result is `local`; see `with_observed_outputs`."""
+    has_shape = local.shape == predicted.local_shape
+    has_dtype = local.dtype == predicted.dtype
+    if has_shape and has_dtype:
+        return predicted
+    if is_auxiliary and has_shape:
+        return predicted.with_(dtype=local.dtype)
+    assert predicted.replicated, (
+        f"the rule of {op} is wrong: its local result is {local.dtype} of shape "
+        f"{tuple(local.shape)} where {predicted!r} has {tuple(predicted.local_shape)}; please "
+        "report it"
+    )
+    return predicted.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype)
 
 
 def _is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
@@ -252,29 +259,27 @@ def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
     # Kernels refuse overlaps, but not on a rank whose shard has at most one element, so that rank
     # would continue while the other ranks stop. If shards differ in size, every rank reads the
     # arguments before it writes to the first one.
+    refusal = "unsupported operation: some elements of the input tensor"
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return call(first, *args, **kwargs)
         except RuntimeError as error:
-            if not str(error).startswith(
-                "unsupported operation: some elements of the input tensor"
-            ):
+            if not str(error).startswith(refusal):
                 raise
-        return call(
-            first, *(arg.clone() if isinstance(arg, Tensor) else arg for arg in args), **kwargs
-        )
+        copies = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+        return call(first, *copies, **kwargs)
 
     return run
 
 
-def count_writes(
+def bump_versions(
     places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Count writes to these arguments, so that autograd finds saved values out of date."""
     for place in places:
         written = args[place] if isinstance(place, int) else kwargs[place]
-        count_write(written)
+        bump_version(written)
         if not torch.is_grad_enabled() or not isinstance(written, list | tuple):
             continue
         # A list with a tensor twice, or beside a view of it, would be given one history where there
@@ -323,7 +328,7 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
     return run
 
 
-def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views: Any) -> Any:
+def track_base(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views: Any) -> Any:
     """Have the copied outputs of a view operator follow their base, and return them."""
     base = next(flatten([*args, *kwargs.values()]))
     spec: Spec = base._spec
@@ -344,7 +349,7 @@ def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views
     return views
 
 
-def following_base(slot: Any) -> property:
+def local_of_copied_view(slot: Any) -> property:
     """Return the property that refreshes a copied view when its local tensor is read.
 
     It replaces the slot that holds the local tensor.

@@ -40,8 +40,14 @@ def volume(box: Box) -> int:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the common part of two boxes; None if it is empty."""
-    common = tuple([(max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True)])
-    return common if all(i < j for i, j in common) else None
+    common = []
+    for (start, stop), (other_start, other_stop) in zip(a, b, strict=True):
+        first = max(start, other_start)
+        last = min(stop, other_stop)
+        if first >= last:
+            return None
+        common.append((first, last))
+    return tuple(common)
 
 
 def slices_of(box: Box, local_box: Box | None = None) -> tuple[slice, ...]:
@@ -55,7 +61,11 @@ def slices_of(box: Box, local_box: Box | None = None) -> tuple[slice, ...]:
     """
     if local_box is None:
         return tuple(slice(start, stop) for start, stop in box)
-    return tuple(slice(i - k, j - k) for (i, j), (k, _) in zip(box, local_box, strict=True))
+    origins = [start for start, _ in local_box]
+    return tuple(
+        slice(start - origin, stop - origin)
+        for (start, stop), origin in zip(box, origins, strict=True)
+    )
 
 
 def format_box(box: Box) -> str:
@@ -73,12 +83,14 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         return filled[0], filled[1]
     # A sweep along the dim with most distinct starts (rows 0, 2; columns 0: rows): n boxes in a row
     # cost n log n.
-    sweep = max(dims, key=lambda dim: len({boxes[i][dim][0] for i in filled}))
+    starts_of = [{boxes[i][dim][0] for i in filled} for dim in dims]
+    sweep = max(dims, key=lambda dim: len(starts_of[dim]))
     # boxes that reach beyond the present start
     active: list[int] = []
     for i in sorted(filled, key=lambda i: boxes[i][sweep]):
         # rows 0:2 end before row 2
-        active = [j for j in active if boxes[j][sweep][1] > boxes[i][sweep][0]]
+        first = boxes[i][sweep][0]
+        active = [j for j in active if boxes[j][sweep][1] > first]
         for j in active:
             if intersect(boxes[i], boxes[j]) is not None:
                 return min(i, j), max(i, j)
@@ -93,30 +105,35 @@ def edges(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], 
     """
     filled = [box for box in boxes if volume(box) > 0]
     # rows 0:2 and 2:5 of (5, 3): ((0, 2, 5), (0, 3))
-    return tuple(
-        tuple(sorted({0, size} | {position for box in filled for position in box[dim]}))
-        for dim, size in enumerate(shape)
-    )
+    positions = []
+    for dim, size in enumerate(shape):
+        borders = {position for box in filled for position in box[dim]}
+        positions.append(tuple(sorted(borders | {0, size})))
+    return tuple(positions)
 
 
 def gap(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:
     """Return a box of elements in none of the disjoint boxes; None if they cover the shape."""
-    if sum(map(volume, boxes)) == prod(shape):  # 2 * 3 and 3 * 3 of (5, 3): 15
+    # 2 * 3 and 3 * 3 of (5, 3): 15
+    if sum(map(volume, boxes)) == prod(shape):
         return None
-    for cell in product(*(list(pairwise(positions)) for positions in edges(boxes, shape))):
+    intervals = [pairwise(positions) for positions in edges(boxes, shape)]
+    for cell in product(*intervals):
+        # only rows 0:2 of 5: rows 2:5
         if all(intersect(cell, box) is None for box in boxes):
-            return cell  # only rows 0:2 of 5: rows 2:5
+            return cell
     return None
 
 
 def grid(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
     """Return shard sizes per dim if the non-empty boxes are all cells of a grid, else None."""
     # Of (5, 3) as rows 0:2 and 2:5 they are ((2, 3), (3,)).
-    sizes = tuple(
-        tuple(stop - start for start, stop in pairwise(positions))
-        for positions in edges(boxes, shape)
-    )
+    sizes = []
+    for positions in edges(boxes, shape):
+        lengths = [stop - start for start, stop in pairwise(positions)]
+        sizes.append(tuple(lengths))
     # No box reaches over an edge of the grid if there are as many boxes as cells: 2 x 3 edges have
     # 6 cells.
     filled = {box for box in boxes if volume(box) > 0}
-    return sizes if len(filled) == prod(len(along) for along in sizes) else None
+    cells = prod([len(along) for along in sizes])
+    return tuple(sizes) if len(filled) == cells else None

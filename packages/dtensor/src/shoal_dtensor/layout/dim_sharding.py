@@ -21,6 +21,7 @@ from math import prod
 from shoal_mesh.internal import constant_when_compiled
 
 from ..errors import PlacementError
+from .axis_order import order_of_axes, shards_before
 from .placements import Placement, Shard, StridedShard
 
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
@@ -46,16 +47,20 @@ def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[
 
 def _step(length: int, shards: int, unit: int) -> int:
     """Return the elements of the first shard: ceil-sized in units of `unit`."""
-    units = -(-length // unit)  # 10 elements in units of 4: 3
-    # 3 units over 2 shards: 2 * 4 = 8 elements
-    return -(-units // shards) * unit
+    # 10 elements in units of 4: 3
+    units = -(-length // unit)
+    # 3 units over 2 shards: 2, which are 8 elements
+    units_of_first = -(-units // shards)
+    return units_of_first * unit
 
 
 def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
     """Return the sizes of the shards: full ones of `step`, the rest, and empty ones."""
     full = int(length // step) if step else 0
-    # 7: (3, 3) + (1, 0, 0, 0, 0), up to 4
-    return ((step,) * full + (length - full * step, *(0,) * shards))[:shards]
+    rest = length - full * step
+    # 7 in steps of 3: (3, 3) + (1, 0, 0, 0, 0), up to 4
+    sizes = (step,) * full + (rest, *(0,) * shards)
+    return sizes[:shards]
 
 
 @constant_when_compiled
@@ -90,12 +95,15 @@ class DimSharding:
         self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], sizes: tuple[int, ...]
     ) -> None:
         assert len(sizes) == prod(axis_sizes), "one size for each coordinate of the axes"
-        sizes = tuple(map(int, sizes))  # symbols are for even shards
+        # symbols are for even shards
+        sizes = tuple(map(int, sizes))
         length = sum(sizes)
         step = sizes[0]
-        # None for (3, 3, 1); not for (1, 3, 3)
-        ragged = None if sizes == _sizes(length, step, len(sizes)) else sizes
-        self._set(axes, axis_sizes, length, step if ragged is None else max(sizes), ragged)
+        # (3, 3, 1) is uniform; (1, 3, 3) is ragged
+        if sizes == _sizes(length, step, len(sizes)):
+            self._set(axes, axis_sizes, length, step, ragged=None)
+        else:
+            self._set(axes, axis_sizes, length, max(sizes), ragged=sizes)
 
     @classmethod
     def chunks(
@@ -106,17 +114,16 @@ class DimSharding:
         For example 5 in steps of 2 are 2, 2, 1.
         """
         sharding: DimSharding = object.__new__(cls)
-        sharding._set(axes, axis_sizes, length, min(step, length), None)
+        sharding._set(axes, axis_sizes, length, min(step, length), ragged=None)
         return sharding
 
     @staticmethod
     def whole(length: int) -> DimSharding:
         """Return the sharding of a dim that every rank holds whole."""
-        return (
-            _whole(length, length)
-            if type(length) is int
-            else DimSharding.chunks((), (), length, length)
-        )
+        if type(length) is int:
+            return _whole(length, length)
+        # a symbol, which cannot be a key of a cache
+        return DimSharding.chunks((), (), length, length)
 
     def _set(
         self,
@@ -127,7 +134,8 @@ class DimSharding:
         ragged: tuple[int, ...] | None,
     ) -> None:
         shards = prod(axis_sizes)
-        even = ragged is None and bool(step * shards == length)  # 4 shards of 2 are 8, not 7
+        # 4 shards of 2 are 8, not 7
+        is_filled = bool(step * shards == length)
         self.__dict__.update(
             axes=axes,
             axis_sizes=axis_sizes,
@@ -135,7 +143,7 @@ class DimSharding:
             step=step,
             ragged=ragged,
             shards=shards,
-            even=even,
+            even=ragged is None and is_filled,
         )
 
     # lengths may be symbols, which cannot be hashed
@@ -145,7 +153,9 @@ class DimSharding:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The elements of every shard: an entry per rank, so prefer one interval if possible."""
-        return _sizes(self.length, self.step, self.shards) if self.ragged is None else self.ragged
+        if self.ragged is not None:
+            return self.ragged
+        return _sizes(self.length, self.step, self.shards)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -162,12 +172,15 @@ class DimSharding:
 
     def interval_of(self, shard: int) -> tuple[int, int]:
         """Return the global `[start, stop)` of a shard."""
-        if self.ragged is None:
-            start = shard and min(shard * self.step, self.length)  # 0 times a symbol is a symbol
-            # 7 in steps of 2: shard 3 is (6, 7)
-            return start, min((shard + 1) * self.step, self.length)
-        start = self.offsets[shard]
-        return start, start + self.ragged[shard]  # (1, 3, 3): shard 1 is (1, 4)
+        if self.ragged is not None:
+            # (1, 3, 3): shard 1 is (1, 4)
+            start = self.offsets[shard]
+            return start, start + self.ragged[shard]
+        # `shard and`: 0 times a symbol would be a symbol
+        start = shard and min(shard * self.step, self.length)
+        # 7 in steps of 2: shard 3 is (6, 7)
+        stop = min((shard + 1) * self.step, self.length)
+        return start, stop
 
     def interval(self, coordinate: Sequence[int]) -> tuple[int, int]:
         """Return the global `[start, stop)` that the rank at a mesh coordinate holds."""
@@ -190,11 +203,16 @@ class DimSharding:
 
     def shard_with(self, index: int) -> int:
         """Return the shard that has element `index`, which is below the length."""
-        return index // self.step if self.ragged is None else bisect_right(self.offsets, index) - 1
+        if self.ragged is None:
+            return index // self.step
+        return bisect_right(self.offsets, index) - 1
 
     def scaled(self, unit: int) -> DimSharding:
         """Return the same sharding with `unit` elements in place of every element."""
-        return self if unit == 1 else self._resized(lambda size: size * unit)  # (1, 3) * 2: (2, 6)
+        if unit == 1:
+            return self
+        # (1, 3) * 2: (2, 6)
+        return self._resized(lambda size: size * unit)
 
     def divided(self, unit: int) -> DimSharding | None:
         """Return the same sharding counted in units of `unit` elements.
@@ -204,16 +222,16 @@ class DimSharding:
         if unit == 1:
             return self
         # 12 in steps of 6 by 4: 6 % 4 = 2
-        if any(size % unit for size in self.ragged or (self.step, self.length)):
+        sizes = self.ragged or (self.step, self.length)
+        if any(size % unit for size in sizes):
             return None
         return self._resized(lambda size: size // unit)
 
-    def _resized(self, resized: Callable[[int], int]) -> DimSharding:
+    def _resized(self, resize: Callable[[int], int]) -> DimSharding:
         if self.ragged is None:
-            return DimSharding.chunks(
-                self.axes, self.axis_sizes, resized(self.length), resized(self.step)
-            )
-        return DimSharding(self.axes, self.axis_sizes, tuple(map(resized, self.ragged)))
+            length = resize(self.length)
+            return DimSharding.chunks(self.axes, self.axis_sizes, length, resize(self.step))
+        return DimSharding(self.axes, self.axis_sizes, tuple(map(resize, self.ragged)))
 
     def outer(self, count: int) -> DimSharding:
         """Return the sharding by the `count` outermost axes alone."""
@@ -229,32 +247,44 @@ class DimSharding:
             return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)
         # (2, 2, 2, 1) over (2, 2), by the outer axis: (2 + 2, 2 + 1)
         starts = range(0, self.shards, inner)
-        return DimSharding(axes, axis_sizes, tuple(sum(self.ragged[i : i + inner]) for i in starts))
+        sizes = [sum(self.ragged[start : start + inner]) for start in starts]
+        return DimSharding(axes, axis_sizes, tuple(sizes))
 
-    def chunked(self, axis: int, ways: int, unit: int = 1) -> DimSharding:
+    def chunked(self, axis: int, ranks: int, unit: int = 1) -> DimSharding:
         """Return every shard sharded by one more axis, as `torch.chunk` at multiples of `unit`."""
+        axes = (*self.axes, axis)
+        axis_sizes = (*self.axis_sizes, ranks)
+        # a symbol stays one where the shards are even
+        if type(self.length) is not int:
+            if self.even and not self.step % (ranks * unit):
+                return DimSharding.chunks(axes, axis_sizes, self.length, self.step // ranks)
+            constant = DimSharding(self.axes, self.axis_sizes, self.sizes)
+            return constant.chunked(axis, ranks, unit)
+        if self._is_uniform_chunked(ranks, unit):
+            step = _step(self.step, ranks, unit)
+            return DimSharding.chunks(axes, axis_sizes, self.length, step)
+        # of thousands of shards few differ
+        inner = {size: chunk_sizes(size, ranks, unit) for size in {*self.sizes}}
+        sizes = chain.from_iterable([inner[size] for size in self.sizes])
+        return DimSharding(axes, axis_sizes, tuple(sizes))
+
+    def _is_uniform_chunked(self, ranks: int, unit: int) -> bool:
+        """Tell whether the shards stay steps of one length when each is chunked over `ranks`."""
         # 7 elements over (2, 2): shards of 4 and 3, both in steps of 2, so every boundary is a
         # multiple of 2.
         # 10 elements: shards of 5 in steps of 3, with boundaries at 0, 3, 5 and 8, which is ragged.
-        axes = (*self.axes, axis)
-        axis_sizes = (*self.axis_sizes, ways)
-        # a symbol stays one where the shards are even
-        if type(self.length) is not int:
-            if self.even and not self.step % (ways * unit):
-                return DimSharding.chunks(axes, axis_sizes, self.length, self.step // ways)
-            return DimSharding(self.axes, self.axis_sizes, self.sizes).chunked(axis, ways, unit)
-        if self.ragged is None:
-            step = _step(self.step, ways, unit)
-            last = self.length % self.step if self.step else 0
-            # steps of 4, then 2: 2 * 2 == 4
-            aligned = self.step == self.length or step * ways == self.step
-            if aligned and (not last or min(_step(last, ways, unit), last) == min(step, last)):
-                return DimSharding.chunks(axes, axis_sizes, self.length, step)
-        # of thousands of shards few differ
-        inner = {size: chunk_sizes(size, ways, unit) for size in {*self.sizes}}
-        return DimSharding(
-            axes, axis_sizes, tuple(chain.from_iterable([inner[size] for size in self.sizes]))
-        )
+        if self.ragged is not None:
+            return False
+        step = _step(self.step, ranks, unit)
+        # steps of 4, then 2: 2 * 2 == 4
+        is_aligned = self.step == self.length or step * ranks == self.step
+        if not is_aligned:
+            return False
+        last = self.length % self.step if self.step else 0
+        if not last:
+            return True
+        step_of_last = _step(last, ranks, unit)
+        return min(step_of_last, last) == min(step, last)
 
     def in_written_order(self) -> DimSharding:
         """Return the same shards with the axes in the order that placements imply.
@@ -264,17 +294,18 @@ class DimSharding:
         if 1 not in self.axis_sizes:
             return self
         sizes = dict(zip(self.axes, self.axis_sizes, strict=True))
-        axes = order_of_axes(0, shards_before(self.axes, self.axis_sizes), sizes)
-        sharding: DimSharding = object.__new__(DimSharding)
+        outer_shards = shards_before(self.axes, self.axis_sizes)
+        axes = order_of_axes(0, outer_shards, sizes)
         axis_sizes = tuple([sizes[axis] for axis in axes])
-        sharding._set(axes, axis_sizes, self.length, self.step, self.ragged)
+        sharding: DimSharding = object.__new__(DimSharding)
+        sharding._set(axes, axis_sizes, self.length, self.step, ragged=self.ragged)
         return sharding
 
     def rechunked(self, length: int) -> DimSharding:
         """Return `length` elements sharded over the same axes in the sizes of `torch.chunk`."""
         sharding = DimSharding.whole(length)
-        for axis, ways in zip(self.axes, self.axis_sizes, strict=True):
-            sharding = sharding.chunked(axis, ways)
+        for axis, ranks in zip(self.axes, self.axis_sizes, strict=True):
+            sharding = sharding.chunked(axis, ranks)
         return sharding
 
     def resharded(self, before: Callable[[int], int], length: int) -> DimSharding:
@@ -283,7 +314,8 @@ class DimSharding:
         `before(n)` of them are in the shards before the shard that began at `n`.
         """
         bounds = [0, *map(before, self.offsets[1:]), length]
-        return DimSharding(self.axes, self.axis_sizes, tuple([b - a for a, b in pairwise(bounds)]))
+        sizes = [stop - start for start, stop in pairwise(bounds)]
+        return DimSharding(self.axes, self.axis_sizes, tuple(sizes))
 
     def placements(self, dim: int) -> dict[int, Shard | StridedShard]:
         """Return the placement of each axis on tensor dim `dim`, with sizes where needed."""
@@ -293,60 +325,13 @@ class DimSharding:
             for axis in self.axes:
                 placements[axis] = in_order(Shard(dim), outer_shards[axis])
             return placements
-        here = self.outer(0)
-        for count, (axis, ways) in enumerate(zip(self.axes, self.axis_sizes, strict=True), 1):
-            default = here.chunked(axis, ways)
-            here = self.outer(count)
-            placement = Shard(dim, sizes=None if here == default else here.sizes)
-            placements[axis] = in_order(placement, outer_shards[axis])
+        by_axes_so_far = self.outer(0)
+        for count, (axis, ranks) in enumerate(zip(self.axes, self.axis_sizes, strict=True), 1):
+            default = by_axes_so_far.chunked(axis, ranks)
+            by_axes_so_far = self.outer(count)
+            sizes = None if by_axes_so_far == default else by_axes_so_far.sizes
+            placements[axis] = in_order(Shard(dim, sizes=sizes), outer_shards[axis])
         return placements
-
-
-def order_of_axes(
-    dim: int, outer_shards: Mapping[int, int], mesh_shape: Sequence[int] | Mapping[int, int]
-) -> tuple[int, ...]:
-    """Return the axes of a dim, outermost first.
-
-    They are ascending, but each axis comes after axes to its right that make its number of outer
-    shards.
-
-    `{0: 2, 1: 1}` on a mesh (4, 2) is (1, 0). Axes of one rank come as late as possible.
-
-    Raises:
-        PlacementError: if no leading part of the axes to the right makes this number of shards.
-    """
-    order: tuple[int, ...] = ()
-    for axis in sorted(outer_shards, reverse=True):
-        wanted = outer_shards[axis]
-        count = 1
-        position = 0
-        while count != wanted and position < len(order):
-            count *= mesh_shape[order[position]]
-            position += 1
-        if count != wanted:
-            raise PlacementError(
-                f"mesh axis {axis}: its placement says that axes to its right make {wanted} shards "
-                f"of dim {dim} before it, as StridedShard(dim={dim}, split_factor={wanted}) does; "
-                "the axes to its right that shard the dim have sizes "
-                f"{[mesh_shape[other] for other in order]}, and no leading part of them multiplies "
-                f"to {wanted}. Use a factor to which one does, or pad the dim to a multiple of "
-                f"{wanted}: alone on a dim that it divides, a factor counts equal runs"
-            )
-        order = (*order[:position], axis, *order[position:])
-    return order
-
-
-def shards_before(axes: Sequence[int], axis_sizes: Sequence[int]) -> dict[int, int]:
-    """Return for each axis of a dim the number of shards that axes to its right make before it.
-
-    Axes (2, 0, 1) of sizes (3, 2, 2): axis 2 makes 3 shards before axes 0 and 1, so {2: 1, 0: 3,
-    1: 3}.
-    """
-    counts: dict[int, int] = {}
-    for position, axis in enumerate(axes):
-        outer = zip(axes[:position], axis_sizes[:position], strict=True)
-        counts[axis] = prod([size for other, size in outer if other > axis])
-    return counts
 
 
 def in_order(placement: Shard | StridedShard, outer_shards: int) -> Shard | StridedShard:
@@ -379,22 +364,23 @@ def shard_dim(
     sharding = DimSharding.whole(length)
     for axis in axes:
         placement = placements[axis]
-        ways = mesh_shape[axis]
+        ranks = mesh_shape[axis]
         assert isinstance(placement, Shard), "only Shard placements shard a dim"
         if placement.sizes is None:
-            sharding = sharding.chunked(axis, ways, placement.multiple_of)
+            sharding = sharding.chunked(axis, ranks, placement.multiple_of)
             continue
         sizes = placement.sizes
         shards = sharding.sizes
         # (3, 1, 2, 2) inside of 4 + 4
-        sums = tuple([sum(sizes[i : i + ways]) for i in range(0, len(sizes), ways)])
-        if len(sizes) != len(shards) * ways or sums != shards:
+        starts = range(0, len(sizes), ranks)
+        sums = tuple([sum(sizes[start : start + ranks]) for start in starts])
+        if len(sizes) != len(shards) * ranks or sums != shards:
             raise PlacementError(
-                f"{placement!r} on mesh axis {axis}: expected {len(shards) * ways} sizes, {ways} "
+                f"{placement!r} on mesh axis {axis}: expected {len(shards) * ranks} sizes, {ranks} "
                 f"for each shard that the outer axes make, which add up to {shards}, got "
                 f"{len(sizes)} that add up to {sums}"
             )
-        sharding = DimSharding((*sharding.axes, axis), (*sharding.axis_sizes, ways), sizes)
+        sharding = DimSharding((*sharding.axes, axis), (*sharding.axis_sizes, ranks), sizes)
     return sharding
 
 
@@ -428,30 +414,31 @@ class StridedDimSharding:
     def shape(self) -> tuple[int, ...]:
         """The dims that were folded; dims that are not sharded are joined to the dim before."""
         runs = [count for count, _ in self.levels]
-        starts = runs if runs[0] == 1 else [1, *runs]  # 12 elements in 2 runs: [1, 2]
+        # 12 elements in 2 runs: [1, 2]
+        starts = runs if runs[0] == 1 else [1, *runs]
         # [1, 2, 12]: dims of (2, 6)
-        return tuple(b // a for a, b in pairwise([*starts, self.length]))
+        counts = [*starts, self.length]
+        return tuple(inner // outer for outer, inner in pairwise(counts))
 
     @cached_property
     def _folded(self) -> list[tuple[int, DimSharding | None]]:
         """The size and sharding of each of the dims in `shape`; None for replicated ones."""
         # 12, levels of 1 and 4 runs: [3, 1]
         inner = [self.length // runs for runs, _ in self.levels[1:]] + [1]
-        shardings = [
-            sharding.divided(unit) for (_, sharding), unit in zip(self.levels, inner, strict=True)
-        ]
-        return [
-            *zip(
-                self.shape, shardings if self.levels[0][0] == 1 else [None, *shardings], strict=True
-            )
-        ]
+        shardings: list[DimSharding | None] = []
+        if self.levels[0][0] != 1:
+            shardings.append(None)
+        for (_, sharding), unit in zip(self.levels, inner, strict=True):
+            shardings.append(sharding.divided(unit))
+        return [*zip(self.shape, shardings, strict=True)]
 
     def size(self, coordinate: Sequence[int]) -> int:
         """Return the number of elements that the rank at a mesh coordinate holds."""
         # 2 * 3 = 6
-        return prod(
-            n if sharding is None else sharding.size(coordinate) for n, sharding in self._folded
-        )
+        sizes = []
+        for n, sharding in self._folded:
+            sizes.append(n if sharding is None else sharding.size(coordinate))
+        return prod(sizes)
 
     def indices(self, coordinate: Sequence[int]) -> list[int]:
         """Return the global indices of the elements of the rank at a coordinate, in its order."""
@@ -462,16 +449,14 @@ class StridedDimSharding:
         # of the slower dims: (2, 6), its rows whole and columns 3..5, are 0..1, then 3..5 and 9..11
         runs = [(0, 1)]
         for n, sharding in self._folded:
-            start, stop = (0, n) if sharding is None else sharding.interval(coordinate)
-            if (start, stop) == (0, n):
+            whole = (0, n)
+            start, stop = whole if sharding is None else sharding.interval(coordinate)
+            if (start, stop) == whole:
                 # the 2 rows of (2, 6): (0, 2)
                 runs = [(first * n, last * n) for first, last in runs]
             else:
-                runs = [
-                    (i * n + start, i * n + stop)
-                    for first, last in runs
-                    for i in range(first, last)
-                ]
+                rows = [row for first, last in runs for row in range(first, last)]
+                runs = [(row * n + start, row * n + stop) for row in rows]
         return [(start, stop) for start, stop in runs if start < stop]
 
     def level(self, runs: int) -> DimSharding | None:
@@ -505,6 +490,11 @@ class StridedDimSharding:
         return by_axis
 
 
+def runs_of(placement: Placement) -> int:
+    """Return the number of runs of a dim in which a placement shards it."""
+    return placement.split_factor if isinstance(placement, StridedShard) else 1
+
+
 AnyDimSharding = DimSharding | StridedDimSharding
 
 
@@ -514,12 +504,16 @@ def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimShardin
     `levels` maps a number of runs to the sharding of one run.
     """
     ascending = sorted(levels.items())
-    if len(ascending) == 1 and ascending[0][0] == 1:
-        return ascending[0][1]
-    lengths = [length // runs for runs, _ in ascending]  # 12 in 1 and 4 runs: [12, 3]
-    for (runs, sharding), n, inner in zip(ascending, lengths, [*lengths[1:], 1], strict=True):
+    first_runs, first_sharding = ascending[0]
+    if len(ascending) == 1 and first_runs == 1:
+        return first_sharding
+    # 12 in 1 and 4 runs: [12, 3]
+    lengths = [length // runs for runs, _ in ascending]
+    inner_lengths = [*lengths[1:], 1]
+    for (runs, sharding), n, inner in zip(ascending, lengths, inner_lengths, strict=True):
         # 7 + 5: no whole rows of 3
-        if runs * n != length or sharding.length != n or sharding.divided(inner) is None:
+        has_whole_rows = sharding.divided(inner) is not None
+        if runs * n != length or sharding.length != n or not has_whole_rows:
             return None
     return StridedDimSharding(tuple(ascending), length)
 
@@ -535,19 +529,17 @@ def shard_any_dim(
         return DimSharding.whole(length)
     by_runs: dict[int, list[int]] = {}
     for axis in axes:
-        placement = placements[axis]
-        by_runs.setdefault(
-            placement.split_factor if isinstance(placement, StridedShard) else 1, []
-        ).append(axis)
+        runs = runs_of(placements[axis])
+        by_runs.setdefault(runs, []).append(axis)
     if list(by_runs) == [1]:
         return shard_dim(length, axes, placements, mesh_shape)
     levels: dict[int, DimSharding] = {}
     # a symbol becomes a constant, because folding depends on its divisors
     length = int(length)
-    for runs, of_level in by_runs.items():
-        plain = [Shard(0, sizes=p.sizes) if isinstance(p, StridedShard) else p for p in placements]
+    plain = [Shard(0, sizes=p.sizes) if isinstance(p, StridedShard) else p for p in placements]
+    for runs, axes_of_level in by_runs.items():
         # 12 in 2 runs: 6, as 3 + 3
-        levels[runs] = shard_dim(length // runs, of_level, plain, mesh_shape)
+        levels[runs] = shard_dim(length // runs, axes_of_level, plain, mesh_shape)
     sharding = fold_levels(levels, length)
     if sharding is None:
         asked = ", ".join(repr(placements[axis]) for axis in axes)

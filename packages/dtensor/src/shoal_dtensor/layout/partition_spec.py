@@ -11,20 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import constant_when_compiled
 
 from ..errors import ArgumentTypeError, PlacementError, PlacementIndexError
+from .axis_order import order_of_axes, shards_before
 from .dim_sharding import (
     AnyDimSharding,
     DimSharding,
     ShardOrder,
     chunk_sizes,
     in_order,
-    order_of_axes,
+    runs_of,
     shard_any_dim,
-    shards_before,
 )
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 
@@ -55,8 +56,13 @@ class PartitionSpec:
     partial: tuple[tuple[Axis, str], ...]
 
     def __init__(self, *dims: DimAxes, partial: Mapping[Axis, str] | None = None) -> None:
-        listed = tuple(() if d is None else d if isinstance(d, tuple) else (d,) for d in dims)
-        object.__setattr__(self, "dims", listed)
+        listed: list[tuple[Axis, ...]] = []
+        for axes in dims:
+            if axes is None:
+                listed.append(())
+            else:
+                listed.append(axes if isinstance(axes, tuple) else (axes,))
+        object.__setattr__(self, "dims", tuple(listed))
         object.__setattr__(self, "partial", tuple((partial or {}).items()))
 
     def resolve(self, mesh: DeviceMesh) -> tuple[tuple[Placement, ...], ShardOrder]:
@@ -92,10 +98,15 @@ class PartitionSpec:
         return repr(self), {"PartitionSpec": PartitionSpec}
 
     def __repr__(self) -> str:
-        dims = [
-            repr(None if not axes else axes[0] if len(axes) == 1 else axes) for axes in self.dims
-        ]
-        return f"PartitionSpec({', '.join([*dims, *([f'partial={dict(self.partial)}'] if self.partial else [])])})"
+        arguments = []
+        for axes in self.dims:
+            if not axes:
+                arguments.append("None")
+            else:
+                arguments.append(repr(axes[0] if len(axes) == 1 else axes))
+        if self.partial:
+            arguments.append(f"partial={dict(self.partial)}")
+        return f"PartitionSpec({', '.join(arguments)})"
 
 
 Placements = Sequence[Placement] | PartitionSpec
@@ -163,10 +174,10 @@ def normalize_placements(
                     f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims"
                 )
             placement = placement.on_dim(dim)
-            if isinstance(placement, StridedShard):
-                if placement.sizes is None:
-                    placement = _in_runs(placement, axis, placements, mesh_shape, shape=shape)
-                placement, outer_shards[axis] = _without_order(placement)
+        if isinstance(placement, StridedShard):
+            if placement.sizes is None:
+                placement = _in_runs(placement, axis, placements, mesh_shape, shape=shape)
+            placement, outer_shards[axis] = _without_order(placement)
         resolved.append(placement)
     order = _order_of(resolved, outer_shards, mesh_shape)
     for dim, axes in shard_order or ():
@@ -227,8 +238,7 @@ def _by_runs(axes: Sequence[int], placements: Sequence[Placement]) -> dict[int, 
     by_runs: dict[int, list[int]] = {}
     for axis in axes:
         placement = placements[axis]
-        runs = placement.split_factor if isinstance(placement, StridedShard) else 1
-        by_runs.setdefault(runs, []).append(axis)
+        by_runs.setdefault(runs_of(placement), []).append(axis)
     return dict(sorted(by_runs.items()))
 
 
@@ -253,16 +263,16 @@ def _in_runs(
         for a, p in enumerate(placements)
         if isinstance(p, Shard | StridedShard) and p.dim in same_dim
     }
-    if len(sharding) > 1 and (
-        runs == 1 or set(sharding.values()) - {StridedShard(d, split_factor=runs) for d in same_dim}
-    ):
-        return placement
-    sizes: tuple[int, ...] = (shape[dim] // runs,)
-    for ways in (mesh_shape[a] for a in sharding if a <= axis):
-        sizes = tuple(
-            [part for size in sizes for part in chunk_sizes(size, ways, placement.multiple_of)]
-        )
-    return StridedShard(dim, split_factor=runs, sizes=sizes)
+    if len(sharding) > 1:
+        placements_in_runs = {StridedShard(d, split_factor=runs) for d in same_dim}
+        if runs == 1 or set(sharding.values()) - placements_in_runs:
+            return placement
+    sizes: list[int] = [shape[dim] // runs]
+    for other in sharding:
+        if other <= axis:
+            chunks = [chunk_sizes(n, mesh_shape[other], placement.multiple_of) for n in sizes]
+            sizes = [*chain.from_iterable(chunks)]
+    return StridedShard(dim, split_factor=runs, sizes=tuple(sizes))
 
 
 def _order_of(

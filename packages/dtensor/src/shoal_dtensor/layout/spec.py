@@ -23,19 +23,20 @@ from ..argument_types import check_mesh, check_type
 from ..errors import ArgumentTypeError, PlacementError
 from .boxes import Box, spans
 from .dim_sharding import AnyDimSharding, DimSharding, ShardOrder, StridedDimSharding
+from .memory_order import contiguous_stride, dense_stride, dims_by_stride, is_expanded
 from .partition_spec import normalize_placements, resolved_layout
 from .placements import Interned, Partial, Placement, Replicate, Shard
 from .spec_text import describe, spec_html
 from .tensor_meta import (
     ShardOrderEntry,
     TensorMeta,
-    contiguous_stride,
-    dense_stride,
     has_symbols,
     hashable,
     settled,
     traced_with,
 )
+
+_REPLICATE = Replicate()
 
 
 @constant_when_compiled
@@ -85,9 +86,11 @@ class Spec(Interned):
         "tensor_meta",
     )  # fmt: skip
     _CHANGED_BY: ClassVar[str] = "; use with_()"
-    # called before the first DTensor is made: setup that an import must not do
-    at_first: ClassVar[list[Callable[[], object]]] = []
-    _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
+    # called before the first spec is made: setup that an import must not do
+    on_first_use: ClassVar[list[Callable[[], object]]] = []
+    # all specs by their canonical layout, and by the arguments that users gave for them
+    _by_layout: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
+    _by_arguments: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -122,8 +125,9 @@ class Spec(Interned):
             # an argument that is not a mesh is refused below
             identity = getattr(mesh, "identity", None)
             key = (identity, tuple(placements), shape, stride, dtype, shard_order)
-            spec = cls._interned.get(key)
+            spec = cls._by_arguments.get(key)
         except TypeError as error:
+            # symbols have no hash
             if has_symbols((*shape, *(stride or ()))):
                 meta = TensorMeta(tuple(shape), tuple(stride or contiguous_stride(shape)), dtype)
                 return cls._symbolic(mesh, placements, meta, shard_order)
@@ -133,8 +137,9 @@ class Spec(Interned):
             ) from error
         if spec is not None:
             return spec
-        while cls.at_first:
-            cls.at_first.pop()()
+        while cls.on_first_use:
+            prepare = cls.on_first_use.pop()
+            prepare()
         check_mesh("Spec", mesh)
         check_type("Spec", "dtype", dtype, torch.dtype, expected="a torch.dtype")
         check_type(
@@ -151,7 +156,7 @@ class Spec(Interned):
         canonical, _, dim_shardings = resolved_layout(placements, mesh.shape, shape, shard_order)
         by_dim = dict(enumerate(dim_shardings))
         spec = cls.sharded(mesh, canonical, TensorMeta(shape, stride, dtype), by_dim)
-        cls._interned[key] = spec
+        cls._by_arguments[key] = spec
         return spec
 
     @classmethod
@@ -173,17 +178,15 @@ class Spec(Interned):
         order = tuple([(dim, by_dim[dim].axes) for dim in sorted(by_dim) if by_dim[dim].axes])
         key = (mesh.identity, placements, shape, stride, dtype, order)
         try:
-            spec = cls._interned.get(key)
+            spec = cls._by_layout.get(key)
         except TypeError:
+            # symbols have no hash
             return cls._symbolic(mesh, placements, TensorMeta(shape, stride, dtype), order)
         if spec is None:
-            shardings = tuple(
-                [by_dim.get(dim) or DimSharding.whole(n) for dim, n in enumerate(shape)]
-            )
-            spec = cls._make(
-                mesh, placements, TensorMeta(shape, stride, dtype), order, dim_shardings=shardings
-            )
-            cls._interned[key] = spec
+            shardings = [by_dim.get(dim) or DimSharding.whole(n) for dim, n in enumerate(shape)]
+            meta = TensorMeta(shape, stride, dtype)
+            spec = cls._make(mesh, placements, meta, order, dim_shardings=tuple(shardings))
+            cls._by_layout[key] = spec
         return spec
 
     @classmethod
@@ -197,16 +200,18 @@ class Spec(Interned):
         stride = settled(meta.stride)
         dtype = meta.dtype
         if not has_symbols((shape, stride)):
-            return cls(mesh, normal, shape, stride, dtype, order)
+            return cls(mesh, normal, shape, stride, dtype=dtype, shard_order=order)
         # Each recorder has its own spec: expressions that a spec computes from symbols belong to
         # the recorder that was active.
         key = hashable((mesh.identity, normal, shape, stride, dtype, order, recorder_of_sizes()))
-        spec = cls._interned.get(key)
+        spec = cls._by_layout.get(key)
         if spec is None:
             meta = TensorMeta(torch.Size(shape), stride, dtype)
-            example = cls(mesh, normal, traced_with(shape), traced_with(stride), dtype, order)
+            traced_shape = traced_with(shape)
+            traced_stride = traced_with(stride)
+            example = cls(mesh, normal, traced_shape, traced_stride, dtype=dtype, shard_order=order)
             spec = cls._make(mesh, normal, meta, order, dim_shardings=dims, example=example)
-            cls._interned[key] = spec
+            cls._by_layout[key] = spec
         return spec
 
     @classmethod
@@ -243,11 +248,8 @@ class Spec(Interned):
         put(spec, "_boxes", {})
         coordinate = mesh.get_coordinate()
         put(spec, "coordinate", coordinate)
-        put(
-            spec,
-            "local_shape",
-            torch.Size((0,)) if coordinate is None else spec.local_shape_at(coordinate),
-        )
+        local_shape = torch.Size((0,)) if coordinate is None else spec.local_shape_at(coordinate)
+        put(spec, "local_shape", local_shape)
         return spec
 
     def box(self, coordinate: Sequence[int]) -> Box:
@@ -278,7 +280,10 @@ class Spec(Interned):
             [(((2, 4),), ((0, 2),)), (((6, 8),), ((2, 4),)), (((10, 12),), ((4, 6),))]
         """
         by_dim = [sharding.intervals(coordinate) for sharding in self.dim_shardings]
-        places = [spans(stop - start for start, stop in runs) for runs in by_dim]
+        places = []
+        for intervals in by_dim:
+            lengths = [stop - start for start, stop in intervals]
+            places.append(spans(lengths))
         return list(zip(product(*by_dim), product(*places), strict=True))
 
     def dim_sharding(self, dim: int) -> DimSharding:
@@ -304,16 +309,17 @@ class Spec(Interned):
 
         See `dim_sharding`.
         """
-        return 0 if self.coordinate is None else self.dim_sharding(dim).interval(self.coordinate)[0]
+        if self.coordinate is None:
+            return 0
+        start, _ = self.dim_sharding(dim).interval(self.coordinate)
+        return start
 
     @property
     def local_offset(self) -> tuple[int, ...]:
         """The global index of the first element of this rank's box; zeros outside the mesh."""
-        return (
-            (0,)
-            if self.coordinate is None
-            else tuple(start for start, _ in self.box(self.coordinate))
-        )
+        if self.coordinate is None:
+            return (0,)
+        return tuple(start for start, _ in self.box(self.coordinate))
 
     @property
     def local_stride(self) -> tuple[int, ...]:
@@ -324,13 +330,13 @@ class Spec(Interned):
         Placeholders on ranks that do not compute a shard have this stride, so that views of them
         succeed as on other ranks.
         """
-        if any(n > 1 and not step for n, step in zip(self.shape, self.stride, strict=True)):
+        if is_expanded(self.shape, self.stride):
             # an expanded tensor; its shards are plain
             return contiguous_stride(self.local_shape)
-        # stride (1, 4): [1, 0]
-        order = sorted(range(self.ndim), key=lambda dim: (-self.stride[dim], dim))
-        # of a (2, 3) shard in order [1, 0]: (1, 2)
-        return dense_stride(self.local_shape, tuple(order))
+        # stride (1, 4): (1, 0)
+        order = dims_by_stride(self.stride)
+        # of a (2, 3) shard in order (1, 0): (1, 2)
+        return dense_stride(self.local_shape, order)
 
     @property
     def local_bytes(self) -> int:
@@ -372,6 +378,45 @@ class Spec(Interned):
             self.mesh, placements, shape, stride, dtype=dtype or self.dtype, shard_order=shard_order
         )
 
+    def in_layout_of(self, other: Spec) -> Spec:
+        """Return the spec with the placements and the order of axes of another one.
+
+        Args:
+            other: a spec on the same mesh of a tensor with as many dims.
+
+        Example:
+            >>> from shoal_mesh import abstract_mesh
+            >>> mesh = abstract_mesh((2,))
+            >>> Spec(mesh, (Replicate(),), (4, 6)).in_layout_of(Spec(mesh, (Shard(1),), (8, 2)))
+            Spec(f32[4, 6@(0)] on (0=2))
+        """
+        return self.with_(placements=other.placements, shard_order=other.shard_order)
+
+    def all_replicated(self) -> Spec:
+        """Return the spec in which every rank holds all of the tensor.
+
+        Example:
+            >>> from shoal_mesh import abstract_mesh
+            >>> Spec(abstract_mesh((2, 2)), (Shard(0), Partial()), (4,)).all_replicated()
+            Spec(f32[4] on (0=2, 1=2))
+        """
+        return self.with_(placements=(_REPLICATE,) * self.mesh.ndim)
+
+    def without_partials(self) -> Spec:
+        """Return the spec in which the axes with pending reductions replicate.
+
+        The order of the axes that shard a dim is the order that their placements imply.
+
+        Example:
+            >>> from shoal_mesh import abstract_mesh
+            >>> Spec(abstract_mesh((2, 2)), (Shard(0), Partial()), (4,)).without_partials()
+            Spec(f32[4@(0)] on (0=2, 1=2))
+        """
+        placements = [
+            _REPLICATE if placement.is_partial() else placement for placement in self.placements
+        ]
+        return self.with_(placements=placements)
+
     def without_axes(self, axes: Collection[int]) -> Spec:
         """Return the spec in which these mesh axes replicate; the others stay as before.
 
@@ -393,19 +438,22 @@ class Spec(Interned):
         for axis in axes:
             kept[axis] = Replicate()
         kept_order: list[tuple[int, tuple[int, ...]]] = []
-        for dim, of_dim in whole_order:
-            kept_order.append((dim, tuple([axis for axis in of_dim if axis not in axes])))
-            first_gone = min([of_dim.index(axis) for axis in axes if axis in of_dim], default=None)
-            after = () if first_gone is None else of_dim[first_gone:]
-            for axis in after:
+        for dim, axes_of_dim in whole_order:
+            stays = [axis for axis in axes_of_dim if axis not in axes]
+            kept_order.append((dim, tuple(stays)))
+            gone = [axes_of_dim.index(axis) for axis in axes if axis in axes_of_dim]
+            if not gone:
+                continue
+            for axis in axes_of_dim[min(gone) :]:
                 if axis not in axes and isinstance(kept[axis], Shard):
                     kept[axis] = Shard(dim)
         order = tuple(kept_order)
         return Spec(self.mesh, kept, self.shape, self.stride, dtype=self.dtype, shard_order=order)
 
     def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
-        plain = (*self.shape,), self.stride, self.dtype, (*map(tuple, self.shard_order),)
-        return Spec, (self.mesh, self.placements, *plain)
+        meta = ((*self.shape,), self.stride, self.dtype)
+        order = tuple(map(tuple, self.shard_order))
+        return Spec, (self.mesh, self.placements, *meta, order)
 
     def __repr__(self) -> str:
         return describe(self)
@@ -423,9 +471,11 @@ class Spec(Interned):
     @property
     def num_shards_map(self) -> list[int]:
         """The number of parts that each tensor dim is divided into."""
-        return [
-            prod(self.mesh.shape[axis] for axis in sharding.axes) for sharding in self.dim_shardings
-        ]
+        counts = []
+        for sharding in self.dim_shardings:
+            shards_by_axis = [self.mesh.shape[axis] for axis in sharding.axes]
+            counts.append(prod(shards_by_axis))
+        return counts
 
     @property
     def num_shards(self) -> int:

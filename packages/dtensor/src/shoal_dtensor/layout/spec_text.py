@@ -15,17 +15,17 @@ from .placements import Partial
 def describe(spec: Any) -> str:
     """Return a spec in one line: dtype, sizes with the axes that shard them, pending reductions."""
     names = spec.mesh.axis_names
-    dims = [
-        f"{n}@({','.join(names[a] for a in sharding.axes)}){_sizes(sharding)}"
-        if sharding.axes
-        else str(n)
-        for n, sharding in zip(spec.shape, spec.dim_shardings, strict=True)
-    ]
-    partial = "".join(f", partial {op} over {names[axis]}" for axis, op in spec.partials)
-    mesh = ", ".join(f"{name}={size}" for name, size in zip(names, spec.mesh.shape, strict=True))
+    dims = []
+    for n, sharding in zip(spec.shape, spec.dim_shardings, strict=True):
+        axes = ",".join([names[axis] for axis in sharding.axes])
+        dims.append(f"{n}@({axes}){_sizes(sharding)}" if axes else str(n))
+    partials = [f", partial {op} over {names[axis]}" for axis, op in spec.partials]
+    axes_with_sizes = zip(names, spec.mesh.shape, strict=True)
+    mesh = ", ".join([f"{name}={size}" for name, size in axes_with_sizes])
     # bfloat16 -> bf16, float32 -> f32, uint8 -> u8, bool -> bool
-    dtype = re.sub(r"^(bf|f|u|i|c)[a-z]+", r"\1", str(spec.dtype).removeprefix("torch."))
-    return f"Spec({dtype}[{', '.join(dims)}]{partial} on ({mesh}))"
+    dtype_name = str(spec.dtype).removeprefix("torch.")
+    dtype = re.sub(r"^(bf|f|u|i|c)[a-z]+", r"\1", dtype_name)
+    return f"Spec({dtype}[{', '.join(dims)}]{''.join(partials)} on ({mesh}))"
 
 
 def _sizes(sharding: Any) -> str:
@@ -56,22 +56,25 @@ class RankTable(NamedTuple):
 
     def color(self, cell: str) -> str:
         """Return one color for each set of ranks; none for a cell that no rank holds."""
+        if not cell:
+            return "none"
         sets = list(dict.fromkeys(text for line in self.cells for text in line if text))
-        return COLORS[sets.index(cell) % len(COLORS)] if cell else "none"
+        return COLORS[sets.index(cell) % len(COLORS)]
 
     def text(self) -> str:
         """Return rows and columns of element ranges, with ranks in the cells."""
-        lines = [
-            ["", *self.columns],
-            *([name, *cells] for name, cells in zip(self.rows, self.cells, strict=True)),
-        ]
-        widths = [
-            max(6, *(len(cell) + 1 for cell in column)) for column in zip(*lines, strict=True)
-        ]
-        return "\n".join(
-            " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+        lines = [["", *self.columns]]
+        for name, cells in zip(self.rows, self.cells, strict=True):
+            lines.append([name, *cells])
+        widths = []
+        for column in zip(*lines, strict=True):
+            longest = max(map(len, column))
+            widths.append(max(6, longest + 1))
+        padded = []
+        for line in lines:
+            cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+            padded.append(" ".join(cells).rstrip())
+        return "\n".join(padded)
 
 
 def holders(spec: Any) -> dict[Box, list[int]]:
@@ -91,12 +94,19 @@ def rank_table(spec: Any) -> RankTable:
             "visualize_sharding: expected a tensor of one or two dims, got shape "
             f"{tuple(spec.shape)}"
         )
+    # a tensor without dims is one row and one column
     ranks_of = {((0, 1), (0, 1), *box)[-2:]: ranks for box, ranks in holders(spec).items()}
-    rows, columns = (sorted({box[dim] for box in ranks_of}) for dim in (0, 1))
-    cells = [
-        [",".join(map(str, ranks_of.get((row, column), []))) for column in columns] for row in rows
-    ]
-    return RankTable([f"{a}:{b}" for a, b in rows], [f"{a}:{b}" for a, b in columns], cells)
+    rows = sorted({row for row, _ in ranks_of})
+    columns = sorted({column for _, column in ranks_of})
+    cells = []
+    for row in rows:
+        holders_in_row = [ranks_of.get((row, column), []) for column in columns]
+        cells.append([",".join(map(str, ranks)) for ranks in holders_in_row])
+    return RankTable(_ranges(rows), _ranges(columns), cells)
+
+
+def _ranges(intervals: Sequence[tuple[int, int]]) -> list[str]:
+    return [f"{start}:{stop}" for start, stop in intervals]
 
 
 def spec_html(spec: Any) -> str:
@@ -110,15 +120,13 @@ def spec_html(spec: Any) -> str:
     if spec.ndim > 2 or spec.mesh.size() > _LARGEST:
         return head
     table = rank_table(spec)
-    lines = ["<tr><th></th>" + "".join(f"<th>{name}</th>" for name in table.columns) + "</tr>"]
+    headings = "".join(f"<th>{name}</th>" for name in table.columns)
+    lines = [f"<tr><th></th>{headings}</tr>"]
+    style = "color:#222;text-align:center;padding:0.4em 1em;background:"
     for name, cells in zip(table.rows, table.cells, strict=True):
-        style = "color:#222;text-align:center;padding:0.4em 1em;background:"
-        line = "".join(f'<td style="{style}{table.color(cell)}">{cell}</td>' for cell in cells)
-        lines.append(f"<tr><th>{name}</th>{line}</tr>")
-    sums = any(isinstance(placement, Partial) for placement in spec.placements)
-    note = (
-        "ranks hold summands of these elements"
-        if sums
-        else "elements, and the ranks that hold them"
-    )
-    return f"{head}<table><caption>{note}</caption>{''.join(lines)}</table>"
+        columns = [f'<td style="{style}{table.color(cell)}">{cell}</td>' for cell in cells]
+        lines.append(f"<tr><th>{name}</th>{''.join(columns)}</tr>")
+    caption = "elements, and the ranks that hold them"
+    if any(isinstance(placement, Partial) for placement in spec.placements):
+        caption = "ranks hold summands of these elements"
+    return f"{head}<table><caption>{caption}</caption>{''.join(lines)}</table>"

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-# dims, slowest first, `~dim` where it is expanded; empty for row-major
-MemoryOrder = tuple[int, ...]
 
 
 class TensorMeta(NamedTuple):
@@ -57,51 +55,6 @@ class ShardOrderEntry(NamedTuple):
 
     tensor_dim: int
     mesh_dims: tuple[int, ...]
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the row-major stride in elements: (12, 4, 1) for (2, 3, 4)."""
-    return dense_stride(shape, ())
-
-
-def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | None:
-    """Return the order of a dense tensor's dims in memory.
-
-    None if the tensor has gaps or overlaps, apart from expanded dims.
-    """
-    if tuple(stride) == contiguous_stride(shape):
-        return ()
-    dims = sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d]))
-    order = tuple([d if stride[d] else ~d for d in dims])
-    return order if dense_stride(shape, order) == tuple(stride) else None
-
-
-def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
-    """Return the stride in elements of a dense tensor with this order of dims in memory.
-
-    The stride of an expanded dim is 0.
-    """
-    stride = [0] * len(shape)
-    step = 1
-    for dim in reversed(order or range(len(shape))):
-        if dim >= 0:
-            stride[dim] = step
-            step *= shape[dim] or 1
-    return tuple(stride)
-
-
-def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder:
-    """Return the dims from the largest stride to the smallest.
-
-    Empty for a row-major or an expanded tensor.
-    """
-    if tuple(stride) == contiguous_stride(shape):
-        return ()
-    if any(n > 1 and step == 0 for n, step in zip(shape, stride, strict=True)):
-        return ()  # shards of an expanded tensor are plain
-    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
-    significant = [dim for dim in order if shape[dim] > 1]
-    return () if significant == sorted(significant) else tuple(order)
 
 
 def flatten(value: Any) -> Iterator[Any]:

@@ -94,7 +94,8 @@ def compute_local_shape_and_global_offset(
         ((2, 4), (3, 0))
     """
     spec = Spec(mesh, tuple(placements), global_shape)
-    return tuple(spec.local_shape), () if skip_offset else spec.local_offset
+    offset = () if skip_offset else spec.local_offset
+    return tuple(spec.local_shape), offset
 
 
 def compute_local_tensor_info(
@@ -148,11 +149,16 @@ def compute_global_tensor_shape(
             f"{list(placements)} on {mesh!r}; DTensor.from_local(run_check=True) finds the shape "
             "on any mesh"
         )
-    dim = getattr(placements[0], "dim", None)
-    mine = torch.tensor([list(shape)], device=mesh.device_type)
-    shapes = all_gather(mine, (mesh, 0)).tolist()
-    if any(n != shape[d] for row in shapes for d, n in enumerate(row) if d != dim):
-        raise PlacementError(
-            f"compute_global_tensor_shape: {placements[0]!r} cannot make one tensor of {shapes}"
-        )
-    return torch.Size(sum(row[d] for row in shapes) if d == dim else n for d, n in enumerate(shape))
+    sharded_dim = getattr(placements[0], "dim", None)
+    local_shape = torch.tensor([list(shape)], device=mesh.device_type)
+    shapes: list[list[int]] = all_gather(local_shape, (mesh, 0)).tolist()
+    global_shape = [*shape]
+    for dim, size in enumerate(shape):
+        sizes = [sizes_of_rank[dim] for sizes_of_rank in shapes]
+        if dim == sharded_dim:
+            global_shape[dim] = sum(sizes)
+        elif any(n != size for n in sizes):
+            raise PlacementError(
+                f"compute_global_tensor_shape: {placements[0]!r} cannot make one tensor of {shapes}"
+            )
+    return torch.Size(global_shape)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal_mesh import all_reduce, purpose
+from shoal_mesh import DeviceMesh, all_reduce, purpose
 from shoal_mesh.internal import all_reduce_, is_observed, sums_are_in_tree
 
 from .._torch.compiling import is_tracing, whole_when_compiled
@@ -74,20 +74,18 @@ def clip_grad_norm_(
         )
     check_type("clip_grad_norm_", "parameters", parameters, (Tensor, Iterable), expected="tensors")
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads: list[Any] = [grad for grad in [owner.grad for owner in owners] if grad is not None]
+    grads_or_none: list[Any] = [owner.grad for owner in owners]
+    grads = [grad for grad in grads_or_none if grad is not None]
     if not grads:
         return torch.tensor(0.0, device="cpu")
     specs = tuple([grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads])
-    own = _looked_up(specs)
-    _check_plain(owners if own.plain else ())
-    if own.partial:
-        with coalesce():
-            for owner in owners:
-                if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
-                    owner.grad = redistributed(DTensor, owner.grad, gradient_spec(owner.grad._spec))
+    contribution = _looked_up(specs)
+    _check_plain(owners if contribution.plain else ())
+    if contribution.partial:
+        _reduce_gradients(owners)
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach=foreach)
     shards = _shards(grads)
-    total = _total(own, shards, specs, order, foreach=foreach)
+    total = _total(contribution, shards, specs, order, foreach=foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; "
@@ -95,6 +93,15 @@ def clip_grad_norm_(
         )
     nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is looked at
     return total
+
+
+def _reduce_gradients(owners: Sequence[Tensor]) -> None:
+    """`P -> R`: reduce the partial gradients of some tensors, all together."""
+    with coalesce():
+        for owner in owners:
+            grad = owner.grad
+            if isinstance(grad, DTensor) and grad._spec.partials:
+                owner.grad = redistributed(DTensor, grad, gradient_spec(grad._spec))
 
 
 @whole_when_compiled
@@ -116,9 +123,12 @@ class _Holder(NamedTuple):
 class _Part(NamedTuple):
     """The gradients of one mesh."""
 
-    first: int  # one of them
-    axes: tuple[int, ...]  # of the mesh, what to reduce over
-    counted: tuple[int, ...]  # those that this rank counts
+    # the position of one of them
+    first: int
+    # axes of the mesh to reduce over
+    axes: tuple[int, ...]
+    # positions of those that this rank counts
+    counted: tuple[int, ...]
 
 
 class _Contribution(NamedTuple):
@@ -134,11 +144,9 @@ class _Contribution(NamedTuple):
 
 def _check_plain(owners: Sequence[Tensor]) -> None:
     for owner in owners:
-        if (
-            isinstance(owner, DTensor)
-            and owner.grad is not None
-            and not isinstance(owner.grad, DTensor)
-        ):
+        if not isinstance(owner, DTensor) or owner.grad is None:
+            continue
+        if not isinstance(owner.grad, DTensor):
             raise MixedTensorError(
                 f"clip_grad_norm_: the gradient of {owner._spec!r} is a plain tensor of shape "
                 f"{tuple(owner.grad.shape)}; make it a DTensor: distribute_tensor or "
@@ -147,7 +155,7 @@ def _check_plain(owners: Sequence[Tensor]) -> None:
 
 
 def _total(
-    own: _Contribution,
+    contribution: _Contribution,
     shards: Sequence[Tensor],
     gradients: Sequence[Spec | torch.dtype],
     order: float,
@@ -155,53 +163,54 @@ def _total(
 ) -> Tensor:
     """Return the norm of all gradients together."""
     if order == 2 and sums_are_in_tree():
-        return _exact_total(own, shards, gradients)
-    op = "max" if order == inf else "sum"
+        return _exact_total(contribution, shards, gradients)
+    is_maximum = order == inf
     totals = []
-    for part in own.parts:
-        mine = [shards[i] for i in part.counted if shards[i].numel()]
-        value = (
-            nn.utils.get_total_norm(mine, order, foreach=foreach)
-            if mine
-            else shards[0].new_zeros(())
-        )
+    for part in contribution.parts:
+        counted = _non_empty(shards, part)
+        if counted:
+            value = nn.utils.get_total_norm(counted, order, foreach=foreach)
+        else:
+            value = shards[0].new_zeros(())
         # as for partial norms: powers must not overflow
         value = value.to(torch.float64, copy=True)
-        totals.append(_over_ranks(gradients, part, value if op == "max" else value.pow_(order), op))
-    total = (
-        reduce(torch.maximum, totals) if op == "max" else reduce(torch.add, totals).pow_(1 / order)
-    )
-    return total.to(own.dtype)
+        if not is_maximum:
+            value = value.pow_(order)
+        totals.append(_over_ranks(gradients, part, value, "max" if is_maximum else "sum"))
+    if is_maximum:
+        return reduce(torch.maximum, totals).to(contribution.dtype)
+    return reduce(torch.add, totals).pow_(1 / order).to(contribution.dtype)
+
+
+def _non_empty(shards: Sequence[Tensor], part: _Part) -> list[Tensor]:
+    """Return the shards with elements that this rank counts in a part."""
+    return [shards[i] for i in part.counted if shards[i].numel()]
 
 
 def _exact_total(
-    own: _Contribution, shards: Sequence[Tensor], gradients: Sequence[Spec | torch.dtype]
+    contribution: _Contribution, shards: Sequence[Tensor], gradients: Sequence[Spec | torch.dtype]
 ) -> Tensor:
     """Return the norm of order 2, computed from sums of squares without rounding."""
-    elements = sum(
-        spec.shape.numel() if isinstance(spec, Spec) else shards[i].numel()
-        for i, spec in enumerate(gradients)
-    )
+    elements = 0
+    for shard, spec in zip(shards, gradients, strict=True):
+        elements += spec.shape.numel() if isinstance(spec, Spec) else shard.numel()
     largest = shards[0].new_zeros((), dtype=torch.float64)
-    mine = [(part, [shards[i] for i in part.counted if shards[i].numel()]) for part in own.parts]
-    for part, counted in mine:
-        peak = (
-            largest.new_zeros(())
-            if not counted
-            else torch.stack([s.abs().amax().double() for s in counted]).amax()
-        )
+    for part in contribution.parts:
+        peaks = [shard.abs().amax().double() for shard in _non_empty(shards, part)]
+        peak = torch.stack(peaks).amax() if peaks else largest.new_zeros(())
         largest = torch.maximum(largest, _over_ranks(gradients, part, peak, "max"))
-    exponent = torch.frexp(largest).exponent  # the smallest e with largest < 2 ** e
-    limbs = [
-        _over_ranks(gradients, part, square_limbs(counted, exponent, elements), "sum")
-        for part, counted in mine
-    ]
+    # the smallest e with largest < 2 ** e
+    exponent = torch.frexp(largest).exponent
+    limbs = []
+    for part in contribution.parts:
+        limbs_of_rank = square_limbs(_non_empty(shards, part), exponent, elements)
+        limbs.append(_over_ranks(gradients, part, limbs_of_rank, "sum"))
     # The one time that the host waits: whether the largest is finite, its exponent, and the limbs.
     facts = torch.stack([largest.isfinite().long(), exponent.long()])
     finite, power, *both = torch.cat([facts, torch.stack(limbs).sum(0)]).tolist()
     if not finite:
-        return largest.to(own.dtype)
-    return upload(norm_of_limbs(both, power, elements), shards[0].device, own.dtype)
+        return largest.to(contribution.dtype)
+    return upload(norm_of_limbs(both, power, elements), shards[0].device, contribution.dtype)
 
 
 def _over_ranks(gradients: Sequence[Any], part: _Part, value: Tensor, op: str) -> Tensor:
@@ -211,7 +220,8 @@ def _over_ranks(gradients: Sequence[Any], part: _Part, value: Tensor, op: str) -
     comm = mesh.comm(part.axes)
     if value.is_cpu and device_of_numbers(comm, mesh.device_type).type != "cpu":
         # Gradients are kept on the host, whose tensors the backend does not send.
-        return _over_ranks(gradients, part, value.to(mesh.device_type), op).to(value.device)
+        reduced = _over_ranks(gradients, part, value.to(mesh.device_type), op)
+        return reduced.to(value.device)
     if is_tracing():
         return all_reduce(value, comm, op)
     with purpose("clip_grad_norm_") if is_observed() else nullcontext():
@@ -229,31 +239,37 @@ _looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as as
 @lru_cache(maxsize=64)
 def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     """Return this rank's contribution: a replicated gradient counts at its axis's first coordinate."""
-    members: dict[Any, list[int]] = {}  # of each mesh; None: plain ones
+    # positions of the gradients of each mesh; None: plain ones
+    members: dict[Any, list[int]] = {}
     specs: Any = gradients
     for i, item in enumerate(gradients):
         members.setdefault(getattr(item, "mesh", None), []).append(i)
     plain = tuple(members.pop(None, ()))
-    parts = []
-    for mesh, indices in members.items():
-        sharded = {i: {axis for _, axes in specs[i].shard_order for axis in axes} for i in indices}
-        if (coordinate := mesh.get_coordinate()) is None:
-            parts.append(_Part(indices[0], (), ()))
-            continue
-        axes = tuple(
-            sorted({axis for own in sharded.values() for axis in own if mesh.shape[axis] > 1})
-        )
-        counted = [
-            i
-            for i, own in sharded.items()
-            if not any(coordinate[axis] for axis in axes if axis not in own)
-        ]
-        parts.append(_Part(indices[0], axes, tuple(counted)))
+    parts = [_part_of_mesh(mesh, indices, specs) for mesh, indices in members.items()]
     if plain:
         parts.append(_Part(plain[0], (), plain))
     partial = any(item.partials for item in gradients if isinstance(item, Spec))
     dtypes = [item.dtype if isinstance(item, Spec) else item for item in gradients]
-    return _Contribution(tuple(parts), reduce(torch.promote_types, dtypes), bool(plain), partial)
+    dtype = reduce(torch.promote_types, dtypes)
+    return _Contribution(tuple(parts), dtype, bool(plain), partial)
+
+
+def _part_of_mesh(mesh: DeviceMesh, indices: Sequence[int], specs: Sequence[Spec]) -> _Part:
+    """Return this rank's part of the gradients of one mesh, at these positions."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return _Part(indices[0], (), ())
+    sharding_axes = {
+        i: {axis for _, axes in specs[i].shard_order for axis in axes} for i in indices
+    }
+    all_axes = sorted(set().union(*sharding_axes.values()))
+    axes = [axis for axis in all_axes if mesh.shape[axis] > 1]
+    counted = []
+    for i, own_axes in sharding_axes.items():
+        replicating = [axis for axis in axes if axis not in own_axes]
+        if not any(coordinate[axis] for axis in replicating):
+            counted.append(i)
+    return _Part(indices[0], tuple(axes), tuple(counted))
 
 
 # --- sums of squares that are exact, so that they are the same however their terms are sharded ----
@@ -273,11 +289,12 @@ def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> T
     """
     bits = _bits(elements)
     limbs = torch.zeros(2, dtype=torch.int64, device=exponent.device)
+    unit = torch.tensor(bits, device="cpu")
     for shard in shards:
         scaled = torch.ldexp(shard.double(), -exponent).square_()
-        scaled = torch.ldexp(scaled, torch.tensor(bits, device="cpu"))
+        scaled = torch.ldexp(scaled, unit)
         first = scaled.floor()
-        rest = torch.ldexp(scaled.sub_(first), torch.tensor(bits, device="cpu")).round_()
+        rest = torch.ldexp(scaled.sub_(first), unit).round_()
         limbs += torch.stack([first.to(torch.int64).sum(), rest.to(torch.int64).sum()])
     return limbs
 
@@ -286,7 +303,8 @@ def norm_of_limbs(limbs: Sequence[int], exponent: int, elements: int) -> float:
     """Return the norm from the limbs of all ranks."""
     bits = _bits(elements)
     first, rest = limbs
-    return ldexp(sqrt(ldexp(float((first << bits) + rest), -2 * bits)), exponent)
+    square = ldexp(float((first << bits) + rest), -2 * bits)
+    return ldexp(sqrt(square), exponent)
 
 
 def _bits(elements: int) -> int:

@@ -41,13 +41,12 @@ from shoal_mesh import purpose
 
 from .._torch.tensors import (
     adjusted_rate,
-    around,
-    count_write,
+    bump_version,
     orthogonalized,
     unwatched_by_subclasses,
+    wrap_local,
 )
 from ..errors import OptimizerError, PlacementError
-from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from ..tensor.dtensor import DTensor
@@ -135,7 +134,7 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
     written = [param for param, spec in zip(params, specs, strict=True) if spec is not None]
     if group.get("fused"):
         written += [param._local_tensor for param in written]
-    count_write(written)
+    bump_version(written)
     return result
 
 
@@ -200,7 +199,7 @@ def _write_back_state(state: Any, assigned: dict[Any, dict[str, Any]], params: l
             before = state[param].get(name)
             if getattr(before, "_local_tensor", before) is not value:
                 if param is not tensor:
-                    value = around(DTensor, value, param._spec.with_(dtype=value.dtype), False)
+                    value = wrap_local(DTensor, value, param._spec.with_(dtype=value.dtype), False)
                 state[param][name] = value
 
 
@@ -277,7 +276,7 @@ def _to_whole(param: DTensor) -> tuple[Spec, Spec]:
             f"Muon: a parameter has placements {param.placements}; a partial value has no elements "
             "of its own. Redistribute it to Replicate or Shard"
         )
-    return spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim)
+    return spec, spec.all_replicated()
 
 
 def _gathered(updates: Sequence[tuple[Tensor, tuple[Spec, Spec]]]) -> Iterator[Tensor]:

@@ -30,9 +30,10 @@ from ..dispatch.global_call import replicated_spec, specs_in
 from ..errors import LayoutError
 from ..layout.boxes import spans
 from ..layout.dim_sharding import StridedDimSharding
+from ..layout.memory_order import dense_stride
 from ..layout.placements import Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
-from ..layout.tensor_meta import dense_stride, flatten
+from ..layout.tensor_meta import flatten
 from ..scopes import communication
 from ..tensor.dtensor import DTensor
 

@@ -8,7 +8,7 @@ plans are composed of such plans.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -21,7 +21,7 @@ from shoal_mesh.internal import Topology, topology_version
 from ..errors import RedistributeError
 from ..layout.boxes import volume
 from ..layout.dim_sharding import AnyDimSharding, DimSharding, StridedDimSharding
-from ..layout.placements import Partial, Placement, Replicate, Shard
+from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta, constant, has_symbols
 from .blocks import boxes_of_rank, flows
@@ -50,12 +50,12 @@ def plan(
     """
     version = topology_version()
     if src.example is None and dst.example is None:
-        return _plan(src, dst, topology, memory_limit, version)
-    if None not in (src.example, dst.example) and not (
-        src.is_strided or dst.is_strided or src.mesh != dst.mesh
-    ):
-        # kept, symbols would keep their compiler
-        chosen = _plan.__wrapped__(src, dst, topology, memory_limit, version)
+        return _plan(src, dst, topology, memory_limit, version=version)
+    has_symbolic_ends = None not in (src.example, dst.example)
+    is_strided = src.is_strided or dst.is_strided
+    if has_symbolic_ends and not is_strided and src.mesh == dst.mesh:
+        # not cached, because symbols would keep their compiler
+        chosen = _plan.__wrapped__(src, dst, topology, memory_limit, version=version)
         if all(map(_moves_equal_blocks, chosen.steps)):
             return chosen
     return plan(constant(src), constant(dst), topology=topology, memory_limit=memory_limit)
@@ -69,10 +69,16 @@ def _moves_equal_blocks(step: Step) -> bool:
     if step.src.example is None or step.dst.example is None:
         return False
     if step.name == "Exchange":
+        moved = []
         sizes = zip(step.src.shape, step.src.dim_shardings, step.dst.dim_shardings, strict=True)
-        return not has_symbols([n for n, a, b in sizes if {*a.axes, *b.axes} & {*step.axes}])
+        for n, before, after in sizes:
+            if {*before.axes, *after.axes} & {*step.axes}:
+                moved.append(n)
+        return not has_symbols(moved)
+    if step.name not in ("AllGather", "ReduceScatter"):
+        return True
     sharded = step.src if step.name == "AllGather" else step.dst
-    return step.name not in ("AllGather", "ReduceScatter") or len(step.dims) == 1 or sharded.even
+    return len(step.dims) == 1 or sharded.even
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -85,18 +91,20 @@ def _plan(
     """
     _check(src, dst)
 
-    def within(one: Spec, other: Spec) -> Plan:
-        return _plan(one, other, None if across else topology, memory_limit, version)
+    is_across = src.mesh != dst.mesh
+    is_strided = src.is_strided or dst.is_strided
 
-    across = src.mesh != dst.mesh
-    strided = src.is_strided or dst.is_strided
-    if across and strided:
+    def plan_within(one: Spec, other: Spec) -> Plan:
+        known_topology = None if is_across else topology
+        return _plan(one, other, known_topology, memory_limit, version=version)
+
+    if is_across and is_strided:
         between = _gather_strided(src if src.is_strided else dst)
-        return _concatenated(within(src, between), within(between, dst))
-    if across:
-        return _plan_across(src, dst, within, memory_limit)
-    if strided:
-        return _plan_strided(src, dst, within)
+        return _concatenated(plan_within(src, between), plan_within(between, dst))
+    if is_across:
+        return _plan_across(src, dst, plan_within, memory_limit)
+    if is_strided:
+        return _plan_strided(src, dst, plan_within)
     return cheapest_plans(src, dst, links_of(src.mesh, topology), memory_limit)[0]
 
 
@@ -105,7 +113,9 @@ def price(src: Spec, dst: Spec) -> float:
 
     For symbolic sizes, return the time for the sizes that the compiler traces with.
     """
-    return 0.0 if src is dst else plan(src.example or src, dst.example or dst).seconds
+    if src is dst:
+        return 0.0
+    return plan(src.example or src, dst.example or dst).seconds
 
 
 def seconds(mesh: DeviceMesh, axes: tuple[int, ...], received: int) -> float:
@@ -181,9 +191,12 @@ def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) ->
     `within` plans between any two specs.
     """
     for spec in (src, dst):
-        one = _viewed(src, _unfolded_shape(spec))
-        two = _viewed(dst, _unfolded_shape(spec))
-        if spec.is_strided and one is not None and two is not None:
+        if not spec.is_strided:
+            continue
+        shape = _unfolded_shape(spec)
+        one = _viewed(src, shape)
+        two = _viewed(dst, shape)
+        if one is not None and two is not None:
             inner = within(one, two)
             before: tuple[Step, ...] = () if one is src else (Step("Reshape", src, one),)
             after: tuple[Step, ...] = () if two is dst else (Step("Reshape", two, dst),)
@@ -194,16 +207,18 @@ def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) ->
 
 def _gather_strided(spec: Spec, *others: Spec) -> Spec:
     """Return `spec` with dims that are folded, in it or in `others`, held whole by every rank."""
-    shardings = zip(*[each.dim_shardings for each in (spec, *others)], strict=True)
-    axes = {
-        axis
-        for own, *rest in shardings
-        if StridedDimSharding in map(type, (own, *rest))
-        for axis in own.axes
-    }
-    return spec.with_(
-        placements=[Replicate() if a in axes else p for a, p in enumerate(spec.placements)]
-    )
+    axes: set[int] = set()
+    for dim, sharding in enumerate(spec.dim_shardings):
+        shardings = [sharding, *(other.dim_shardings[dim] for other in others)]
+        if any(isinstance(folded, StridedDimSharding) for folded in shardings):
+            axes.update(sharding.axes)
+    return _with_replicated(spec, axes)
+
+
+def _with_replicated(spec: Spec, axes: Collection[int]) -> Spec:
+    """Return a spec with these axes replicated; the placements determine the order of the others."""
+    placements = [Replicate() if axis in axes else p for axis, p in enumerate(spec.placements)]
+    return spec.with_(placements=placements)
 
 
 def unfold_spec(spec: Spec) -> Spec:
@@ -244,8 +259,11 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
     by_dim: dict[int, AnyDimSharding] = {}
     stride: list[int] = []
     for sharding, step, sizes in zip(spec.dim_shardings, spec.stride, view, strict=True):
-        plain = {1: sharding} if isinstance(sharding, DimSharding) and sharding.axes else {}
-        levels = dict(sharding.levels) if isinstance(sharding, StridedDimSharding) else plain
+        levels: dict[int, DimSharding] = {}
+        if isinstance(sharding, StridedDimSharding):
+            levels = dict(sharding.levels)
+        elif sharding.axes:
+            levels = {1: sharding}
         for i in range(len(sizes)):
             # columns of (4, 6) are sharded in 4 runs
             runs = prod(sizes[:i])
@@ -255,16 +273,17 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
                 if divided is None:
                     return None
                 by_dim[len(stride)] = divided
-            stride.append(step * inner)  # 24 elements as (4, 6): [6, 1]
+            # 24 elements as (4, 6): [6, 1]
+            stride.append(step * inner)
+        # 3 runs are not a dim of (4, 6)
         if levels:
-            return None  # 3 runs are not a dim of (4, 6)
+            return None
     placements: dict[int, Placement] = dict(enumerate(spec.placements))
     for dim, sharding in by_dim.items():
         placements |= sharding.placements(dim)
     shape = tuple(n for sizes in view for n in sizes)
-    return spec.sharded(
-        spec.mesh, tuple(placements.values()), TensorMeta(shape, tuple(stride), spec.dtype), by_dim
-    )
+    meta = TensorMeta(shape, tuple(stride), spec.dtype)
+    return spec.sharded(spec.mesh, tuple(placements.values()), meta, by_dim)
 
 
 # --- from one mesh to another ---------------------------------------------------------------------
@@ -284,23 +303,24 @@ def _plan_across(
 
     `within` plans on one mesh, each within the limit.
     """
-    of_src, of_dst = ([axis for axis, _ in spec.partials] for spec in (src, dst))
-    copies = [
-        axis
-        for axis, p in enumerate(dst.placements)
-        if not p.is_shard() and dst.mesh.shape[axis] > 1
-    ]
+    partials_of_src = [axis for axis, _ in src.partials]
+    partials_of_dst = [axis for axis, _ in dst.partials]
+    copies = []
+    for axis, placement in enumerate(dst.placements):
+        if not placement.is_shard() and dst.mesh.shape[axis] > 1:
+            copies.append(axis)
     # Replicas of the destination are made there, or sent ready.
-    targets = dict.fromkeys([*_reduced(dst, of_dst), *_reduced(dst, copies)])
-    plans = [
-        _concatenated(within(src, sent), _transfer(sent, received), within(received, dst))
-        for sent, received in product(_reduced(src, of_src), targets)
-    ]
-    fitting = [each for each in plans if memory_limit is None or each.peak_bytes <= memory_limit]
+    targets = dict.fromkeys([*_reduced(dst, partials_of_dst), *_reduced(dst, copies)])
+    plans = []
+    for sent, received in product(_reduced(src, partials_of_src), targets):
+        reduce = within(src, sent)
+        transfer = _transfer(sent, received)
+        plans.append(_concatenated(reduce, transfer, within(received, dst)))
+    fitting = [p for p in plans if memory_limit is None or p.peak_bytes <= memory_limit]
     if not fitting:
         raise RedistributeError(
             f"no transfer from {src!r} to {dst!r} stays within memory_limit={memory_limit} bytes: "
-            f"the leanest needs {min(each.peak_bytes for each in plans)}"
+            f"the leanest needs {min(p.peak_bytes for p in plans)}"
         )
     return min(fitting, key=attrgetter("seconds"))
 
@@ -310,42 +330,52 @@ def _reduced(spec: Spec, axes: list[int]) -> Iterator[Spec]:
 
     It is the first dim that the axes shard evenly.
     """
-    placements = [
-        Replicate() if a in axes or isinstance(p, Partial) else p
-        for a, p in enumerate(spec.placements)
-    ]
-    yield spec.with_(placements=placements)
-    ways = prod(spec.mesh.shape[axis] for axis in axes)
+    whole = _with_replicated(spec.without_partials(), axes)
+    yield whole
+    if not axes:
+        return
+    ranks = prod(spec.mesh.shape[axis] for axis in axes)
     order = dict(spec.shard_order)
-    for dim, sharding in enumerate(map(spec.dim_sharding, range(spec.ndim if axes else 0))):
+    for dim in range(spec.ndim):
+        sharding = spec.dim_sharding(dim)
         # steps of 4 over 2 ranks more: 4 % 2 = 0
-        if sharding.even and sharding.step and sharding.step % ways == 0:
-            order[dim] = (*sharding.axes, *axes)  # rows over axis 0, then 1: {0: (0, 1)}
-            inner = [Shard(dim) if axis in axes else p for axis, p in enumerate(placements)]
+        if sharding.even and sharding.step and sharding.step % ranks == 0:
+            # rows over axis 0, then 1: {0: (0, 1)}
+            order[dim] = (*sharding.axes, *axes)
+            inner = [Shard(dim) if axis in axes else p for axis, p in enumerate(whole.placements)]
             yield spec.with_(placements=inner, shard_order=tuple(sorted(order.items())))
             return
 
 
 def _transfer(src: Spec, dst: Spec) -> Plan:
+    """Return the plan of one transfer between specs without partials on two meshes."""
     ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
-    biggest = [
-        src.dtype.itemsize * prod(spec.dim_sharding(d).step for d in range(spec.ndim))
-        for spec in (src, dst)
-    ]
+    sent = _largest_box_bytes(src)
+    received = _largest_box_bytes(dst)
     if len(ranks) <= EXACT_RANKS:
-        # elements that each rank sends and receives
-        loads: Counter[tuple[str, int]] = Counter()
-        for sender, receiver, box in flows(
-            *([boxes_of_rank(spec, rank) for rank in ranks] for spec in (src, dst))
-        ):
-            loads["sends", sender] += volume(box)
-            loads["receives", receiver] += volume(box)
-        moved = max(loads.values(), default=0) * src.dtype.itemsize
+        moved = _busiest_rank_bytes(src, dst, ranks)
     else:
         # 16 ranks to 64: each sends 4
-        moved = max(biggest[1], biggest[1] * dst.mesh.size() // src.mesh.size())
-    links = [link for mesh in (src.mesh, dst.mesh) for link in topology_of(mesh).links]
-    seconds = max(link.latency for link in links) + moved / min(link.bandwidth for link in links)
-    peak = 2 * sum(biggest)  # both boxes and their packed copies
+        moved = max(received, received * dst.mesh.size() // src.mesh.size())
+    links = [*topology_of(src.mesh).links, *topology_of(dst.mesh).links]
+    latency = max(link.latency for link in links)
+    seconds = latency + moved / min(link.bandwidth for link in links)
+    # both boxes and their packed copies
+    peak = 2 * (sent + received)
     step = Step("Transfer", src, dst, seconds=seconds, bytes=moved, peak_bytes=peak, ranks=ranks)
     return Plan(src, dst, (step,), seconds, bytes_sent=moved, peak_bytes=peak)
+
+
+def _largest_box_bytes(spec: Spec) -> int:
+    return spec.dtype.itemsize * prod(spec.dim_sharding(dim).step for dim in range(spec.ndim))
+
+
+def _busiest_rank_bytes(src: Spec, dst: Spec, ranks: Sequence[int]) -> int:
+    """Return the bytes that the busiest rank sends, or receives, in a transfer."""
+    sources = [boxes_of_rank(src, rank) for rank in ranks]
+    targets = [boxes_of_rank(dst, rank) for rank in ranks]
+    elements: Counter[tuple[str, int]] = Counter()
+    for sender, receiver, box in flows(sources, targets):
+        elements["sends", sender] += volume(box)
+        elements["receives", receiver] += volume(box)
+    return max(elements.values(), default=0) * src.dtype.itemsize

@@ -14,7 +14,7 @@ from shoal_mesh.internal import pack_blocks, unpack_blocks
 from ..errors import PlacementError
 from ..layout.boxes import slices_of
 from ..layout.spec import Spec
-from .execution.kernels import members
+from .execution.rank_steps import members
 from .plan import unfold_spec
 
 # of the tensors that are sent together, which are alive until then
@@ -155,9 +155,8 @@ def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> 
         received: list[list[torch.Tensor]] = [[] for _ in group]
         if here == origin:
             wholes = [(tensor.to(local.device), spec) for tensor, spec, local in entries]
-            sent = [
-                [whole[slices_of(spec.box(member))] for whole, spec in wholes] for member in group
-            ]
+            for blocks, member in zip(sent, group, strict=True):
+                blocks += [whole[slices_of(spec.box(member))] for whole, spec in wholes]
         received[group.index(origin)] = shards
         all_to_all_blocks(sent, mesh.comm(sharding), received)
     if prod(mesh.shape[axis] for axis in copying) > 1:

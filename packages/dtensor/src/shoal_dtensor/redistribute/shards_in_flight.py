@@ -15,7 +15,7 @@ from shoal_mesh.internal import Flat, Pending, ScopedValue
 
 from ..errors import RedistributeError
 from ..layout.spec import Spec
-from .execution.execute import Message, Places, rounds_of
+from .execution.execute import Destinations, PackedCollective, schedule_of
 from .plan import plan
 from .steps import Plan
 
@@ -28,7 +28,7 @@ class ShardsInFlight:
     plans). Later rounds need its results, so they run in `wait()`.
     """
 
-    __slots__ = ("_after", "_copies", "_messages", "_results", "_rounds", "_tensors")
+    __slots__ = ("_copies", "_messages", "_remaining", "_results", "_rounds", "_tensors")
 
     def __init__(
         self,
@@ -40,10 +40,9 @@ class ShardsInFlight:
     ) -> None:
         self._copies = copies
         self._tensors = list(shards)
-        self._rounds, self._after = rounds_of(
-            tuple(plans), tuple([shard.device for shard in self._tensors]), packs
-        )
-        self._messages: list[tuple[Message, Pending[Flat] | Pending]] = []
+        devices = tuple([shard.device for shard in self._tensors])
+        self._rounds, self._remaining = schedule_of(tuple(plans), devices, packs)
+        self._messages: list[tuple[PackedCollective, Pending[Flat] | Pending]] = []
         self._results: list[Tensor] | None = None
         self._go_on()
 
@@ -59,15 +58,15 @@ class ShardsInFlight:
                 (message, message.send(self._tensors, copies=copies)) for message in messages
             ]
             return
-        for i, stages in enumerate(self._after):
+        for i, stages in enumerate(self._remaining):
             for stage in stages:
                 self._tensors[i] = stage(self._tensors[i])
 
-    def _finish_round(self, places: Places) -> None:
+    def _finish_round(self, destinations: Destinations) -> None:
         # each message is freed with its received data before the next is unpacked
         while self._messages:
             message, pending = self._messages[0]
-            message.receive(pending, self._tensors, places)
+            message.receive(pending, self._tensors, destinations)
             del self._messages[0], pending
         self._go_on()
 
@@ -94,11 +93,11 @@ class ShardsInFlight:
                 with memory of its own; called when all data has arrived. New tensors when left out.
         """
         if self._results is None:
-            places: Places = tuple if memory is None else cache(memory)
+            destinations: Destinations = tuple if memory is None else cache(memory)
             while self._messages:
-                self._finish_round(places)
+                self._finish_round(destinations)
             self._results = self._tensors
-            for i, target in enumerate(places()):
+            for i, target in enumerate(destinations()):
                 if target is not self._results[i]:
                     self._results[i] = target.copy_(self._results[i])
         return self._results

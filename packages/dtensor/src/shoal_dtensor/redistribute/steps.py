@@ -1,8 +1,8 @@
 """The steps of a redistribution, as data.
 
 A step leads from one spec to the next.  It records its kind, its mesh axes, its expected time and
-the bytes that the busiest rank receives; it does nothing itself.  `kernels` turns a step into the
-kernel of one rank, `run` executes it, `explain` prints it.
+the bytes that the busiest rank receives; it does nothing itself.  `rank_step` turns a step into
+the work of one rank, `run` executes it, `explain` prints it.
 """
 
 from __future__ import annotations
@@ -60,28 +60,26 @@ class Step:
 
     def detail(self) -> str:
         """Return the arguments of the step in words, for reports."""
+        divisor = f"/{self.divisor}" if self.divisor != 1 else ""
         match self.name:
             case "AllGather":
                 return f" dims {list(self.dims)}"
             case "ReduceScatter" | "AllReduce":
                 dims = f" dims {list(self.dims)}" if self.dims else ""
-                return f" {self.op}{dims}" + (f" / {self.divisor}" if self.divisor != 1 else "")
+                division = f" / {self.divisor}" if divisor else ""
+                return f" {self.op}{dims}{division}"
             case "AllToAll":
                 return f" dim {self.dims[0]} -> {self.dims[1]}"
             case "Transfer":
                 return f" among {len(self.ranks)} ranks"
             case "Scale":
-                return (
-                    f" by {self.factor}/{self.divisor}"
-                    if self.divisor != 1
-                    else f" by {self.factor}"
-                )
+                return f" by {self.factor}{divisor}"
         return ""
 
     def line(self) -> str:
         """Return the step in one line: `AllGather over (tp) dims [0]  3.0 MiB  29.5 us`."""
-        names = self.src.mesh.axis_names
-        over = f" over ({', '.join(names[a] for a in self.axes)})" if self.axes else ""
+        names = [self.src.mesh.axis_names[axis] for axis in self.axes]
+        over = f" over ({', '.join(names)})" if names else ""
         head = f"{self.name}{over}{self.detail()}"
         if not self.communicates:
             return f"{head}  local"
@@ -140,8 +138,15 @@ class Plan:
         head = f"{layout(self.src)} -> {layout(self.dst)}: "
         if not self.steps:
             return head + "nothing to do"
-        total = f"{format_bytes(self.bytes_sent)}, {format_seconds(self.seconds)}, peak {format_bytes(self.peak_bytes)}"
-        return "\n".join([head + total, *(f"  {step.line()}" for step in self.steps)])
+        total = ", ".join(
+            [
+                format_bytes(self.bytes_sent),
+                format_seconds(self.seconds),
+                f"peak {format_bytes(self.peak_bytes)}",
+            ]
+        )
+        lines = [f"  {step.line()}" for step in self.steps]
+        return "\n".join([head + total, *lines])
 
 
 def layout(spec: Spec) -> str:
@@ -150,12 +155,11 @@ def layout(spec: Spec) -> str:
     For example `[S(0), S(0)] order 0:(1,0)`.
     """
     text = f"[{', '.join(map(str, spec.placements))}]"
-    odd = [
-        f"{dim}:({','.join(map(str, axes))})"
-        for dim, axes in spec.shard_order
-        if list(axes) != sorted(axes)
-    ]
-    return f"{text} order {' '.join(odd)}" if odd else text
+    orders = []
+    for dim, axes in spec.shard_order:
+        if list(axes) != sorted(axes):
+            orders.append(f"{dim}:({','.join(map(str, axes))})")
+    return f"{text} order {' '.join(orders)}" if orders else text
 
 
 def format_bytes(count: float) -> str:

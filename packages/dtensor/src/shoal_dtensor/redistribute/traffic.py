@@ -9,11 +9,12 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 from operator import attrgetter
+from typing import NamedTuple
 
 from ..layout.boxes import intersect, volume
 from ..layout.placements import Partial
 from ..layout.spec import Spec
-from .execution.kernels import blocks_of, members
+from .execution.rank_steps import blocks_of, members
 from .search.space import wire_itemsize
 from .steps import Plan, Step
 
@@ -26,12 +27,13 @@ def plan_traffic(plan: Plan) -> dict[tuple[int, int], float]:
     traffic: dict[tuple[int, int], float] = {}
     for step in filter(attrgetter("communicates"), plan.steps):
         itemsize = wire_itemsize(step.op, step.src.dtype)
+        coordinates = product(*map(range, step.src.mesh.shape))
         # (1, 0): 2
-        numbers = {c: number for number, c in enumerate(product(*map(range, step.src.mesh.shape)))}
-        for c, me in numbers.items():
-            for other, elements in _received(step, c).items():
-                if other != c and elements:
-                    pair = numbers[other], me
+        numbers = {coordinate: number for number, coordinate in enumerate(coordinates)}
+        for coordinate, receiver in numbers.items():
+            for sender, elements in _received(step, coordinate).items():
+                if sender != coordinate and elements:
+                    pair = (numbers[sender], receiver)
                     traffic[pair] = traffic.get(pair, 0.0) + elements * itemsize
     return traffic
 
@@ -52,38 +54,70 @@ def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 def least_bytes(src: Spec, dst: Spec) -> float:
     """Return a lower bound on the bytes that a rank receives on average with any algorithm."""
     mesh = src.mesh
-    free = [
-        axis
-        for axis, p in enumerate(dst.placements)
-        if isinstance(p, Partial) and src.placements[axis] is not p
-    ]
-    reduced = [axis for axis, _ in src.partials if dst.placements[axis] is not src.placements[axis]]
-    ops = {axis: {op for a, op in (*src.partials, *dst.partials) if a == axis} for axis in reduced}
-    linear = [
-        a for a in reduced if isinstance(dst.placements[a], Partial) and ops[a] <= {"sum", "avg"}
-    ]
-    reduced = [a for a in reduced if a not in linear]
-    free = [a for a in free if a not in linear]
-    ranks = mesh.size()
-    values = prod(mesh.shape[a] for a in reduced)
-    # to add up p values and leave the result on q ranks: p - 1 and q - 1 transfers of every element
+    axes = _partial_axes(src, dst)
+    values = prod(mesh.shape[axis] for axis in axes.reduced)
     if values > 1:
-        kept = prod(mesh.shape[a] for a, _ in src.partials if a not in reduced)
-        holders = (
-            ranks
-            // kept
-            // prod(mesh.shape[a] for sharding in dst.dim_shardings for a in sharding.axes)
-        )
-        holders //= prod(mesh.shape[a] for a in free)
-        # 64 * 6 / 4
-        return (
-            src.dtype.itemsize * prod(src.shape) * kept * (values - 1 + max(1, holders) - 1) / ranks
-        )
+        return _least_bytes_of_reduction(src, dst, axes)
     # the elements of boxes under `dst` that are not in boxes under `src`
-    total = 0
-    for c in product(*(range(1 if axis in free else n) for axis, n in enumerate(mesh.shape))):
-        wanted = dst.box(c)
-        have = {src.box(m) for m in members(dst, free, c)}
-        common = sum(volume(both) for box in have if (both := intersect(box, wanted)) is not None)
-        total += max(0, volume(wanted) - common)  # 4 x 4, S(0) -> S(1) on 2: 8 - 4
-    return src.dtype.itemsize * total / ranks
+    lacking = 0
+    ranges = [range(1 if axis in axes.made else n) for axis, n in enumerate(mesh.shape)]
+    for coordinate in product(*ranges):
+        wanted = dst.box(coordinate)
+        # of any rank that may hold the values that the others then do not
+        held = {src.box(member) for member in members(dst, axes.made, coordinate)}
+        common = 0
+        for box in held:
+            both = intersect(box, wanted)
+            if both is not None:
+                common += volume(both)
+        # 4 x 4, S(0) -> S(1) on 2: 8 - 4
+        lacking += max(0, volume(wanted) - common)
+    return src.dtype.itemsize * lacking / mesh.size()
+
+
+class _PartialAxes(NamedTuple):
+    """The axes that are partial in a source or a destination and need work.
+
+    Attributes:
+        reduced: axes whose values are added up.
+        made: axes that become partial.
+    """
+
+    reduced: list[int]
+    made: list[int]
+
+
+def _partial_axes(src: Spec, dst: Spec) -> _PartialAxes:
+    """Return the axes to reduce and to make partial; sums and averages turn into each other freely."""
+    reduced = []
+    made = []
+    for axis, (before, after) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        if before is after:
+            continue
+        partials = [placement for placement in (before, after) if isinstance(placement, Partial)]
+        are_linear = {placement.reduce_op for placement in partials} <= {"sum", "avg"}
+        if len(partials) == 2 and are_linear:
+            continue
+        if isinstance(before, Partial):
+            reduced.append(axis)
+        if isinstance(after, Partial):
+            made.append(axis)
+    return _PartialAxes(reduced, made)
+
+
+def _least_bytes_of_reduction(src: Spec, dst: Spec, axes: _PartialAxes) -> float:
+    """Return the lower bound for adding up p values and leaving the result on q ranks.
+
+    Every element is transferred p - 1 times to be added and q - 1 times to be held.
+    """
+    mesh = src.mesh
+    ranks = mesh.size()
+    values = prod(mesh.shape[axis] for axis in axes.reduced)
+    # groups of ranks that stay partial, each with values of its own
+    groups = prod(mesh.shape[axis] for axis, _ in src.partials if axis not in axes.reduced)
+    shards = prod(mesh.shape[axis] for sharding in dst.dim_shardings for axis in sharding.axes)
+    made = prod(mesh.shape[axis] for axis in axes.made)
+    holders = max(1, ranks // groups // shards // made)
+    transfers = (values - 1) + (holders - 1)
+    # 64 * 6 / 4
+    return src.dtype.itemsize * prod(src.shape) * groups * transfers / ranks

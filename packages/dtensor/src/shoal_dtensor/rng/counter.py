@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,11 @@ def fill_counter(
         return
     if local.is_complex():
         if fill.name == "normal_":
-            fill = fill._replace(args=(_arg(fill, 0, 0.0), _arg(fill, 1, 1.0) / math.sqrt(2.0)))
-        local, shape, box = torch.view_as_real(local), (*shape, 2), (*box, (0, 2))
+            deviation = _arg(fill, 1, 1.0) / math.sqrt(2.0)
+            fill = fill._replace(args=(_arg(fill, 0, 0.0), deviation))
+        local = torch.view_as_real(local)
+        shape = (*shape, 2)
+        box = (*box, (0, 2))
     if not shape:
         shape = (1,)
         box = ((0, 1),)
@@ -63,17 +66,22 @@ def fill_counter(
     rows = torch.zeros(1, dtype=torch.int64, device=local.device)
     for n, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
         # rows 2:4: [2, 3]
-        rows = (rows[:, None] * n + torch.arange(start, stop, device=local.device)).reshape(-1)
+        inner = torch.arange(start, stop, device=local.device)
+        rows = (rows[:, None] * n + inner).reshape(-1)
     table = (len(rows), high - low)
     target = local.view(table) if local.is_contiguous() else local.new_empty(table)
     odds = None if operand is None else operand.reshape(table)
     for left in range(low, high, _CHUNK):
         right = min(left + _CHUNK, high)
-        step = max(1, _CHUNK // (right - left))  # rows of 100 values: 163 at a time
+        # rows of 100 values: 163 at a time
+        step = max(1, _CHUNK // (right - left))
         for top in range(0, len(rows), step):
-            at = (slice(top, top + step), slice(left - low, right - low))
-            values = _values(fill, rows[at[0]], (left, right), local.dtype, key)
-            target[at].copy_(values if odds is None else values < odds[at])
+            rows_of_chunk = rows[top : top + step]
+            place = (slice(top, top + step), slice(left - low, right - low))
+            values = _values(fill, rows_of_chunk, (left, right), local.dtype, key=key)
+            if odds is not None:
+                values = values < odds[place]
+            target[place].copy_(values)
     if not local.is_contiguous():
         local.copy_(target.view(local.shape))
 
@@ -82,18 +90,25 @@ def _values(
     fill: Fill, rows: Tensor, columns: tuple[int, int], dtype: torch.dtype, key: tuple[int, int]
 ) -> Tensor:
     left, right = columns
-    wide = dtype == torch.float64 or fill.name not in ("uniform_", "normal_", "bernoulli_")
     if fill.name == "random_":
-        wide = _integer_range(fill, dtype)[1] > 1 << 32
+        is_wide = _integer_range(fill, dtype).size > 1 << 32
+    else:
+        is_narrow = fill.name in ("uniform_", "normal_", "bernoulli_")
+        is_wide = dtype == torch.float64 or not is_narrow
     # columns 5..9 in blocks of 4 are blocks 1 and 2, without the first value of 1 and two of 2
-    per = 2 if wide else 4
+    values_of_block = 2 if is_wide else 4
     # 5:10: blocks 1 and 2
-    block = torch.arange(left // per, -(-right // per), device=rows.device)[None, :]
+    first_block = left // values_of_block
+    end_block = -(-right // values_of_block)
+    block = torch.arange(first_block, end_block, device=rows.device)[None, :]
     row = rows[:, None]
+    counter = (block & _MASK, row & _MASK, row >> 32, block >> 32)
     # (rows, blocks, 4)
-    words = torch.stack(philox((block & _MASK, row & _MASK, row >> 32, block >> 32), key), -1)
+    words = torch.stack(philox(counter, key), -1)
+    values = _distributed(fill, words, dtype).flatten(1)
     # of columns 4..11: [1:6]
-    return _distributed(fill, words, dtype).flatten(1)[:, left % per :][:, : right - left]
+    skipped = left % values_of_block
+    return values[:, skipped : skipped + right - left]
 
 
 def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,82 +116,112 @@ def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
 
     For `bernoulli_` without arguments, return uniform values to compare with the operand.
     """
-    first, second = (partial(_arg, fill, position) for position in (0, 1))
-    # of the two values of a block that need more than 32 bits
-    high = words[..., 0::2]
-    low = words[..., 1::2]
-
-    def opened() -> Tensor:
-        """Return two values per block in the open interval (0, 1), from 52 bits each."""
-        return ((high << 20) + (low >> 12)).double().add_(0.5).mul_(2.0**-52)
-
-    def standard_normal(dtype: torch.dtype) -> Tensor:
-        """Return standard normal values by Box and Muller's transform, in float64."""
-        if dtype == torch.float64:
-            both = opened()
-            uniform = both[..., :1]
-            turn = both[..., 1:]
-        else:
-            uniform = high.double().add_(0.5).mul_(_WORD)
-            turn = low.double().mul_(_WORD)
-        radius = uniform.log().mul_(-2.0).sqrt_()
-        angle = turn * (2.0 * math.pi)
-        return torch.stack([angle.cos().mul_(radius), angle.sin().mul_(radius)], -1).flatten(-2)
-
+    first = partial(_arg, fill, 0)
+    second = partial(_arg, fill, 1)
     match fill.name:
         case "uniform_":
-            start = first(0.0)
-            stop = second(1.0)
-            bits = _BITS[dtype]
-            # 32 + 21 of 53 bits; f32: the upper 24 bits
-            units = (high << 21) + (low >> 11) if bits > 32 else words >> (32 - bits)
-            values = units.double().mul_(2.0**-bits).mul_(stop - start).add_(start).to(dtype)
-            return values.masked_fill_(values >= stop, start) if stop > start else values
+            return _uniform(words, dtype, first(0.0), second(1.0))
         case "normal_":
-            return standard_normal(dtype).mul_(second(1.0)).add_(first(0.0))
+            return _standard_normal(words, dtype).mul_(second(1.0)).add_(first(0.0))
         case "log_normal_":
-            return standard_normal(torch.float64).mul_(second(2.0)).add_(first(1.0)).exp_()
+            logarithm = _standard_normal(words, torch.float64).mul_(second(2.0)).add_(first(1.0))
+            return logarithm.exp_()
         case "bernoulli_":
-            uniform = opened() if dtype == torch.float64 else words.double().mul_(_WORD)
+            is_wide = dtype == torch.float64
+            uniform = _open_uniform(words) if is_wide else words.double().mul_(_WORD)
             return uniform < first(0.5) if fill.args else uniform
         case "exponential_":
-            return opened().log_().mul_(-1.0 / first(1.0))
+            return _open_uniform(words).log_().mul_(-1.0 / first(1.0))
         case "cauchy_":
-            return opened().sub_(0.5).mul_(math.pi).tan_().mul_(second(1.0)).add_(first(0.0))
-        case "geometric_" if first(0.5) == 1.0:
-            return torch.ones_like(high)
+            angle = _open_uniform(words).sub_(0.5).mul_(math.pi)
+            return angle.tan_().mul_(second(1.0)).add_(first(0.0))
         case "geometric_":
-            return opened().log_().div_(math.log1p(-first(0.5))).ceil_().clamp_(min=1.0)
+            chance = first(0.5)
+            uniform = _open_uniform(words)
+            if chance == 1.0:
+                return torch.ones_like(uniform, dtype=words.dtype)
+            return uniform.log_().div_(math.log1p(-chance)).ceil_().clamp_(min=1.0)
     assert fill.name == "random_", f"no distribution {fill.name}"
-    lowest, count = _integer_range(fill, dtype)
+    return _integers(words, _integer_range(fill, dtype))
+
+
+def _open_uniform(words: Tensor) -> Tensor:
+    """Return two values per block in the open interval (0, 1), from 52 bits each."""
+    bits = (words[..., 0::2] << 20) + (words[..., 1::2] >> 12)
+    return bits.double().add_(0.5).mul_(2.0**-52)
+
+
+def _uniform(words: Tensor, dtype: torch.dtype, start: float, stop: float) -> Tensor:
+    """Return values in `[start, stop)`: multiples of 2 ** -bits, scaled."""
+    bits = _BITS[dtype]
+    if bits > 32:
+        # 32 + 21 of 53 bits
+        units = (words[..., 0::2] << 21) + (words[..., 1::2] >> 11)
+    else:
+        # f32: the upper 24 bits
+        units = words >> (32 - bits)
+    values = units.double().mul_(2.0**-bits).mul_(stop - start).add_(start).to(dtype)
+    if stop <= start:
+        return values
+    return values.masked_fill_(values >= stop, start)
+
+
+def _standard_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return standard normal values by Box and Muller's transform, in float64."""
+    if dtype == torch.float64:
+        both = _open_uniform(words)
+        uniform = both[..., :1]
+        turn = both[..., 1:]
+    else:
+        uniform = words[..., 0::2].double().add_(0.5).mul_(_WORD)
+        turn = words[..., 1::2].double().mul_(_WORD)
+    radius = uniform.log().mul_(-2.0).sqrt_()
+    angle = turn * (2.0 * math.pi)
+    pairs = [angle.cos().mul_(radius), angle.sin().mul_(radius)]
+    return torch.stack(pairs, -1).flatten(-2)
+
+
+def _integers(words: Tensor, integers: _IntegerRange) -> Tensor:
+    """Return integers of a range: from one word each, or from two if there are more than 2**32."""
+    lowest, count = integers
     if count <= 1 << 32:
-        return words.remainder(count).add_(lowest)  # random_(2, 5): word % 3 + 2
+        # random_(2, 5): word % 3 + 2
+        return words.remainder(count).add_(lowest)
+    high = words[..., 0::2]
+    low = words[..., 1::2]
     if count >= 1 << 64:
         return (high << 32) | low
     numbers = (high << 31) | (low >> 1)
-    return (numbers if count == 1 << 63 else numbers.remainder_(count)).add_(lowest)
+    if count != 1 << 63:
+        numbers = numbers.remainder_(count)
+    return numbers.add_(lowest)
 
 
-def _integer_range(fill: Fill, dtype: torch.dtype) -> tuple[int, int]:
+class _IntegerRange(NamedTuple):
+    """The lowest of consecutive integers, and how many there are."""
+
+    lowest: int
+    size: int
+
+
+def _integer_range(fill: Fill, dtype: torch.dtype) -> _IntegerRange:
     """Return the first value and the number of values of `random_`, as torch documents them."""
+    bounds = [int(bound) for bound in fill.args if bound is not None]
     if fill.args and fill.args[-1] is not None:
-        start, stop = (
-            (0, int(fill.args[0]))
-            if len(fill.args) == 1
-            else (int(fill.args[0]), int(fill.args[1]))
-        )
+        start, stop = bounds if len(bounds) == 2 else (0, *bounds)
         # random_(2, 5): from 2, one of 3 numbers
-        return start, stop - start
-    start = int(fill.args[0]) if fill.args else 0
-    # f32: 2**24
-    last = (
-        (1 << _BITS[dtype])
-        if dtype in _BITS
-        else 1
-        if dtype == torch.bool
-        else torch.iinfo(dtype).max
-    )
-    return start, last - start + 1
+        return _IntegerRange(start, stop - start)
+    start = bounds[0] if bounds else 0
+    return _IntegerRange(start, _largest_integer(dtype) - start + 1)
+
+
+def _largest_integer(dtype: torch.dtype) -> int:
+    """Return the largest value of `random_` without an end; for float32 2**24."""
+    if dtype in _BITS:
+        return 1 << _BITS[dtype]
+    if dtype == torch.bool:
+        return 1
+    return int(torch.iinfo(dtype).max)
 
 
 def _arg(fill: Fill, position: int, default: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..errors import PlacementError
 from ..layout.spec import Spec
 from .counter import fill_counter, philox
-from .memory_order import MemoryOrder, memory_order_of
+from .memory_walk import MemoryWalk, memory_walk_of
 from .state import check_in_step, current_mode, generator_of, key_of
 from .streams import Fill, fill_stream
 
@@ -44,7 +45,8 @@ def draw(
     mode.hold_in_recomputation()
     if mode.mode != "local" and not torch.compiler.is_compiling() and type(local) is Tensor:
         # these take a key
-        source = torch.device("cpu") if mode.mode in {"counter", "per_axis"} else local.device
+        takes_key = mode.mode in {"counter", "per_axis"}
+        source = torch.device("cpu") if takes_key else local.device
         check_in_step(spec.mesh, generator_of(source) if generator is None else generator)
     with torch.no_grad():
         if mode.mode == "local":
@@ -52,16 +54,11 @@ def draw(
             return local
         if mode.mode == "counter":
             box = spec.box(spec.coordinate) if spec.coordinate is not None else ((0, 0),)
-            fill_counter(
-                local, tuple(spec.shape), box, fill, key=key_of(generator), operand=operand
-            )
+            key = key_of(generator)
+            fill_counter(local, tuple(spec.shape), box, fill, key=key, operand=operand)
             return local
-        memory = memory_order_of(spec)
-        names = spec.mesh.axis_names
-        asked = {
-            spec.mesh.axis_index(axis) for axis in mode.axes if axis in (*names, *range(len(names)))
-        }
-        axes = tuple(axis for axis in sorted(asked) if spec.placements[axis].is_shard())
+        memory = memory_walk_of(spec)
+        axes = _sharding_axes_of(mode.axes, spec)
         if mode.mode == "per_axis" and axes:
             key = key_of(generator)
             if spec.coordinate is None:
@@ -71,6 +68,14 @@ def draw(
             generator = torch.Generator(local.device).manual_seed((high << 31) ^ low)
         fill_stream(local, memory, fill, generator, operand=operand)
     return local
+
+
+def _sharding_axes_of(requested: Iterable[str | int], spec: Spec) -> tuple[int, ...]:
+    """Return the requested axes that the mesh has and that shard the tensor, ascending."""
+    names = spec.mesh.axis_names
+    known = (*names, *range(len(names)))
+    axes = {spec.mesh.axis_index(axis) for axis in requested if axis in known}
+    return tuple(axis for axis in sorted(axes) if spec.placements[axis].is_shard())
 
 
 def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Tensor) -> None:
@@ -86,19 +91,18 @@ def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Ten
 
 def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:
     """Return uninitialized memory for this rank's box, dims in the order of the global stride."""
-    memory = memory_order_of(spec)
+    memory = memory_walk_of(spec)
     place = spec.mesh.device_type if device is None else device
     if spec.coordinate is None:
         return torch.empty(0, dtype=spec.dtype, device=place)
-    packed = torch.empty(
-        [stop - start for start, stop in memory.box], dtype=spec.dtype, device=place
-    )
+    sizes = [stop - start for start, stop in memory.box]
+    packed = torch.empty(sizes, dtype=spec.dtype, device=place)
     return packed.permute(memory.restored())
 
 
 def _own_part(
-    memory: MemoryOrder, spec: Spec, coordinate: tuple[int, ...], axes: tuple[int, ...]
-) -> tuple[MemoryOrder, int]:
+    memory: MemoryWalk, spec: Spec, coordinate: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[MemoryWalk, int]:
     """Return the part that ranks at this rank's coordinates on `axes` hold, and a number.
 
     The number is the row-major index of these coordinates.
@@ -112,19 +116,18 @@ def _own_part(
         own = sharding.index(coordinate)
         sizes = sharding.sizes
         # numbers of the shards that these ranks hold, of all that the dim's axes make
-        held = [
-            shard
-            for shard, position in enumerate(product(*map(range, sharding.axis_sizes)))
-            if all(
-                at == coordinate[axis]
-                for axis, at in zip(sharding.axes, position, strict=True)
-                if axis in axes
-            )
-        ]
+        fixed = [axis in axes for axis in sharding.axes]
+        own_position = [coordinate[axis] for axis in sharding.axes]
+        held = []
+        for shard, position in enumerate(product(*map(range, sharding.axis_sizes))):
+            triples = zip(fixed, position, own_position, strict=True)
+            if all(at == own_at for is_fixed, at, own_at in triples if is_fixed):
+                held.append(shard)
         before = sum(sizes[shard] for shard in held if shard < own)
         shape.append(sum(sizes[shard] for shard in held))
         box.append((before, before + sizes[own]))
     number = 0
     for axis in axes:
-        number = number * spec.mesh.size(axis) + coordinate[axis]  # (1, 2) on axes of 2 and 3: 5
+        # (1, 2) on axes of 2 and 3: 5
+        number = number * spec.mesh.size(axis) + coordinate[axis]
     return memory._replace(shape=tuple(shape), box=tuple(box)), number

@@ -191,17 +191,18 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
         if _is_checked(mesh, about) and not always:
             return
         with purpose(_PURPOSE), one_thread_at_a_time(mesh, lambda: about):
+            # another thread was faster
             if _is_checked(mesh, about) and not always:
-                return  # another thread was faster
+                return
             if about == _SHARED:
-                mine = generator.initial_seed() >> 1
+                own_print = generator.initial_seed() >> 1
             else:
-                mine = _hash(bytes(generator.get_state().tolist())) >> 2
+                own_print = _hash(bytes(generator.get_state().tolist())) >> 2
             with out_of_sight():
-                sent = upload(
-                    [mine], device_of_numbers(mesh.comm(tuple(range(mesh.ndim))), mesh.device_type)
-                )
-            prints = [row[0] for row in rows_of_ranks(mesh, lambda: about, sent)]
+                comm = mesh.comm(tuple(range(mesh.ndim)))
+                sent = upload([own_print], device_of_numbers(comm, mesh.device_type))
+            rows = rows_of_ranks(mesh, lambda: about, sent)
+            prints = [print_of_rank for (print_of_rank,) in rows]
             if len(set(prints)) > 1:
                 raise RandomStateError(_describe(mesh, prints, generator))
             _count(mesh, about)

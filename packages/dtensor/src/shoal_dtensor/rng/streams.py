@@ -28,7 +28,7 @@ from torch import Tensor
 from .._torch.compiling import recorder
 from .._torch.tensors import TRACED
 from ..layout.boxes import whole_box
-from .memory_order import MemoryOrder, stretches
+from .memory_walk import MemoryWalk
 from .state import generator_of
 
 
@@ -103,7 +103,7 @@ def _dropout_mask(
 
 def fill_stream(
     local: Tensor,
-    memory: MemoryOrder,
+    memory: MemoryWalk,
     fill: Fill,
     generator: torch.Generator | None,
     operand: Tensor | None = None,
@@ -122,13 +122,13 @@ def fill_stream(
     if in_order and local.is_contiguous() == memory.contiguous:
         fill(local, generator, operand)
         return
-    by_parts = {"cpu": fill_cpu, "cuda": fill_cuda}
-    by_parts.get(local.device.type, fill_whole)(local, memory, fill, generator, operand)
+    fill_by_parts = {"cpu": fill_cpu, "cuda": fill_cuda}.get(local.device.type, fill_whole)
+    fill_by_parts(local, memory, fill, generator, operand=operand)
 
 
 def fill_whole(
     local: Tensor,
-    memory: MemoryOrder,
+    memory: MemoryWalk,
     fill: Fill,
     generator: torch.Generator | None,
     operand: Tensor | None,
@@ -137,18 +137,18 @@ def fill_whole(
 
     This is correct on any device, and traceable because nothing is measured.
     """
-    on_cpu = local.device.type == "cpu"
-    whole = _scratch(memory.shape, local, memory.contiguous or not on_cpu)
+    is_on_cpu = local.device.type == "cpu"
+    whole = _scratch(memory.shape, local, memory.contiguous or not is_on_cpu)
     own = tuple([slice(start, stop) for start, stop in memory.box])
     odds = None if operand is None else torch.full_like(whole, 0.5, dtype=operand.dtype)
     if odds is not None and operand is not None and memory.has(operand):
         odds[own].copy_(memory.arranged(operand))
     # kernels there walk in memory order, whatever the dims are called
-    if on_cpu or local.device.type == "cuda":
+    if is_on_cpu or local.device.type == "cuda":
         fill(whole, generator, odds)
     else:
-        back = memory.restored()
-        fill(whole.permute(back), generator, None if odds is None else odds.permute(back))
+        dims = memory.restored()
+        fill(whole.permute(dims), generator, None if odds is None else odds.permute(dims))
     if memory.has(local):
         memory.arranged(local).copy_(whole[own])
 
@@ -181,7 +181,7 @@ class Law(NamedTuple):
 
 def fill_cpu(
     local: Tensor,
-    memory: MemoryOrder,
+    memory: MemoryWalk,
     fill: Fill,
     generator: torch.Generator | None,
     operand: Tensor | None = None,
@@ -189,9 +189,8 @@ def fill_cpu(
     """Run `fill_stream` on the CPU, in bounded memory."""
     law = None
     if type(local) is Tensor and memory.numel > CHUNK:
-        law = law_of(
-            fill, local.dtype, memory.contiguous, None if operand is None else operand.dtype
-        )
+        operand_dtype = None if operand is None else operand.dtype
+        law = law_of(fill, local.dtype, memory.contiguous, operand_dtype)
     if law is None:
         fill_whole(local, memory, fill, generator, operand=operand)
         return
@@ -204,22 +203,23 @@ def fill_cpu(
     while start < memory.numel:
         # The last chunk includes a rest of less than a unit: 2 * 65536 + 5 elements in units of 16
         # are two chunks.
-        stop = memory.numel if memory.numel - start - CHUNK < law.unit else start + CHUNK
-        if (first < stop and start < last) or not law.words or stop == memory.numel:
+        rest = memory.numel - start - CHUNK
+        stop = memory.numel if rest < law.unit else start + CHUNK
+        touches_box = first < stop and start < last
+        if touches_box or not law.words or stop == memory.numel:
             # 65536 float32 uniform values: as many words
             skip_words((start - drawn) * law.words, generator)
             # up to 65536 + 15 elements in units of 16
             drawn = stop
-            length = stop - start
+            values = scratch[: stop - start]
+            chunk_odds = None
             if odds is not None and operand is not None:
-                for part, own in stretches(
-                    memory.shape, memory.box, start, stop, flat=odds, held=memory.arranged(operand)
-                ):
+                chunk_odds = odds[: stop - start]
+                own_odds = memory.arranged(operand)
+                for part, own in memory.stretches(start, stop, flat=odds, held=own_odds):
                     part.copy_(own)
-            fill(scratch[:length], generator, None if odds is None else odds[:length])
-            for part, own in stretches(
-                memory.shape, memory.box, start, stop, flat=scratch, held=target
-            ):
+            fill(values, generator, chunk_odds)
+            for part, own in memory.stretches(start, stop, flat=scratch, held=target):
                 own.copy_(part)
         start = stop
 
@@ -246,7 +246,7 @@ def law_of(
     None if drawing in chunks gives other values.
     """
 
-    def trial(*ends: int) -> tuple[Tensor, Tensor]:
+    def draw_divided(*ends: int) -> tuple[Tensor, Tensor]:
         """Return the values and the end state of a draw that is divided at `ends`."""
         generator = _primed()
         values = _scratch((ends[-1],), torch.empty(0, dtype=dtype, device="cpu"), contiguous)
@@ -255,20 +255,27 @@ def law_of(
             fill(values[start:stop], generator, None if odds is None else odds[start:stop])
         return values, generator.get_state()
 
-    whole, after = trial(_PROBE)
+    whole, end_state = draw_divided(_PROBE)
     for unit in _UNITS:
-        values, state = trial(unit, 3 * unit, _PROBE)  # in units of 8: 0:8, 8:24, 24:83
-        if torch.equal(state, after) and torch.equal(values.nan_to_num(), whole.nan_to_num()):
-            count = 2 * max(unit, 8)  # 16 values, or 32 in units of 16
-            after = trial(count)[1]
-            # so many if skipping them for each value leads to the same state
-            for words in (1, 2, 4):
-                generator = _primed()
-                skip_words(count * words, generator)
-                if torch.equal(generator.get_state(), after):
-                    return Law(unit, words)
-            return Law(unit, 0)
+        # in units of 8: 0:8, 8:24, 24:83
+        values, state = draw_divided(unit, 3 * unit, _PROBE)
+        has_same_state = torch.equal(state, end_state)
+        if has_same_state and torch.equal(values.nan_to_num(), whole.nan_to_num()):
+            # 16 values, or 32 in units of 16
+            count = 2 * max(unit, 8)
+            _, state_behind = draw_divided(count)
+            return Law(unit, _words_of_value(count, state_behind))
     return None
+
+
+def _words_of_value(count: int, state_behind: Tensor) -> int:
+    """Return the words that each of `count` values takes, if skipping them leads to this state."""
+    for words in (1, 2, 4):
+        generator = _primed()
+        skip_words(count * words, generator)
+        if torch.equal(generator.get_state(), state_behind):
+            return words
+    return 0
 
 
 def _primed() -> torch.Generator:
@@ -295,7 +302,7 @@ class Rounds(NamedTuple):
 
 def fill_cuda(
     local: Tensor,
-    memory: MemoryOrder,
+    memory: MemoryWalk,
     fill: Fill,
     generator: torch.Generator | None,
     operand: Tensor | None = None,
@@ -312,34 +319,29 @@ def fill_cuda(
         fill_whole(local, memory, fill, generator, operand=operand)
         return
     target = memory.arranged(local)
-    generator = (
-        torch.cuda.default_generators[local.device.index] if generator is None else generator
-    )
+    if generator is None:
+        generator = torch.cuda.default_generators[local.device.index]
     start = generator.get_offset()
     # A round's worth, and a bit of the next if that takes the kernel which a tensor of that many
     # elements takes.
     flat = torch.empty(rounds.size + residue, dtype=local.dtype, device=local.device)
     first, last = memory.span
     # Elements 2500..5200 in rounds of 1000 are in rounds 2 to 5.
-    for k in range(first // rounds.size, -(-last // rounds.size)):
+    first_round = first // rounds.size
+    end_round = -(-last // rounds.size)
+    for k in range(first_round, end_round):
         # k = 2: 2000, from offset start + 2 * step
         begin = k * rounds.size
-        mine = [
-            *stretches(
-                memory.shape,
-                memory.box,
-                begin,
-                min(begin + rounds.size, memory.numel),
-                flat=flat,
-                held=target,
-            )
-        ]
-        if mine:
+        end = min(begin + rounds.size, memory.numel)
+        own_stretches = [*memory.stretches(begin, end, flat=flat, held=target)]
+        if own_stretches:
             generator.set_offset(start + k * rounds.step)
             fill(flat, generator)
-            for part, own in mine:
+            for part, own in own_stretches:
                 own.copy_(part)
-    generator.set_offset(start + -(-memory.numel // rounds.size) * rounds.step)  # 5200: 6 rounds
+    # 5200: 6 rounds
+    all_rounds = -(-memory.numel // rounds.size)
+    generator.set_offset(start + all_rounds * rounds.step)
 
 
 @lru_cache(maxsize=512)
@@ -366,19 +368,23 @@ def rounds_of(
     # The fewest elements that take a second round, less one.
     size = bisect_left(range(_LARGEST), True, lo=1, key=lambda numel: advance(numel) != step) - 1
     # of 3 rounds, the last of them short
-    numel = 2 * size + min(size, 1024 + (residue if fill.granule > 1 else 3))
+    rest = 1024 + (residue if fill.granule > 1 else 3)
+    numel = 2 * size + min(size, rest)
     if numel > scratch.numel():
         return None
     start = generator.get_offset()
     fill(scratch[:numel], generator)
-    holds = generator.get_offset() == start + 3 * step
+    if generator.get_offset() != start + 3 * step:
+        return None
     alone = torch.empty(size + residue, dtype=dtype, device=device)
-    for k in (2, 0, 1):  # each round by itself, in another order
+    # each round by itself, in another order
+    for k in (2, 0, 1):
         generator.set_offset(start + k * step)
         fill(alone, generator)
         part = scratch[k * size : min((k + 1) * size, numel)]
-        holds = holds and torch.equal(part, alone[: part.numel()])
-    return Rounds(size, step) if holds else None
+        if not torch.equal(part, alone[: part.numel()]):
+            return None
+    return Rounds(size, step)
 
 
 def _private_generator(device: torch.device) -> torch.Generator:

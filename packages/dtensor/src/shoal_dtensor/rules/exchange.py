@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,21 +43,32 @@ from ..layout.dim_sharding import DimSharding
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
 from .language.local_ops import shard_index
+from .language.op_call import ShardingMap
 from .language.rule import OpCall, Traffic
 
 Interval = tuple[int, int]
-Block = tuple[int, int, int]
-"""Where elements are in the sender's shard and in what the receiver wants, and how many."""
 
 
-def _blocks(places: Sequence[int], size: int, wanted: Interval) -> list[Block]:
+class RelocatedBlock(NamedTuple):
+    """Elements that one rank sends to another: their places in the shard and in the wanted range."""
+
+    in_shard: int
+    in_wanted: int
+    length: int
+
+
+def _blocks(places: Sequence[int], size: int, wanted: Interval) -> list[RelocatedBlock]:
     """Return the parts of the range `wanted` in a shard that is put at each of `places`."""
-    # 3:6 at 4, of 3:6: 4, 4, 6
-    parts = [(at, max(at, wanted[0]), min(at + size, wanted[1])) for at in places]
-    # 0, 1, 2
-    return [
-        (start - at, start - wanted[0], stop - start) for at, start, stop in parts if start < stop
-    ]
+    first, last = wanted
+    blocks = []
+    for place in places:
+        # 3:6 at 4, of 3:6: 4, 6
+        start = max(place, first)
+        stop = min(place + size, last)
+        if start < stop:
+            # 0, 1, 2
+            blocks.append(RelocatedBlock(start - place, start - first, stop - start))
+    return blocks
 
 
 class Relocation:
@@ -83,58 +95,58 @@ class Relocation:
         self.moves = moves
         self.index: int = shard_index(spec, dim)
         sizes = spec.sizes(dim)
-        mine = places[self.index]
+        own_places = places[self.index]
         self.size: int = sizes[self.index]
         # roll of abc | def by 1: rank 0 wants f ab, and sends c to rank 1
         self.wanted: Interval = wanted[self.index]
-        self.sends: list[list[Block]] = [_blocks(mine, self.size, there) for there in wanted]
-        self.receives: list[list[Block]] = [
-            _blocks(*each, self.wanted) for each in zip(places, sizes, strict=True)
-        ]
+        self.sends = [_blocks(own_places, self.size, range_of_rank) for range_of_rank in wanted]
+        self.receives: list[list[RelocatedBlock]] = []
+        for places_of_rank, size in zip(places, sizes, strict=True):
+            self.receives.append(_blocks(places_of_rank, size, self.wanted))
         # Whether something is put everywhere. Not every dtype has a zero to fill gaps with.
-        arriving = sum(length for blocks in self.receives for *_, length in blocks)
-        self._has_no_gap = arriving == self.wanted[1] - self.wanted[0]
+        start, stop = self.wanted
+        arriving = sum(block.length for blocks in self.receives for block in blocks)
+        self._has_no_gap = arriving == stop - start
         # How much more is wanted at the start and at the end, where nothing moves: 3:9 of 4:8: (1,
         # 1); 5:7: (-1, -1).
-        self._widths: dict[int, Interval] = {
-            dim: (mine[0] - self.wanted[0], self.wanted[1] - mine[0] - self.size)
-        }
+        place = own_places[0]
+        self._widths: dict[int, Interval] = {dim: (place - start, stop - place - self.size)}
 
     def forwards(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Exchange shards; return the range that this rank wants, `fill` where nothing is put."""
         if not self.moves:
-            return _padded(x, self._widths, fill)
-        shape = self._shape(x, self.wanted[1] - self.wanted[0])
+            return _pad(x, self._widths, fill)
+        start, stop = self.wanted
+        shape = self._shape(x, stop - start)
         result = x.new_empty(shape) if self._has_no_gap else x.new_full(shape, fill)
-        blocks = [
-            [x.narrow(self.dim, at, length) for at, _, length in to_rank] for to_rank in self.sends
-        ]
-        out = [
-            [result.narrow(self.dim, at, length) for _, at, length in each]
-            for each in self.receives
-        ]
-        self._exchange(blocks, out, x, result)
+        sent = []
+        for blocks in self.sends:
+            parts = [x.narrow(self.dim, block.in_shard, block.length) for block in blocks]
+            sent.append(parts)
+        arriving = [self._in_wanted(result, blocks) for blocks in self.receives]
+        self._exchange(sent, arriving, x, result)
         return result
 
     def backwards(self, gradient: Tensor) -> Tensor:
         """Return the gradient of this rank's shard, summed over the gradients of all ranks."""
         if not self.moves:
-            return _padded(gradient, self._widths, sign=-1).contiguous()
+            return _pad(gradient, self._widths, sign=-1).contiguous()
         total = gradient.new_zeros(self._shape(gradient, self.size))
-        blocks = [
-            [gradient.narrow(self.dim, at, length) for _, at, length in each]
-            for each in self.receives
-        ]
-        out = [
-            [gradient.new_empty(self._shape(gradient, length)) for *_, length in to_rank]
-            for to_rank in self.sends
-        ]
-        self._exchange(blocks, out, gradient, total)
-        for sent, parts in zip(self.sends, out, strict=True):
-            # behind this rank's parts is an empty one
-            for (at, _, length), part in zip(sent, parts, strict=False):
-                total.narrow(self.dim, at, length).add_(part)
+        sent = [self._in_wanted(gradient, blocks) for blocks in self.receives]
+        arriving = []
+        for blocks in self.sends:
+            shapes = [self._shape(gradient, block.length) for block in blocks]
+            arriving.append([gradient.new_empty(shape) for shape in shapes])
+        self._exchange(sent, arriving, gradient, total)
+        for blocks, summands in zip(self.sends, arriving, strict=True):
+            # behind this rank's summands is an empty one
+            for block, summand in zip(blocks, summands, strict=False):
+                total.narrow(self.dim, block.in_shard, block.length).add_(summand)
         return total
+
+    def _in_wanted(self, tensor: Tensor, blocks: Sequence[RelocatedBlock]) -> list[Tensor]:
+        """Return the views of some blocks in a tensor with the wanted range."""
+        return [tensor.narrow(self.dim, block.in_wanted, block.length) for block in blocks]
 
     def _exchange(
         self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor
@@ -142,7 +154,8 @@ class Relocation:
         # so that a rank that sends and receives nothing has the dtype
         blocks[self.index].append(source.narrow(self.dim, 0, 0))
         out[self.index].append(result.narrow(self.dim, 0, 0))
-        all_to_all_blocks(blocks, self.spec.mesh.comm(self.spec.dim_sharding(self.dim).axes), out)
+        axes = self.spec.dim_sharding(self.dim).axes
+        all_to_all_blocks(blocks, self.spec.mesh.comm(axes), out)
 
     def _shape(self, like: Tensor, length: int) -> list[int]:
         return [length if d == self.dim else n for d, n in enumerate(like.shape)]
@@ -152,7 +165,7 @@ class Relocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class Windows(ShardingMap):
     """The inputs that each output reads along a dim; as a map of shardings, the outputs of a shard.
 
     Output `o` reads inputs `o * stride - padding + dilation * j` for `j` below `kernel`; a shard
@@ -194,12 +207,13 @@ class Windows:
             return self.outputs
         if position == 0:
             return 0
-        # kernel 3, padding 1: 1 - 1 = 0
-        middle = 0 if self.transposed else self.reach // 2 - self.padding
-        # 5, by 2: 3
-        outputs = (
-            position * self.stride if self.transposed else -(-(position - middle) // self.stride)
-        )
+        if self.transposed:
+            outputs = position * self.stride
+        else:
+            # kernel 3, padding 1: 1 - 1 = 0
+            middle = self.reach // 2 - self.padding
+            # 5, by 2: 3
+            outputs = -(-(position - middle) // self.stride)
         return min(max(outputs, 0), self.outputs)
 
     def reads(self, outputs: Interval) -> Interval:
@@ -209,10 +223,11 @@ class Windows:
         """
         start, stop = outputs
         if not self.transposed:
-            return start * self.stride - self.padding, (
-                stop - 1
-            ) * self.stride - self.padding + self.reach + 1
-        first = -(-(start + self.padding - self.reach) // self.stride) - self.beside
+            first = start * self.stride - self.padding
+            last = (stop - 1) * self.stride - self.padding
+            return first, last + self.reach + 1
+        before = start + self.padding - self.reach
+        first = -(-before // self.stride) - self.beside
         last = (stop - 1 + self.padding) // self.stride + 1 + self.beside
         # kernel 3, stride 2, padding 1, outputs 0:4: inputs 0:3
         return self.clipped((first, last))
@@ -224,15 +239,19 @@ class Windows:
 
     def reached(self, inputs: Interval) -> Interval:
         """Return the range of outputs that a range of inputs reaches, for a transposed operator."""
-        start = inputs[0] * self.stride - self.padding  # inputs 0:3, stride 2, padding 1: -1
+        first, last = inputs
+        # inputs 0:3, stride 2, padding 1: -1
+        start = first * self.stride - self.padding
         # -1 + 2 * 2 + 3 = 6
-        return start, start + (inputs[1] - inputs[0] - 1) * self.stride + self.reach + 1
+        start_of_last = start + (last - first - 1) * self.stride
+        return start, start_of_last + self.reach + 1
 
 
 def per_dim(call: OpCall, name: str, count: int) -> list[int]:
     """Return an argument as a list with one number for each of `count` spatial dims."""
     value = call.get(name, [1])
-    return [*value] * (count if len(value) == 1 else 1)  # [2] for 3 dims: [2, 2, 2]
+    # [2] for 3 dims: [2, 2, 2]
+    return [*value] * count if len(value) == 1 else [*value]
 
 
 def windows_of(
@@ -251,18 +270,18 @@ def windows_of(
     stride = per_dim(call, "stride", count) if call["stride"] else kernel
     padding = per_dim(call, "padding", count)
     dilation = per_dim(call, "dilation", count)
-    return {
-        d: Windows(
-            source.shape[d],
-            result.shape[d],
+    windows = {}
+    for i, dim in enumerate(range(source.ndim - count, source.ndim)):
+        windows[dim] = Windows(
+            source.shape[dim],
+            result.shape[dim],
             kernel[i],
             stride[i],
             padding=padding[i],
             dilation=dilation[i],
             transposed=transposed,
         )
-        for i, d in enumerate(range(source.ndim - count, source.ndim))
-    }
+    return windows
 
 
 def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | None:
@@ -278,40 +297,47 @@ def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | No
         >>> halo_traffic(Windows(4, 2, kernel=2, stride=2), row, 0)(4)
         8
     """
-    row_bytes = source.dtype.itemsize * prod(n for d, n in enumerate(source.shape) if d != dim)
+    if not _needs_halo(windows):
+        return None
+    other_sizes = [n for d, n in enumerate(source.shape) if d != dim]
+    row_bytes = source.dtype.itemsize * prod(other_sizes)
     # Inputs that two neighbouring windows share, so about the size of a halo.
-    # kernel 3, stride 1: 2; kernel 2, stride 2: 0
-    overlap = windows.reach + 1 - windows.stride
     if windows.transposed:
         # 3, by 2: 2 - 1 = 1
-        overlap = max(-(-(windows.reach + 1) // windows.stride) - 1, 0) + 2 * windows.beside
+        windows_of_input = -(-(windows.reach + 1) // windows.stride)
+        overlap = max(windows_of_input - 1, 0) + 2 * windows.beside
+    else:
+        # kernel 3, stride 1: 2; kernel 2, stride 2: 0
+        overlap = windows.reach + 1 - windows.stride
     size = max(overlap, 1) * max(row_bytes, 1)
-    return (lambda ranks: size) if _needs_halo(windows) else None
+    return lambda ranks: size
 
 
 @lru_cache(maxsize=4096)
 def _needs_halo(windows: Windows) -> bool:
     """Tell whether shards read each other under any sharding; test shards of one input each."""
-    return _reads_others(windows, DimSharding((0,), (windows.length,), (1,) * windows.length))
+    single = DimSharding((0,), (windows.length,), (1,) * windows.length)
+    return _reads_others(windows, single)
 
 
 def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
     """Tell whether any shard reads inputs that the shard does not hold."""
     reads = map(windows.clipped, _wanted(windows, sharding))
-    pairs = zip(spans(sharding.sizes), reads, strict=True)
-    return any(
-        start < stop and (start < shard[0] or shard[1] < stop) for shard, (start, stop) in pairs
-    )
+    for (first, last), (start, stop) in zip(spans(sharding.sizes), reads, strict=True):
+        if start < stop and (start < first or last < stop):
+            return True
+    return False
 
 
 def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
     """Return the range that each shard's windows read; an empty range if a shard has no windows."""
-    pairs = zip(spans(sharding.sizes), spans(windows(sharding).sizes), strict=True)
-    # -1:5, 3:9
-    return [
-        windows.reads(outputs) if outputs[0] < outputs[1] else (at, at)
-        for (at, _), outputs in pairs
-    ]
+    outputs_of_shards = spans(windows(sharding).sizes)
+    wanted = []
+    for (place, _), outputs in zip(spans(sharding.sizes), outputs_of_shards, strict=True):
+        first, last = outputs
+        # -1:5, 3:9
+        wanted.append(windows.reads(outputs) if first < last else (place, place))
+    return wanted
 
 
 class Halos:
@@ -334,14 +360,18 @@ class Halos:
             sharding = spec.dim_sharding(dim)
             places = [(start,) for start in sharding.offsets]
             wanted = _wanted(along, sharding)
-            exchange = Relocation(spec, dim, places, wanted, moves=_reads_others(along, sharding))
+            moves = _reads_others(along, sharding)
+            exchange = Relocation(spec, dim, places, wanted, moves=moves)
             begin, end = along(sharding).interval_of(exchange.index)
             # kernel 3, padding 1, outputs 0:4: rows -1:5
             first, last = exchange.wanted
-            # inputs 0:3 to -1:6
-            start, stop = along.reached((first, last)) if along.transposed else (begin, end)
+            start, stop = begin, end
+            if along.transposed:
+                # inputs 0:3 to -1:6
+                start, stop = along.reached((first, last))
             self.exchanges[dim] = exchange
-            self._widths[dim] = start - begin, end - stop  # of 0:4, -1:6: (-1, -2)
+            # of 0:4, -1:6: (-1, -2)
+            self._widths[dim] = (start - begin, end - stop)
             # rows -1:5: from -1, 6 of them
             self.first[dim] = first
             self.shape[dim] = last - first
@@ -354,13 +384,16 @@ class Halos:
 
         The shard itself is padded along the dims of the halos.
         """
-        names = [
-            name for name in call.bound if self.exchanges and name in ("padding", "output_padding")
-        ]
-        paddings: dict[str, list[int]] = {name: per_dim(call, name, count) for name in names}
-        for padding in paddings.values():
-            for dim in self.exchanges:
-                padding[dim - (len(self.shape) - count)] = 0  # dim 3 of 4, the last 2: padding[1]
+        if not self.exchanges:
+            return {}
+        spatial = len(self.shape) - count
+        paddings: dict[str, list[int]] = {}
+        for name in call.bound:
+            if name in ("padding", "output_padding"):
+                paddings[name] = per_dim(call, name, count)
+                for dim in self.exchanges:
+                    # dim 3 of 4, the last 2: padding[1]
+                    paddings[name][dim - spatial] = 0
         return paddings
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
@@ -377,17 +410,17 @@ class Halos:
 
     def cropped(self, outputs: Tensor) -> Tensor:
         """Return this rank's outputs, given the operator's outputs for the result of `fetch`."""
-        return _padded(outputs, self._widths)
+        return _pad(outputs, self._widths)
 
     def uncropped(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the operator's outputs, given the gradient of this rank's outputs.
 
         The operator's outputs are its outputs for the result of `fetch`.
         """
-        return _padded(gradient, self._widths, sign=-1)
+        return _pad(gradient, self._widths, sign=-1)
 
 
-def _padded(
+def _pad(
     x: Tensor, widths: Mapping[int, tuple[int, int]], fill: float = 0.0, sign: int = 1
 ) -> Tensor:
     """Return `x` padded by `widths` at the ends of dims; cropped where a width is negative.
@@ -395,5 +428,7 @@ def _padded(
     The widths are multiplied by `sign`.
     """
     # torch begins with the last
-    pad = [sign * n for dim in reversed(range(x.ndim)) for n in widths.get(dim, (0, 0))]
+    pad = []
+    for dim in reversed(range(x.ndim)):
+        pad += [sign * n for n in widths.get(dim, (0, 0))]
     return torch.constant_pad_nd(x, pad, fill) if any(pad) else x

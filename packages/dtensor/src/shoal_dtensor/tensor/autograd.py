@@ -20,11 +20,11 @@ from shoal_mesh.internal import is_observed, note
 
 from .. import crossings
 from .._torch.compiling import is_tracing
-from .._torch.tensors import apply, around, is_transformed, make_wrapper
+from .._torch.tensors import apply, is_transformed, make_wrapper, wrap_local
 from ..dispatch.global_call import replicated_spec
 from ..dispatch.plain_tensors import check_recorded, verify_replicated
 from ..errors import PlacementError
-from ..layout.placements import Partial, Placement, Replicate
+from ..layout.placements import Placement, Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import remembered
 from ..redistribute.execution.execute import in_memory_order, run_cached
@@ -45,13 +45,14 @@ def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False
     source = tensor._spec
     if source is target:
         return tensor
-    return _moved(cls, tensor, find_plan(source, target), tensor._local_tensor, async_op)
+    plan = find_plan(source, target)
+    return _moved(cls, tensor, plan, tensor._local_tensor, async_op=async_op)
 
 
 def _moved(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
     """Return a DTensor of an arriving local tensor; record the reason for debug modes."""
     if not plan.steps:
-        return around(cls, local, plan.dst, False)
+        return wrap_local(cls, local, plan.dst, False)
     if is_observed():
         with purpose(plan.purpose):
             return _arriving(cls, tensor, plan, local, async_op=async_op)
@@ -75,7 +76,7 @@ def _arriving(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: 
         result = queued(cls, alone, plan, local, source=tensor)
         alone.start(copies=True)
         return result
-    return around(cls, run_cached(plan, local, tensor, fresh=True), plan.dst, False)
+    return wrap_local(cls, run_cached(plan, local, tensor, fresh=True), plan.dst, False)
 
 
 def queued(cls: Any, batch: CoalescedBatch, plan: Plan, local: torch.Tensor, source: Any) -> Any:
@@ -102,9 +103,7 @@ def gradient_spec(spec: Spec) -> Spec:
 
 @remembered(4096)
 def _reduced(spec: Spec) -> Spec:
-    return spec.with_(
-        placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements]
-    )
+    return spec.without_partials()
 
 
 def laid_out(layout: Spec, grad: Spec) -> Spec:
@@ -126,7 +125,7 @@ def as_gradient(cls: Any, grad: Any, spec: Spec) -> Any:
         return grad
     verify_replicated(spec.mesh, f"the gradient of {spec!r}", [grad], candidates=True)
     plain = grad.resolve_conj().resolve_neg()
-    return around(cls, plain, replicated_spec(spec.mesh, plain), False)
+    return wrap_local(cls, plain, replicated_spec(spec.mesh, plain), False)
 
 
 class FromLocal(Function):
@@ -145,13 +144,12 @@ class FromLocal(Function):
     ) -> Any:
         ctx.spec = spec
         ctx.cls = cls
-        ctx.gradient = (
-            gradient_spec(spec)
-            if grad_placements is None
-            else spec.with_(placements=grad_placements)
-        )
+        if grad_placements is None:
+            ctx.gradient = gradient_spec(spec)
+        else:
+            ctx.gradient = spec.with_(placements=grad_placements)
         # operations inside of a DTensor do not need autograd history
-        return around(cls, local.detach(), spec, False)
+        return wrap_local(cls, local.detach(), spec, False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -162,8 +160,11 @@ class FromLocal(Function):
         local = apply(ToLocal, moved, None) if torch.is_grad_enabled() else moved._local_tensor
         if not is_tracing():
             local = crossings.leave(ctx, local, ctx.spec)
-        ranks = prod(ctx.spec.mesh.shape[axis] for axis, op in ctx.spec.partials if op == "avg")
-        return local if ranks == 1 else local / ranks, None, None, None
+        averaged = [axis for axis, op in ctx.spec.partials if op == "avg"]
+        ranks = prod([ctx.spec.mesh.shape[axis] for axis in averaged])
+        if ranks != 1:
+            local = local / ranks
+        return local, None, None, None
 
 
 class ToLocal(Function):
@@ -176,17 +177,16 @@ class ToLocal(Function):
     def forward(ctx: Any, tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
         spec: Spec = tensor._spec
         ctx.cls = type(tensor)
-        ctx.spec = (
-            gradient_spec(spec)
-            if grad_placements is None
-            else spec.with_(placements=grad_placements)
-        )
+        by_default = grad_placements is None
+        if grad_placements is None:
+            ctx.spec = gradient_spec(spec)
+        else:
+            ctx.spec = spec.with_(placements=grad_placements)
         ctx.checked = current().replicas_checked
         # read by crossings
-        ctx.by_default = grad_placements is None
-        ctx.scaled = (
-            [axis for axis, op in spec.partials if op == "avg"] if grad_placements is None else []
-        )
+        ctx.by_default = by_default
+        averaged = [axis for axis, op in spec.partials if op == "avg"]
+        ctx.scaled = averaged if by_default else []
         local: torch.Tensor = tensor._local_tensor
         return local.detach()
 
@@ -194,12 +194,11 @@ class ToLocal(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         if ctx.checked and ctx.spec.coordinate is not None:
-            axes = tuple(
-                axis for axis, p in enumerate(ctx.spec.placements) if isinstance(p, Replicate)
-            )
+            placements = enumerate(ctx.spec.placements)
+            axes = tuple(axis for axis, p in placements if isinstance(p, Replicate))
             if axes:
-                what = f"the gradient that to_local of {ctx.spec!r} got, global shape"
-                check_replicas(grad, ctx.spec.mesh.comm(axes), what)
+                about = f"the gradient that to_local of {ctx.spec!r} got, global shape"
+                check_replicas(grad, ctx.spec.mesh.comm(axes), about)
         for axis in ctx.scaled:
             grad = grad * ctx.spec.mesh.shape[axis]
         spec = ctx.spec if ctx.spec.dtype == grad.dtype else ctx.spec.with_(dtype=grad.dtype)
@@ -212,17 +211,15 @@ class ToLocal(Function):
         plain = _in_memory_order(spec)(plain)
         if torch.is_grad_enabled():
             return apply(FromLocal, plain, ctx.cls, spec, None), None
-        return around(ctx.cls, plain, spec, False), None
+        return wrap_local(ctx.cls, plain, spec, False), None
 
     @staticmethod
     def gradient_shares(ctx: Any) -> Sequence[int] | None:
         spec: Spec = ctx.spec
         axes = [axis for axis, p in enumerate(spec.placements) if not isinstance(p, Replicate)]
-        return (
-            None
-            if not axes or spec.coordinate is None
-            else spec.mesh.ranks_along(axes, spec.coordinate)
-        )
+        if not axes or spec.coordinate is None:
+            return None
+        return spec.mesh.ranks_along(axes, spec.coordinate)
 
 
 _in_memory_order = remembered(1024)(in_memory_order)
@@ -246,16 +243,17 @@ class Redistribute(Function):
             source = source.with_(dtype=forward_dtype)
         spec = target if target.dtype == local.dtype else target.with_(dtype=local.dtype)
         if source.same_layout(spec):
-            return around(cls, local.detach(), spec, False)
-        return _moved(cls, tensor, find_plan(source, spec), local, async_op)
+            return wrap_local(cls, local.detach(), spec, False)
+        return _moved(cls, tensor, find_plan(source, spec), local, async_op=async_op)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = as_gradient(ctx.cls, grads[0], ctx.source)
         source = laid_out(gradient_spec(ctx.source), grad._spec)
         moved = moved_gradient(ctx.cls, grad, source, ctx.dtypes)
-        dtype = ctx.source.dtype
-        return moved if moved.dtype == dtype else moved.to(dtype), None, None, None, None
+        if moved.dtype != ctx.source.dtype:
+            moved = moved.to(ctx.source.dtype)
+        return moved, None, None, None, None
 
 
 def moved_gradient(cls: Any, grad: Any, target: Spec, dtypes: Dtypes = (None, None)) -> Any:

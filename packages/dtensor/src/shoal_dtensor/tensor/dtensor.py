@@ -12,17 +12,17 @@ import torch
 from shoal_mesh import DeviceMesh, safe_globals as mesh_globals
 
 from .._torch.compiling import is_tracing, whole_when_compiled
-from .._torch.tensors import BASE, apply, around, shares_memory, split
+from .._torch.tensors import BASE, apply, shares_memory, split, wrap_local
 from ..argument_types import check_type
 from ..dispatch.dispatch import MarkWhileWatched, dispatch
 from ..dispatch.plain_tensors import check_recorded
-from ..dispatch.results import following_base
+from ..dispatch.results import local_of_copied_view
 from ..errors import ArgumentTypeError, PlacementError
 from ..layout.dim_sharding import ShardOrder
+from ..layout.memory_order import contiguous_stride
 from ..layout.partition_spec import Placements
 from ..layout.placements import PICKLED, Absent, Placement, Replicate, norm_order
 from ..layout.spec import Spec
-from ..layout.tensor_meta import contiguous_stride
 from ..redistribute.plan import plan
 from ..scopes import obey
 from . import serialization
@@ -89,7 +89,7 @@ class DTensor(torch.Tensor):
         cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False
     ) -> DTensor:
         """Make a DTensor around `local_tensor` without checks; users call `from_local`."""
-        result: DTensor = around(cls, local_tensor, spec, False)
+        result: DTensor = wrap_local(cls, local_tensor, spec, False)
         return result.requires_grad_() if requires_grad else result
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -188,7 +188,7 @@ class DTensor(torch.Tensor):
                 expected="a list",
             )
             return apply(FromLocal, local, DTensor, spec, grad_placements)  # type: ignore[no-any-return]  # of torch
-        return around(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]  # it makes the class it is given
+        return wrap_local(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]  # it makes the class it is given
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """`placements -> V`: return this rank's shard; differentiable.
@@ -319,7 +319,7 @@ class DTensor(torch.Tensor):
 
         The result is not differentiable.
         """
-        replicated = self._spec.with_(placements=[Replicate()] * self._spec.mesh.ndim)
+        replicated = self._spec.all_replicated()
         obey(f"{reader} of", self._spec, plan(self._spec, replicated))
         with torch.no_grad():
             return self.full_tensor()
@@ -484,7 +484,7 @@ _Pending.__torch_dispatch__ = MethodType(run_on_pending, DTensor)
 DTensor.copied_view = _CopiedView
 DTensor.pending = _Pending
 DTensor.local_slot = DTensor.__dict__["_local_tensor"]
-_CopiedView._local_tensor = following_base(DTensor.local_slot)  # type: ignore[assignment]  # a property for a slot
+_CopiedView._local_tensor = local_of_copied_view(DTensor.local_slot)  # type: ignore[assignment]  # a property for a slot
 
 
 @whole_when_compiled

@@ -74,7 +74,8 @@ class BackwardPass:
         """Return the pass's only note of a class; make it at the first request."""
         found: Item | None = self.notes.get(kind)
         if found is None:
-            found = self.notes[kind] = kind()
+            found = kind()
+            self.notes[kind] = found
         return found
 
     def join(self, part: Part) -> Part:

@@ -150,10 +150,11 @@ def chunks_of(boxes: Iterable[Box]) -> list[Any]:
     """Return the boxes as torch.distributed.checkpoint describes them."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return [
-        ChunkStorageMetadata(torch.Size(a for a, _ in box), torch.Size(shape_of(box)))
-        for box in boxes
-    ]
+    chunks = []
+    for box in boxes:
+        offsets = torch.Size([start for start, _ in box])
+        chunks.append(ChunkStorageMetadata(offsets, torch.Size(shape_of(box))))
+    return chunks
 
 
 def _boxes(spec: Spec) -> list[tuple[Box, Box]]:
@@ -180,14 +181,12 @@ def write_items(
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     properties = TensorProperties.create_from_tensor(local)
-    return [
-        WriteItem(
-            MetadataIndex(fqn, chunk.offsets),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, properties, size),
-        )
-        for chunk in chunks
-    ]
+    items = []
+    for chunk in chunks:
+        data = TensorWriteData(chunk, properties, size)
+        index = MetadataIndex(fqn, chunk.offsets)
+        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+    return items
 
 
 def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
@@ -198,11 +197,9 @@ def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
         return local.__get_tensor_shard__(index)  # type: ignore[no-any-return]  # the protocol of checkpoints
     boxes = _boxes(tensor._spec)
     for box, place in boxes:
-        if (
-            len(boxes) == 1
-            if index.offset is None
-            else tuple(index.offset) == tuple(start for start, _ in box)
-        ):
+        origin = tuple([start for start, _ in box])
+        is_only = index.offset is None and len(boxes) == 1
+        if is_only or (index.offset is not None and tuple(index.offset) == origin):
             return local[slices_of(place)]  # type: ignore[no-any-return]  # a part of the shard
     raise PlacementError(
         f"checkpoint index {index} is none of the boxes of {tensor._spec!r} on this rank"
@@ -239,17 +236,16 @@ def install_staging_of_dtensors(cls: Any) -> None:
     def rebuild(tensor: Any, parts: list[torch.Tensor]) -> Any:
         [local] = parts
         spec = tensor._spec
-        is_in_same_order = local.stride() == tensor._local_tensor.stride()
-        return cls(local, spec if is_in_same_order else spec.with_(shape=spec.shape))
+        has_same_order = local.stride() == tensor._local_tensor.stride()
+        return cls(local, spec if has_same_order else spec.with_(shape=spec.shape))
 
-    install_staging(
-        ShardedKind(
-            cls,
-            lambda tensor: [tensor._local_tensor.detach()],
-            rebuild,
-            lambda tensor: cls.full_tensor(tensor.detach()),
-        )
+    kind = ShardedKind(
+        cls,
+        parts=lambda tensor: [tensor._local_tensor.detach()],
+        rebuild=rebuild,
+        whole=lambda tensor: cls.full_tensor(tensor.detach()),
     )
+    install_staging(kind)
 
 
 def _stage(
@@ -265,7 +261,8 @@ def _stage(
         return original(stager, tensor, memo, **options)
     copy_of = stager.deepcopy_with_tensor_offload
     parts = [copy_of(part, memo, **options) for part in kind.parts(tensor)]
-    result = memo[id(tensor)] = kind.rebuild(tensor, parts)
+    result = kind.rebuild(tensor, parts)
+    memo[id(tensor)] = result
     for name, value in _attributes(tensor).items():
         if name not in result.__dict__:
             result.__dict__[name] = copy_of(value, memo, **options)
@@ -369,13 +366,15 @@ def of_wrapper(
     """
     if type(local) is not torch.Tensor and has_symbols((*shape, *stride, *local.shape)):
         if is_parameter:
-            shape, stride, _ = ([int(n) for n in sizes] for sizes in (shape, stride, local.shape))
+            shape = [int(n) for n in shape]
+            stride = [int(n) for n in stride]
         for whole, part, sharding in zip(shape, local.shape, spec.dim_shardings, strict=True):
-            bool(whole == part * prod(spec.mesh.shape[axis] for axis in sharding.axes))
+            shards = prod([spec.mesh.shape[axis] for axis in sharding.axes])
+            # the comparison makes the guard
+            bool(whole == part * shards)
         spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
-        assert all(n == m for n, m in zip(local.shape, spec.local_shape, strict=True)), (
-            "a shard as its spec says"
-        )
+        sizes = zip(local.shape, spec.local_shape, strict=True)
+        assert all(n == m for n, m in sizes), "a shard as its spec says"
     elif tuple(shape) != tuple(spec.shape) or tuple(stride) != spec.stride:
         spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
     return spec

@@ -23,14 +23,14 @@ from ..dispatch.global_call import replicated_spec
 from ..dispatch.plain_tensors import digest_of
 from ..errors import PlacementError, ShoalTensorError
 from ..host_memory import device_of_numbers, upload
-from ..layout.dim_sharding import DimSharding, ShardOrder
+from ..layout.dim_sharding import DimSharding, ShardOrder, runs_of
+from ..layout.memory_order import dense_stride, dims_by_stride, is_contiguous, memory_order
 from ..layout.partition_spec import Placements, normalize_placements, read_placements
 from ..layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
-from ..layout.tensor_meta import dense_stride, memory_order, remembered
-from ..rng.memory_order import is_contiguous
+from ..layout.tensor_meta import remembered
 from ..rows_of_ranks import rows_of_ranks
-from ..scopes import own_scope
+from ..scopes import context_scope
 
 
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -71,8 +71,9 @@ def target_spec(
         target_mesh = mesh if mesh.identity is not target_mesh.identity else target_mesh
     placements, shard_order = read_placements(target_mesh, placements, shard_order)
     if target_mesh is source.mesh:
-        return _target(source, None, None, placements, shard_order)
-    return _target(source, target_mesh, target_mesh.identity, placements, shard_order)
+        return _target(source, None, None, (placements, shard_order))
+    identity = target_mesh.identity
+    return _target(source, target_mesh, identity, (placements, shard_order))
 
 
 @remembered(4096)
@@ -80,15 +81,15 @@ def _target(
     source: Spec,
     mesh: DeviceMesh | None,
     _identity: object,
-    placements: tuple[Placement, ...],
-    shard_order: ShardOrder | None,
+    layout: tuple[tuple[Placement, ...], ShardOrder | None],
 ) -> Spec:
+    placements, shard_order = layout
     target_mesh = mesh or source.mesh
-    same_mesh = mesh is None or mesh == source.mesh
+    is_same_mesh = mesh is None or mesh == source.mesh
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Partial):
             continue
-        before = source.placements[axis] if same_mesh else None
+        before = source.placements[axis] if is_same_mesh else None
         becomes_sum = isinstance(before, Shard | StridedShard) and placement == Partial()
         if before is not placement and not becomes_sum:
             raise PlacementError(
@@ -121,7 +122,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     placements, shard_order = read_placements(mesh, placements, shard_order)
     # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
     local = local.resolve_conj().resolve_neg()
-    even = shape is None and not run_check
+    takes_even = shape is None and not run_check
     if shape is not None:
         check_type("DTensor.from_local", "shape", shape, (tuple, list), expected="integers")
         shape = tuple(shape)
@@ -140,7 +141,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         placements = agreed.placements
         shape = agreed.shape
         shard_order = agreed.shard_order
-    assert even or shape is not None, "a rank outside the mesh needs the shape"
+    assert takes_even or shape is not None, "a rank outside the mesh needs the shape"
     layout = (local.shape, local.stride(), local.dtype, shape, stride, shard_order)
     facts = (mesh, mesh.identity, placements, *layout)
     try:
@@ -150,12 +151,8 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
             raise
         # symbolic sizes are not hashable, and wrong placements may not be hashable either
         spec = _spec_of_shard.__wrapped__(*facts)
-    if (
-        even
-        and (own_scope().replicas_checked or in_lockstep())
-        and spec.coordinate is not None
-        and not is_tracing()
-    ):
+    is_compared = takes_even and (context_scope().replicas_checked or in_lockstep())
+    if is_compared and spec.coordinate is not None and not is_tracing():
         what = f"from_local of {spec!r}"
         actual, _ = layout_of_ranks(
             local, mesh, spec.placements, spec.shard_order, about=lambda: what, values=True
@@ -224,9 +221,7 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
     )
     # dims in memory in the order of the local tensor's
     if not stride and not is_contiguous(local_shape, local_stride):
-        stride = dense_stride(
-            shape, tuple(sorted(range(len(shape)), key=lambda d: (-local_stride[d], d)))
-        )
+        stride = dense_stride(shape, dims_by_stride(local_stride))
     spec = Spec(mesh, normal, shape, stride or None, dtype=dtype, shard_order=order)
     if spec.coordinate is not None and spec.local_shape != local_shape:
         raise PlacementError(
@@ -244,14 +239,13 @@ def _global_shape(
     shape = list(local_shape)
     ndim = len(local_shape)
     lengths: dict[int, int] = {}
-    for placement, ways in zip(placements, mesh_shape, strict=False):
-        if isinstance(placement, Shard | StridedShard) and -ndim <= placement.dim < ndim:
-            # (2, 6) sharded on dims 0 and 1 by axes of 4 and 2: (8, 12)
-            shape[placement.dim] *= ways
-            if placement.sizes:
-                lengths[placement.dim] = sum(placement.sizes) * getattr(
-                    placement, "split_factor", 1
-                )
+    for placement, ranks in zip(placements, mesh_shape, strict=False):
+        if not isinstance(placement, Shard | StridedShard) or not -ndim <= placement.dim < ndim:
+            continue
+        # (2, 6) sharded on dims 0 and 1 by axes of 4 and 2: (8, 12)
+        shape[placement.dim] *= ranks
+        if placement.sizes:
+            lengths[placement.dim] = sum(placement.sizes) * runs_of(placement)
     for dim, length in lengths.items():
         shape[dim] = length
     return shape
@@ -287,36 +281,33 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
         PlacementError: on all ranks: the shapes do not fit a sharding; the dtypes, or whether
             gradients are recorded, differ; or replicas differ.
     """
-    sizes = zip(placements, mesh.shape, strict=False)
     replicated = [
-        axis for axis, (p, size) in enumerate(sizes) if isinstance(p, Replicate) and size > 1
+        axis
+        for axis, placement in enumerate(placements[: mesh.ndim])
+        if isinstance(placement, Replicate) and mesh.shape[axis] > 1
     ]
     values = values and bool(replicated) and not isinstance(local, TRACED)
-    numbers = [
-        0,
-        _facts_of(local, gradients),
-        *local.shape[:_MAX_DIMS],
-        *([0] * (_MAX_DIMS - local.ndim)),
-    ]
+    sizes = [*local.shape[:_MAX_DIMS], *([0] * (_MAX_DIMS - local.ndim))]
+    numbers = [0, _facts_of(local, gradients), *sizes]
     # of modes that would make them fake tensors, or record them
     with out_of_sight():
         comm = mesh.comm(tuple(range(mesh.ndim)))
-        device = (
-            torch.device(mesh.device_type) if values else device_of_numbers(comm, mesh.device_type)
-        )
-        mine = upload(numbers, device)
         if values:
-            mine[0] = digest_of([local], mesh.device_type)
-    rows = dict(
-        zip(product(*map(range, mesh.shape)), rows_of_ranks(mesh, about, mine), strict=True)
-    )
+            device = torch.device(mesh.device_type)
+        else:
+            device = device_of_numbers(comm, mesh.device_type)
+        own_row = upload(numbers, device)
+        if values:
+            own_row[0] = digest_of([local], mesh.device_type)
+    coordinates = product(*map(range, mesh.shape))
+    rows = dict(zip(coordinates, rows_of_ranks(mesh, about, own_row), strict=True))
     facts = {coordinate: row[1] for coordinate, row in rows.items()}
     _require_equal_facts(facts, about)
     digests: dict[tuple[int, ...], set[int]] = {}
     for coordinate, (digest, *_) in rows.items():
         shard = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate))
         digests.setdefault(shard, set()).add(digest)
-    if any(len(of_replicas) > 1 for of_replicas in digests.values()):
+    if any(len(digests_of_replicas) > 1 for digests_of_replicas in digests.values()):
         axes = "x".join(mesh.axis_names[axis] for axis in replicated)
         raise PlacementError(
             f"{about()}, placed {list(placements)}, differs between ranks along {axes}; Partial() "
@@ -360,18 +351,27 @@ def _require_equal_facts(facts: Mapping[tuple[int, ...], int], about: Callable[[
             f"{max(dims.values())}; give the shape, without run_check"
         )
     dtypes = {coordinate: _DTYPES[fact // _DIMS % _DIMS] for coordinate, fact in facts.items()}
-    records = {
-        coordinate: f"requires_grad={bool(fact & _GRADIENT)}" for coordinate, fact in facts.items()
-    }
-    for of_ranks, name in ((dtypes, "dtypes"), (records, "gradients")):
-        counts = Counter(of_ranks.values())
-        if len(counts) > 1:
-            listed = ", ".join(f"{value} on {count} ranks" for value, count in counts.items())
-            first, *_ = [at for at, value in of_ranks.items() if value != next(iter(counts))]
-            raise PlacementError(
-                f"{about()}: the ranks pass tensors of different {name}: {listed}, the first that "
-                f"differs at mesh coordinate {first}; shards of one tensor agree in them"
-            )
+    _require_equal(dtypes, "dtypes", about)
+    records = {}
+    for coordinate, fact in facts.items():
+        records[coordinate] = f"requires_grad={bool(fact & _GRADIENT)}"
+    _require_equal(records, "gradients", about)
+
+
+def _require_equal(
+    values: Mapping[tuple[int, ...], str], name: str, about: Callable[[], str]
+) -> None:
+    """Raise the same PlacementError on all ranks if a property differs between them."""
+    counts = Counter(values.values())
+    if len(counts) == 1:
+        return
+    listed = ", ".join(f"{value} on {count} ranks" for value, count in counts.items())
+    value_of_first = next(iter(counts))
+    differing = [coordinate for coordinate, value in values.items() if value != value_of_first]
+    raise PlacementError(
+        f"{about()}: the ranks pass tensors of different {name}: {listed}, the first that "
+        f"differs at mesh coordinate {differing[0]}; shards of one tensor agree in them"
+    )
 
 
 def _layout_of_shapes(
@@ -382,13 +382,15 @@ def _layout_of_shapes(
     shard_order: ShardOrder | None,
 ) -> Spec:
     first = next(iter(shapes.values()))
-    if len({*map(len, shapes.values())}) != 1:
+    numbers_of_dims = {len(shape) for shape in shapes.values()}
+    if len(numbers_of_dims) != 1:
         raise PlacementError(
-            f"from_local: the ranks pass tensors of {sorted({*map(len, shapes.values())})} dims"
+            f"from_local: the ranks pass tensors of {sorted(numbers_of_dims)} dims"
         )
-    even = _global_shape(first, placements, mesh.shape) if len({*shapes.values()}) == 1 else None
+    are_even = len({*shapes.values()}) == 1
+    even_shape = _global_shape(first, placements, mesh.shape) if are_even else None
     normal, order = normalize_placements(
-        placements, mesh.shape, len(first), shard_order, shape=even
+        placements, mesh.shape, len(first), shard_order, shape=even_shape
     )
     result = list(normal)
     total = _global_shape(first, normal, mesh.shape)
@@ -397,9 +399,9 @@ def _layout_of_shapes(
             continue
         # sizes 3 and 2 of dim 0, sharded by the first axis of a mesh (2, 2): {(0,): 3, (1,): 2} of
         # rows 3, 3, 2, 2
-        by_coordinate = {
-            tuple(at[axis] for axis in axes): shape[dim] for at, shape in shapes.items()
-        }
+        by_coordinate = {}
+        for coordinate, shape in shapes.items():
+            by_coordinate[tuple([coordinate[axis] for axis in axes])] = shape[dim]
         sizes = tuple(size for _, size in sorted(by_coordinate.items()))
         sharding = DimSharding(axes, tuple(mesh.shape[axis] for axis in axes), sizes)
         total[dim] = sharding.length
@@ -407,7 +409,8 @@ def _layout_of_shapes(
             result[axis] = placement
     spec = Spec(mesh, result, total, None, dtype=dtype, shard_order=order)
     for coordinate, shape in shapes.items():
-        if (expected := spec.local_shape_at(coordinate)) != shape:
+        expected = spec.local_shape_at(coordinate)
+        if expected != shape:
             raise PlacementError(
                 f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate "
                 f"{coordinate}, that rank passes {shape}; a dim has one size along mesh axes that "
@@ -425,16 +428,18 @@ def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
     The program has the list on every rank.
     """
 
-    def replicated(numbers: list[Any]) -> Any:
+    def make_replicated(numbers: list[Any]) -> Any:
         whole = upload(numbers, tensor._local_tensor.device)
         # `[]` means no index, though `torch.tensor([])` has a floating dtype
         if not whole.numel():
             whole = whole.long()
         return cls(whole, replicated_spec(tensor._spec.mesh, whole))
 
-    if type(index) is tuple:
-        return tuple([replicated(entry) if type(entry) is list else entry for entry in index])
-    return replicated(index) if type(index) is list else index
+    if type(index) is list:
+        return make_replicated(index)
+    if type(index) is not tuple:
+        return index
+    return tuple([make_replicated(entry) if type(entry) is list else entry for entry in index])
 
 
 def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
@@ -447,8 +452,9 @@ def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
     """
     entries = index if isinstance(index, tuple) else (index,)
     numbers = [entry for entry in entries if isinstance(entry, int) and not isinstance(entry, bool)]
-    count = sum(entry is None or entry is Ellipsis for entry in entries) + len(numbers)
-    if not numbers or len(numbers) != tensor.ndim or count != len(entries):
+    fillers = [entry for entry in entries if entry is None or entry is Ellipsis]
+    selects_one = bool(numbers) and len(numbers) == tensor.ndim
+    if not selects_one or len(numbers) + len(fillers) != len(entries):
         return tensor, index, value
     # x[2, 1] = value, x of shape (3, 4): of (3, 4, 1) the part [2, 1, :], (1,)
     if isinstance(value, Tensor) and value.ndim:

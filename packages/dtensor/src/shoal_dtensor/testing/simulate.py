@@ -18,15 +18,13 @@ from torch import Generator, Tensor
 
 from ..layout.placements import Partial, norm_order
 from ..layout.spec import Spec
-from ..redistribute.execution.kernels import (
+from ..redistribute.execution.rank_steps import (
     CollectiveCall,
-    identity_of,
-    kernel,
     members,
-    powers,
-    root,
-    transfer_kernel,
+    rank_step,
+    transfer_rank_step,
 )
+from ..redistribute.execution.reduced_values import identity_of, powers, root
 from ..redistribute.steps import Plan, Step
 
 Coordinate = tuple[int, ...]
@@ -76,12 +74,12 @@ def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     """Run one step on all ranks of its mesh (of both meshes, for a transfer)."""
     mesh = step.src.mesh
     if step.name == "Transfer":
-        kernels = {rank: transfer_kernel(step, rank) for rank in step.ranks}
+        kernels = {rank: transfer_rank_step(step, rank) for rank in step.ranks}
         tensors = {
             rank: torch.empty(0, dtype=step.src.dtype, device="cpu") for rank in step.ranks
         } | tensors
     else:
-        kernels = {mesh.rank_at(c): kernel(step, c) for c in coordinates(step.src)}
+        kernels = {mesh.rank_at(c): rank_step(step, c) for c in coordinates(step.src)}
     buffers = {rank: work.prepare(tensors[rank]) for rank, work in kernels.items()}
     after: dict[int, Tensor] = {}
     for rank, work in kernels.items():

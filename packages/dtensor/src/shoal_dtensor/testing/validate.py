@@ -12,7 +12,7 @@ collectives with the axes that the rows declare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .._torch.tensors import pytree
-from ..dispatch.assign import is_plain, placed, placements_of
+from ..dispatch.assign import is_plain, placements_of, shard_dims
 from ..dispatch.propagate import elements_of
 from ..layout.dim_sharding import AnyDimSharding, DimSharding, chunk_sizes, fold_levels
 from ..layout.placements import Partial, Placement
@@ -102,15 +102,24 @@ def validate(
     # started for each case, they take as long as it
     with ThreadPoolExecutor(max((4, *ways))) as trial.threads:
         for row in trial.rows:
-            cases = [(n, sharding) for n in ways for sharding in _shardings(trial, row, (n,))]
-            used = [trial.try_out(report, (n,), (row,), {0: sharding}) for n, sharding in cases]
-            if row.traffic is not None and cases and not any(used):
-                where = f"{op} {_format_call(trial.call)} {_format_rows((row,))}"
-                report.idle.append(f"{where}: declares traffic, starts no collective")
-        for first, second in product(trial.rows, trial.rows) if pairs else ():
-            for shardings in _pair_shardings(trial, first, second):
-                trial.try_out(report, (2, 2), (first, second), shardings)
+            _try_row(trial, report, row, ways)
+        if pairs:
+            for first, second in product(trial.rows, trial.rows):
+                for shardings in _pair_shardings(trial, first, second):
+                    trial.try_out(report, (2, 2), (first, second), shardings)
     return report
+
+
+def _try_row(trial: CallTrial, report: Report, row: Row, ways: Sequence[int]) -> None:
+    """Try every sharding of one row, and record it if its traffic never starts."""
+    communicates = []
+    for ranks in ways:
+        for sharding in _shardings(trial, row, (ranks,)):
+            used = trial.try_out(report, (ranks,), (row,), {0: sharding})
+            communicates.append(bool(used))
+    if row.traffic is not None and communicates and not any(communicates):
+        case = f"{trial.op} {_format_call(trial.call)} {_format_rows((row,))}"
+        report.idle.append(f"{case}: declares traffic, starts no collective")
 
 
 def _shardings(
@@ -125,25 +134,23 @@ def _shardings(
     if steps is None:
         yield None
         return
-    n = prod(shape)
+    ranks = prod(shape)
     # odd, so that windows of an even stride cross the border
     first = min(steps, steps // 2 | 1)
-    sizes = [
-        chunk_sizes(steps, n),
-        (*(0,) * (n - 1), steps),
-        (first, *(0,) * (n - 2), steps - first),
+    between = (0,) * (ranks - 2)
+    candidates = [
+        chunk_sizes(steps, ranks),
+        (*(0,) * (ranks - 1), steps),
+        (first, *between, steps - first),
     ]
-    for one in dict.fromkeys(sizes):
-        if len(set(one)) == 1 or not row.even:
-            yield DimSharding(axes, shape, one)
-    if (
-        trial.rule.unordered
-        and is_plain(row)
-        and trial.rule.kind != "each"
-        and not row.even
-        and steps % 2 == 0
-    ):
-        yield fold_levels({2: DimSharding(axes, shape, chunk_sizes(steps // 2, n))}, steps)
+    for sizes in dict.fromkeys(candidates):
+        is_even = len(set(sizes)) == 1
+        if is_even or not row.even:
+            yield DimSharding(axes, shape, sizes)
+    is_unordered = trial.rule.unordered and is_plain(row) and trial.rule.kind != "each"
+    if is_unordered and not row.even and steps % 2 == 0:
+        half = DimSharding(axes, shape, chunk_sizes(steps // 2, ranks))
+        yield fold_levels({2: half}, steps)
 
 
 def _pair_shardings(
@@ -154,24 +161,30 @@ def _pair_shardings(
             yield {0: sharding, 1: sharding}
         return
     entries = [*zip(first.inputs + first.outputs, second.inputs + second.outputs, strict=True)]
+    # reductions of two kinds do not commute
     if any(isinstance(a, Partial) and isinstance(b, Partial) and a != b for a, b in entries):
-        return  # reductions of two kinds do not commute
-    shardings = [
-        [*_shardings(trial, row, (2,), (axis,))] for axis, row in enumerate((first, second))
-    ]
+        return
+    shardings_of_first = [*_shardings(trial, first, (2,), (0,))]
+    shardings_of_second = [*_shardings(trial, second, (2,), (1,))]
+    pairs: Iterable[tuple[AnyDimSharding | None, AnyDimSharding | None]]
     if any(isinstance(a, S) and isinstance(b, S) and a.dim == b.dim for a, b in entries):
         # Both rows shard one dim, so a sharding that fits one row depends on the other. Everything
         # on the first coordinate is tried too.
-        for of_row in shardings:
-            if isinstance(one := of_row[0] if of_row else None, DimSharding) and one.length:
-                of_row.append(
-                    DimSharding(one.axes, one.axis_sizes, (one.length, *(0,) * (one.shards - 1)))
-                )
-        pairs = [*product(*shardings)]
+        _add_all_on_first(shardings_of_first)
+        _add_all_on_first(shardings_of_second)
+        pairs = product(shardings_of_first, shardings_of_second)
     else:
-        pairs = [*zip(*shardings, strict=False)]
+        pairs = zip(shardings_of_first, shardings_of_second, strict=False)
     for one, other in pairs:
         yield {0: one, 1: other}
+
+
+def _add_all_on_first(shardings: list[AnyDimSharding | None]) -> None:
+    """Add a sharding that has all elements on the first coordinate, over the axes of the others."""
+    like = shardings[0] if shardings else None
+    if isinstance(like, DimSharding) and like.length:
+        sizes = (like.length, *(0,) * (like.shards - 1))
+        shardings.append(DimSharding(like.axes, like.axis_sizes, sizes))
 
 
 # what rows about any norm are tried with
@@ -207,19 +220,20 @@ class CallTrial:
         outs = [t.clone() for t in flatten([kwargs[name] for name in self.outs])]
         self.results: tuple[Any, list[Tensor]] = _alone(partial(self._run, self.tensors, outs))
         args, kwargs = pytree.tree_map(_meta, (args, self.kwargs))
-        outputs = tuple(map(_meta, flatten([self.results[0]])))
-        self.call: OpCall = OpCall(
-            op, args, kwargs, tuple(map(_meta, self.tensors)), outputs=outputs
-        )
+        result, _ = self.results
+        inputs = tuple(map(_meta, self.tensors))
+        outputs = tuple(map(_meta, flatten([result])))
+        self.call: OpCall = OpCall(op, args, kwargs, inputs, outputs=outputs)
         listed = _rows_of_lists(rule, self.call) if rule.kind == "each" else rule.rows_of(self.call)
-        # Written inputs have the placement of the result already: the propagator refuses other
-        # rows.
-        written = [(i, o) for i, o in self.call.fixed if o is not None]
-        self.rows: list[Row] = [
-            row
-            for row in with_norms(listed, NORMS)
-            if not row.outputs or all(row.inputs[i] == row.outputs[o] for i, o in written)
-        ]
+        # Written inputs have the placement of the result already: `propagate` refuses other rows.
+        self.rows: list[Row] = [row for row in with_norms(listed, NORMS) if self._keeps_writes(row)]
+
+    def _keeps_writes(self, row: Row) -> bool:
+        """Tell whether every input that is written has the placement of the output that it is."""
+        if not row.outputs:
+            return True
+        written = [(i, output) for i, output in self.call.fixed if output is not None]
+        return all(row.inputs[i] == row.outputs[output] for i, output in written)
 
     def _run(
         self,
@@ -238,18 +252,18 @@ class CallTrial:
 
         args, kwargs = pytree.tree_unflatten(map(fresh, self.leaves), self.tree)
         targets = iter(outs)
-        kwargs |= {
-            name: pytree.tree_map(lambda _: next(targets), self.kwargs[name]) for name in self.outs
-        }
-        return (function or self.kernel)(*args, **kwargs), copies
+        for name in self.outs:
+            kwargs[name] = pytree.tree_map(lambda _: next(targets), self.kwargs[name])
+        run = function or self.kernel
+        return run(*args, **kwargs), copies
 
     def steps(self, row: Row) -> int | None:
         """Return the number of steps that the row's factor has; None if it shards nothing."""
         pairs = [*zip(row.inputs, self.tensors, strict=True)]
-        sharded = [(e, t.shape[e.dim]) for e, t in pairs if isinstance(e, S) and e.map is None]
-        return next(
-            (length // (entry.unit * entry.runs) for entry, length in reversed(sharded)), None
-        )
+        for entry, tensor in reversed(pairs):
+            if isinstance(entry, S) and entry.map is None:
+                return tensor.shape[entry.dim] // (entry.unit * entry.runs)
+        return None
 
     def try_out(
         self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: Shardings
@@ -262,49 +276,58 @@ class CallTrial:
             # a collective of the first random operator, not of the rule
             count_as_checked(mesh)
         # of each operand, along the mesh axes
-        entries = zip(*(row.inputs + row.outputs for row in rows), strict=True)
-        operands = [*zip((*self.call.tensors, *self.call.outputs), entries, strict=True)]
-        n = len(self.tensors)
+        entries_of_rows = [row.inputs + row.outputs for row in rows]
+        metas = (*self.call.tensors, *self.call.outputs)
+        operands = zip(metas, zip(*entries_of_rows, strict=True), strict=True)
         try:
-            layouts = [_layout(*operand, rows, shardings) for operand in operands]
-            terms = [
-                deal(t, placements, shape)
-                for t, (placements, *_) in zip(self.tensors, layouts, strict=False)
-            ]
+            layouts = [_layout(meta, entries, rows, shardings) for meta, entries in operands]
+            terms = []
+            for tensor, (placements, *_) in zip(self.tensors, layouts, strict=False):
+                terms.append(deal(tensor, placements, shape))
         except NotImplementedError:
             return set()
         report.checked += 1
-        specs = [tuple([Spec.sharded(mesh, *layout) for layout in layouts]) for mesh in meshes]
-        of_ranks = [LocalCall(self.call, each[:n], each[n:]) for each in specs]
-        try:
-            communicates = any(row.traffic is not None for row in rows)
-            functions = [
-                partial(self._run_local, local_call, terms, communicates) for local_call in of_ranks
-            ]
-            results = (
-                on_threads(functions, meshes, SEED, self.threads)
-                if communicates
-                else [*map(_alone, functions)]
-            )
-            problems = [*self._problems(results, of_ranks[0])]
-        except Exception as error:
-            problems = [f"{type(error).__name__}: {error}"]
+        calls = []
+        for mesh in meshes:
+            specs = tuple([Spec.sharded(mesh, *layout) for layout in layouts])
+            inputs = specs[: len(self.tensors)]
+            calls.append(LocalCall(self.call, inputs, specs[len(self.tensors) :]))
+        declared = {axis for axis, row in enumerate(rows) if row.traffic is not None}
+        problems = self._run_on_ranks(calls, terms, meshes, communicates=bool(declared))
         used = {axis for ranks in simulation.used for axis in simulation.axes_of(ranks)}
-        if undeclared := used - {axis for axis, row in enumerate(rows) if row.traffic is not None}:
-            problems.insert(
-                0, f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic"
-            )
+        undeclared = used - declared
+        if undeclared:
+            problem = f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic"
+            problems.insert(0, problem)
         if problems:
-            sizes = {
-                axis: sharding.placements(0)
-                for axis, sharding in shardings.items()
-                if sharding is not None
-            }
+            sizes = {}
+            for axis, sharding in shardings.items():
+                if sharding is not None:
+                    sizes[axis] = sharding.placements(0)
             report.wrong.append(
                 f"{self.op} {_format_call(self.call)} {_format_rows(rows)} in shards {sizes} on "
                 f"{shape}: {problems[0]}"
             )
         return used
+
+    def _run_on_ranks(
+        self,
+        calls: Sequence[LocalCall],
+        terms: Sequence[Any],
+        meshes: Sequence[Any],
+        *,
+        communicates: bool,
+    ) -> list[str]:
+        """Run the rule's local functions on all ranks; return the differences and errors."""
+        functions = [partial(self._run_local, call, terms, communicates) for call in calls]
+        try:
+            if communicates:
+                results = on_threads(functions, meshes, SEED, self.threads)
+            else:
+                results = [_alone(function) for function in functions]
+            return [*self._problems(results, calls[0])]
+        except Exception as error:
+            return [f"{type(error).__name__}: {error}"]
 
     def _run_local(
         self, local_call: LocalCall, terms: Sequence[Any], communicates: bool
@@ -314,59 +337,62 @@ class CallTrial:
         for by_coordinate, spec in zip(terms, local_call.inputs, strict=True):
             assert spec.coordinate is not None, "every rank is in the mesh"
             shards.append(part_of(by_coordinate[spec.coordinate], spec, spec.coordinate))
-        targets = [
-            torch.empty(spec.local_shape, dtype=spec.dtype, device="cpu")
-            for spec in local_call.outputs
-            if self.outs
-        ]
+        targets = []
+        if self.outs:
+            targets = [
+                torch.empty(spec.local_shape, dtype=spec.dtype, device="cpu")
+                for spec in local_call.outputs
+            ]
         return self._run(shards, targets, local_function(self.rule, local_call, communicates))
 
     def _problems(self, results: Sequence[Any], local_call: LocalCall) -> Iterator[str]:
         """Describe the differences: outputs first, then the inputs that the operator writes."""
-        expected = list(flatten([self.results[0]]))
-        inputs = self.results[1]
-        got = [list(flatten([result[0]])) for result in results]
-        if (
-            not expected
-            and not self.call.written
-            and any(result[0] != self.results[0] for result in results)
-        ):
-            yield f"results {[result[0] for result in results]}, expected {self.results[0]}"
-        after = [result[1] for result in results]
-        written = self.call.written
-        compared = [
-            (f"output {i}", value, got, i, local_call.outputs[i])
-            for i, value in enumerate(expected)
-        ]
-        compared += [
-            (f"written input {i}", inputs[i], after, i, local_call.inputs[i]) for i in written
-        ]
-        for name, value, of_ranks, i, spec in compared:
-            part_at = {
-                c: of_rank[i] for c, of_rank in zip(coordinates(spec), of_ranks, strict=True)
-            }
-            misshapen = [
-                c
-                for c, t in part_at.items()
-                if (t.shape, t.dtype) != (spec.local_shape_at(c), value.dtype)
-            ]
-            for c in misshapen:
-                shape = tuple(part_at[c].shape)
-                dtype = part_at[c].dtype
-                yield f"{name} at {c}: {shape} {dtype}, should be {tuple(spec.local_shape_at(c))} {value.dtype}"
-            wide = torch.complex128 if value.is_complex() else torch.float64
-            totals = (
-                gather(part_at, spec.placements, spec.mesh.shape)
-                if self.exact and not misshapen
-                else {}
+        expected_result, inputs = self.results
+        got = [result for result, _ in results]
+        after = [copies for _, copies in results]
+        expected = list(flatten([expected_result]))
+        has_tensors = expected or self.call.written
+        if not has_tensors and any(result != expected_result for result in got):
+            yield f"results {got}, expected {expected_result}"
+        outputs_of_ranks = [list(flatten([result])) for result in got]
+        for i, value in enumerate(expected):
+            parts = [outputs[i] for outputs in outputs_of_ranks]
+            yield from self._differences(f"output {i}", value, parts, local_call.outputs[i])
+        for i in self.call.written:
+            parts = [copies[i] for copies in after]
+            yield from self._differences(
+                f"written input {i}", inputs[i], parts, local_call.inputs[i]
             )
-            for c, total in totals.items():
-                wanted = part_of(value, spec, c)
-                equal = torch.equal(total, wanted)  # as most are, which is sooner seen
-                if not equal and not torch.allclose(
-                    total.to(wide), wanted.to(wide), 1e-6, 1e-7, equal_nan=True
-                ):
-                    yield f"{name} at {c}: {total.tolist()}, should be {wanted.tolist()}"
+
+    def _differences(
+        self, name: str, value: Tensor, parts: Sequence[Tensor], spec: Spec
+    ) -> Iterator[str]:
+        """Describe the differences between the parts of all ranks and those of the global value."""
+        part_at = dict(zip(coordinates(spec), parts, strict=True))
+        is_misshapen = False
+        for coordinate, part in part_at.items():
+            shape = spec.local_shape_at(coordinate)
+            if (part.shape, part.dtype) != (shape, value.dtype):
+                is_misshapen = True
+                yield (
+                    f"{name} at {coordinate}: {tuple(part.shape)} {part.dtype}, should be "
+                    f"{tuple(shape)} {value.dtype}"
+                )
+        if is_misshapen or not self.exact:
+            return
+        totals = gather(part_at, spec.placements, spec.mesh.shape)
+        for coordinate, total in totals.items():
+            wanted = part_of(value, spec, coordinate)
+            if not _is_close(total, wanted):
+                yield f"{name} at {coordinate}: {total.tolist()}, should be {wanted.tolist()}"
+
+
+def _is_close(total: Tensor, wanted: Tensor) -> bool:
+    # as most are, which is sooner seen
+    if torch.equal(total, wanted):
+        return True
+    wide = torch.complex128 if wanted.is_complex() else torch.float64
+    return torch.allclose(total.to(wide), wanted.to(wide), 1e-6, 1e-7, equal_nan=True)
 
 
 def _alone(function: Callable[[], Any]) -> Any:
@@ -377,11 +403,9 @@ def _alone(function: Callable[[], Any]) -> Any:
 
 
 def _meta(value: Any) -> Any:
-    return (
-        TensorMeta(tuple(value.shape), value.stride(), value.dtype)
-        if isinstance(value, Tensor)
-        else value
-    )
+    if not isinstance(value, Tensor):
+        return value
+    return TensorMeta(tuple(value.shape), value.stride(), value.dtype)
 
 
 def _layout(
@@ -400,11 +424,10 @@ def _layout(
         assert sharding is not None, "a row with sharded entries has a factor"
         if isinstance(sharding, DimSharding) and entry.map is None and sharding.length != steps:
             # The elements of a `foreach` call differ in size.
-            sharding = DimSharding(
-                sharding.axes, sharding.axis_sizes, chunk_sizes(steps, len(sharding.sizes))
-            )
-        fitting[axis] = rows[axis], sharding
-    by_dim = placed(entries, fitting, meta.shape)
+            sizes = chunk_sizes(steps, len(sharding.sizes))
+            sharding = DimSharding(sharding.axes, sharding.axis_sizes, sizes)
+        fitting[axis] = (rows[axis], sharding)
+    by_dim = shard_dims(entries, fitting, meta.shape)
     if by_dim is None:
         raise NotImplementedError("two rows shard one dim, and their shardings do not fit together")
     return placements_of(entries, by_dim), meta, by_dim
@@ -413,7 +436,8 @@ def _layout(
 def _rows_of_lists(rule: Rule, call: OpCall) -> Iterator[Row]:
     """Yield rows of a `foreach` call in which all elements take the row of the same number."""
     elements = [*elements_of(call)]
-    for rows in zip(*(rule.rows_of(element) for element, _, _ in elements), strict=False):
+    rows_of_elements = [rule.rows_of(element) for element, _, _ in elements]
+    for rows in zip(*rows_of_elements, strict=False):
         inputs: dict[int, Entry] = dict.fromkeys(range(len(call.tensors)), R)
         outputs: dict[int, Entry] = dict.fromkeys(range(len(call.outputs)), R)
         for row, (_, indices, results) in zip(rows, elements, strict=True):
@@ -425,14 +449,19 @@ def _rows_of_lists(rule: Rule, call: OpCall) -> Iterator[Row]:
 def _format_call(call: OpCall) -> str:
     """Format shapes and arguments of a call in one line."""
     shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in call.tensors]
-    others = {
-        n: v for n, v in call.bound.items() if not [*flatten(v)] and v not in (None, [], False)
-    }
+    others = {}
+    for name, value in call.bound.items():
+        has_tensors = any(True for _ in flatten(value))
+        if not has_tensors and value not in (None, [], False):
+            others[name] = value
     return f"({', '.join(shapes)}) {others}"
 
 
 def _format_rows(rows: Sequence[Row]) -> str:
     """Format rows in one line: entries of inputs, an arrow, entries of outputs."""
-    return " and ".join(
-        f"{' '.join(map(str, row.inputs))} -> {' '.join(map(str, row.outputs))}" for row in rows
-    )
+    texts = []
+    for row in rows:
+        inputs = " ".join(map(str, row.inputs))
+        outputs = " ".join(map(str, row.outputs))
+        texts.append(f"{inputs} -> {outputs}")
+    return " and ".join(texts)

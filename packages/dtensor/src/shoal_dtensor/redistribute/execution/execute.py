@@ -36,10 +36,11 @@ from shoal_mesh import (
 )
 from shoal_mesh.internal import Flat, Pending, is_read_at_start, is_traced, start_packed
 
+from ...layout.memory_order import memory_order
 from ...layout.placements import norm_order
-from ...layout.tensor_meta import memory_order, remembered
+from ...layout.tensor_meta import remembered
 from ..steps import Plan, Step
-from .kernels import CollectiveCall, Kernel, kernel, received, unchanged
+from .rank_steps import CollectiveCall, RankStep, rank_step, received, unchanged
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
@@ -65,18 +66,16 @@ def run(plan: Plan, local: Tensor) -> Tensor:
 @remembered(REMEMBERED)
 def _program(plan: Plan) -> tuple[Stage, ...]:
     """Return the stages of a plan on this rank."""
-    stages = [
-        stage_of(work, step.src.mesh)
-        for work, step in zip(kernels_of(plan), plan.steps, strict=True)
-    ]
+    works = zip(rank_steps_of(plan), plan.steps, strict=True)
+    stages = [stage_of(one_step, step.src.mesh) for one_step, step in works]
     return (*stages, *closing(plan))
 
 
 @remembered(REMEMBERED)
-def kernels_of(plan: Plan) -> tuple[Kernel, ...]:
-    """Return the kernel of each step of a plan on this rank; it does nothing outside the mesh."""
+def rank_steps_of(plan: Plan) -> tuple[RankStep, ...]:
+    """Return the part of each step of a plan on this rank; it does nothing outside the mesh."""
     _LOG.debug("%s", plan)
-    return tuple(kernel(step, step.src.coordinate) for step in plan.steps)
+    return tuple(rank_step(step, step.src.coordinate) for step in plan.steps)
 
 
 def closing(plan: Plan) -> tuple[Stage, ...]:
@@ -86,20 +85,22 @@ def closing(plan: Plan) -> tuple[Stage, ...]:
     """
     if not plan.steps or plan.dst.coordinate is None:
         return ()
-    if plan.slices:  # a slice must not keep the whole alive
-        return (
-            in_memory_order(plan.dst, partial(torch.clone, memory_format=torch.contiguous_format)),
-        )
-    return (in_memory_order(plan.dst),) if memory_order(plan.dst.shape, plan.dst.stride) else ()
+    # a slice must not keep the whole alive
+    if plan.slices:
+        copy = partial(torch.clone, memory_format=torch.contiguous_format)
+        return (in_memory_order(plan.dst, copy),)
+    if memory_order(plan.dst.shape, plan.dst.stride):
+        return (in_memory_order(plan.dst),)
+    return ()
 
 
-def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
+def stage_of(one_step: RankStep, mesh: DeviceMesh) -> Stage:
     """Return one step as a function of the local tensor."""
-    prepare = work.prepare
-    finish = work.finish
-    if work.collective is None:
+    prepare = one_step.prepare
+    finish = one_step.finish
+    if one_step.collective is None:
         return lambda local: finish(local, local)
-    call = bind(work.collective, mesh)
+    call = bind(one_step.collective, mesh)
     if prepare is unchanged and finish is received:
         return call
     return lambda local: finish(call(prepare(local)), local)
@@ -116,7 +117,9 @@ def bind(collective: CollectiveCall, mesh: DeviceMesh, **more: Any) -> Callable[
         return partial(all_to_all, split_dim=0, concat_dim=0, **more)
     if kind != "all_gather":
         more["op"] = collective.op
-    return partial(_UNEVEN[kind], sizes=sizes, **more) if sizes else partial(_EVEN[kind], **more)
+    if sizes:
+        return partial(_UNEVEN[kind], sizes=sizes, **more)
+    return partial(_EVEN[kind], **more)
 
 
 _Function = Callable[..., Any]
@@ -187,87 +190,109 @@ def write_back(plan: Plan, result: Tensor, owner: Any) -> None:
 
 def _is_norm(spec: Spec, owner: Any) -> bool:
     """Tell whether a tensor is a partial norm and counts the writes to it."""
-    return (
-        bool(spec.partials)
-        and norm_order(spec.partials[0][1]) is not None
-        and not owner.is_inference()
-    )
+    if not spec.partials or owner.is_inference():
+        return False
+    _, first_op = spec.partials[0]
+    return norm_order(first_op) is not None
 
 
 # --- many plans together --------------------------------------------------------------------------
 
-Places = Callable[[], Sequence[Tensor]]
+Destinations = Callable[[], Sequence[Tensor]]
 """The tensors that the results of all plans are to be written to; none where they get memory of their own."""
 
-_SENT = torch.empty(0, device="cpu")
+# stands for a local tensor that has been sent and is not needed to conclude the step
+_RELEASED = torch.empty(0, device="cpu")
 
 
-class Leg(NamedTuple):
+class CollectiveLeg(NamedTuple):
     """The local steps of a plan up to and including its next collective."""
 
     # of the plan among the plans that advance together
     position: int
     before: tuple[Stage, ...]  # the local steps
-    # the step that communicates; `kernel` and `call` are this rank's part of it
+    # the step that communicates; `rank_step` and `call` are this rank's part of it
     step: Step
-    kernel: Kernel
+    rank_step: RankStep
     call: CollectiveCall
     # whether the collective gives the result of the plan as it is
     gives_result: bool
 
 
-def rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
+class PackedSchedule(NamedTuple):
+    """The collectives that plans start together, and the local steps after them.
+
+    Attributes:
+        rounds: the collectives that are in flight at the same time, round by round.
+        remaining: for each plan the local steps that remain after the last round.
+    """
+
+    rounds: tuple[tuple[PackedCollective, ...], ...]
+    remaining: tuple[tuple[Stage, ...], ...]
+
+
+def schedule_of(
+    plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool
+) -> PackedSchedule:
     """Return the messages that plans, one for each tensor, send together, and the steps after them.
 
     With `packs`, a tensor that is sent alone is packed too.
     """
     symbolic = any(plan.src.example is not None for plan in plans)
-    return (_rounds_of.__wrapped__ if symbolic else _rounds_of)(plans, devices, packs)
+    return (_schedule_of.__wrapped__ if symbolic else _schedule_of)(plans, devices, packs)
 
 
 # parameters and gradients, again and again the same ones
 @lru_cache(maxsize=256)
-def _rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
-    planned = [_legs(i, plan) for i, plan in enumerate(plans)]
+def _schedule_of(
+    plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool
+) -> PackedSchedule:
+    legs_of_plans = []
+    remaining = []
+    for position, plan in enumerate(plans):
+        legs, after = _legs(position, plan)
+        legs_of_plans.append(legs)
+        remaining.append(after)
     rounds = []
-    for legs in zip_longest(*[legs for legs, _ in planned]):
-        together: dict[object, list[Leg]] = {}
-        for leg in legs:
+    for legs_of_round in zip_longest(*legs_of_plans):
+        together: dict[object, list[CollectiveLeg]] = {}
+        for leg in legs_of_round:
             if leg is not None:
-                together.setdefault(_key(leg, devices[leg.position]), []).append(leg)
-        rounds.append(tuple([Message(each, packs) for each in together.values()]))
-    return tuple(filter(None, rounds)), tuple(after for _, after in planned)
+                key = _key(leg, devices[leg.position])
+                together.setdefault(key, []).append(leg)
+        if together:
+            rounds.append(tuple([PackedCollective(group, packs) for group in together.values()]))
+    return PackedSchedule(tuple(rounds), tuple(remaining))
 
 
-def _legs(index: int, plan: Plan) -> tuple[list[Leg | None], tuple[Stage, ...]]:
+def _legs(index: int, plan: Plan) -> tuple[list[CollectiveLeg | None], tuple[Stage, ...]]:
     """Return the legs of a plan, and the stages after its last leg.
 
     A leg is None for a step in which this rank's group has nothing to exchange.
     """
-    legs: list[Leg | None] = []
+    legs: list[CollectiveLeg | None] = []
     before: list[Stage] = []
-    for step, work in zip(plan.steps, kernels_of(plan), strict=True):
-        if work.collective is not None:
-            gives_result = step is plan.steps[-1] and work.finish is received and not closing(plan)
-            legs.append(
-                Leg(
-                    index,
-                    tuple(before),
-                    step,
-                    work,
-                    call=work.collective,
-                    gives_result=gives_result,
-                )
-            )
-            before = []
+    for step, one_step in zip(plan.steps, rank_steps_of(plan), strict=True):
+        if one_step.collective is None:
+            before.append(stage_of(one_step, step.src.mesh))
+            if step.communicates:
+                legs.append(None)
             continue
-        before.append(stage_of(work, step.src.mesh))
-        if step.communicates:
-            legs.append(None)
+        is_last = step is plan.steps[-1]
+        leg = CollectiveLeg(
+            index,
+            tuple(before),
+            step,
+            one_step,
+            call=one_step.collective,
+            gives_result=is_last and one_step.finish is received and not closing(plan),
+        )
+        legs.append(leg)
+        before = []
     return legs, (*before, *closing(plan))
 
 
-def _key(leg: Leg, device: torch.device) -> object:
+def _key(leg: CollectiveLeg, device: torch.device) -> object:
     """Return the key that steps of one message share.
 
     Meshes of other shapes may have the same communicator.
@@ -278,7 +303,7 @@ def _key(leg: Leg, device: torch.device) -> object:
     return comm_of(leg.call, step.src.mesh).ranks, name, ops, step.src.dtype, device
 
 
-class Message:
+class PackedCollective:
     """One collective for a leg of each of several plans, prepared before there are tensors."""
 
     __slots__ = (
@@ -293,7 +318,7 @@ class Message:
         "_sent",
     )
 
-    def __init__(self, legs: Sequence[Leg], packs: bool) -> None:
+    def __init__(self, legs: Sequence[CollectiveLeg], packs: bool) -> None:
         calls = [leg.call for leg in legs]
         self._legs = legs
         self._comm = comm_of(calls[0], legs[0].step.src.mesh)
@@ -304,9 +329,9 @@ class Message:
         # For each leg the elements sent to each member (in a gather, of each) and received from it;
         # and the totals of all legs.
         self._blocks = [_block_sizes(leg, self._comm.size) for leg in legs]
-        self._arrivals = [
-            call.receives or sizes for call, sizes in zip(calls, self._blocks, strict=True)
-        ]
+        self._arrivals = []
+        for call, sizes in zip(calls, self._blocks, strict=True):
+            self._arrivals.append(call.receives or sizes)
         self._sent: list[int] = [*map(sum, zip(*self._blocks, strict=True))]
         self._received: list[int] = [*map(sum, zip(*self._arrivals, strict=True))]
 
@@ -324,29 +349,29 @@ class Message:
                 local = stage(local)
             if copies and not self._is_read_at_start(local):
                 local = local.clone()
-            tensors[leg.position] = local if self._kind == "all_to_all" else _SENT
-            buffers.append(leg.kernel.prepare(local))
+            tensors[leg.position] = local if self._kind == "all_to_all" else _RELEASED
+            buffers.append(leg.rank_step.prepare(local))
         if self._is_call:
             leg = self._legs[0]
             return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
-        comm = self._comm
-        op = self._legs[0].call.op
-        if self._kind in ("all_reduce", "all_gather"):
-            parts = [buffer.reshape(-1) for buffer in buffers]
-        elif self._kind == "reduce_scatter" and self._in_rows:
-            parts = [buffer.reshape(comm.size, -1) for buffer in buffers]
-        else:
-            sizes = zip(buffers, self._blocks, strict=True)
-            blocks = [
-                buffer.reshape(-1).split_with_sizes(list(of_members))
-                for buffer, of_members in sizes
-            ]
-            # all for the first member, then for the second
-            parts = [*chain.from_iterable(zip(*blocks, strict=True))]
+        blocks = self._blocks_to_send(buffers)
         buffers.clear()
+        comm = self._comm
         if self._kind == "all_to_all":
-            return all_to_all_v(torch.cat(parts), comm, self._sent, self._received, async_op=True)
-        return start_packed(self._kind, parts, comm, self._sent, op=op)
+            return all_to_all_v(torch.cat(blocks), comm, self._sent, self._received, async_op=True)
+        return start_packed(self._kind, blocks, comm, self._sent, op=self._legs[0].call.op)
+
+    def _blocks_to_send(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Return the blocks of all legs in the order in which they are sent."""
+        if self._kind in ("all_reduce", "all_gather"):
+            return [buffer.reshape(-1) for buffer in buffers]
+        if self._kind == "reduce_scatter" and self._in_rows:
+            return [buffer.reshape(self._comm.size, -1) for buffer in buffers]
+        by_leg = []
+        for buffer, sizes in zip(buffers, self._blocks, strict=True):
+            by_leg.append(buffer.reshape(-1).split_with_sizes(list(sizes)))
+        # all for the first member, then for the second
+        return [*chain.from_iterable(zip(*by_leg, strict=True))]
 
     def _is_read_at_start(self, local: Tensor) -> bool:
         """Tell whether a local tensor is not read after `send` has returned."""
@@ -359,75 +384,79 @@ class Message:
         return self._is_call and not is_kept and is_read_at_start(local, self._comm, op)
 
     def receive(
-        self, pending: Pending[Flat] | Pending, tensors: list[Tensor], places: Places
+        self, pending: Pending[Flat] | Pending, tensors: list[Tensor], destinations: Destinations
     ) -> None:
         """Wait, and store each leg's result in `tensors`, in place of its plan's local tensor."""
 
         def unpack(arrived: Sequence[Tensor] | Tensor) -> None:
-            for leg, got in zip(self._legs, self._parts(arrived, places), strict=True):
-                tensors[leg.position] = leg.kernel.finish(got, tensors[leg.position])
+            results = self._results(arrived, destinations)
+            for leg, result in zip(self._legs, results, strict=True):
+                tensors[leg.position] = leg.rank_step.finish(result, tensors[leg.position])
 
         pending.then(unpack).wait()
 
-    def _parts(self, arrived: Sequence[Tensor] | Tensor, places: Places) -> Sequence[Tensor]:
+    def _results(
+        self, arrived: Sequence[Tensor] | Tensor, destinations: Destinations
+    ) -> Sequence[Tensor]:
         """Return for each leg the result that its own collective would return."""
         if self._is_call:
             assert isinstance(arrived, Tensor), "a call gives one tensor"
             return [arrived]
         if self._kind in ("all_gather", "all_to_all"):
-            return self._joined(arrived, places())
+            return self._join(arrived, destinations())
         # one flat tensor in all; of an all-reduce one for each leg
         if self._kind == "reduce_scatter":
-            arrived = torch.split(arrived[0], [sizes[self._comm.rank] for sizes in self._arrivals])
-        return [part.view(leg.call.shape) for part, leg in zip(arrived, self._legs, strict=True)]
+            sizes_of_legs = [sizes[self._comm.rank] for sizes in self._arrivals]
+            arrived = torch.split(arrived[0], sizes_of_legs)
+        return [flat.view(leg.call.shape) for flat, leg in zip(arrived, self._legs, strict=True)]
 
-    def _joined(self, arrived: Sequence[Tensor] | Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+    def _join(self, arrived: Sequence[Tensor] | Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
         """Return the blocks from all members for each leg, joined.
 
         If they are the result of the plan, they are joined in the wanted tensor.
         """
-        shapes = [leg.call.shape for leg in self._legs]
-        size = self._comm.size
-        fits = [
-            bool(wanted) and leg.gives_result and wanted[leg.position].is_contiguous()
-            for leg in self._legs
-        ]
-        into = [
-            wanted[leg.position] if fit else None for leg, fit in zip(self._legs, fits, strict=True)
-        ]
-        # a row for each member
+        outs: list[Tensor | None] = []
+        for leg in self._legs:
+            fits = bool(wanted) and leg.gives_result and wanted[leg.position].is_contiguous()
+            outs.append(wanted[leg.position] if fits else None)
         if self._kind == "all_gather" and self._in_rows and isinstance(arrived, Tensor):
-            lengths = [sizes[0] for sizes in self._arrivals]
-            results = [
-                arrived.new_empty(size * length).view(shape) if out is None else out
-                for length, shape, out in zip(lengths, shapes, into, strict=True)
-            ]
-            torch._foreach_copy_(
-                [each.view(size, -1) for each in results], list(torch.split(arrived, lengths, 1))
-            )
-            return results
+            return self._join_rows(arrived, outs)
         if self._kind == "all_to_all":
             assert isinstance(arrived, Tensor), "an all-to-all brings one tensor"
             arrived = torch.split(arrived, self._received)
-        of_members = zip(*self._arrivals, strict=True)
-        rows = [
-            torch.split(row, list(sizes)) for row, sizes in zip(arrived, of_members, strict=True)
-        ]
+        sizes_of_members = zip(*self._arrivals, strict=True)
+        by_member = []
+        for row, sizes in zip(arrived, sizes_of_members, strict=True):
+            by_member.append(torch.split(row, list(sizes)))
+        by_leg = zip(*by_member, strict=True)
         results = []
-        for blocks, shape, out in zip(zip(*rows, strict=True), shapes, into, strict=True):
-            flat = torch.cat(blocks, out=None if out is None else out.view(-1))
-            results.append(flat.view(shape) if out is None else out)
+        for leg, blocks, out in zip(self._legs, by_leg, outs, strict=True):
+            if out is None:
+                results.append(torch.cat(blocks).view(leg.call.shape))
+            else:
+                torch.cat(blocks, out=out.view(-1))
+                results.append(out)
+        return results
+
+    def _join_rows(self, arrived: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the blocks for each leg from a matrix with a row for each member."""
+        size = self._comm.size
+        lengths = [sizes[0] for sizes in self._arrivals]
+        results = []
+        for leg, length, out in zip(self._legs, lengths, outs, strict=True):
+            if out is None:
+                out = arrived.new_empty(size * length).view(leg.call.shape)
+            results.append(out)
+        rows = [result.view(size, -1) for result in results]
+        torch._foreach_copy_(rows, list(torch.split(arrived, lengths, 1)))
         return results
 
 
-Rounds = tuple[tuple[tuple[Message, ...], ...], tuple[tuple[Stage, ...], ...]]
-"""Messages that are under way at the same time, round by round; and for each plan the local steps that remain then."""
-
-
-def _block_sizes(leg: Leg, size: int) -> Sequence[int]:
+def _block_sizes(leg: CollectiveLeg, size: int) -> Sequence[int]:
     """Return the number of elements of each member's block in the buffer that a leg sends."""
     if leg.call.sizes:
-        row = prod(leg.call.shape[1:])
-        return [length * row for length in leg.call.sizes]
+        elements_of_row = prod(leg.call.shape[1:])
+        return [rows * elements_of_row for rows in leg.call.sizes]
     sent = leg.step.src.local_shape.numel()
-    return [sent if leg.call.kind == "all_gather" else sent // size] * size
+    is_gathered = leg.call.kind == "all_gather"
+    return [sent if is_gathered else sent // size] * size

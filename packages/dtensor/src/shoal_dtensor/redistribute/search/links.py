@@ -26,10 +26,10 @@ class Links:
         # Ranks, latency and bandwidth of the group over every set of axes: entry 5 is that over
         # axes 0 and 2. mesh (2, 4): of no axis 1 rank, then 2, then 4 and 8
         self._groups = [(1, 0.0, inf)]
-        for size, late, speed in zip(sizes, latency, bandwidth, strict=True):
-            self._groups += [
-                (size * n, max(late, start), min(speed, rate)) for n, start, rate in self._groups
-            ]
+        for size, axis_latency, axis_bandwidth in zip(sizes, latency, bandwidth, strict=True):
+            for ranks, start, rate in [*self._groups]:
+                slowest = (max(axis_latency, start), min(axis_bandwidth, rate))
+                self._groups.append((size * ranks, *slowest))
 
     def ranks(self, axes: int) -> int:
         """Return the number of ranks of a group over `axes`."""

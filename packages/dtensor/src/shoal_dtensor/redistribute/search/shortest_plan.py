@@ -11,10 +11,10 @@ plan.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from heapq import heappop, heappush
-from itertools import combinations, count
+from itertools import count
 from math import inf, prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...errors import RedistributeError
 from ...layout.placements import Partial, Placement, Replicate
 from ..steps import Plan, Step
-from .edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
+from .edges import (
+    Edge,
+    all_reduce,
+    convert_partials,
+    join_pending,
+    reduce_scatter,
+    reshard,
+    subsets,
+)
 from .links import Links, axes_of, mask_of
 from .space import Candidates, Space, State
 
@@ -33,10 +41,19 @@ if TYPE_CHECKING:
 # Hops priced, about 8 us each, before the search settles for the best way so far.  A third of them
 # where it looks at some layouts only.
 MOST_PRICED = 1200
-# a way must be faster by more than rounding errors to be preferred
-_ALIKE = 1 - 1e-9
+# a path must be faster by more than rounding errors to be preferred
+EPSILON = 1e-9
+_NOTICEABLY_LESS = 1 - EPSILON
 
 Edges = tuple[Edge, ...]
+
+
+class FoundPlan(NamedTuple):
+    """A complete path, ordered by its cost in seconds and then by the order of its discovery."""
+
+    seconds: float
+    tie_breaker: int
+    edges: Edges
 
 
 def cheapest_plans(
@@ -49,25 +66,23 @@ def cheapest_plans(
     if not search.found:
         leanest = _Search(space, None, 32)
         leanest.run()
-        least = min([leanest.peak(edges) for _, _, edges in leanest.found])
+        least = min([leanest.peak(found.edges) for found in leanest.found])
         raise RedistributeError(
             f"no redistribution stays within memory_limit={memory_limit} bytes: the leanest plan "
-            f"found needs {least} (source box {space.start.box}, destination box {space.goal.box})"
+            f"found needs {least} (source box {space.start.box_bytes}, destination box "
+            f"{space.goal.box_bytes})"
         )
+    # several paths may have the same edges
+    seconds_of = {found.edges: found.seconds for found in search.found}
     plans = []
-    for edges, seconds in list({edges: seconds for seconds, _, edges in search.found}.items())[
-        :wanted
-    ]:
-        between = [_spec(src, dst, space, edge.after) for edge in edges[:-1]]
-        # without edges there is no spec between
-        ends = zip((src, *between), (*between, dst), edges, strict=False)
-        steps = tuple([_step(here, there, edge) for here, there, edge in ends])
+    for edges in [*seconds_of][:wanted]:
+        seconds = seconds_of[edges]
         received = sum(edge.received for edge in edges)
         plans.append(
             Plan(
                 src,
                 dst,
-                steps,
+                _steps(src, dst, space, edges),
                 seconds,
                 bytes_sent=received,
                 peak_bytes=search.peak(edges),
@@ -77,40 +92,51 @@ def cheapest_plans(
     return plans
 
 
+def _steps(src: Spec, dst: Spec, space: Space, edges: Edges) -> tuple[Step, ...]:
+    """Return the steps for the edges of a path."""
+    between = [_spec(src, dst, space, edge.after) for edge in edges[:-1]]
+    # without edges there is no spec between
+    ends = zip((src, *between), (*between, dst), edges, strict=False)
+    return tuple([_step(before, after, edge) for before, after, edge in ends])
+
+
 def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
     """Return the spec of a state."""
     placements: dict[int, Placement] = dict.fromkeys(range(src.mesh.ndim), Replicate())
     # P, R -> R, P at first: axis 0
-    for axis in axes_of(state.pending | space.partial & ~state.becoming):
-        here = src if (state.pending | state.scaled) >> axis & 1 else dst
-        before = here.placements[axis]
-        placements[axis] = before if isinstance(before, Partial) else Partial(space.joining)
+    of_source = state.to_reduce | state.to_rescale
+    for axis in axes_of(state.to_reduce | space.partial & ~state.to_make_partial):
+        spec = src if of_source >> axis & 1 else dst
+        placement = spec.placements[axis]
+        is_partial = isinstance(placement, Partial)
+        placements[axis] = placement if is_partial else Partial(space.joinable_op)
     for dim, sharded in enumerate(state.dims):
         placements |= sharded.sharding.placements(dim)
     order = tuple((dim, sharded.axes) for dim, sharded in enumerate(state.dims) if sharded.axes)
     return src.with_(placements=tuple(placements.values()), stride=dst.stride, shard_order=order)
 
 
-def _step(here: Spec, there: Spec, edge: Edge) -> Step:
+def _step(before: Spec, after: Spec, edge: Edge) -> Step:
     """Return the step for an edge."""
-    ops = dict(here.partials)
-    sizes = here.mesh.shape
-    summed, averaged = (
-        prod(sizes[a] for a in edge.axes if ops.get(a) == op) for op in ("sum", "avg")
-    )
+    ops = dict(before.partials)
+    sizes = before.mesh.shape
+    summed = prod([sizes[axis] for axis in edge.axes if ops.get(axis) == "sum"])
+    averaged = prod([sizes[axis] for axis in edge.axes if ops.get(axis) == "avg"])
     more: dict[str, Any] = {}
     if edge.kind == "Scale":
         # sum -> avg on 2 ranks: by 2; avg -> sum: by 1/2
         more = {"factor": summed, "divisor": averaged}
     elif edge.kind in ("AllReduce", "ReduceScatter"):
-        # a mixture of sums and averages is a sum, divided afterwards
-        kinds = {ops[a] for a in edge.axes}
-        # avg over 4: sum / 4
-        more = {"op": kinds.pop()} if len(kinds) == 1 else {"op": "sum", "divisor": averaged}
+        ops_of_edge = {ops[axis] for axis in edge.axes}
+        if len(ops_of_edge) == 1:
+            more = {"op": ops_of_edge.pop()}
+        else:
+            # a mixture of sums and averages is a sum, divided afterwards; avg over 4: sum / 4
+            more = {"op": "sum", "divisor": averaged}
     return Step(
         edge.kind,
-        here,
-        there,
+        before,
+        after,
         edge.axes,
         dims=edge.tensor_dims,
         seconds=edge.seconds,
@@ -127,30 +153,43 @@ class _Trail(NamedTuple):
     here: State
     edges: Edges
 
-    def then(self, hop: list[Edge]) -> _Trail:
+    def extended_by(self, hop: list[Edge]) -> _Trail:
         """Return the path extended by some edges."""
+        if not hop:
+            return self
         seconds = self.seconds
         for edge in hop:
             seconds += edge.seconds
-        return _Trail(seconds, hop[-1].after if hop else self.here, (*self.edges, *hop))
+        return _Trail(seconds, hop[-1].after, (*self.edges, *hop))
 
 
 class _Search:
-    def __init__(self, space: Space, memory_limit: int | None, wanted: int) -> None:
+    """The state of one search: trails to extend, and the best complete paths so far.
+
+    Attributes:
+        found: complete paths, in order of cost.
+        cost_to_beat: the seconds that a path has to beat in order to be kept.
+        heap: trails to extend, by the lower bound on the cost of paths through them.
+        priced: hops priced so far.
+        nearest_states: the states that differ in their dims only, nearest to the goal first, by
+            their other axes.
+    """
+
+    def __init__(self, space: Space, memory_limit: int | None, plans_wanted: int) -> None:
         self.space = space
         self.limit = memory_limit
-        self.wanted = wanted
+        # several complete paths may be made of the same edges
+        self.most_found = 1 if plans_wanted == 1 else 8 * plans_wanted
         bound = Bound(space)
         self.bound = cache(bound.seconds)
         self.fastest_start = bound.start
-        # trails to extend, by the lower bound on the cost of paths through them
         self.heap: list[tuple[float, int, _Trail]] = []
-        # breaks ties in favor of the first trail, so that trails are never compared
-        self.ticket = count()
+        # favors the first of several trails of equal cost, so that trails are never compared
+        self.tie_breaker = count()
         self.priced = 0
-        self.found: list[tuple[float, int, Edges]] = []  # whole ways, in order of cost
-        self.worst = inf  # the cost that a path has to beat
-        self.near: dict[tuple[int, int, int], list[tuple[float, State]]] = {}
+        self.found: list[FoundPlan] = []
+        self.cost_to_beat = inf
+        self.nearest_states: dict[tuple[int, int, int], list[tuple[float, State]]] = {}
 
     def run(self) -> float:
         """Fill `found`; return a lower bound on the cost of every path that is not in it."""
@@ -167,30 +206,36 @@ class _Search:
         space = self.space
         start = self.space.start
         yield start
-        if space.alike and (start.dims != space.goal.dims or start.pending or start.becoming):
+        has_to_move = start.dims != space.goal.dims
+        if not space.reductions_commute:
+            return
+        if has_to_move or start.to_reduce or start.to_make_partial:
             # (0, 1): reduced and made again are 0b01, 0b10 or 0b11
-            kept = axes_of(space.kept)
-            for axes in (
-                mask_of(some) for n in range(1, len(kept) + 1) for some in combinations(kept, n)
-            ):
+            for chosen in subsets(axes_of(space.partial_at_both_ends)):
+                axes = mask_of(chosen)
                 yield space.state(
-                    start.dims, start.pending | axes, start.becoming | axes, start.scaled & ~axes
+                    start.dims,
+                    start.to_reduce | axes,
+                    start.to_make_partial | axes,
+                    start.to_rescale & ~axes,
                 )
 
     def search(self, start: _Trail) -> float:
         """Search paths from one start; return a lower bound on the cost of paths not in `found`."""
         self.candidates = Candidates(self.space, start.here)
-        self.most = MOST_PRICED if self.candidates.complete else MOST_PRICED // 3
-        floor = inf if self.candidates.complete else self.bound(start.here)
-        # seconds of the fastest way there so far
+        is_complete = self.candidates.complete
+        self.most = MOST_PRICED if is_complete else MOST_PRICED // 3
+        floor = inf if is_complete else self.bound(start.here)
+        # seconds of the fastest path to a state so far
         self.reached: dict[State, float] = {}
-        self.offer(start)
-        plain = self.reduced(start)
-        if self.bound(start.here) < self.worst * _ALIKE and self.space.large.bit_count() > 2:
-            self.settle(plain)
+        self.push(start)
+        plain = self.push_plain_reduction(start)
+        has_many_axes = self.space.multi_rank_axes.bit_count() > 2
+        if has_many_axes and not self.is_beaten(self.bound(start.here)):
+            self.seed(plain)
         while self.heap:
             bound, _, trail = heappop(self.heap)
-            if bound >= self.worst * _ALIKE:
+            if self.is_beaten(bound):
                 self.heap.clear()
             elif self.is_over():
                 self.heap.clear()
@@ -199,150 +244,169 @@ class _Search:
                 self.expand(trail)
         return floor
 
+    def is_beaten(self, seconds: float) -> bool:
+        """Tell whether a path of this cost is not noticeably better than the paths found."""
+        return seconds >= self.cost_to_beat * _NOTICEABLY_LESS
+
     def is_over(self) -> bool:
         """Tell whether the search has used up its prices and has found a path."""
         return self.priced >= self.most and bool(self.found)
 
-    def reduced(self, trail: _Trail) -> _Trail:
-        """Offer the path of the plain reduction to the goal's axes, often the best path."""
+    def push_plain_reduction(self, trail: _Trail) -> _Trail:
+        """Push the path of the plain reduction to the goal's axes, often the best path."""
         space = self.space
         here = trail.here
-        if here.pending:
-            after = space.scattered(here, self.candidates.scattered(here))
-            if after is not here:
-                trail = self.offer(trail.then([reduce_scatter(space, here, after)]))
-            if after.pending:
-                trail = self.offer(trail.then([all_reduce(space, after)]))
+        if not here.to_reduce:
+            return trail
+        after = space.scattered(here, self.candidates.scattered(here))
+        if after is not here:
+            trail = self.push(trail.extended_by([reduce_scatter(space, here, after)]))
+        if after.to_reduce:
+            trail = self.push(trail.extended_by([all_reduce(space, after)]))
         return trail
 
-    def settle(self, trail: _Trail) -> None:
+    def seed(self, trail: _Trail) -> None:
         """Seed the search with simple paths that leave nothing to reduce.
 
         They move the axes of one speed, or one axis, after the other. The result is never worse
         than these paths.
         """
-        space = self.space
-        here = trail.here
         bandwidth = self.space.links.bandwidth
-        axes = axes_of(space.large & ~here.becoming)
-        speeds = [
-            [a for a in axes if bandwidth[a] == speed]
-            for speed in sorted({bandwidth[a] for a in axes})
-        ]
-        single = [[a] for a in axes]
-        for groups, nested in (
-            (speeds, True),
-            (speeds[::-1], True),
-            (single, False),
-            (single[::-1], False),
-        ):
-            last = trail
-            settled = 0
-            for group in groups:
-                settled |= mask_of(group)  # axes one by one: 0b01, 0b11
-                here = last.here
-                dims = self.candidates.settled(here, settled, nested=nested)
-                after = space.state(dims, 0, here.becoming, here.scaled)
-                last = self.offer(last.then(reshard(space, here, after)))
+        axes = axes_of(self.space.multi_rank_axes & ~trail.here.to_make_partial)
+        by_speed: dict[float, list[int]] = {}
+        for axis in sorted(axes, key=lambda axis: bandwidth[axis]):
+            by_speed.setdefault(bandwidth[axis], []).append(axis)
+        speeds = [*by_speed.values()]
+        single = [[axis] for axis in axes]
+        self.push_in_turns(trail, speeds, nested=True)
+        self.push_in_turns(trail, speeds[::-1], nested=True)
+        self.push_in_turns(trail, single, nested=False)
+        self.push_in_turns(trail, single[::-1], nested=False)
+
+    def push_in_turns(
+        self, trail: _Trail, groups: Sequence[Sequence[int]], *, nested: bool
+    ) -> None:
+        """Push the path that moves one group of axes after the other to its place in the goal."""
+        settled = 0
+        for group in groups:
+            # axes one by one: 0b01, 0b11
+            settled |= mask_of(group)
+            here = trail.here
+            dims = self.candidates.settled(here, settled, nested=nested)
+            after = self.space.state(dims, 0, here.to_make_partial, here.to_rescale)
+            trail = self.push(trail.extended_by(reshard(self.space, here, after)))
 
     def expand(self, trail: _Trail) -> None:
-        """Offer the states that one hop may profitably lead to, nearest to the goal first."""
+        """Push the states that one hop may profitably lead to, nearest to the goal first."""
         seconds, here, _ = trail
-        if here.pending:
-            self.reduce(trail)
+        if here.to_reduce:
+            self.push_reductions(trail)
         links = self.space.links
         for ahead, after in self.nearest(here):
-            if seconds + ahead >= self.worst or self.is_over():
+            if seconds + ahead >= self.cost_to_beat or self.is_over():
                 return
             if self.reached.get(after, inf) <= seconds or after is here:
                 continue
             # Axes that leave a dim all take part in the collective. 2 axes of 2 ranks: of its new
             # shard a rank had a quarter at most.
-            leaving = sum(
-                [old.mask & ~new.mask for old, new in zip(here.dims, after.dims, strict=True)]
-            )
-            least = links.seconds(leaving, after.box - after.box / links.ranks(leaving))
-            if seconds + least + ahead < self.worst:
+            leaving = 0
+            for old, new in zip(here.dims, after.dims, strict=True):
+                leaving += old.mask & ~new.mask
+            received = after.box_bytes - after.box_bytes / links.ranks(leaving)
+            least = links.seconds(leaving, received)
+            if seconds + least + ahead < self.cost_to_beat:
                 self.priced += 1
-                self.offer(trail.then(reshard(self.space, here, after)))
+                self.push(trail.extended_by(reshard(self.space, here, after)))
 
-    def reduce(self, trail: _Trail) -> None:
-        """Offer the states that reductions lead to."""
+    def push_reductions(self, trail: _Trail) -> None:
+        """Push the states that reductions lead to."""
         space = self.space
         here = trail.here
         # An all-reduce takes all axes that are left: two in a row could leave replicas that differ
         # in the last bit.
-        self.offer(trail.then([all_reduce(space, here)]))
-        for edge in joined(space, here):
-            self.offer(trail.then([edge]))
+        self.push(trail.extended_by([all_reduce(space, here)]))
+        for edge in join_pending(space, here):
+            self.push(trail.extended_by([edge]))
         # P, P on one dim: by 1, 0, 0 and 1, 1 and 0
-        for dims in self.candidates.inside(here.dims, here.pending)[1:]:
+        _, *layouts = self.candidates.inside(here.dims, here.to_reduce)
+        for dims in layouts:
             after = space.scattered(here, dims)
-            start = space.links.seconds(here.pending & ~after.pending, 0)
-            if trail.seconds + start + self.bound(after) < self.worst and not self.is_over():
+            latency = space.links.seconds(here.to_reduce & ~after.to_reduce, 0)
+            least = trail.seconds + latency + self.bound(after)
+            if least < self.cost_to_beat and not self.is_over():
                 self.priced += 1
-                self.offer(trail.then([reduce_scatter(space, here, after)]))
+                self.push(trail.extended_by([reduce_scatter(space, here, after)]))
 
     def nearest(self, here: State) -> list[tuple[float, State]]:
-        """Return states with the same pending and becoming axes, nearest to the goal first."""
-        key = here.pending, here.becoming, here.scaled
-        near = self.near.get(key)
-        if near is None:
+        """Return states with the same axes to reduce and make partial, nearest to the goal first."""
+        key = (here.to_reduce, here.to_make_partial, here.to_rescale)
+        nearest = self.nearest_states.get(key)
+        if nearest is None:
             space = self.space
-            layouts = self.candidates.inside(space.whole, space.moving(here) & ~here.pending)
-            states = [space.state(dims, *key) for dims in layouts]
-            near = sorted([(self.bound(state), state) for state in states], key=itemgetter(0))
-            self.near[key] = near
-        return near
+            axes = space.moving(here) & ~here.to_reduce
+            states = [space.state(dims, *key) for dims in self.candidates.inside(space.whole, axes)]
+            nearest = sorted([(self.bound(state), state) for state in states], key=itemgetter(0))
+            self.nearest_states[key] = nearest
+        return nearest
 
-    def offer(self, trail: _Trail) -> _Trail:
-        """Record a path to a state, its conversion and, if nothing is pending, the path on."""
+    def push(self, trail: _Trail) -> _Trail:
+        """Push a path to a state; record its conversion or, if nothing is pending, the path on."""
         seconds, here, edges = trail
         bound = seconds + self.bound(here)
-        if bound >= self.worst or self.reached.get(here, inf) <= seconds:
+        # no path through it beats the ones found
+        if bound >= self.cost_to_beat:
             return trail
-        if self.limit is not None and self.peak(edges) > self.limit:
+        # a path to the state is known that is not slower
+        if self.reached.get(here, inf) <= seconds:
+            return trail
+        if self.exceeds_memory(edges):
             return trail
         self.reached[here] = seconds
-        if not here.made:
-            conversion = converted(self.space, here)
+        if not here.partials_done:
+            conversion = convert_partials(self.space, here)
             if conversion:
-                self.offer(trail.then(conversion))
-        elif not here.pending:
+                self.push(trail.extended_by(conversion))
+        elif not here.to_reduce:
             self.priced += 1
-            self.note(trail.then(reshard(self.space, here, self.space.goal)))
+            to_goal = reshard(self.space, here, self.space.goal)
+            self.record_plan(trail.extended_by(to_goal))
             # It takes two collectives to go on, unless something else can be sliced before the one.
-            # Where not all layouts are looked at, ways of one collective are not varied.
-            if not (self.candidates.complete and self.space.moving(here) & ~here.used):
+            # Where not all layouts are looked at, paths of one collective are not varied.
+            free_axes = self.space.moving(here) & ~here.sharding_axes
+            if not (self.candidates.complete and free_axes):
                 bound += self.fastest_start
-        if bound < self.worst:
-            heappush(self.heap, (bound, next(self.ticket), trail))
+        if bound < self.cost_to_beat:
+            heappush(self.heap, (bound, next(self.tie_breaker), trail))
         return trail
 
-    def note(self, trail: _Trail) -> None:
+    def record_plan(self, trail: _Trail) -> None:
         """Keep a complete path if it is among the best, unless it exceeds the memory limit."""
         seconds, _, edges = trail
-        if seconds >= self.worst * _ALIKE or (
-            self.limit is not None and self.peak(edges) > self.limit
-        ):
+        if self.is_beaten(seconds) or self.exceeds_memory(edges):
             return
-        insort(self.found, (seconds, next(self.ticket), edges))
-        kept = 1 if self.wanted == 1 else 8 * self.wanted  # several may be made of the same edges
-        del self.found[kept:]
-        if len(self.found) == kept:
-            self.worst = self.found[-1][0]
+        insort(self.found, FoundPlan(seconds, next(self.tie_breaker), edges))
+        del self.found[self.most_found :]
+        if len(self.found) == self.most_found:
+            self.cost_to_beat = self.found[-1].seconds
+
+    def exceeds_memory(self, edges: Edges) -> bool:
+        """Tell whether some edges need more memory than the limit."""
+        return self.limit is not None and self.peak(edges) > self.limit
 
     def peak(self, edges: Edges) -> int:
         """Return the bytes at the worst moment of some edges.
 
         The caller holds the source box throughout; it is counted once while it is the input.
         """
-        box = self.space.start.box
-        return max([box, *[edge.peak + (box if i else 0) for i, edge in enumerate(edges)]])
+        box = self.space.start.box_bytes
+        peaks = [edge.peak + box for edge in edges]
+        if edges:
+            peaks[0] -= box
+        return max([box, *peaks])
 
 
 class Bound:
-    """Admissible lower bound on the seconds from a state to the goal.
+    """Admissible lower bound on the seconds from a state to the goal: never above the true rest.
 
     It accounts for the slowest latency and for the bytes received over links of each speed.
     """
@@ -351,28 +415,30 @@ class Bound:
         self.space = space
         # (8, 6) of f32: 192
         self.whole = space.itemsize * prod(sharded.longest for sharded in space.whole)
-        axes = axes_of(space.large)
+        axes = axes_of(space.multi_rank_axes)
         links = space.links
         # Seconds of the fastest start of a collective.
         self.start: float = min([links.latency[a] for a in axes], default=0.0)
         # The axes that are not faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow),
         # (0b11, fast)
         speeds = sorted({links.bandwidth[a] for a in axes})
-        self._levels = [
-            (mask_of([a for a in axes if links.bandwidth[a] <= speed]), speed) for speed in speeds
-        ]
+        self._levels: list[tuple[int, float]] = []
+        for speed in speeds:
+            slow_axes = [axis for axis in axes if links.bandwidth[axis] <= speed]
+            self._levels.append((mask_of(slow_axes), speed))
         self._fastest = speeds[-1] if speeds else inf
 
     def seconds(self, here: State) -> float:
         """Return a lower bound on the seconds from a state to the goal."""
         links = self.space.links
         moving = self.space.moving(here)
-        leaving = here.pending | here.leaving & ~here.becoming
+        leaving = here.to_reduce | here.must_leave & ~here.to_make_partial
         seconds = links.seconds(leaving, 0)
         # local steps make values partial as in the destination: of the finest shard at least
-        if not here.made:
-            finest = self.whole / links.ranks(moving & ~here.becoming)
-            seconds += (bool(here.becoming) + bool(here.scaled)) * links.copy(finest)
+        if not here.partials_done:
+            finest = self.whole / links.ranks(moving & ~here.to_make_partial)
+            local_steps = bool(here.to_make_partial) + bool(here.to_rescale)
+            seconds += local_steps * links.copy(finest)
         if leaving:
             # 10 bytes over slow links, 30 in all: 10 of them at the slow speed, the other 20 at the
             # fast one
@@ -382,7 +448,7 @@ class Bound:
                 if volume > before:
                     seconds += (volume - before) / speed
                     before = volume
-        if here.pending or here.becoming:
+        if here.to_reduce or here.to_make_partial:
             return seconds
         # The part that two shards have in common has at most the shorter length
         # of each dim. 8 x 8, S(0) -> S(1) over 2 ranks: a rank needs 4 x 8 elements, of which it
@@ -391,30 +457,35 @@ class Bound:
         for old, new in zip(here.dims, self.space.wanted, strict=True):
             common *= min(old.longest, new.longest)
         # 64 / 2 - 4 * 4 = 16 elements
-        lacking = self.whole / links.ranks(self.space.goal.used) - common
-        return max(seconds, links.seconds(leaving, 0) + lacking / self._fastest)
+        lacking = self.whole / links.ranks(self.space.goal.sharding_axes) - common
+        in_one_collective = links.seconds(leaving, 0) + lacking / self._fastest
+        return max(seconds, in_one_collective)
 
     def _volume(self, here: State, moving: int, level: int) -> float:
         """Return a lower bound on the average bytes that a rank receives over axes of a level.
 
-        These axes divide the mesh into islands, and the other axes are faster. 4 islands of 2
-        ranks, 8 rows, S(0) over the islands -> R: an island has 2 rows and needs 8; 6 come to its 2
-        ranks, 3 rows to each.
+        These axes divide the mesh into islands, and the other axes are faster.
 
-        To add up p values on different islands and leave the result on q of them, every element has
-        to come p - 1 times to be added and q - 1 times to be held. P -> R over 4 ranks: 3 + 3
-        times, 6 / 4 of it to each rank.
+        Gathering: 4 islands of 2 ranks, 8 rows, S(0) over the islands -> R: an island has 2 rows
+        and needs 8; 6 come to its 2 ranks, 3 rows to each.
+
+        Reducing: to add up p values on different islands and leave the result on q of them, every
+        element has to come p - 1 times to be added (reduce copies) and q - 1 times to be held
+        (spread copies). P -> R over 4 ranks: 3 + 3 times, 6 / 4 of it to each rank.
         """
         ranks = self.space.links.ranks
-        wanted = self.space.goal.used
+        wanted = self.space.goal.sharding_axes
         # axes that still become partial are on one island with their sum
-        between = level & ~here.becoming
-        if here.pending:
-            values = ranks(here.pending & level)
-            holders = ranks(between & ~wanted)
-            # on 4: 1/4 * (4 + 4 - 2)
-            return self.whole / ranks(moving) * (values + holders - 2) if values > 1 else 0.0
-        parts = ranks(here.used & ~wanted & between)
+        between = level & ~here.to_make_partial
+        if here.to_reduce:
+            reduce_copies = ranks(here.to_reduce & level) - 1
+            spread_copies = ranks(between & ~wanted) - 1
+            if not reduce_copies:
+                return 0.0
+            # on 4: 1/4 * (3 + 3)
+            return self.whole / ranks(moving) * (reduce_copies + spread_copies)
+        shards = ranks(here.sharding_axes & ~wanted & between)
         island = self.whole / ranks(wanted & between)
         # 4 islands of 2: (8 - 8 / 4) / 2 = 3 rows
-        return (island - island / parts) / ranks(moving & ~between)
+        lacking = island - island / shards
+        return lacking / ranks(moving & ~between)

@@ -16,7 +16,7 @@ on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import permutations, product
 from math import comb, perm
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ...errors import RedistributeError
+from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import Replicate, norm_order
 from .links import Links, axes_of, mask_of
@@ -62,16 +63,15 @@ class ShardedDim:
         # the coarser ones: the dim whole, by one axis, and so on
         self.outers: Dims = outer.lineage if outer else ()
         # Elements of the longest shard, and whether all are that long.
+        # elements of the longest shard, and whether all are that long
         if sharding is not None:
             self.longest = sharding.step
             self.even = sharding.even
         elif outer is not None:
             # 7 elements over 2 ranks, then 2: shards of up to 4, then of up to 2, which are not all
             # that long
-            self.longest, self.even = (
-                -(-outer.longest // ranks),
-                outer.even and outer.longest % ranks == 0,
-            )
+            self.longest = -(-outer.longest // ranks)
+            self.even = outer.even and outer.longest % ranks == 0
 
     @property
     def sharding(self) -> DimSharding:
@@ -102,82 +102,128 @@ class Change(NamedTuple):
 class State:
     """A layout on the path: the sharding of each tensor dim, and changes due on other axes."""
 
-    __slots__ = ("becoming", "box", "dims", "leaving", "made", "pending", "scaled", "used")
+    __slots__ = (
+        "box_bytes",
+        "dims",
+        "must_leave",
+        "partials_done",
+        "sharding_axes",
+        "to_make_partial",
+        "to_reduce",
+        "to_rescale",
+    )
 
-    def __init__(self, space: Space, dims: Dims, pending: int, becoming: int, scaled: int) -> None:
+    def __init__(
+        self, space: Space, dims: Dims, to_reduce: int, to_make_partial: int, to_rescale: int
+    ) -> None:
         self.dims: Dims = dims
-        self.pending: int = pending  # axes still to be reduced
-        self.becoming: int = becoming  # to become partial
-        self.scaled: int = scaled  # to change between sum and average
+        # axes still to be reduced
+        self.to_reduce: int = to_reduce
+        # axes still to become partial as in the destination
+        self.to_make_partial: int = to_make_partial
+        # axes still to change between sum and average
+        self.to_rescale: int = to_rescale
         # whether values are partial as in the destination
-        self.made: bool = not (becoming or scaled)
-        used = 0
-        leaving = 0
-        box = space.itemsize
+        self.partials_done: bool = not (to_make_partial or to_rescale)
+        sharding_axes = 0
+        must_leave = 0
+        box_bytes = space.itemsize
         for sharded, wanted in zip(dims, space.wanted, strict=True):
-            used |= sharded.mask  # dim 0 by axes 0 and 1: 0b11
-            leaving |= space.change(sharded, wanted).leaving
-            box *= sharded.longest  # 4 bytes, at most 1 x 6 elements: 24
-        self.used: int = used  # axes that shard a dim
-        # axes that take part in a collective on every path to the goal, if not `becoming`
-        self.leaving: int = leaving
-        self.box: int = box  # bytes of the largest local box
+            # dim 0 by axes 0 and 1: 0b11
+            sharding_axes |= sharded.mask
+            must_leave |= space.change(sharded, wanted).leaving
+            # 4 bytes, at most 1 x 6 elements: 24
+            box_bytes *= sharded.longest
+        # axes that shard a dim
+        self.sharding_axes: int = sharding_axes
+        # axes that take part in a collective on every path to the goal, if not `to_make_partial`
+        self.must_leave: int = must_leave
+        # bytes of the largest local box
+        self.box_bytes: int = box_bytes
+
+
+class FinerShardings(dict[tuple[ShardedDim, int], list[ShardedDim]]):
+    """The shardings that divide the shards of one sharding by one more axis, by (sharding, axis).
+
+    The first one divides like torch.chunk; it is made on first use. `register` adds others.
+    """
+
+    def __init__(self, ranks_of_axes: Sequence[int]) -> None:
+        super().__init__()
+        self.ranks_of_axes = ranks_of_axes
+
+    def __missing__(self, key: tuple[ShardedDim, int]) -> list[ShardedDim]:
+        outer, axis = key
+        finer = [ShardedDim(outer, axis, self.ranks_of_axes[axis])]
+        self[key] = finer
+        return finer
+
+    def register(self, outer: ShardedDim, axis: int, sharding: DimSharding) -> ShardedDim:
+        """Return the sharding that divides `outer` by an axis as `sharding` does; add it if new."""
+        finer = self[outer, axis]
+        for known in finer:
+            if known.sharding == sharding:
+                return known
+        new = ShardedDim(outer, axis, sharding=sharding)
+        finer.append(new)
+        return new
 
 
 class Space:
-    """The states between `src` and `dst`, which describe the same tensor on the same mesh."""
+    """The states between `src` and `dst`, which describe the same tensor on the same mesh.
+
+    Attributes:
+        multi_rank_axes: axes of several ranks; mesh (2, 1, 4): 0b101.
+        partial: axes that are partial in `dst`.
+        partial_at_both_ends: axes that are partial in `src` and `dst`, perhaps as sum and average.
+        reductions_commute: whether all reductions may be done in any order.
+        joinable_op: the reduction as which sharded axes may be made partial, to be reduced with the
+            pending ones; "" if no reduction fits.
+        accumulate_factor: how much wider elements are while they are reduced.
+        finer: the shardings that divide the shards of one by one more axis.
+        whole: the dims without any sharding.
+        wanted: the shardings of the dims in `dst`.
+    """
 
     def __init__(self, src: Spec, dst: Spec, links: Links) -> None:
-        src, dst = _over_large_axes(src), _over_large_axes(dst)
+        src = _over_large_axes(src)
+        dst = _over_large_axes(dst)
         self.links = links
         self.itemsize = src.dtype.itemsize
+        self.multi_rank_axes = mask_of([axis for axis, n in enumerate(links.sizes) if n > 1])
+        self._read_partials(src, dst)
         self.change = cache(_change)
-        # The state, always the same object: shardings of dims, axes that are pending, becoming
-        # partial, and scaled.
+        # The state, always the same object: shardings of dims, and the axes to reduce, to make
+        # partial and to rescale.
         self.state: Callable[[Dims, int, int, int], State] = cache(partial(State, self))
-        # Shards divided by one more axis: like torch.chunk, then as in the source and the
-        # destination.
-        self.inside: Callable[[ShardedDim, int], list[ShardedDim]] = cache(
-            lambda outer, axis: [ShardedDim(outer, axis, links.sizes[axis])]
-        )
-        # of several ranks; mesh (2, 1, 4): 0b101
-        self.large = mask_of([a for a, n in enumerate(links.sizes) if n > 1])
+        self.finer = FinerShardings(links.sizes)
+        whole_dims = [ShardedDim(None, sharding=DimSharding.whole(n)) for n in src.shape]
+        self.whole: Dims = tuple(whole_dims)
+        start = self._dims_of(src)
+        self.wanted = self._dims_of(dst)
+        # P, R -> R, P: 0b01, 0b10
+        to_reduce = mask_of(dict(src.partials)) & ~self.partial_at_both_ends
+        to_make_partial = self.partial & ~self.partial_at_both_ends
+        if to_reduce or to_make_partial:
+            _check_one_reduction(src)
+            _check_one_reduction(dst)
+        self.start: State = self.state(start, to_reduce, to_make_partial, self.rescaled)
+        self.goal: State = self.state(self.wanted, 0, 0, 0)
+
+    def _read_partials(self, src: Spec, dst: Spec) -> None:
         old = dict(src.partials)
         new = dict(dst.partials)
         # sum at one end, avg at the other
-        both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]
-        self.partial = mask_of(new)  # in `dst`
-        self.kept = mask_of(both)  # at both ends
+        both = [axis for axis, op in old.items() if axis in new and _commute({op, new[axis]})]
+        self.partial = mask_of(new)
+        self.partial_at_both_ends = mask_of(both)
+        # axes that change between sum and average
+        self.rescaled = mask_of([axis for axis in both if old[axis] != new[axis]])
         ops = {*old.values()}
-        # whether all reductions may be done in any order
-        self.alike = _commute({*ops, *new.values()})
-        # With which sharded axes may be made partial to be reduced with the pending ones; "" if no
-        # op fits.
-        self.joining = "sum" if ops <= _LINEAR else "" if any(map(norm_order, ops)) else min(ops)
-        # How much wider elements are while they are reduced.
-        self.widening = (
-            max([wire_itemsize(op, src.dtype) for op in ops], default=self.itemsize)
-            // self.itemsize
-        )
-        # P, R -> R, P: 0b01, 0b10
-        pending = mask_of(old) & ~self.kept
-        becoming = self.partial & ~self.kept
-        self.whole: Dims = tuple(
-            [ShardedDim(None, sharding=DimSharding.whole(n)) for n in src.shape]
-        )
-        start = self._dims_of(src)
-        self.wanted = self._dims_of(dst)
-        self.start: State = self.state(
-            start, pending, becoming, mask_of([a for a in both if old[a] != new[a]])
-        )
-        self.goal: State = self.state(self.wanted, 0, 0, 0)
-        for spec, kinds in ((src, ops), (dst, {*new.values()})) if pending or becoming else ():
-            if not _commute(kinds):
-                raise RedistributeError(
-                    f"{spec!r} mixes the reductions {sorted(kinds)}: their order matters and a "
-                    "spec has none, so they cannot be reduced or made. Only sum and avg mix; "
-                    "reduce one of them before the other comes into being."
-                )
+        self.reductions_commute = _commute({*ops, *new.values()})
+        self.joinable_op = _joinable_op(ops)
+        widths = [wire_itemsize(op, src.dtype) for op in ops]
+        self.accumulate_factor = max(widths, default=self.itemsize) // self.itemsize
 
     def _dims_of(self, spec: Spec) -> Dims:
         """Return the sharding of each dim of a spec."""
@@ -185,23 +231,41 @@ class Space:
         for dim, sharded in enumerate(self.whole):
             sharding = spec.dim_sharding(dim)
             for count, axis in enumerate(sharding.axes, 1):
-                found = self.inside(sharded, axis)
-                wanted = sharding.outer(count)
-                if all(each.sharding != wanted for each in found):
-                    found.append(ShardedDim(sharded, axis, sharding=wanted))
-                sharded = next(each for each in found if each.sharding == wanted)
+                sharded = self.finer.register(sharded, axis, sharding.outer(count))
             dims.append(sharded)
         return tuple(dims)
 
     def moving(self, here: State) -> int:
         """Return the axes that may still change: all but those that are partial as in `dst`."""
         # P, S(0) -> P, R: axis 1, 0b10
-        return self.large & ~(self.partial & ~(here.pending | here.becoming))
+        final = self.partial & ~(here.to_reduce | here.to_make_partial)
+        return self.multi_rank_axes & ~final
 
     def scattered(self, before: State, dims: Dims) -> State:
         """Return the state after the reduction of the pending axes that shard a dim now."""
-        used = sum(sharded.mask for sharded in dims)
-        return self.state(dims, before.pending & ~used, before.becoming, before.scaled)
+        sharding_axes = sum(sharded.mask for sharded in dims)
+        to_reduce = before.to_reduce & ~sharding_axes
+        return self.state(dims, to_reduce, before.to_make_partial, before.to_rescale)
+
+
+def _joinable_op(ops: set[str]) -> str:
+    """Return the reduction as which sharded axes may join pending ones; "" if no reduction fits."""
+    if ops <= _LINEAR:
+        return "sum"
+    if any(norm_order(op) for op in ops):
+        return ""
+    return min(ops)
+
+
+def _check_one_reduction(spec: Spec) -> None:
+    """Refuse a spec whose pending reductions do not commute."""
+    ops = {op for _, op in spec.partials}
+    if not _commute(ops):
+        raise RedistributeError(
+            f"{spec!r} mixes the reductions {sorted(ops)}: their order matters and a "
+            "spec has none, so they cannot be reduced or made. Only sum and avg mix; "
+            "reduce one of them before the other comes into being."
+        )
 
 
 def _over_large_axes(spec: Spec) -> Spec:
@@ -210,17 +274,20 @@ def _over_large_axes(spec: Spec) -> Spec:
     if 1 not in sizes:
         return spec
     placements = [p if n > 1 else Replicate() for p, n in zip(spec.placements, sizes, strict=True)]
-    order = [
-        (dim, tuple([axis for axis in axes if sizes[axis] > 1])) for dim, axes in spec.shard_order
-    ]
+    order = []
+    for dim, axes in spec.shard_order:
+        large = [axis for axis in axes if sizes[axis] > 1]
+        order.append((dim, tuple(large)))
     return spec.with_(placements=placements, shard_order=tuple(order))
 
 
 def _change(old: ShardedDim, new: ShardedDim) -> Change:
-    common = [a for a, b in zip(old.lineage, new.lineage, strict=False) if a is b][-1]
+    pairs = zip(old.lineage, new.lineage, strict=False)
+    *_, common = [outer for outer, other in pairs if outer is other]
     # by axes 0 and 1 -> by 0 and 2: axis 1 leaves and axis 2 enters
     leaving = old.mask & ~common.mask
-    return Change(leaving, new.mask & ~common.mask, _held(old, new) if leaving else 1.0)
+    entering = new.mask & ~common.mask
+    return Change(leaving, entering, _held(old, new) if leaving else 1.0)
 
 
 def _held(old: ShardedDim, new: ShardedDim) -> float:
@@ -232,13 +299,15 @@ def _held(old: ShardedDim, new: ShardedDim) -> float:
         # axes 0, 1 -> 1, 0: some rank has nothing of its new shard
         return 0.0
     # 12 elements over 4 ranks as (3, 3, 3, 3), then as (4, 4, 2, 2): rank 1 has [3, 6) and needs
-    # [4, 8), so 2 / 4 is
-    # there already; ranks 0, 2 and 3 have 3 / 4, 1 / 2 and 1.  The smallest is 0.5.
-    before = old.sharding
-    after = new.sharding
-    shards = zip(before.offsets, before.sizes, after.offsets, after.sizes, strict=True)
-    common = [max(0, min(a + n, b + m) - max(a, b)) / m for a, n, b, m in shards if m]
-    return min(common, default=1.0)
+    # [4, 8), so 2 / 4 is there already; ranks 0, 2 and 3 have 3 / 4, 1 / 2 and 1. The smallest is
+    # 0.5.
+    fractions = []
+    intervals = zip(spans(old.sharding.sizes), spans(new.sharding.sizes), strict=True)
+    for (old_start, old_stop), (start, stop) in intervals:
+        if start < stop:
+            common = min(old_stop, stop) - max(old_start, start)
+            fractions.append(max(0, common) / (stop - start))
+    return min(fractions, default=1.0)
 
 
 def wire_itemsize(op: str, dtype: torch.dtype) -> int:
@@ -261,9 +330,14 @@ class Candidates:
     """The layouts that one hop of the search may lead to, on paths from one start.
 
     For few axes these are all layouts: every order of every subset of the axes on every tensor dim.
-    If these are too many, an axis is replicated or shards one of a few dims: its present dim, its
-    dim in the goal, and a dim where it may shard in the meantime. On a dim the axes are in the
-    order of the source or of the destination.
+    If these are too many, an axis is replicated or shards one of a few dims:
+
+    1. the dim that it shards at the start,
+    2. the dim that it shards in the goal,
+    3. a parking dim, on which it may shard meanwhile: an axis can be moved there and back without
+       being in the way of the others, and its ranks keep different parts.
+
+    On a dim the axes are in the order of the source or of the destination.
     """
 
     def __init__(self, space: Space, start: State) -> None:
@@ -274,35 +348,33 @@ class Candidates:
         axes = space.moving(start).bit_count()
         dims = max(1, len(self.ends))
         layouts = sum(perm(axes, k) * comb(k + dims - 1, k) for k in range(axes + 1))
-        self.complete = layouts <= MOST_LAYOUTS  # whether all of them are looked at
+        # whether all of them are looked at
+        self.complete = layouts <= MOST_LAYOUTS
 
     def inside(self, outer: Dims, axes: int) -> list[Dims]:
         """Return layouts that shard `outer` further by some of these axes, `outer` itself first."""
         chosen = axes_of(axes)
         dims = range(len(outer))
         found: list[Dims] = []
-        ordered = cache(self._ordered)
-        for places in product(
-            *[(None, *(dims if self.complete else self._places(axis))) for axis in chosen]
-        ):
-            on_dims = [
-                tuple([axis for axis, at in zip(chosen, places, strict=True) if at == dim])
-                for dim in dims
-            ]
-            found += product(
-                *[ordered(dim, outer[dim], inner) for dim, inner in zip(dims, on_dims, strict=True)]
-            )
+        order_axes = cache(self._ordered)
+        places = [(None, *(dims if self.complete else self._places(axis))) for axis in chosen]
+        for dims_of_axes in product(*places):
+            shardings = []
+            for dim in dims:
+                pairs = zip(chosen, dims_of_axes, strict=True)
+                inner = tuple([axis for axis, place in pairs if place == dim])
+                shardings.append(order_axes(dim, outer[dim], inner))
+            found += product(*shardings)
         return found
 
     def scattered(self, here: State) -> Dims:
         """Return the layout with pending axes where the goal has them, inside the other axes."""
         # S(1): [[], [0]]
-        pending = [
-            [axis for axis in goal.axes if here.pending >> axis & 1] for _, goal in self.ends
-        ]
-        return tuple(
-            [self._extended(old, axes)[-1] for old, axes in zip(here.dims, pending, strict=True)]
-        )
+        dims = []
+        for old, (_, goal) in zip(here.dims, self.ends, strict=True):
+            pending = [axis for axis in goal.axes if here.to_reduce >> axis & 1]
+            dims.append(self._divide(old, pending)[-1])
+        return tuple(dims)
 
     def settled(self, here: State, axes: int, *, nested: bool) -> Dims:
         """Return the layout with these axes as in the goal and the other axes as they are.
@@ -313,41 +385,48 @@ class Candidates:
         for whole, old, (_, goal) in zip(self.space.whole, here.dims, self.ends, strict=True):
             # goal by axis 0, here by 1, axis 0 settled: [0]
             order = [axis for axis in goal.axes if axes >> axis & 1]
-            order += [axis for axis in old.axes if not axes >> axis & 1]  # and then [0, 1]
-            dims.append(self._extended(whole, order if nested else sorted(order))[-1])
+            # and then [0, 1]
+            order += [axis for axis in old.axes if not axes >> axis & 1]
+            if not nested:
+                order.sort()
+            dims.append(self._divide(whole, order)[-1])
         return tuple(dims)
 
     def _ordered(self, dim: int, outer: ShardedDim, axes: tuple[int, ...]) -> list[ShardedDim]:
         """Return the shardings that divide the shards of a dim by all of these axes."""
-        start, goal = (end.axes for end in self.ends[dim])
         orders: Iterable[tuple[int, ...]] = permutations(axes)
         if not self.complete:
-            orders = _in_order(axes, goal + start), _in_order(axes, start + goal)
-        return list(
-            dict.fromkeys([inner for order in orders for inner in self._extended(outer, order)])
-        )
+            start, goal = (end.axes for end in self.ends[dim])
+            orders = [_in_order(axes, goal + start), _in_order(axes, start + goal)]
+        found: dict[ShardedDim, None] = {}
+        for order in orders:
+            found |= dict.fromkeys(self._divide(outer, order))
+        return list(found)
 
-    def _extended(self, outer: ShardedDim, order: Iterable[int]) -> list[ShardedDim]:
+    def _divide(self, outer: ShardedDim, order: Iterable[int]) -> list[ShardedDim]:
         """Return shards divided by these axes in order, like torch.chunk or with explicit sizes.
 
         The sharding with explicit sizes is last.
         """
+        finer = self.space.finer
         found = [outer]
         for axis in order:
-            found = [inner for each in found for inner in self.space.inside(each, axis)]
+            found = [inner for sharded in found for inner in finer[sharded, axis]]
         return found
 
     def _places(self, axis: int) -> tuple[int, ...]:
-        """Return the dims that an axis may shard: its present dim, its goal, and one to wait on."""
+        """Return the dims that an axis may shard: its present dim, its goal, and a parking dim."""
         own = [d for d, (start, goal) in enumerate(self.ends) if axis in start.axes + goal.axes]
-        waiting = [
-            d
-            for d, (start, _) in enumerate(self.ends)
-            if d not in own and self.space.inside(start, axis)[0].even
-        ]
-        quiet = [d for d in waiting if not any(end.axes for end in self.ends[d])]
-        # S(0) -> S(2), 1 to wait on: (0, 1, 2)
-        return tuple(sorted([*own, *(quiet or waiting)[:1]]))
+        parking = []
+        unsharded = []
+        for d, (start, goal) in enumerate(self.ends):
+            if d not in own and self.space.finer[start, axis][0].even:
+                parking.append(d)
+                if not (start.axes or goal.axes):
+                    unsharded.append(d)
+        # S(0) -> S(2), 1 to park on: (0, 1, 2)
+        first = (unsharded or parking)[:1]
+        return tuple(sorted([*own, *first]))
 
 
 def _in_order(axes: tuple[int, ...], known: tuple[int, ...]) -> tuple[int, ...]:
@@ -355,4 +434,7 @@ def _in_order(axes: tuple[int, ...], known: tuple[int, ...]) -> tuple[int, ...]:
 
     For example (0, 1, 2) in the order of (2, 0) is (2, 0, 1).
     """
-    return tuple(sorted(axes, key=lambda axis: known.index(axis) if axis in known else len(known)))
+    positions: dict[int, int] = {}
+    for axis in known:
+        positions.setdefault(axis, len(positions))
+    return tuple(sorted(axes, key=lambda axis: positions.get(axis, len(known))))

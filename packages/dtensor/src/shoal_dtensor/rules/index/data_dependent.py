@@ -19,8 +19,9 @@ from shoal_mesh import all_gather, all_gather_v
 from ..._torch.tensors import in_backward
 from ...host_memory import device_of_numbers, upload
 from ...layout.boxes import box_at, slices_of
+from ...layout.memory_order import contiguous_stride
 from ...layout.spec import Spec
-from ...layout.tensor_meta import TensorMeta, contiguous_stride
+from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduced, check_values, sharding_axes, where_sharded
 from ..language.rule import (
     LocalCall,
@@ -44,9 +45,9 @@ def gathered(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor
     The number of results differs from rank to rank.
     """
     comm = spec.mesh.comm(axes)
-    counts = all_gather(
-        upload([len(results[0])], device_of_numbers(comm, results[0].device)), comm
-    ).tolist()
+    device = device_of_numbers(comm, results[0].device)
+    count = upload([len(results[0])], device)
+    counts = all_gather(count, comm).tolist()
     return [all_gather_v(tensor.contiguous(), comm, counts) for tensor in results]
 
 
@@ -78,7 +79,9 @@ def assumed_result_bytes(call: OpCall) -> Traffic:
 
     The number of results is unknown before the operator runs.
     """
-    return lambda ranks: max(call["self"].shape[0], 1) if call["self"].ndim else 1
+    source = call["self"]
+    rows = source.shape[0] if source.ndim else 1
+    return lambda ranks: max(rows, 1)
 
 
 def _sparse(local_call: LocalCall) -> LocalFunction:
@@ -103,9 +106,13 @@ def nonzero(call: OpCall) -> Iterator[Row]:
     source = call["self"]
     mask = call.get("mask")
     traffic = assumed_result_bytes(call)
-    for d in range(source.ndim if mask is None or mask.shape == source.shape else 0):
-        if not call.get("return_inverse"):
-            yield call.row({} if mask is None else {"mask": S(d)}, self=S(d), traffic=traffic)
+    if call.get("return_inverse"):
+        return
+    if mask is not None and mask.shape != source.shape:
+        return
+    for d in range(source.ndim):
+        entries = {} if mask is None else {"mask": S(d)}
+        yield call.row(entries, self=S(d), traffic=traffic)
 
 
 @where_sharded
@@ -125,11 +132,11 @@ def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFu
         values, counts = torch.unique(x, return_counts=True)
         values, counts = gathered(spec, axes, values, counts)
         values, inverse = torch.unique(values, return_inverse=True)
-        total = torch.zeros(len(values), dtype=counts.dtype, device=x.device).index_add_(
-            0, inverse, counts
-        )
+        total = torch.zeros(len(values), dtype=counts.dtype, device=x.device)
+        total.index_add_(0, inverse, counts)
         nothing = x.new_empty(0, dtype=torch.int64)
-        return (values, nothing, total if counted else nothing)[:count]
+        results = (values, nothing, total if counted else nothing)
+        return results[:count]
 
     return run
 
@@ -148,10 +155,12 @@ def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
     def run(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         mask = mask.expand(spec.shape)
         _check_count(mask, source)
+        # the position in the source of the element for each true element of the mask
         taken = (mask.reshape(-1).cumsum(0) - 1).view(spec.shape)
-        mask, taken = mask[here], taken[here]
+        local_mask = mask[here]
+        local_taken = taken[here]
         result = x if is_written else x.expand(spec.local_shape).clone()
-        result[mask] = source.reshape(-1)[taken[mask]]
+        result[local_mask] = source.reshape(-1)[local_taken[local_mask]]
         return result
 
     return run
@@ -173,9 +182,11 @@ def searchsorted(call: OpCall) -> Iterator[Row]:
     """
     boundaries = "boundaries" if "boundaries" in call.bound else "sorted_sequence"
     last = call[boundaries].ndim - 1
-    for d in range(call["self"].ndim if isinstance(call["self"], TensorMeta) else last):
+    values = call["self"]
+    for d in range(values.ndim if isinstance(values, TensorMeta) else last):
         # Rows of boundaries belong to rows of values.
-        yield call.row({boundaries: S(d), "sorter": S(d)} if d < last else {}, self=S(d), out=S(d))
+        rows = {boundaries: S(d), "sorter": S(d)} if d < last else {}
+        yield call.row(rows, self=S(d), out=S(d))
     if call.get("sorter") is None:
         yield call.row({boundaries: S(last)}, out=P("sum"))
 
@@ -183,18 +194,22 @@ def searchsorted(call: OpCall) -> Iterator[Row]:
 def isin(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `isin`: a value is in any shard of the set or, inverted, in none."""
     in_any_shard = P("min" if call["invert"] else "max")
-    if isinstance(elements := call.get("elements"), TensorMeta):
-        yield from (call.row(elements=S(d), out=S(d)) for d in range(elements.ndim))
-    if isinstance(tests := call.get("test_elements"), TensorMeta):
-        yield from (call.row(test_elements=S(d), out=in_any_shard) for d in range(tests.ndim))
+    elements = call.get("elements")
+    if isinstance(elements, TensorMeta):
+        for d in range(elements.ndim):
+            yield call.row(elements=S(d), out=S(d))
+    tests = call.get("test_elements")
+    if isinstance(tests, TensorMeta):
+        for d in range(tests.ndim):
+            yield call.row(test_elements=S(d), out=in_any_shard)
 
 
 def histc(call: OpCall) -> Iterator[Row]:
+    has_bounds = call["min"] != call["max"]
     two_bounds = 2 * call["self"].dtype.itemsize
-    traffic: Traffic | None = None if call["min"] != call["max"] else lambda ranks: two_bounds
-    yield from (
-        call.row(self=S(d), out=P("sum"), traffic=traffic) for d in range(call["self"].ndim)
-    )
+    traffic: Traffic | None = None if has_bounds else lambda ranks: two_bounds
+    for d in range(call["self"].ndim):
+        yield call.row(self=S(d), out=P("sum"), traffic=traffic)
 
 
 def _histc(local_call: LocalCall) -> LocalFunction | None:
@@ -211,15 +226,18 @@ def _histc(local_call: LocalCall) -> LocalFunction | None:
         return None
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        ends = (
-            (x.amin(), x.amax())
-            if x.numel()
-            else (x.new_full((), torch.inf), x.new_full((), -torch.inf))
-        )
-        both = all_reduced(ends[0], spec, axes, "min"), all_reduced(ends[1], spec, axes, "max")
-        low, high = torch.stack(both).tolist()
+        if x.numel():
+            lowest = x.amin()
+            highest = x.amax()
+        else:
+            lowest = x.new_full((), torch.inf)
+            highest = x.new_full((), -torch.inf)
+        lowest = all_reduced(lowest, spec, axes, "min")
+        highest = all_reduced(highest, spec, axes, "max")
+        low, high = torch.stack((lowest, highest)).tolist()
         # Equal bounds would mean "look them up" again: torch then widens them by one on each side.
-        return op(x, bins, low - (low == high), high + (low == high), **kwargs)
+        widening = 1 if low == high else 0
+        return op(x, bins, low - widening, high + widening, **kwargs)
 
     return run
 
@@ -229,9 +247,8 @@ def bincount(call: OpCall) -> Iterator[Row]:
 
     The traffic is estimated for at least 64 bins.
     """
-    yield call.row(
-        self=S(0), weights=S(0), traffic=lambda ranks: 8 * max(int(call["minlength"]), 64)
-    )
+    bins = max(int(call["minlength"]), 64)
+    yield call.row(self=S(0), weights=S(0), traffic=lambda ranks: 8 * bins)
 
 
 @where_sharded
@@ -240,11 +257,13 @@ def _bincount(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
 
     def run(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         top = x.max() + 1 if x.numel() else torch.zeros((), dtype=x.dtype, device=x.device)
-        length = max(minlength, int(all_reduced(top.to(torch.int64), spec, axes, "max").item()))
+        needed = all_reduced(top.to(torch.int64), spec, axes, "max")
+        length = max(minlength, int(needed.item()))
         counts = torch.bincount(x, weights, length)
         # torch counts nothing in integers, with any weights
         if weights is not None and not x.numel():
-            counts = counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
+            is_single = weights.dtype == torch.float32
+            counts = counts.to(torch.float32 if is_single else torch.float64)
         return all_reduced(counts, spec, axes)
 
     return run

@@ -72,7 +72,8 @@ def lookup(
         if 0 in x.shape:
             return bound(x.new_zeros(shape), *flatten([args[place]]))
         elements: Tensor = read(x, *args[:place], positions, *args[place + 1 :])
-        return elements.masked_fill_(~is_local.reshape([*is_local.shape, *[1] * behind]), 0)
+        shape_of_mask = [*is_local.shape, *[1] * behind]
+        return elements.masked_fill_(~is_local.reshape(shape_of_mask), 0)
 
     return run
 
@@ -87,36 +88,37 @@ def _by_index(call: OpCall, *along: Row) -> Iterator[Row]:
     per_element = _per_element(call)
     source = _source(call)
     operands = [call[name].shape for name in ("self", "index", source) if name]
-    if operands[0] and (operands[1] or not per_element):
-        for d in (d for d in range(len(operands[0])) if d != call.dim()):
-            # A shorter index reads or writes only the first rows of a dim: shards would not match.
-            if not per_element or len({shape[d] for shape in operands}) == 1:
-                yield call.row(
-                    {source: S(d)} if source else {},
-                    self=S(d),
-                    index=S(d) if per_element else R,
-                    out=S(d),
-                )
-        yield from along
+    shape, index_shape, *_ = operands
+    if not shape or (per_element and not index_shape):
+        return
+    for d in range(len(shape)):
+        if d == call.dim():
+            continue
+        # A shorter index reads or writes only the first rows of a dim: shards would not match.
+        if per_element and len({sizes[d] for sizes in operands}) > 1:
+            continue
+        entries = {source: S(d)} if source else {}
+        yield call.row(entries, self=S(d), index=S(d) if per_element else R, out=S(d))
+    yield from along
 
 
 def gather(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `gather` and `index_select`."""
     dim = call.dim()
-    of_index = (
-        [call.row(index=S(dim if _per_element(call) else 0), out=S(dim))]
-        if call["index"].ndim
-        else []
-    )
-    return _by_index(call, *of_index, call.row(self=S(dim), out=lookup_partial(call["self"])))
+    rows = []
+    if call["index"].ndim:
+        index_dim = dim if _per_element(call) else 0
+        rows.append(call.row(index=S(index_dim), out=S(dim)))
+    rows.append(call.row(self=S(dim), out=lookup_partial(call["self"])))
+    return _by_index(call, *rows)
 
 
 @along_dim
 def _gather(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     behind = 0 if _per_element(local_call.call) else spec.ndim - dim - 1
     # torch counts no index of `gather` and `index_select` from the end: -1 is out of range.
-    local = partial(local_positions, spec=spec, dim=dim, from_end=False)
-    return lookup(local_call, 1, local, behind)
+    to_local = partial(local_positions, spec=spec, dim=dim, from_end=False)
+    return lookup(local_call, 1, to_local, behind)
 
 
 def scatter(call: OpCall) -> Iterator[Row]:
@@ -126,7 +128,10 @@ def scatter(call: OpCall) -> Iterator[Row]:
 
 def _source(call: OpCall) -> str:
     """Return the name of the tensor whose elements are written; "" for a number or `index_fill`."""
-    return next((name for name in ("src", "source") if isinstance(call.get(name), TensorMeta)), "")
+    for name in ("src", "source"):
+        if isinstance(call.get(name), TensorMeta):
+            return name
+    return ""
 
 
 def scatter_add(call: OpCall) -> Iterator[Row]:
@@ -136,12 +141,13 @@ def scatter_add(call: OpCall) -> Iterator[Row]:
     per_element = _per_element(call)
     yield from scatter(call)
     yield call.row({source: P("sum")}, self=P("sum"), out=P("sum"))
-    if call["self"].ndim and index.ndim and call[source].ndim:
-        d = call.dim()
-        if not per_element or index.shape[d] == call[source].shape[d]:
-            yield call.row(
-                {source: S(d)}, self=P("sum"), index=S(d if per_element else 0), out=P("sum")
-            )
+    if not (call["self"].ndim and index.ndim and call[source].ndim):
+        return
+    d = call.dim()
+    if per_element and index.shape[d] != call[source].shape[d]:
+        return
+    index_dim = d if per_element else 0
+    yield call.row({source: S(d)}, self=P("sum"), index=S(index_dim), out=P("sum"))
 
 
 @along_dim
@@ -149,17 +155,17 @@ def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """Scatter the elements of this shard; write others to an extra last position and drop it."""
     # The in-place form of any operator, of the same overload: `src` of `src_out`.
     name, _, overload = local_call.call.op.__name__.partition(".")
-    write = getattr(
-        getattr(torch.ops.aten, name.removesuffix("_") + "_"),
-        overload.removesuffix("out").rstrip("_") or "default",
-    )
+    in_place = getattr(torch.ops.aten, name.removesuffix("_") + "_")
+    functional_overload = overload.removesuffix("out").rstrip("_")
+    write = getattr(in_place, functional_overload or "default")
     # positions 0..size - 1 are of the shard, `size` is of all others
     size = spec.local_shape[dim]
 
     def run(x: Tensor, dim_: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         positions, is_local = local_positions(index, spec, dim, from_end=False)
-        spare = x.new_ones((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
-        wide = torch.cat([x, spare], dim)
+        shape = [*x.shape]
+        shape[dim] = 1
+        wide = torch.cat([x, x.new_ones(shape)], dim)
         write(wide, dim, positions.masked_fill(~is_local, size), *args, **kwargs)
         return wide.narrow(dim, 0, size).contiguous()
 
@@ -170,7 +176,10 @@ def _write_slices(local_call: LocalCall) -> LocalFunction | None:
     """Write only the slices that fall into the shard."""
     call = local_call.call
     spec = local_call["self"]
-    if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
+    if not spec.ndim:
+        return None
+    dim = call.dim()
+    if not spec.dim_shardings[dim].axes:
         return None
     op = call.op
     has_source = "source" in call.places
@@ -206,9 +215,8 @@ MAX = 2  # the mode of `embedding_bag`
 @partial(where_sharded, dims=lambda call: (0,))
 def _embedding(local_call: LocalCall, weight: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Look up rows of a sharded vocabulary, whose indices do not count from the end."""
-    return lookup(
-        local_call, 0, partial(local_positions, spec=weight, dim=0, from_end=False), behind=1
-    )
+    to_local = partial(local_positions, spec=weight, dim=0, from_end=False)
+    return lookup(local_call, 0, to_local, behind=1)
 
 
 def _rows(call: OpCall) -> int:
@@ -259,7 +267,8 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
         positions, is_local = local_positions(indices, weight, 0, from_end=False)
         # Rows 4..7 on this rank are 0..3, row 4 stands for all others, and row 5 for padding, which
         # is not counted.
-        positions = positions.masked_fill(~is_local, size).masked_fill(indices == padding, size + 1)
+        positions = positions.masked_fill(~is_local, size)
+        positions = positions.masked_fill(indices == padding, size + 1)
         padded = torch.cat([table, table.new_zeros((2, table.shape[1]))])
         return run_bags(*args[:place], padded, positions, *args[place + 2 :], **kwargs)
 

@@ -60,7 +60,13 @@ class IndexedDims(NamedTuple):
     kept: tuple[tuple[int, int], ...]
     # where the indices' common dims begin in the result
     first: int
-    ndim: int  # how many common dims the indices have
+    # how many common dims the indices have
+    ndim: int
+
+    @property
+    def all_indexed(self) -> list[int]:
+        """The dims of x that the index tensors stand for, in order."""
+        return [d for dims in self.indexed for d in dims]
 
 
 def _is_mask(index: TensorMeta | Tensor) -> bool:
@@ -73,14 +79,17 @@ def indexed_dims(source: TensorMeta, indices: Sequence[TensorMeta | None]) -> In
     dim = 0
     ndim = 0
     for index in indices:
-        span = 1 if index is None or not _is_mask(index) else index.ndim
-        if index is not None:
-            indexed.append(tuple(range(dim, dim + span)))
-            ndim = max(ndim, 1 if _is_mask(index) else index.ndim)
+        if index is None:
+            dim += 1
+            continue
+        is_mask = _is_mask(index)
+        span = index.ndim if is_mask else 1
+        indexed.append(tuple(range(dim, dim + span)))
+        ndim = max(ndim, 1 if is_mask else index.ndim)
         dim += span
     taken = [d for dims in indexed for d in dims]
-    together = all(b == a + 1 for a, b in pairwise(taken))
-    first = taken[0] if together and taken else 0
+    are_together = all(second == first + 1 for first, second in pairwise(taken))
+    first = taken[0] if are_together and taken else 0
     others = [d for d in range(source.ndim) if d not in taken]
     kept = tuple((d, i if i < first else i + ndim) for i, d in enumerate(others))
     return IndexedDims(tuple(indexed), kept, first, ndim)
@@ -88,37 +97,39 @@ def indexed_dims(source: TensorMeta, indices: Sequence[TensorMeta | None]) -> In
 
 def index(call: OpCall) -> Iterator[Row]:
     source, *indices = call.tensors
-    where = indexed_dims(source, call["indices"])
+    dims = indexed_dims(source, call["indices"])
     if any(map(_is_mask, indices)):
-        # The length of `x[mask]` is data-dependent: every rank gathers the elements of all.
-        for d in where.indexed[0] if len(indices) == 1 and not where.first else ():
-            yield call.row(self=S(d), indices=S(d), traffic=assumed_result_bytes(call))
+        if len(indices) == 1 and not dims.first:
+            # The length of `x[mask]` is data-dependent: every rank gathers the elements of all.
+            traffic = assumed_result_bytes(call)
+            for d in dims.indexed[0]:
+                yield call.row(self=S(d), indices=S(d), traffic=traffic)
         return
-    yield from (call.row(self=S(d), out=S(o)) for d, o in where.kept)
-    for j in range(where.ndim):
-        if call.outputs[0].shape[where.first + j] != 1:
-            yield call.row(
-                indices=[aligned(index, j, where.ndim) for index in indices], out=S(where.first + j)
-            )
-    reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
-    summed = where.indexed if adds_up(source.dtype) else ()
-    yield from (call.row(self=S(d), out=R, traffic=reduced) for dims in summed for d in dims)
+    for d, o in dims.kept:
+        yield call.row(self=S(d), out=S(o))
+    for j in range(dims.ndim):
+        o = dims.first + j
+        if call.outputs[0].shape[o] != 1:
+            entries = [aligned(index, j, dims.ndim) for index in indices]
+            yield call.row(indices=entries, out=S(o))
+    if adds_up(source.dtype):
+        reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
+        for d in dims.all_indexed:
+            yield call.row(self=S(d), out=R, traffic=reduced)
 
 
 def _index(local_call: LocalCall) -> LocalFunction | None:
     """Sum over shards the elements whose indices are all in the shard, with 0 for the others."""
     call = local_call.call
     spec = local_call["self"]
-    where = indexed_dims(call["self"], call["indices"])
+    dims = indexed_dims(call["self"], call["indices"])
     if any(map(_is_mask, call.tensors[1:])):
-        mask = local_call.inputs[1]
-        axes = sharding_axes(mask) if len(local_call.inputs) == 2 else ()
-        return (lambda x, indices: selected_by(indices[0], mask, axes, x)) if axes else None
-    sharded = [d for (d,) in where.indexed if spec.dim_shardings[d].axes]
+        return _index_by_mask(local_call)
+    sharded = [d for d in dims.all_indexed if spec.dim_shardings[d].axes]
     if not sharded:
         return _checked(local_call, None)
 
-    def local(indices: Sequence[Any]) -> tuple[list[Any], Tensor]:
+    def to_local(indices: Sequence[Any]) -> tuple[list[Any], Tensor]:
         positions = list(indices)
         is_local = torch.ones((), dtype=torch.bool, device=indices[sharded[0]].device)
         for d in sharded:
@@ -126,11 +137,23 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
             is_local = is_local & is_in_dim
         return positions, is_local
 
-    read = lookup(local_call, 0, local, local_call.outputs[0].ndim - where.first - where.ndim)
+    dims_behind = local_call.outputs[0].ndim - dims.first - dims.ndim
+    read = lookup(local_call, 0, to_local, dims_behind)
     # Left partial, it would read as another result by `to_local`.
     axes = sharding_axes(spec, sharded)
     reduction = lookup_partial(call["self"]).reduce_op
     return _checked(local_call, lambda x, *args: all_reduced(read(x, *args), spec, axes, reduction))
+
+
+def _index_by_mask(local_call: LocalCall) -> LocalFunction | None:
+    """Select the elements of all shards, if one mask is sharded as the tensor; else run the kernel."""
+    if len(local_call.inputs) != 2:
+        return None
+    mask = local_call.inputs[1]
+    axes = sharding_axes(mask)
+    if not axes:
+        return None
+    return lambda x, indices: selected_by(indices[0], mask, axes, x)
 
 
 def _index_checks(call: OpCall) -> dict[str, list[Check]]:
@@ -139,9 +162,11 @@ def _index_checks(call: OpCall) -> dict[str, list[Check]]:
     indexed = indexed_dims(call["self"], call["indices"]).indexed
     checks: list[Check] = []
     for index, dims in zip(tensors, indexed, strict=True):
-        length = 0 if _is_mask(index) else call["self"].shape[dims[0]]
-        in_dim: Check = partial(check_indices, length=length, from_end=True)
-        checks.append(_pass if _is_mask(index) else in_dim)
+        if _is_mask(index):
+            checks.append(_pass)
+            continue
+        length = call["self"].shape[dims[0]]
+        checks.append(partial(check_indices, length=length, from_end=True))
     return {"indices": checks}
 
 
@@ -172,34 +197,37 @@ def _checked(local_call: LocalCall, function: LocalFunction | None) -> LocalFunc
 def index_put(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `index_put`: shard `self`, and also the values along the dims they span."""
     source, *indices, values = call.tensors
-    where = indexed_dims(source, call["indices"])
-    ndim = source.ndim - sum(map(len, where.indexed)) + where.ndim
-    yield from (
-        call.row(self=S(d), values=aligned(values, o, ndim), out=S(d)) for d, o in where.kept
-    )
-    if _same_everywhere(call, where):
-        yield from (
-            call.row(self=S(d), indices=S(j), out=S(d)) for j, d in enumerate(where.indexed[0])
-        )
-    yield from (call.row(self=S(d), out=S(d)) for dims in where.indexed for d in dims)
-    if call["accumulate"]:
-        yield call.row(self=P("sum"), values=P("sum"), out=P("sum"))
-        # Indices and values sharded alike: each rank adds its own, a partial sum.
-        for j in range(
-            where.ndim if values.ndim == ndim and not any(map(_is_mask, indices)) else 0
-        ):
-            of_indices = all(index.ndim == where.ndim and index.shape[j] != 1 for index in indices)
-            if of_indices and values.shape[where.first + j] != 1:
-                yield call.row(self=P("sum"), indices=S(j), values=S(where.first + j), out=P("sum"))
+    dims = indexed_dims(source, call["indices"])
+    ndim = source.ndim - len(dims.all_indexed) + dims.ndim
+    for d, o in dims.kept:
+        yield call.row(self=S(d), values=aligned(values, o, ndim), out=S(d))
+    if _same_everywhere(call, dims):
+        for j, d in enumerate(dims.indexed[0]):
+            yield call.row(self=S(d), indices=S(j), out=S(d))
+    for d in dims.all_indexed:
+        yield call.row(self=S(d), out=S(d))
+    if not call["accumulate"]:
+        return
+    yield call.row(self=P("sum"), values=P("sum"), out=P("sum"))
+    has_all_values = values.ndim == ndim and not any(map(_is_mask, indices))
+    if not has_all_values:
+        return
+    # Indices and values sharded alike: each rank adds its own, a partial sum.
+    for j in range(dims.ndim):
+        value_dim = dims.first + j
+        have_dim = all(index.ndim == dims.ndim and index.shape[j] != 1 for index in indices)
+        if have_dim and values.shape[value_dim] != 1:
+            yield call.row(self=P("sum"), indices=S(j), values=S(value_dim), out=P("sum"))
 
 
-def _same_everywhere(call: OpCall, where: IndexedDims) -> bool:
+def _same_everywhere(call: OpCall, dims: IndexedDims) -> bool:
     """Tell whether one mask selects the elements that are all set to the same value."""
-    _, *indices, values = call.tensors
+    source, *indices, values = call.tensors
     if len(indices) != 1 or not _is_mask(indices[0]):
         return False
-    behind = call.tensors[0].ndim - where.indexed[0][-1] - 1
-    return values.ndim <= behind or values.shape[-1 - behind] == 1
+    (masked,) = dims.indexed
+    dims_behind = source.ndim - masked[-1] - 1
+    return values.ndim <= dims_behind or values.shape[-1 - dims_behind] == 1
 
 
 def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
@@ -208,18 +236,20 @@ def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
     spec = local_call.inputs[0]
     mask = local_call.inputs[1]
     sharded = [(j, d) for j, d in enumerate(dims) if spec.dim_shardings[d].axes]
-    place = next(i for i, index in enumerate(local_call.call["indices"]) if index is not None)
+    indices_of_call = local_call.call["indices"]
+    place = next(i for i, index in enumerate(indices_of_call) if index is not None)
 
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
-        mask_here = indices[place]
-        assert mask_here is not None, "the mask is where the call had it"
+        local_mask = indices[place]
+        assert local_mask is not None, "the mask is where the call had it"
         # the mask covers the shard of x, except on a rank without elements of x
         for j, d in sharded:
             size = spec.local_shape[d]
-            mask_here = mask_here.narrow(
-                j, spec.local_offset[d] - mask.local_offset[j] if size else 0, size
-            )
-        return op(x, [*indices[:place], mask_here, *indices[place + 1 :]], values, *args)
+            start = spec.local_offset[d] - mask.local_offset[j] if size else 0
+            local_mask = local_mask.narrow(j, start, size)
+        local_indices = [*indices]
+        local_indices[place] = local_mask
+        return op(x, local_indices, values, *args)
 
     return run
 
@@ -228,44 +258,53 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
     """Write only the positions that are in this rank's shard."""
     call = local_call.call
     spec = local_call.inputs[0]
-    where = indexed_dims(call["self"], call["indices"])
-    dims = [d for group in where.indexed for d in group]
+    indexed = indexed_dims(call["self"], call["indices"])
+    dims = indexed.all_indexed
     sharded = [n for n, d in enumerate(dims) if spec.dim_shardings[d].axes]
     if not sharded:
         return _checked(local_call, None)
-    if _same_everywhere(call, where):
+    if _same_everywhere(call, indexed):
         return _put_one_value(local_call, dims)
     op = call.op
-    first = where.first
+    first = indexed.first
     adds = bool(call["accumulate"])
-    ndim = spec.ndim - len(dims) + where.ndim
+    ndim = spec.ndim - len(dims) + indexed.ndim
 
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
-        # every mask replaced by where it is true, one tensor per dim
-        integers = [
-            part
-            for index in indices
-            if index is not None
-            for part in (index.nonzero().unbind(1) if _is_mask(index) else (index,))
-        ]
-        positions = list(torch.ops.aten.broadcast_tensors.default(integers))
+        positions = list(torch.ops.aten.broadcast_tensors.default(_as_integers(indices)))
         shape = positions[0].shape
         is_local = torch.ones_like(positions[0], dtype=torch.bool)
         for n in sharded:
             positions[n], is_in_dim = local_positions(positions[n], spec, dims[n])
             is_local &= is_in_dim
+        # one row of values for each position: the common dims first, flattened
         common = [*range(first, first + len(shape))]
         wide = [1] * (ndim - values.ndim) + list(values.shape)
         wide[first : first + len(shape)] = shape
         rows = values.expand(wide).movedim(common, [*range(len(shape))])
         rows = rows.reshape(shape.numel(), *rows.shape[len(shape) :])
-        flat = [p.reshape(-1) for p in positions]
-        positions, rows = _in_shard(
-            x, dims, flat, rows, is_local=is_local.reshape(-1), first=first, adds=adds
-        )
-        return op(x, _target(x, dims, positions), rows.movedim(0, first) if first else rows, *args)
+        flat = [position.reshape(-1) for position in positions]
+        writes = _Writes(dims, flat, rows, is_local.reshape(-1), first=first)
+        local_writes = writes.added_in(x) if adds else writes.put_in(x)
+        local_rows = local_writes.rows
+        if first:
+            local_rows = local_rows.movedim(0, first)
+        return op(x, _target(x, dims, local_writes.positions), local_rows, *args)
 
     return _checked(local_call, run)
+
+
+def _as_integers(indices: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return index tensors without None, each mask replaced by where it is true, one per dim."""
+    integers: list[Tensor] = []
+    for index in indices:
+        if index is None:
+            continue
+        if _is_mask(index):
+            integers += index.nonzero().unbind(1)
+        else:
+            integers.append(index)
+    return integers
 
 
 def _target(x: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> list[Tensor | None]:
@@ -273,52 +312,86 @@ def _target(x: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> list
     return [at.get(d) for d in range(x.ndim)]
 
 
-def _in_shard(  # noqa: PLR0913  # all that is written
-    x: Tensor,
-    dims: Sequence[int],
-    positions: list[Tensor],
-    rows: Tensor,
-    is_local: Tensor,
-    first: int,
-    adds: bool,
-) -> tuple[list[Tensor], Tensor]:
-    """Return positions and rows that write only local elements.
+class _Writes(NamedTuple):
+    """Rows of values to be written into a shard.
 
-    There are as many as before, because the host does not know the number of local elements.
+    Attributes:
+        dims: the dims of the shard that the positions are along.
+        positions: for each of `dims` the position of each row.
+        rows: the values, along dim 0 one for each position.
+        is_local: whether each row belongs into the shard.
+        first: where the positions' common dim begins in the indexed tensor.
     """
-    if 0 in x.shape or not len(is_local):
-        return [p[:0] for p in positions], rows[:0]
-    column = is_local.view(-1, *[1] * (rows.ndim - 1))
-    # the others add nothing, each somewhere else: a device adds equal positions one after another
-    if adds:
-        at = torch.arange(len(is_local), device=x.device)
-        spread = [
-            torch.where(is_local, p, at % x.shape[d]) for p, d in zip(positions, dims, strict=True)
-        ]
-        return spread, torch.where(column, rows, rows.new_full((), -0.0))  # -0.0 + -0.0 is -0.0
-    # The others repeat the write of the last local one, or keep the old value if none is local.
-    last = (is_local * torch.arange(1, len(is_local) + 1, device=x.device)).argmax(0, keepdim=True)
-    there = [p.index_select(0, last) for p in positions]
-    present = torch.ops.aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)
-    row = torch.where(is_local.any(), rows.index_select(0, last), present)
-    return [
-        torch.where(is_local, p, q) for p, q in zip(positions, there, strict=True)
-    ], torch.where(column, rows, row)
+
+    dims: Sequence[int]
+    positions: list[Tensor]
+    rows: Tensor
+    is_local: Tensor
+    first: int
+
+    # The results have as many rows as before, because the host does not know the number of local
+    # rows.
+
+    def added_in(self, x: Tensor) -> _Writes:
+        """Return writes that add the local rows to a shard, and nothing in place of the others."""
+        if self._is_nothing(x):
+            return self._nothing()
+        # each somewhere else: a device adds equal positions one after another
+        count = torch.arange(len(self.is_local), device=x.device)
+        positions = []
+        for position, dim in zip(self.positions, self.dims, strict=True):
+            positions.append(torch.where(self.is_local, position, count % x.shape[dim]))
+        # -0.0 + -0.0 is -0.0
+        nothing = self.rows.new_full((), -0.0)
+        rows = torch.where(self._column(), self.rows, nothing)
+        return self._replace(positions=positions, rows=rows)
+
+    def put_in(self, x: Tensor) -> _Writes:
+        """Return writes of the local rows only.
+
+        The others repeat the write of the last local one, or keep the old value if none is local.
+        """
+        if self._is_nothing(x):
+            return self._nothing()
+        is_local = self.is_local
+        numbers = torch.arange(1, len(is_local) + 1, device=x.device)
+        last = (is_local * numbers).argmax(0, keepdim=True)
+        last_positions = [position.index_select(0, last) for position in self.positions]
+        target = _target(x, self.dims, last_positions)
+        present = torch.ops.aten.index.Tensor(x, target).movedim(self.first, 0)
+        row = torch.where(is_local.any(), self.rows.index_select(0, last), present)
+        positions = []
+        for position, last_position in zip(self.positions, last_positions, strict=True):
+            positions.append(torch.where(is_local, position, last_position))
+        return self._replace(positions=positions, rows=torch.where(self._column(), self.rows, row))
+
+    def _is_nothing(self, x: Tensor) -> bool:
+        return 0 in x.shape or not len(self.is_local)
+
+    def _nothing(self) -> _Writes:
+        empty = [position[:0] for position in self.positions]
+        return self._replace(positions=empty, rows=self.rows[:0])
+
+    def _column(self) -> Tensor:
+        """Return `is_local` in a shape that broadcasts to the rows."""
+        ones = [1] * (self.rows.ndim - 1)
+        return self.is_local.view(-1, *ones)
 
 
 def take(call: OpCall) -> Iterator[Row]:
     source = call["self"]
     index = call["index"]
-    yield from (call.row(index=S(d), out=S(d)) for d in range(index.ndim))
-    yield from (call.row(self=S(d), out=lookup_partial(source)) for d in range(source.ndim))
+    for d in range(index.ndim):
+        yield call.row(index=S(d), out=S(d))
+    for d in range(source.ndim):
+        yield call.row(self=S(d), out=lookup_partial(source))
 
 
 def _flat_positions(index: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """Convert flat global indices to flat local ones; also return whether they are local."""
-    here = [-start for start in spec.local_offset]
-    return moved_between_boxes(
-        from_the_front(index, spec.shape.numel()), spec.shape, spec.local_shape, here
-    )
+    shift = [-start for start in spec.local_offset]
+    position = from_the_front(index, spec.shape.numel())
+    return moved_between_boxes(position, spec.shape, spec.local_shape, shift)
 
 
 @where_sharded
@@ -327,7 +400,8 @@ def _take(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunc
 
 
 def put(call: OpCall) -> Iterator[Row]:
-    yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim))
+    for d in range(call["self"].ndim):
+        yield call.row(self=S(d), out=S(d))
     if call["accumulate"]:
         yield call.row(self=P("sum"), source=P("sum"), out=P("sum"))
 

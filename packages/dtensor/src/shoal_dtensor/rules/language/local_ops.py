@@ -109,12 +109,15 @@ def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
     average of their means, so it is all-reduced: `to_local` would show a rank's summand as if it
     were the mean. Means of half types are all-reduced in float32.
     """
-    mine = row.traffic or (lambda ranks: 0.0)
+    own_traffic = row.traffic or (lambda ranks: 0.0)
     reduced = all_reduce_traffic(wide_bytes_of(call.outputs[0]))
-    yield replace(row, outputs=(P("avg"), *row.outputs[1:]), even=True)
-    yield replace(
-        row, outputs=(R, *row.outputs[1:]), traffic=lambda ranks: mine(ranks) + reduced(ranks)
-    )
+
+    def traffic(ranks: int) -> float:
+        return own_traffic(ranks) + reduced(ranks)
+
+    other_outputs = row.outputs[1:]
+    yield replace(row, outputs=(P("avg"), *other_outputs), even=True)
+    yield replace(row, outputs=(R, *other_outputs), traffic=traffic)
 
 
 def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
@@ -130,18 +133,18 @@ def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tens
     ranks = prod(result.mesh.shape[axis] for axis in averaged)
     others = tuple(axis for axis in axes if axis not in averaged)
 
-    def run(part: Tensor) -> Tensor:
+    def all_reduce_mean(part: Tensor) -> Tensor:
         return all_reduced(part * ranks if ranks > 1 else part, result, others)
 
-    def narrowed(part: Tensor) -> Tensor:
-        return run(part).to(result.dtype)
-
-    return run if wide_dtype(result.dtype) is result.dtype else narrowed
+    if wide_dtype(result.dtype) is result.dtype:
+        return all_reduce_mean
+    return lambda part: all_reduce_mean(part).to(result.dtype)
 
 
 def functional(call: OpCall) -> Any:
     """Return the default overload of the operator's functional form."""
-    return getattr(torch.ops.aten, call.op.__name__.split(".")[0].removesuffix("_")).default
+    name, _, _ = call.op.__name__.partition(".")
+    return getattr(torch.ops.aten, name.removesuffix("_")).default
 
 
 def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
@@ -337,13 +340,13 @@ def moved_between_boxes(
     position = torch.zeros_like(index)
     is_inside = torch.ones_like(index, dtype=torch.bool)
     step = 1
-    for size, length, by in zip(*map(reversed, (source, target, shift)), strict=True):
+    sizes = zip(reversed(source), reversed(target), reversed(shift), strict=True)
+    for size, length, by in sizes:
         # 7 of (3, 4), columns 2:4: 7 % 4 - 2 = 1, then 1 % 3 = 1
         place = index % size + by
         is_inside &= (place >= 0) & (place < length)
-        position, index, step = (
-            position + place.clamp(0, max(length - 1, 0)) * step,
-            index // size,
-            step * length,
-        )
+        at_most_the_edge = place.clamp(0, max(length - 1, 0))
+        position = position + at_most_the_edge * step
+        index = index // size
+        step *= length
     return position, is_inside

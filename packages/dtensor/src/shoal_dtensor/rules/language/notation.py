@@ -61,22 +61,25 @@ def parse(text: str) -> Pattern:
     sides = text.split("->")
     if len(sides) != 2:
         raise NotationError(f"pattern {text!r}: expected inputs -> outputs with one arrow")
-    inputs, outputs = (tuple(_operand(part, text) for part in side.split(",")) for side in sides)
+    inputs_text, outputs_text = sides
+    inputs = tuple([_operand(part, text) for part in inputs_text.split(",")])
+    outputs = tuple([_operand(part, text) for part in outputs_text.split(",")])
     return Pattern(text, inputs, outputs)
 
 
 def _operand(part: str, text: str) -> tuple[Dim, ...]:
-    tokens = re.findall(r"\(([^()]*)\)|([^\s()]+|[()])", part)  # "b (h d)": ("", "b"), ("h d", "")
+    # "b (h d)": ("", "b"), ("h d", "")
+    tokens = re.findall(r"\(([^()]*)\)|([^\s()]+|[()])", part)
     dims = tuple((name,) if name else tuple(group.split()) for group, name in tokens)
     names = [name for dim in dims for name in dim]
-    why = "" if len(names) == len(set(names)) else "a factor is repeated"
+    problem = "" if len(names) == len(set(names)) else "a factor is repeated"
     for name in names:
         if name in "()":
-            why = "brackets do not match"
+            problem = "brackets do not match"
         elif name != ELLIPSIS and not name.isidentifier():
-            why = f"{name!r} is not a factor name"
-    if why:
-        raise NotationError(f"pattern {text!r}: {why} in {part.strip()!r}")
+            problem = f"{name!r} is not a factor name"
+    if problem:
+        raise NotationError(f"pattern {text!r}: {problem} in {part.strip()!r}")
     return dims
 
 
@@ -85,16 +88,25 @@ def _spread(dims: tuple[Dim, ...], ndim: int, pattern: Pattern) -> list[Dim]:
 
     Factors are named from the right so that operands align.
     """
+    has_ellipsis = (ELLIPSIS,) in dims
     # 4 dims as "... m k": 2, named ...1 ...0
-    free = ndim - len(dims) + ((ELLIPSIS,) in dims)
-    if free < 0 or (free != 0 and (ELLIPSIS,) not in dims):
+    free = ndim - len(dims) + has_ellipsis
+    if free < 0 or (free and not has_ellipsis):
         raise NotationError(
             f"pattern {pattern.text!r}: an operand of {len(dims)} dims got a tensor of {ndim}"
         )
+    broadcast = [(f"...{i}",) for i in reversed(range(free))]
     result: list[Dim] = []
     for dim in dims:
-        result += [(f"...{i}",) for i in reversed(range(free))] if dim == (ELLIPSIS,) else [dim]
+        result += broadcast if dim == (ELLIPSIS,) else [dim]
     return result
+
+
+def _spread_all(
+    operands: Sequence[tuple[Dim, ...]], tensors: Sequence[TensorMeta], pattern: Pattern
+) -> list[list[Dim]]:
+    pairs = zip(operands, tensors, strict=True)
+    return [_spread(dims, tensor.ndim, pattern) for dims, tensor in pairs]
 
 
 def factor_rows(
@@ -121,48 +133,53 @@ def factor_rows(
             f"pattern {pattern.text!r}: fits {len(pattern.inputs)} inputs and "
             f"{len(pattern.outputs)} outputs, got {len(inputs)} and {len(outputs)}"
         )
-    operands = [
-        _spread(dims, t.ndim, pattern) for dims, t in zip(pattern.inputs, inputs, strict=True)
-    ]
-    results = [
-        _spread(dims, t.ndim, pattern) for dims, t in zip(pattern.outputs, outputs, strict=True)
-    ]
+    operands = _spread_all(pattern.inputs, inputs, pattern)
+    results = _spread_all(pattern.outputs, outputs, pattern)
     sizes = _factor_sizes(pattern, [*operands, *results], [*inputs, *outputs])
     rows = []
-    for name in dict.fromkeys(name for dims in operands for dim in dims for name in dim):
-        if name in replicated or (name.startswith(ELLIPSIS) and ELLIPSIS in replicated):
+    for name in _factors_of(operands):
+        is_broadcast = name.startswith(ELLIPSIS)
+        if name in replicated or (is_broadcast and ELLIPSIS in replicated):
             continue
         # by k: S(1), S(0)
-        entries = [_entry(dims, t, name, sizes) for dims, t in zip(operands, inputs, strict=True)]
-        results_entries = [
-            _entry(dims, t, name, sizes) for dims, t in zip(results, outputs, strict=True)
-        ]
-        if all(entries) and all(results_entries):
-            # out lacks k: P(sum)
-            reduced = [P(reduce) if entry is R else entry for entry in results_entries]
-            rows.append(Row(tuple(filter(None, entries)), tuple(filter(None, reduced))))
+        input_entries = _entries(operands, inputs, name, sizes)
+        output_entries = _entries(results, outputs, name, sizes)
+        if input_entries is None or output_entries is None:
+            continue
+        # out lacks k: P(sum)
+        reduced = [P(reduce) if entry is R else entry for entry in output_entries]
+        rows.append(Row(tuple(input_entries), tuple(reduced)))
     return rows
+
+
+def _factors_of(operands: Sequence[list[Dim]]) -> list[str]:
+    """Return the names of the factors of some operands, in order and each once."""
+    names: dict[str, None] = {}
+    for dims in operands:
+        for dim in dims:
+            names |= dict.fromkeys(dim)
+    return list(names)
 
 
 def _factor_sizes(
     pattern: Pattern, dims: Sequence[list[Dim]], tensors: Sequence[TensorMeta]
 ) -> dict[str, int]:
     """Return the extent of every factor; broadcast operands (size 1) do not count."""
+    """Return the extent of every factor; broadcast operands (size 1) do not count."""
     sizes: dict[str, int] = {}
+    pairs: list[tuple[Dim, int]] = []
     for operand, tensor in zip(dims, tensors, strict=True):
-        for dim, n in zip(operand, tensor.shape, strict=True):
-            if len(dim) == 1:
-                size = sizes.get(dim[0], 1)  # "k" of 1 (broadcast), then of 6: 6
-                if size not in (1, n) and n != 1:
-                    raise NotationError(
-                        f"pattern {pattern.text!r}: factor {dim[0]!r} has sizes {size} and {n}"
-                    )
-                sizes[dim[0]] = n if size == 1 else size
-    pairs = [
-        pair
-        for each in zip(dims, tensors, strict=True)
-        for pair in zip(each[0], each[1].shape, strict=True)
-    ]
+        pairs += zip(operand, tensor.shape, strict=True)
+    for dim, n in pairs:
+        if len(dim) == 1:
+            (name,) = dim
+            # "k" of 1 (broadcast), then of 6: 6
+            size = sizes.get(name, 1)
+            if size not in (1, n) and n != 1:
+                raise NotationError(
+                    f"pattern {pattern.text!r}: factor {name!r} has sizes {size} and {n}"
+                )
+            sizes[name] = n if size == 1 else size
     for dim, n in sorted(pairs, key=lambda pair: sum(name not in sizes for name in pair[0])):
         unknown = [name for name in dim if name not in sizes]
         if len(unknown) == 1:
@@ -176,20 +193,37 @@ def _factor_sizes(
     return sizes
 
 
+def _entries(
+    operands: Sequence[list[Dim]], tensors: Sequence[TensorMeta], name: str, sizes: dict[str, int]
+) -> list[Entry] | None:
+    """Return the placements of operands when factor `name` is sharded; None if one has none."""
+    entries = []
+    for dims, tensor in zip(operands, tensors, strict=True):
+        entry = _entry(dims, tensor, name, sizes)
+        if entry is None:
+            return None
+        entries.append(entry)
+    return entries
+
+
 def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]) -> Entry | None:
     """Return the placement of an operand when factor `name` is sharded.
 
     None if the operand's shards would not be contiguous.
     """
     for i, dim in enumerate(dims):
-        if name in dim:
-            position = dim.index(name)
-            # "(h d)" by d: every head has a part
-            if prod(map(sizes.__getitem__, dim[:position])) != 1:
-                return None
-            # (1, 6) beside (4, 6) sharded by rows: R beside S(0)
-            broadcast = tensor.shape[i] == 1 and sizes[name] != 1
-            return R if broadcast else S(i, prod(map(sizes.__getitem__, dim[position + 1 :])))
+        if name not in dim:
+            continue
+        position = dim.index(name)
+        # "(h d)" by d: every head has a part
+        runs = prod([sizes[outer] for outer in dim[:position]])
+        if runs != 1:
+            return None
+        # (1, 6) beside (4, 6) sharded by rows: R beside S(0)
+        if tensor.shape[i] == 1 and sizes[name] != 1:
+            return R
+        unit = prod([sizes[inner] for inner in dim[position + 1 :]])
+        return S(i, unit)
     return R
 
 
@@ -201,9 +235,12 @@ def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
         inputs: number of tensor inputs.
         outputs: number of tensor outputs.
     """
-    operands = [frozenset((i,)) for i in linear if i < inputs]
-    kept = (P("sum"), P("avg"))
-    return [row for one in operands for row in partial_rows(kept, one, inputs, outputs)]
+    partials = (P("sum"), P("avg"))
+    rows = []
+    for i in linear:
+        if i < inputs:
+            rows += partial_rows(partials, frozenset((i,)), inputs, outputs)
+    return rows
 
 
 def product(
@@ -236,12 +273,10 @@ def product(
     fixed = tuple(replicated.split())
 
     def rows(call: OpCall) -> list[Row]:
-        present = tuple(
-            dims
-            for dims, place in zip(pattern.outputs, call.results.values(), strict=False)
-            if place
-        )
-        wanted = replace(pattern, outputs=present)  # a mask argument may leave results out
+        # a mask argument may leave results out
+        places = zip(pattern.outputs, call.results.values(), strict=False)
+        present = tuple(dims for dims, place in places if place)
+        wanted = replace(pattern, outputs=present)
         rows = factor_rows(wanted, call.tensors, call.outputs, replicated=fixed, reduce=reduce)
         return rows + linear_rows(linear, len(call.tensors), len(call.outputs))
 
@@ -299,22 +334,25 @@ def pointwise(
     """
 
     def rows(call: OpCall) -> list[Row]:
-        count = len(call.tensors)
-        outputs = call.outputs or tuple(call.tensors[i] for i in call.written)
-        pattern = parse(
-            ", ".join([ELLIPSIS] * count) + " -> " + ", ".join([ELLIPSIS] * len(outputs))
-        )
-        result = factor_rows(pattern, call.tensors, outputs) + linear_rows(
-            linear, count, len(outputs)
-        )
-        ops = (("sum", "avg") if jointly else ()) + (
-            ("max", "min") if monotone and count == 1 else ()
-        )
-        result += [Row((P(op),) * count, (P(op),) * len(outputs)) for op in ops]
-        result += [
-            Row(inputs, (output,) * len(outputs))
-            for inputs, output in (partial(call) if partial else ())
-        ]
-        return result
+        inputs = len(call.tensors)
+        results = call.outputs or tuple(call.tensors[i] for i in call.written)
+        outputs = len(results)
+        pattern = _elementwise(inputs, outputs)
+        rows = factor_rows(pattern, call.tensors, results)
+        rows += linear_rows(linear, inputs, outputs)
+        ops = ["sum", "avg"] if jointly else []
+        if monotone and inputs == 1:
+            ops += ["max", "min"]
+        rows += [Row((P(op),) * inputs, (P(op),) * outputs) for op in ops]
+        if partial:
+            rows += [Row(entries, (output,) * outputs) for entries, output in partial(call)]
+        return rows
 
     return Rule(rows, by_value=False, unordered=True, sizes=())
+
+
+def _elementwise(inputs: int, outputs: int) -> Pattern:
+    """Return the pattern of an elementwise operator: `..., ... -> ...` for two inputs."""
+    inputs_text = ", ".join([ELLIPSIS] * inputs)
+    outputs_text = ", ".join([ELLIPSIS] * outputs)
+    return parse(f"{inputs_text} -> {outputs_text}")

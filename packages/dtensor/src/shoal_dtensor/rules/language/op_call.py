@@ -16,7 +16,32 @@ from ...layout.dim_sharding import DimSharding
 from ...layout.placements import REDUCE_OPS, Partial, Replicate
 from ...layout.tensor_meta import TensorMeta, flatten as flatten
 
-ShardingMap = Callable[[DimSharding], DimSharding]
+
+class ShardingMap:
+    """A map from the sharding of a factor to the sharding of a dim, over the same axes.
+
+    Attributes:
+        exclusive: whether no other row may shard the dim.
+        intersects: whether another row's sharding of the dim is combined with this one by
+            intersecting their shards, rather than as levels of a strided dim.
+
+    Example:
+        >>> class Reversed(ShardingMap):
+        ...     def __call__(self, sharding: DimSharding) -> DimSharding:
+        ...         sizes = sharding.sizes[::-1]
+        ...         return DimSharding(sharding.axes, sharding.axis_sizes, sizes)
+        >>> Reversed()(DimSharding((0,), (2,), (3, 1))).sizes
+        (1, 3)
+    """
+
+    __slots__ = ()
+
+    exclusive: bool = False
+    intersects: bool = False
+
+    def __call__(self, sharding: DimSharding) -> DimSharding:
+        """Return the sharding of the dim."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +65,17 @@ class S:
     dim: int
     unit: int = 1
     runs: int = 1
-    map: ShardingMap | None = None
+    map: ShardingMap | Callable[[DimSharding], DimSharding] | None = None
 
     def __repr__(self) -> str:
-        extras = [f"unit={self.unit}"] * (self.unit != 1) + [f"runs={self.runs}"] * (self.runs != 1)
-        mapped = [] if self.map is None else [f"map={self.map}"]
-        return f"S({', '.join([str(self.dim), *extras, *mapped])})"
+        arguments = [str(self.dim)]
+        if self.unit != 1:
+            arguments.append(f"unit={self.unit}")
+        if self.runs != 1:
+            arguments.append(f"runs={self.runs}")
+        if self.map is not None:
+            arguments.append(f"map={self.map}")
+        return f"S({', '.join(arguments)})"
 
 
 R: Final = Replicate()
@@ -93,10 +123,11 @@ def partial_rows(
     partials: tuple[Partial, ...], together: frozenset[int], tensors: int, results: int
 ) -> list[Row]:
     """Return a row per partial placement, shared by the inputs `together` and all results."""
-    return [
-        Row(tuple([partial if i in together else R for i in range(tensors)]), (partial,) * results)
-        for partial in partials
-    ]
+    rows = []
+    for partial in partials:
+        inputs = [partial if i in together else R for i in range(tensors)]
+        rows.append(Row(tuple(inputs), (partial,) * results))
+    return rows
 
 
 _TENSOR_KINDS = ("TensorType", "ListType")
@@ -133,45 +164,51 @@ class OpSchema:
 
     def __init__(self, op: OpOverload) -> None:
         arguments = op._schema.arguments
-        kinds = [(r, r.type.kind()) for r in op._schema.returns]
-        returned = [(r, kind == "ListType") for r, kind in kinds if kind in _TENSOR_KINDS]
-        aliased = {
-            a.name: a.alias_info.before_set
-            for a in arguments
-            if a.alias_info and a.alias_info.is_write
-        }
-        owners = [
-            next(
-                (
-                    name
-                    for name, marks in aliased.items()
-                    if r.alias_info and marks & r.alias_info.before_set
-                ),
-                None,
-            )
-            for r, _ in returned
-        ]
-        single = len(returned) == 1
         self.inputs = tuple(a.name for a in arguments if not a.is_out)
         self.positional = tuple(a.name for a in arguments if not a.kwarg_only)
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
         self.outs = tuple(a.name for a in arguments if a.is_out)
-        self.written = tuple(name for name in aliased if name not in self.outs)
-        self.unmarked = (
-            ("running_mean", "running_var") if op._schema.name in WITH_UNMARKED_WRITES else ()
-        )
-        self.returns = tuple(
-            r.name or ("out" if single else f"out{i}") for i, (r, _) in enumerate(returned)
-        )
-        self.is_list = tuple(is_list for _, is_list in returned)
-        self.returned_inputs = tuple(owners)
-        places = (f"out{i}" for i in range(max(1, len(self.returns) or len(self.written))))
-        self.entry_names = frozenset((*self.inputs, *self.returns, "out", *places))
-        self.returns_only_tensors = len(returned) == len(kinds)
-        self.is_view = any(
-            r.alias_info is not None and not r.alias_info.is_write for r, _ in returned
-        )
+        marks_of = _write_marks(arguments)
+        self.written = tuple(name for name in marks_of if name not in self.outs)
+        has_unmarked_writes = op._schema.name in WITH_UNMARKED_WRITES
+        self.unmarked = ("running_mean", "running_var") if has_unmarked_writes else ()
+        returned = [r for r in op._schema.returns if r.type.kind() in _TENSOR_KINDS]
+        self.returns = _names_of_returns(returned)
+        self.is_list = tuple(r.type.kind() == "ListType" for r in returned)
+        self.returned_inputs = tuple(_returned_input(r, marks_of) for r in returned)
+        self.returns_only_tensors = len(returned) == len(op._schema.returns)
+        aliases = [r.alias_info for r in returned if r.alias_info is not None]
+        self.is_view = not all(alias.is_write for alias in aliases)
         self.is_random = torch.Tag.nondeterministic_seeded in op.tags
+        results = max(1, len(self.returns) or len(self.written))
+        numbered = [f"out{i}" for i in range(results)]
+        self.entry_names = frozenset((*self.inputs, *self.returns, "out", *numbered))
+
+
+def _write_marks(arguments: Sequence[Any]) -> dict[str, set[str]]:
+    """Return the alias marks of each argument that an operator writes to, such as {"self": {"a"}}."""
+    marks: dict[str, set[str]] = {}
+    for argument in arguments:
+        if argument.alias_info and argument.alias_info.is_write:
+            marks[argument.name] = argument.alias_info.before_set
+    return marks
+
+
+def _names_of_returns(returned: Sequence[Any]) -> tuple[str, ...]:
+    """Return the names of the returned tensors: the schema's, else `out`, or `out0`, `out1`, ..."""
+    if len(returned) == 1:
+        return (returned[0].name or "out",)
+    return tuple(r.name or f"out{i}" for i, r in enumerate(returned))
+
+
+def _returned_input(returned: Any, marks_of: Mapping[str, set[str]]) -> str | None:
+    """Return the name of the written argument that a return value is; None if it is a new tensor."""
+    if not returned.alias_info:
+        return None
+    for name, marks in marks_of.items():
+        if marks & returned.alias_info.before_set:
+            return name
+    return None
 
 
 @cache
@@ -218,12 +255,8 @@ class OpCall:
     @cached_property
     def bound(self) -> dict[str, Any]:
         """All arguments by name, with defaults; `out=` arguments where they are given."""
-        schema = self.schema
-        return {
-            **schema.defaults,
-            **dict(zip(schema.positional, self.args, strict=False)),
-            **self.kwargs,
-        }
+        by_position = dict(zip(self.schema.positional, self.args, strict=False))
+        return {**self.schema.defaults, **by_position, **self.kwargs}
 
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
@@ -245,21 +278,26 @@ class OpCall:
         """
         ndim = self.tensors[of].ndim
         value = self.bound.get(name)
-        if value is None or (isinstance(value, list | tuple) and not value):
+        is_list = isinstance(value, list | tuple)
+        if value is None or (is_list and not value):
             return tuple(range(ndim))
-        values = value if isinstance(value, list | tuple) else (value,)
-        return tuple(sorted({int(v) % max(ndim, 1) for v in values} if ndim else ()))
+        if not ndim:
+            return ()
+        values = value if is_list else (value,)
+        return tuple(sorted({int(v) % ndim for v in values}))
 
     # --- which tensor is which argument -----------------------------------------------------------
 
     @cached_property
     def places(self) -> dict[str, range]:
         """The indices in `tensors` of each argument that is read; empty for None and numbers."""
-        values = [self.bound.get(name) for name in self.schema.inputs]
-        sizes = [1 if isinstance(value, TensorMeta) else len([*flatten(value)]) for value in values]
-        return {
-            name: range(*span) for name, span in zip(self.schema.inputs, spans(sizes), strict=True)
-        }
+        names = self.schema.inputs
+        counts = []
+        for name in names:
+            value = self.bound.get(name)
+            is_one = isinstance(value, TensorMeta)
+            counts.append(1 if is_one else len([*flatten(value)]))
+        return {name: range(*span) for name, span in zip(names, spans(counts), strict=True)}
 
     @cached_property
     def results(self) -> dict[str, range]:
@@ -269,25 +307,26 @@ class OpCall:
         its inputs has the written inputs for results. Results that a mask argument leaves out have
         no index.
         """
+        names, counts = self._names_and_counts_of_results()
+        return {name: range(*span) for name, span in zip(names, spans(counts), strict=True)}
+
+    def _names_and_counts_of_results(self) -> tuple[Sequence[str], Sequence[int]]:
+        """Return the names of the results, and how many tensors each of them is."""
         schema = self.schema
-        if not schema.returns:
-            sizes = [len(self.places[name]) for name in schema.written]
-            names = ("out",) if len(sizes) == 1 else tuple(f"out{i}" for i in range(len(sizes)))
-        else:
-            names = schema.returns
-            count = len(self.outputs)
-            sizes = [1] * len(names)
-            if any(schema.is_list):
-                sizes = [count // len(names)] * len(names)
-            elif 0 < count < len(names):
-                mask = self.get("output_mask") or self.get("grad_input_mask")
-                names, mask = (
-                    (names, mask)
-                    if mask
-                    else (tuple(f"out{i}" for i in range(count)), [True] * count)
-                )
-                sizes = [int(wanted) for wanted in mask]
-        return {name: range(*span) for name, span in zip(names, spans(sizes), strict=True)}
+        names = schema.returns
+        if not names:
+            counts = [len(self.places[name]) for name in schema.written]
+            is_single = len(counts) == 1
+            return ["out"] if is_single else [f"out{i}" for i in range(len(counts))], counts
+        count = len(self.outputs)
+        if any(schema.is_list):
+            return names, [count // len(names)] * len(names)
+        if not 0 < count < len(names):
+            return names, [1] * len(names)
+        mask = self.get("output_mask") or self.get("grad_input_mask")
+        if mask:
+            return names, [int(is_wanted) for is_wanted in mask]
+        return [f"out{i}" for i in range(count)], [1] * count
 
     @cached_property
     def written(self) -> tuple[int, ...]:
@@ -323,12 +362,14 @@ class OpCall:
         Indices beyond the inputs are `out=` arguments: for an operator with two inputs, 2 is the
         first of them.
         """
+        none = (None,) * len(self.outputs)
         if not any(self.schema.returned_inputs):
-            return (None,) * len(self.outputs)
+            return none
         index = {name: place[0] for name, place in self.places.items() if len(place) == 1}
-        index |= {name: len(self.tensors) + i for i, name in enumerate(self.schema.outs)}
+        for i, name in enumerate(self.schema.outs):
+            index[name] = len(self.tensors) + i
         owners = [index.get(owner) if owner else None for owner in self.schema.returned_inputs]
-        return tuple(owners) if len(owners) == len(self.outputs) else (None,) * len(self.outputs)
+        return tuple(owners) if len(owners) == len(self.outputs) else none
 
     @property
     def has_data_dependent_shape(self) -> bool:
@@ -380,17 +421,18 @@ class OpCall:
                 f"{', '.join(self.schema.inputs)} and the results "
                 f"{', '.join(self.results) or 'none'}"
             )
-        given: list[Entry] = []
+        inputs: list[Entry] = []
         for name, place in self.places.items():
             if place:
-                given += self._entries(name, entries.get(name, R), len(place))
-        everything = R if "out" in self.places else entries.get("out", R)
+                inputs += self._entries(name, entries.get(name, R), len(place))
+        entry_of_all = R if "out" in self.places else entries.get("out", R)
         results: list[Entry] = []
         for i, (name, place) in enumerate(self.results.items()):
-            entry = entries.get(f"out{i}", everything)
-            entry = entry if name == "out" or name in self.places else entries.get(name, entry)
+            entry = entries.get(f"out{i}", entry_of_all)
+            if name != "out" and name not in self.places:
+                entry = entries.get(name, entry)
             results += self._entries(name, entry, len(place))
-        return Row(tuple(given), tuple(results), even, traffic, ordered=ordered)
+        return Row(tuple(inputs), tuple(results), even, traffic, ordered=ordered)
 
     def _entries(self, name: str, given: Entry | Sequence[Entry], count: int) -> Sequence[Entry]:
         """Return the entries of `count` tensors, given one for all or a sequence."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from shoal_mesh.internal import bound
 from ..._torch.operators import OpOverload
 from ...errors import PlacementError, ShoalTensorError
 from ...layout.placements import Partial
-from ...redistribute.execution.kernels import identity_of
+from ...redistribute.execution.reduced_values import identity_of
 from ...scopes import changed_by
 from .op_call import (
     ANY_NORM as ANY_NORM,
@@ -126,18 +127,20 @@ class Rule:
         For an operator that writes to inputs and returns nothing, return only the rows in which
         every written input already has the placement of the result.
         """
-        rows = [*self.rows(call), *(call.linear(*self.linear.split()) if self.linear else ())]
+        rows = [*self.rows(call)]
+        if self.linear:
+            rows += call.linear(*self.linear.split())
         if self.moves:
             rows += call.keeping_partials(*self.moves.split())
         rows = reducible_later(rows, call)
         if call.schema.returns or not call.written:
             return rows
-        kept = [
-            row
-            for row in rows
-            if not row.outputs or [row.inputs[i] for i in call.written] == [*row.outputs]
-        ]
-        return [replace(row, outputs=()) for row in kept]
+        kept = []
+        for row in rows:
+            written = [row.inputs[i] for i in call.written]
+            if not row.outputs or written == [*row.outputs]:
+                kept.append(replace(row, outputs=()))
+        return kept
 
 
 def reducible_later(rows: list[Row], call: OpCall) -> list[Row]:
@@ -156,22 +159,25 @@ def reducible_later(rows: list[Row], call: OpCall) -> list[Row]:
         return rows
 
     def fits(row: Row) -> bool:
-        given = [
-            (e.reduce_op, kind)
-            for e, kind in zip(row.inputs, sources, strict=True)
-            if isinstance(e, P)
-        ]
-        left = [
-            (e.reduce_op, kind)
-            for e, kind in zip(row.outputs, results, strict=False)
-            if isinstance(e, P)
-        ]
-        can_hold = {"sum": adds_up, "avg": _has_fractions}
-        if not all(can_hold[op](kind) for op, kind in given + left if op in can_hold):
-            return False
-        return all(_commutes(op, source, target) for op, source in given for _, target in left)
+        partial_inputs = _partials_of(row.inputs, sources)
+        partial_outputs = _partials_of(row.outputs, results)
+        for op, dtype in partial_inputs + partial_outputs:
+            if op == "sum" and not adds_up(dtype):
+                return False
+            if op == "avg" and not _has_fractions(dtype):
+                return False
+        pairs = product(partial_inputs, partial_outputs)
+        return all(_commutes(op, source, target) for (op, source), (_, target) in pairs)
 
     return [row for row in rows if fits(row)]
+
+
+def _partials_of(
+    entries: Sequence[Entry], dtypes: Sequence[torch.dtype]
+) -> list[tuple[str, torch.dtype]]:
+    """Return the reduction and the dtype of each partial entry; outputs may be fewer than dtypes."""
+    pairs = zip(entries, dtypes, strict=False)
+    return [(entry.reduce_op, dtype) for entry, dtype in pairs if isinstance(entry, P)]
 
 
 def _commutes(op: str, source: torch.dtype, target: torch.dtype) -> bool:
@@ -180,15 +186,14 @@ def _commutes(op: str, source: torch.dtype, target: torch.dtype) -> bool:
         return True
     if op in ("max", "min"):
         return target.is_floating_point and not source.is_complex
-    if op not in ("sum", "avg") and (
-        not op.startswith("norm") or source.is_complex or target.is_complex
-    ):
+    is_norm = op.startswith("norm")
+    if op not in ("sum", "avg") and not is_norm:
         return False
-    return (
-        _has_fractions(source)
-        and _has_fractions(target)
-        and torch.finfo(target).eps <= torch.finfo(source).eps
-    )
+    if is_norm and (source.is_complex or target.is_complex):
+        return False
+    if not _has_fractions(source) or not _has_fractions(target):
+        return False
+    return torch.finfo(target).eps <= torch.finfo(source).eps
 
 
 def _has_fractions(dtype: torch.dtype) -> bool:
@@ -214,10 +219,8 @@ def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
             result.append(row)
             continue
         for norm in norms:
-            inputs, outputs = (
-                [norm if e is ANY_NORM else e for e in entries]
-                for entries in (row.inputs, row.outputs)
-            )
+            inputs = [norm if entry is ANY_NORM else entry for entry in row.inputs]
+            outputs = [norm if entry is ANY_NORM else entry for entry in row.outputs]
             result.append(replace(row, inputs=tuple(inputs), outputs=tuple(outputs)))
     return result
 
@@ -242,15 +245,20 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
     if rule.skip_empty and not communicates and local_call.outputs:
         # Of (3, 5) by rows over 4 ranks, rank 3 has (0, 5): its rows of an output are empty, and to
         # a sum it adds 0. A list is faster here than a generator.
-        has_nothing = any(
-            [0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs]  # noqa: C419
-        )
-        if all(
-            0 in spec.local_shape or (has_nothing and bool(spec.partials))
-            for spec in local_call.outputs
-        ):
+        lacks_input = any([_is_empty_shard(spec) for spec in local_call.inputs])  # noqa: C419  # see above
+        if all(_adds_nothing(spec, lacks_input) for spec in local_call.outputs):
             return contribution(local_call)
     return rule.local(local_call) if rule.local is not None else None
+
+
+def _is_empty_shard(spec: Spec) -> bool:
+    """Tell whether this rank has no elements of a tensor that has some."""
+    return 0 in spec.local_shape and 0 not in spec.shape
+
+
+def _adds_nothing(output: Spec, lacks_input: bool) -> bool:
+    """Tell whether this rank has no elements of an output, or only neutral values to reduce."""
+    return 0 in output.local_shape or (lacks_input and bool(output.partials))
 
 
 def contribution(local_call: LocalCall) -> LocalFunction:
@@ -260,23 +268,22 @@ def contribution(local_call: LocalCall) -> LocalFunction:
     """
     call = local_call.call
     outputs = local_call.outputs
-    values = [
-        identity_of(spec.partials[0][1], spec.dtype) if spec.partials else 0 for spec in outputs
-    ]
+    values = [_neutral_value(spec) for spec in outputs]
     present = [i for i, place in enumerate(call.results.values()) for _ in place]
     is_list = call.schema.is_list == (True,)
     count = len(call.results)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [*flatten([*args, *kwargs.values()])]
+        tensors = [*flatten([*args, *kwargs.values()])]
         filled = []
         for spec, value in zip(outputs, values, strict=True):
             stride = (1,) if spec.coordinate is None else spec.local_stride
-            part = (
-                given[0].new_empty_strided(spec.local_shape, stride, dtype=spec.dtype).fill_(value)
-            )
+            part = tensors[0].new_empty_strided(spec.local_shape, stride, dtype=spec.dtype)
+            part.fill_(value)
             # as where the operator runs
-            filled.append(bound(part, *given) if torch.compiler.is_compiling() else part)
+            if torch.compiler.is_compiling():
+                part = bound(part, *tensors)
+            filled.append(part)
         if is_list:
             return filled
         results: list[Tensor | None] = [None] * count
@@ -287,11 +294,21 @@ def contribution(local_call: LocalCall) -> LocalFunction:
     return in_every_form(call, run)
 
 
+def _neutral_value(spec: Spec) -> float:
+    """Return the value that changes nothing when an output is reduced."""
+    if not spec.partials:
+        return 0
+    _, first_op = spec.partials[0]
+    return identity_of(first_op, spec.dtype)
+
+
 def nothing_of(local_call: LocalCall) -> LocalFunction:
     """Return the local call of ranks outside the mesh: no elements and no collectives."""
     call = local_call.call
     if call.schema.returns_only_tensors:
-        return contribution(local_call) if call.schema.returns else lambda *args, **kwargs: None
+        if not call.schema.returns:
+            return lambda *args, **kwargs: None
+        return contribution(local_call)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         raise PlacementError(
@@ -315,10 +332,9 @@ def in_every_form(call: OpCall, function: LocalFunction) -> LocalFunction:
     def run(*args: Any, **kwargs: Any) -> Any:
         targets = [kwargs.pop(name) for name in outs]
         results = function(*args, **kwargs)
-        for target, result in zip(
-            targets, [results] if isinstance(results, Tensor) else results, strict=True
-        ):
-            target.copy_(result)
+        sources = [results] if isinstance(results, Tensor) else results
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return run
@@ -365,13 +381,7 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
         for name in names.split():
             base, _, chosen = name.partition(".")
             if chosen:
-                packet = getattr(torch.ops.aten, base, None)
-                overloads = packet.overloads() if packet is not None else ()
-                exact |= {
-                    getattr(packet, overload): rule
-                    for overload in overloads
-                    if fnmatchcase(overload, chosen)
-                }
+                exact |= dict.fromkeys(_matching_overloads(base, chosen), rule)
                 continue
             for op in (*_tensor_overloads(base), *_tensor_overloads(base + "_")):
                 if table.setdefault(op, rule) is not rule:
@@ -384,18 +394,32 @@ def backward(names: str) -> str:
     return " ".join(f"{name}_backward" for name in names.split())
 
 
+def _matching_overloads(name: str, chosen: str) -> list[OpOverload]:
+    """Return the overloads of an operator whose names match `chosen`, which may end with `*`."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return []
+    matching = [overload for overload in packet.overloads() if fnmatchcase(overload, chosen)]
+    return [getattr(packet, overload) for overload in matching]
+
+
 def _tensor_overloads(name: str) -> Iterator[Any]:
     """Yield the overloads that take tensors, fill no list and take no dim by its name."""
     packet = getattr(torch.ops.aten, name, None)
-    for overload in packet.overloads() if packet is not None else ():
+    if packet is None:
+        return
+    for overload in packet.overloads():
+        # of TorchScript
+        if overload in ("Dict_Tensor", "Tensor_list"):
+            continue
         op = getattr(packet, overload)
-        kinds = [(argument, str(argument.type)) for argument in op._schema.arguments]
-        fills_list = any(argument.is_out and "List" in kind for argument, kind in kinds)
-        by_name = any(argument.name == "dim" and "str" in kind for argument, kind in kinds)
-        takes_tensors = any("Tensor" in kind for _, kind in kinds)
-        if takes_tensors and not (
-            fills_list or by_name or overload in ("Dict_Tensor", "Tensor_list")
-        ):
+        types = [(argument, str(argument.type)) for argument in op._schema.arguments]
+        takes_tensors = any("Tensor" in name_of_type for _, name_of_type in types)
+        fills_list = any(argument.is_out and "List" in type_name for argument, type_name in types)
+        by_name = any(
+            argument.name == "dim" and "str" in type_name for argument, type_name in types
+        )
+        if takes_tensors and not (fills_list or by_name):
             yield op
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Generator, Tensor
 
 from ...layout.boxes import slices_of
-from ...layout.placements import REDUCE_OPS, Replicate
+from ...layout.placements import REDUCE_OPS
 from ...layout.spec import Spec
 from ...redistribute.execution.execute import run
 from ...redistribute.plan import plan
@@ -50,12 +50,15 @@ def fill(call: OpCall) -> Iterator[Row]:
     source = call["self"].shape
     result = call.outputs[0].shape
     for d, n in enumerate(source):
-        yield call.row(self=S(d), out=S(d) if len(source) == len(result) and n == result[d] else R)
+        keeps_dim = len(source) == len(result) and n == result[d]
+        yield call.row(self=S(d), out=S(d) if keeps_dim else R)
     # a partial tensor that is written to stays one; a new tensor like it is replicated
     if call.written:
-        yield from (call.row(self=P(op), out=P(op)) for op in ("sum", "avg", "max", "min"))
+        for op in ("sum", "avg", "max", "min"):
+            yield call.row(self=P(op), out=P(op))
     else:
-        yield from (call.row(self=partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM))
+        for partial in (*map(P, REDUCE_OPS), ANY_NORM):
+            yield call.row(self=partial)
 
 
 def _fills(name: str, *parameters: str | float) -> Rule:
@@ -65,18 +68,15 @@ def _fills(name: str, *parameters: str | float) -> Rule:
     """
 
     def local(local_call: LocalCall) -> LocalFunction:
-        values = [
-            local_call.call[value] if isinstance(value, str) else value for value in parameters
-        ]
+        call = local_call.call
+        values = [call[value] if isinstance(value, str) else value for value in parameters]
         numbers = Fill(name, tuple(values))
         (spec,) = local_call.outputs
-        in_place = bool(local_call.call.written)
+        in_place = bool(call.written)
         # Every rank draws; of a partial sum the first coordinate has the values, the others zeros.
         summed = [axis for axis, op in spec.partials if op == "sum"]
         gets_zeros = spec.coordinate is not None and any(spec.coordinate[axis] for axis in summed)
-        unreduced = spec.with_(
-            placements=[Replicate() if p.is_partial() else p for p in spec.placements]
-        )
+        unreduced = spec.without_partials()
 
         def run_fill(
             like: Tensor,
@@ -85,7 +85,10 @@ def _fills(name: str, *parameters: str | float) -> Rule:
             out: Tensor | None = None,
             **__: Any,
         ) -> Tensor:
-            target = like if in_place else empty_local(spec, like.device) if out is None else out
+            if in_place:
+                target = like
+            else:
+                target = empty_local(spec, like.device) if out is None else out
             drawn = draw(unreduced, numbers, generator, out=target)
             return drawn.zero_() if gets_zeros else drawn
 
@@ -120,9 +123,10 @@ def _normal(local_call: LocalCall) -> LocalFunction:
     ) -> Tensor:
         if isinstance(std, Tensor) and std.device.type != "meta":
             check_values(std >= 0, "normal: all elements of std have to be 0 or larger")
-        device = next((each.device for each in (std, mean) if isinstance(each, Tensor)), None)
-        fill = Fill("normal_", (0.0, 1.0 if isinstance(std, Tensor) else std))
-        drawn = draw(spec, fill, generator, out=empty_local(spec, device))
+        devices = [tensor.device for tensor in (std, mean) if isinstance(tensor, Tensor)]
+        scale = 1.0 if isinstance(std, Tensor) else std
+        target = empty_local(spec, devices[0] if devices else None)
+        drawn = draw(spec, Fill("normal_", (0.0, scale)), generator, out=target)
         if isinstance(std, Tensor):
             drawn.mul_(std)
         return drawn.add_(mean)
@@ -161,17 +165,19 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
     """Run the operator on the gathered input; each rank keeps its shard of the result."""
     op = local_call.call.op
     (result,) = local_call.outputs
-    gather = plan(spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
+    gather = plan(spec, spec.all_replicated())
 
     def run_gathered(
         chances: Tensor, *args: Any, generator: Generator | None = None, **kwargs: Any
     ) -> Tensor:
-        check_in_step(spec.mesh, generator_of(chances.device) if generator is None else generator)
-        whole = chances.new_ones(spec.shape) if spec.coordinate is None else run(gather, chances)
-        samples: Tensor = op(whole, *args, generator=generator, **kwargs)
+        own_generator = generator_of(chances.device) if generator is None else generator
+        check_in_step(spec.mesh, own_generator)
         # outside of the mesh, where as many numbers are drawn
-        if result.coordinate is None:
-            return samples.new_empty(0)
+        if spec.coordinate is None:
+            op(chances.new_ones(spec.shape), *args, generator=generator, **kwargs)
+            return chances.new_empty(0, dtype=result.dtype)
+        samples: Tensor = op(run(gather, chances), *args, generator=generator, **kwargs)
+        assert result.coordinate is not None, "the result is on the mesh of its input"
         return samples[slices_of(result.box(result.coordinate))].clone()
 
     return run_gathered
@@ -180,13 +186,11 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
 def _local_size(local_call: LocalCall) -> LocalFunction | None:
     """Run the operator with this rank's size; a requested stride keeps the global order of dims."""
     (spec,) = local_call.outputs
+    if spec.local_shape == spec.shape:
+        return None
     call = local_call.call
     stride = {"stride": spec.local_stride} if "stride" in call.bound else {}
-    return (
-        None
-        if spec.local_shape == spec.shape
-        else with_arguments(call, size=list(spec.local_shape), **stride)
-    )
+    return with_arguments(call, size=list(spec.local_shape), **stride)
 
 
 CREATION: Table = family(

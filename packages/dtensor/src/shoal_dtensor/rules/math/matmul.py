@@ -18,9 +18,11 @@ from shoal_mesh.internal import bound
 
 from ..._torch.tensors import with_conjugates
 from ...layout.spec import Spec
+from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import in_every_form, where_sharded
 from ..language.notation import Pattern, alike, factor_rows, parse, product
 from ..language.rule import (
+    Entry,
     LocalCall,
     LocalFunction,
     OpCall,
@@ -45,16 +47,20 @@ def _added(text: str, name: str = "self") -> Rule:
         pattern = parse(text)
         (index,) = call.places[name]
         (result,) = pattern.outputs
-        dims = result[len(result) - call[name].ndim :]  # a vector added to "m n": "n"
+        # a vector added to "m n": "n"
+        dims = result[len(result) - call[name].ndim :]
         inputs = (*pattern.inputs[:index], dims, *pattern.inputs[index:])
-        for row in factor_rows(Pattern(text, inputs, pattern.outputs), call.tensors, call.outputs):
-            added = (P("sum"),) if row.outputs[0] == P("sum") else row.inputs[index : index + 1]
-            yield replace(row, inputs=(*row.inputs[:index], *added, *row.inputs[index + 1 :]))
+        with_added = Pattern(text, inputs, pattern.outputs)
+        for row in factor_rows(with_added, call.tensors, call.outputs):
+            if row.outputs[0] == P("sum"):
+                entries = [*row.inputs]
+                entries[index] = P("sum")
+                row = replace(row, inputs=tuple(entries))
+            yield row
         # Linear in the added operand together with any one factor; an average may also meet a fixed
         # added operand.
-        for factor in (
-            operand for operand, place in call.places.items() if place and operand != name
-        ):
+        factors = [operand for operand, place in call.places.items() if place and operand != name]
+        for factor in factors:
             yield from call.keeping_partials(name, factor, ops=("sum", "avg"))
             yield from call.keeping_partials(factor, ops=("avg",))
         yield from call.keeping_partials(name, ops=("avg",))
@@ -67,16 +73,17 @@ def _added_alone(local_call: LocalCall) -> LocalFunction | None:
 
     Kernels differ in the shape that they return for empty factors.
     """
-    spec, empty = (
-        local_call.outputs[0],
-        any(0 in spec.local_shape for spec in local_call.inputs[1:]),
-    )
-    if not empty or (local_call.call.written and 0 not in spec.local_shape):
+    spec = local_call.outputs[0]
+    has_empty_factor = any(0 in factor.local_shape for factor in local_call.inputs[1:])
+    if not has_empty_factor:
+        return None
+    if local_call.call.written and 0 not in spec.local_shape:
         return None
     beta: float = local_call.call["beta"]
 
     def run(added: Tensor, first: Tensor, second: Tensor, *_: Any, **__: Any) -> Tensor:
-        return bound((added * beta).to(spec.dtype).expand(spec.local_shape).clone(), first, second)
+        summand = (added * beta).to(spec.dtype)
+        return bound(summand.expand(spec.local_shape).clone(), first, second)
 
     return in_every_form(local_call.call, run)
 
@@ -86,23 +93,28 @@ _WITH_BIAS = _added("... k, n k -> ... n", "bias")
 
 def linear(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `x @ w.T + b`."""
-    vector = call["weight"].ndim == 1
-    if call["bias"] is not None and not vector:
+    is_vector = call["weight"].ndim == 1
+    if call["bias"] is not None and not is_vector:
         yield from _WITH_BIAS.rows(call)
-    else:
-        yield from product(
-            "... k, k -> ..." if vector else "... k, n k -> ... n", linear=(0, 1)
-        ).rows(call)
+        return
+    pattern = "... k, k -> ..." if is_vector else "... k, n k -> ... n"
+    yield from product(pattern, linear=(0, 1)).rows(call)
 
 
 def matmul(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `a @ b` for any numbers of dims; a vector is a matrix without one dim."""
     a, b = call.tensors
-    left = "k" if a.ndim == 1 else "m k" if a.ndim == 2 else "... m k"
-    right = "k" if b.ndim == 1 else "k n" if b.ndim == 2 else "... k n"
-    batch = "... " if max(a.ndim, b.ndim) > 2 else ""
-    # 2 and 3 dims: "... m n"
-    result = f"{batch}{'m ' if a.ndim > 1 else ''}{'n' if b.ndim > 1 else ''}"
+    # the last dims of matrices; dims of a batch are in front
+    left = "k" if a.ndim == 1 else "m k"
+    right = "k" if b.ndim == 1 else "k n"
+    result = left.removesuffix("k") + right.removeprefix("k").strip()
+    if a.ndim > 2:
+        left = f"... {left}"
+    if b.ndim > 2:
+        right = f"... {right}"
+    if max(a.ndim, b.ndim) > 2:
+        result = f"... {result}"
+    # 2 and 3 dims: "m k, ... k n -> ... m n"
     yield from product(f"{left}, {right} -> {result}", linear=(0, 1)).rows(call)
 
 
@@ -111,17 +123,20 @@ def kron(call: OpCall) -> Iterator[Row]:
 
     An operand with fewer dims lacks dims on the left.
     """
-    ndims = [tensor.ndim for tensor in call.tensors]
-    places = range(max(ndims))
-    first, second = (
-        [f"{name}{i}" if i >= max(ndims) - n else "" for i in places]
-        for name, n in zip("ab", ndims, strict=True)
-    )
+    first, second = call.tensors
+    ndim = max(first.ndim, second.ndim)
+    left = _dims_at_the_right("a", first.ndim, ndim)
+    right = _dims_at_the_right("b", second.ndim, ndim)
     # 1 and 2 dims: "( b0) (a1 b1)"
-    result = " ".join(f"({a} {b})" for a, b in zip(first, second, strict=True))
-    yield from product(f"{' '.join(first)}, {' '.join(second)} -> {result}", linear=(0, 1)).rows(
-        call
-    )
+    result = " ".join([f"({a} {b})" for a, b in zip(left, right, strict=True)])
+    pattern = f"{' '.join(left)}, {' '.join(right)} -> {result}"
+    yield from product(pattern, linear=(0, 1)).rows(call)
+
+
+def _dims_at_the_right(name: str, count: int, ndim: int) -> list[str]:
+    """Return names for the last `count` of `ndim` dims, empty ones before: ["", "a1"]."""
+    lacking = ndim - count
+    return [""] * lacking + [f"{name}{i}" for i in range(lacking, ndim)]
 
 
 def batched(call: OpCall) -> Iterator[Row]:
@@ -130,11 +145,18 @@ def batched(call: OpCall) -> Iterator[Row]:
     # is replicated.
     main = max(call.tensors, key=lambda t: t.ndim)
     for d, n in enumerate(main.shape[:-2]):
-        batches = [t.ndim > d and t.shape[d] == n for t in (*call.tensors, *call.outputs)]
-        pivots = [t.ndim <= 1 for t in call.tensors] + [False] * len(call.outputs)
-        if all(batch or pivot for batch, pivot in zip(batches, pivots, strict=True)):
-            entries = [S(d) if batch else R for batch in batches]
-            yield Row(tuple(entries[: len(call.tensors)]), tuple(entries[len(call.tensors) :]))
+        inputs = [_batch_entry(t, d, n) for t in call.tensors]
+        outputs = [_batch_entry(t, d, n) for t in call.outputs]
+        lacking = [t for t, entry in zip(call.tensors, inputs, strict=True) if entry is R]
+        are_pivots = all(t.ndim <= 1 for t in lacking)
+        if are_pivots and R not in outputs:
+            yield Row(tuple(inputs), tuple(outputs))
+
+
+def _batch_entry(tensor: TensorMeta, dim: int, size: int) -> Entry:
+    """Return the entry of a tensor in a batch whose dim `dim` of `size` matrices is sharded."""
+    has_batch = tensor.ndim > dim and tensor.shape[dim] == size
+    return S(dim) if has_batch else R
 
 
 @where_sharded
@@ -149,7 +171,9 @@ def linalg_cross(call: OpCall) -> Iterator[Row]:
     """Yield elementwise rows, except for the dim of three."""
     dim = call.dim("dim", 0 if call["self"].ndim >= call["other"].ndim else 1)
     elementwise = product("..., ... -> ...", linear=(0, 1))
-    yield from (row for row in elementwise.rows(call) if row.outputs[0] != S(dim))
+    for row in elementwise.rows(call):
+        if row.outputs[0] != S(dim):
+            yield row
 
 
 def trilinear(call: OpCall) -> Iterator[Row]:
@@ -158,10 +182,13 @@ def trilinear(call: OpCall) -> Iterator[Row]:
     Some dims of the product are summed.
     """
     dims = range(call["i1"].ndim + len(call["expand1"]))
-    gone = ("expand1", "expand2", "expand3", "sumdim")
-    i1, i2, i3, out = (" ".join(f"d{d}" for d in dims if d not in call[name]) for name in gone)
     # by 1, of 3: "d0 d2"
-    yield from product(f"{i1}, {i2}, {i3} -> {out}", linear=(0, 1, 2)).rows(call)
+    texts = []
+    for lacking in ("expand1", "expand2", "expand3", "sumdim"):
+        names = [f"d{d}" for d in dims if d not in call[lacking]]
+        texts.append(" ".join(names))
+    *operands, out = texts
+    yield from product(f"{', '.join(operands)} -> {out}", linear=(0, 1, 2)).rows(call)
 
 
 _BATCHED = Rule(batched, unordered=True, skip_empty=True)

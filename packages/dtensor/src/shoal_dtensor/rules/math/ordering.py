@@ -20,7 +20,7 @@ from shoal_mesh.internal import bound
 
 from ...layout.dim_sharding import chunk_sizes
 from ...layout.spec import Spec
-from ...redistribute.execution.kernels import identity_of
+from ...redistribute.execution.reduced_values import identity_of
 from ..language.local_ops import (
     along_dim,
     bytes_of,
@@ -36,13 +36,18 @@ from .reduction import rows_along
 def sort(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `sort`, and of `median` and its like, whose results every rank has."""
     yield from rows_along(call, None)
-    result = S if "sort" in call.op.__name__ else lambda dim: R
+    if "dim" not in call.bound:
+        return
+    is_sort = "sort" in call.op.__name__
     # the bytes that all ranks send to make columns of shards, and back
     nbytes = bytes_of(*call.tensors, *call.outputs)
-    for d in call.dims() if "dim" in call.bound else ():
-        yield call.row(
-            self=S(d), out=result(d), traffic=lambda ranks: nbytes / ranks, ordered=result is S
-        )
+
+    def traffic(ranks: int) -> float:
+        return nbytes / ranks
+
+    for d in call.dims():
+        result = S(d) if is_sort else R
+        yield call.row(self=S(d), out=result, traffic=traffic, ordered=is_sort)
 
 
 @along_dim
@@ -61,37 +66,41 @@ def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """
     call = local_call.call
     sharding = spec.dim_sharding(dim)
-    here = shard_index(spec, dim)
-    name = call.op.__name__.split(".")[0].removesuffix("_")
+    position = shard_index(spec, dim)
+    name, _, _ = call.op.__name__.partition(".")
+    name = name.removesuffix("_")
     keepdim = bool(call.get("keepdim"))
-    named: dict[str, Any] = {
-        argument: call[argument] for argument in ("descending", "k") if argument in call.bound
-    }
-    named |= {"stable": True} if name == "sort" else {}
+    options: dict[str, Any] = {}
+    for option in ("descending", "k"):
+        if option in call.bound:
+            options[option] = call[option]
+    if name == "sort":
+        options["stable"] = True
     sizes = sharding.sizes
-    rest = [n for d, n in enumerate(spec.local_shape) if d != dim]
-    columns = chunk_sizes(prod(rest), len(sizes))
+    other_sizes = [n for d, n in enumerate(spec.local_shape) if d != dim]
+    rows = prod(other_sizes)
+    columns = chunk_sizes(rows, len(sizes))
 
     def exchange(blocks: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         comm = spec.mesh.comm(sharding.axes)
         all_to_all_blocks([[block] for block in blocks], comm, [[part] for part in out])
 
-    def shared(result: Tensor) -> Tensor:
+    def share(result: Tensor) -> Tensor:
         """Return this rank's shard of a result, or all of it, given the result of its columns."""
         if name != "sort":
-            values = all_gather_v(result.contiguous(), spec.mesh.comm(sharding.axes), columns).view(
-                rest
-            )
+            comm = spec.mesh.comm(sharding.axes)
+            values = all_gather_v(result.contiguous(), comm, columns).view(other_sizes)
             return values.unsqueeze(dim) if keepdim else values
-        shard = result.new_empty(prod(rest), sizes[here])
+        shard = result.new_empty(rows, sizes[position])
         exchange(result.split_with_sizes(sizes, 1), shard.split_with_sizes(columns))
-        return shard.view(*rest, sizes[here]).movedim(-1, dim).contiguous()
+        return shard.view(*other_sizes, sizes[position]).movedim(-1, dim).contiguous()
 
     def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        whole = x.new_empty(columns[here], sum(sizes))
-        rows = x.movedim(dim, -1).reshape(prod(rest), sizes[here])
-        exchange(rows.split_with_sizes(columns), whole.split_with_sizes(sizes, 1))
-        return tuple(map(shared, getattr(torch, name)(whole, dim=-1, **named)))
+        whole = x.new_empty(columns[position], sum(sizes))
+        shard = x.movedim(dim, -1).reshape(rows, sizes[position])
+        exchange(shard.split_with_sizes(columns), whole.split_with_sizes(sizes, 1))
+        results = getattr(torch, name)(whole, dim=-1, **options)
+        return tuple(map(share, results))
 
     return run
 
@@ -108,16 +117,18 @@ def topk(call: OpCall) -> Iterator[Row]:
 @along_dim
 def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """Select the k best of the k best values of each shard."""
-    k, largest, ordered = (local_call.call[name] for name in ("k", "largest", "sorted"))
+    k = local_call.call["k"]
+    options = {name: local_call.call[name] for name in ("largest", "sorted")}
     axes = spec.dim_sharding(dim).axes
     offers = [min(k, n) for n in spec.sizes(dim)]
 
     def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        values, indices = torch.topk(x, min(k, x.shape[dim]), dim, largest, ordered)
+        values, places = torch.topk(x, min(k, x.shape[dim]), dim, **options)
+        indices = places + spec.offset(dim)
         comm = spec.mesh.comm(axes)
-        offered = (values, indices + spec.offset(dim))
-        values, indices = (all_gather_v(t.contiguous(), comm, offers, dim) for t in offered)
-        values, chosen = torch.topk(values, k, dim, largest, ordered)
+        values = all_gather_v(values.contiguous(), comm, offers, dim)
+        indices = all_gather_v(indices.contiguous(), comm, offers, dim)
+        values, chosen = torch.topk(values, k, dim, **options)
         return values, indices.gather(dim, chosen)
 
     return run
@@ -132,29 +143,34 @@ def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
     call = local_call.call
     result = local_call.outputs[0]
     dim = None if call["dim"] is None else call.dim()
-    largest = "max" in call.op.__name__
+    is_maximum = "max" in call.op.__name__
     with_values = len(call.outputs) == 2
-    find: Any = torch.max if largest else torch.min
-    worst = identity_of("max" if largest else "min", spec.dtype)
+    find: Any = torch.max if is_maximum else torch.min
+    worst = identity_of("max" if is_maximum else "min", spec.dtype)
     behind_all = spec.shape.numel()
 
-    def run(x: Tensor, *_: Any, **__: Any) -> Any:
-        if not (x.numel() if dim is None else x.shape[dim]):  # an empty shard has no candidate
+    def find_here(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first best values of this shard, and their global indices."""
+        candidates = x.numel() if dim is None else x.shape[dim]
+        if not candidates:
             value = x.new_full(result.local_shape, worst)
-            index = x.new_full(result.local_shape, behind_all, dtype=torch.int64)
-        elif dim is None:
-            value, flat = find(x.reshape(-1), 0)
-            index = moved_between_boxes(flat, spec.local_shape, spec.shape, spec.local_offset)[0]
-        else:
+            return value, x.new_full(result.local_shape, behind_all, dtype=torch.int64)
+        if dim is not None:
             value, place = find(x, dim)
-            index = place + spec.offset(dim)
+            return value, place + spec.offset(dim)
+        value, flat = find(x.reshape(-1), 0)
+        index, _ = moved_between_boxes(flat, spec.local_shape, spec.shape, spec.local_offset)
+        return value, index
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Any:
+        value, index = find_here(x)
         comm = spec.mesh.comm(axes)
-        values, indices = (
-            all_gather(t.reshape(1, *result.local_shape), comm) for t in (value, index)
-        )
+        values = all_gather(value.reshape(1, *result.local_shape), comm)
+        indices = all_gather(index.reshape(1, *result.local_shape), comm)
         best, _ = find(values, 0)
         # NaN != NaN
-        first = indices.masked_fill((values != best) & (values == values), behind_all).amin(0)
+        is_worse = (values != best) & (values == values)
+        first = indices.masked_fill(is_worse, behind_all).amin(0)
         return (best, first) if with_values else first
 
     return run
@@ -170,9 +186,10 @@ def cumulative(call: OpCall) -> Iterator[Row]:
     columns = prod(n for d, n in enumerate(source.shape) if d != dim)
     total = columns * sum(output.dtype.itemsize for output in call.outputs)
     for d in range(source.ndim):
-        yield call.row(
-            self=S(d), out=S(d), traffic=(lambda ranks: total * ranks) if d == dim else None
-        )
+        if d == dim:
+            yield call.row(self=S(d), out=S(d), traffic=lambda ranks: total * ranks)
+        else:
+            yield call.row(self=S(d), out=S(d))
 
 
 # the results of a cumulative operator: values and, for `cummax` and `cummin`, their indices
@@ -181,10 +198,13 @@ Scan = tuple[Tensor, ...]
 
 def _extreme(wins: Callable[[Tensor, Tensor], Tensor], before: Scan, here: Scan) -> Scan:
     """Return the running extreme and its index; the last of equal values wins, NaN beats all."""
-    (end, place) = before
-    (values, indices) = here
-    later = wins(values, end) & (end == end) | (values != values)  # NaN != NaN
-    return torch.where(later, values, end), torch.where(later, indices, place)
+    end, place = before
+    values, indices = here
+    # NaN != NaN
+    end_is_number = end == end
+    is_nan = values != values
+    is_later = wins(values, end) & end_is_number | is_nan
+    return torch.where(is_later, values, end), torch.where(is_later, indices, place)
 
 
 # The scan of a shard, given the end of the scan of all shards before and that of the shard alone.
@@ -203,11 +223,10 @@ def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     scan_shard = functional(local_call.call)
     axes = spec.dim_sharding(dim).axes
     combine = _SCANS[scan_shard.__name__.removesuffix(".default")]
-    holders = [
-        shard for shard, size in enumerate(spec.sizes(dim)[: shard_index(spec, dim)]) if size
-    ]
+    sizes_before = spec.sizes(dim)[: shard_index(spec, dim)]
+    holders = [shard for shard, size in enumerate(sizes_before) if size]
 
-    def ends(scanned: Tensor) -> Tensor:
+    def gather_ends(scanned: Tensor) -> Tensor:
         """Gather the last element of every shard's scan; an empty shard sends any value."""
         n = scanned.shape[dim]
         shape = [1 if d == dim else size for d, size in enumerate(scanned.shape)]
@@ -218,9 +237,13 @@ def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         result = scan_shard(x, *args, **kwargs)
         scan: Scan = result if isinstance(result, tuple) else (result,)
         if len(scan) == 2:
-            scan = scan[0], scan[1] + spec.offset(dim)
-        totals = [ends(scanned) for scanned in scan]
-        before = [tuple(total.narrow(dim, shard, 1) for total in totals) for shard in holders]
+            values, indices = scan
+            scan = (values, indices + spec.offset(dim))
+        totals = [gather_ends(scanned) for scanned in scan]
+        before = []
+        for shard in holders:
+            of_shard = [total.narrow(dim, shard, 1) for total in totals]
+            before.append(tuple(of_shard))
         if before:
             scan = combine(reduce(combine, before), scan)
         else:

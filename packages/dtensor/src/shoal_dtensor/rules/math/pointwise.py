@@ -36,7 +36,8 @@ from ..language.rule import (
 
 PartialRows = list[tuple[tuple[Entry, ...], Entry]]
 Number = int | float | complex
-IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives that value
+# reducing equal values gives that value
+IDEMPOTENT = ("avg", "max", "min", "band", "bor")
 
 
 def _partial(call: OpCall, ops: Iterable[str], *groups: tuple[int, ...]) -> PartialRows:
@@ -44,11 +45,14 @@ def _partial(call: OpCall, ops: Iterable[str], *groups: tuple[int, ...]) -> Part
 
     The group `()` stands for all operands.
     """
-    every = range(len(call.tensors))
-    pairs = [(P(op), group or every) for op in ops for group in groups]
-    return [
-        (tuple([partial if i in group else R for i in every]), partial) for partial, group in pairs
-    ]
+    operands = range(len(call.tensors))
+    rows: PartialRows = []
+    for op in ops:
+        partial = P(op)
+        for group in groups:
+            entries = [partial if i in (group or operands) else R for i in operands]
+            rows.append((tuple(entries), partial))
+    return rows
 
 
 def _number_operands(call: OpCall) -> int:
@@ -63,19 +67,14 @@ def _offset(local_call: LocalCall) -> LocalFunction | None:
     call = local_call.call
     result = local_call.outputs[0]
     axes = [axis for axis, op in result.partials if op == "sum"]
-    name = next(
-        (name for name in ("other", "value", "src", "self") if isinstance(call.get(name), Number)),
-        None,
-    )
-    if (
-        not axes
-        or name is None
-        or result.coordinate is None
-        or not any(result.coordinate[axis] for axis in axes)
-    ):
+    if result.coordinate is None or not any(result.coordinate[axis] for axis in axes):
         return None
-    # a number's type influences the result's dtype
-    return with_arguments(call, **{name: type(call[name])(0)})
+    for name in ("other", "value", "src", "self"):
+        number = call.get(name)
+        if isinstance(number, Number):
+            # a number's type influences the result's dtype
+            return with_arguments(call, **{name: type(number)(0)})
+    return None
 
 
 def _sums(call: OpCall) -> PartialRows:
@@ -85,11 +84,12 @@ def _sums(call: OpCall) -> PartialRows:
     name = call.op.__name__.partition(".")[0]
     # A number makes a partial sum a value that users read: only a result written in place stays
     # partial (`_offset`).
-    whole = bool(_number_operands(call)) and (name.startswith("_foreach") or not name.endswith("_"))
-    fixed = [(0,), (1,)] if len(call.tensors) == 2 and name != "rsub" else []
-    return _partial(call, ["avg"] if whole else ["sum", "avg"], ()) + _partial(
-        call, ["avg"], *fixed
-    )
+    is_in_place = name.endswith("_") and not name.startswith("_foreach")
+    adds_number = bool(_number_operands(call))
+    rows = _partial(call, ["avg"] if adds_number and not is_in_place else ["sum", "avg"], ())
+    if len(call.tensors) == 2 and name != "rsub":
+        rows += _partial(call, ["avg"], (0,), (1,))
+    return rows
 
 
 def _negated(call: OpCall) -> PartialRows:
@@ -108,8 +108,10 @@ def _chosen(call: OpCall) -> PartialRows:
     """
     chosen = range(1, len(call.tensors))
     is_number = len(chosen) < 2 and any(isinstance(value, Number) for value in call.bound.values())
-    rows = _partial(call, () if is_number else REDUCE_OPS, (*chosen,))
-    return list(dict.fromkeys(rows + _partial(call, IDEMPOTENT, *((i,) for i in chosen))))
+    single = [(i,) for i in chosen]
+    rows = _partial(call, () if is_number else REDUCE_OPS, tuple(chosen))
+    rows += _partial(call, IDEMPOTENT, *single)
+    return list(dict.fromkeys(rows))
 
 
 def _masked_fill(call: OpCall) -> PartialRows:
@@ -125,10 +127,11 @@ def _replaced(call: OpCall) -> PartialRows:
     """
     # Not partial norms: writes to them must pass through `write_back`, because they cache the
     # result of their reduction.
-    both = (
-        _partial(call, REDUCE_OPS, ()) if len(call.tensors) == 2 else _partial(call, ["sum"], (0,))
-    )
-    return both + _partial(call, IDEMPOTENT, (0,))
+    if len(call.tensors) == 2:
+        rows = _partial(call, REDUCE_OPS, ())
+    else:
+        rows = _partial(call, ["sum"], (0,))
+    return rows + _partial(call, IDEMPOTENT, (0,))
 
 
 def _extremum(op: str) -> Rule:
@@ -136,9 +139,12 @@ def _extremum(op: str) -> Rule:
 
     The rule is not for `fmax`, which drops a NaN that wins the reduction.
     """
-    return pointwise(
-        partial=lambda call: _partial(call, [op], (), *((i,) for i in range(len(call.tensors))))
-    )
+
+    def partials(call: OpCall) -> PartialRows:
+        single = [(i,) for i in range(len(call.tensors))]
+        return _partial(call, [op], (), *single)
+
+    return pointwise(partial=partials)
 
 
 def _joint(op: str) -> Partials:
@@ -151,11 +157,12 @@ def _linear_in(*groups: tuple[int, ...], averages: Sequence[tuple[int]]) -> Rule
 
     An average of one of `averages` may be combined with fixed other operands.
     """
-    return pointwise(
-        partial=lambda call: (
-            _partial(call, ["sum", "avg"], *groups) + _partial(call, ["avg"], *averages)
-        )
-    )
+
+    def partials(call: OpCall) -> PartialRows:
+        rows = _partial(call, ["sum", "avg"], *groups)
+        return rows + _partial(call, ["avg"], *averages)
+
+    return pointwise(partial=partials)
 
 
 def _linear_unless_rounded(call: OpCall) -> PartialRows:
@@ -164,32 +171,31 @@ def _linear_unless_rounded(call: OpCall) -> PartialRows:
     Rounded results, as of integers or with a `rounding_mode`, do not have partials.
     """
     result = (call.outputs or call.tensors)[0].dtype
-    is_rounded = call.get("rounding_mode") is not None or not (
-        result.is_floating_point or result.is_complex
-    )
-    if is_rounded or not isinstance(call[call.schema.inputs[0]], TensorMeta):
+    has_fractions = result.is_floating_point or result.is_complex
+    is_rounded = call.get("rounding_mode") is not None or not has_fractions
+    first = call[call.schema.inputs[0]]
+    if is_rounded or not isinstance(first, TensorMeta):
         return []
     return _partial(call, ["sum", "avg"], (0,))
 
 
 def equal(call: OpCall) -> Iterator[Row]:
     if call["self"].shape == call["other"].shape:
-        yield from (
-            call.row(self=S(d), other=S(d), traffic=lambda ranks: 8)
-            for d in range(call["self"].ndim)
-        )
+        for d in range(call["self"].ndim):
+            yield call.row(self=S(d), other=S(d), traffic=lambda ranks: 8)
 
 
 def _equal(local_call: LocalCall) -> LocalFunction:
     """Tell whether the shards of all ranks are equal."""
-    exact = local_call.call.op is torch.ops.aten.equal.default
+    is_exact = local_call.call.op is torch.ops.aten.equal.default
     axes = tuple(sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}))
 
     def run(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        if exact and a.shape != b.shape:
+        if is_exact and a.shape != b.shape:
             return False
-        same = (torch.eq(a, b) if exact else torch.isclose(a, b, *args, **kwargs)).all().long()
-        return bool(all_reduced(same, local_call.inputs[0], axes, "min").item())
+        is_close = torch.eq(a, b) if is_exact else torch.isclose(a, b, *args, **kwargs)
+        all_close = is_close.all().long()
+        return bool(all_reduced(all_close, local_call.inputs[0], axes, "min").item())
 
     return run
 
@@ -294,22 +300,21 @@ def fused_optimizer(call: OpCall) -> Iterator[Row]:
 
     Step counts, rates and scales are replicated.
     """
-    shared = {a.name for a in call.op._schema.arguments if "List" not in str(a.type)} | {
-        "state_steps"
-    }
+    arguments = call.op._schema.arguments
+    shared = {argument.name for argument in arguments if "List" not in str(argument.type)}
+    shared.add("state_steps")
     for d in range(call.tensors[0].ndim):
-        entries = {name: R if name in shared else S(d) for name in call.places}
-        yield call.row(
-            entries | {f"out{i}": entries[name] for i, name in enumerate(call.schema.written)}
-        )
+        entries: dict[str, Entry] = {name: R if name in shared else S(d) for name in call.places}
+        for i, name in enumerate(call.schema.written):
+            entries[f"out{i}"] = entries[name]
+        yield call.row(entries)
 
 
 def unscale(call: OpCall) -> Iterator[Row]:
     """Yield rows that report an infinity on one rank to all ranks."""
+    nbytes = call["found_inf"].dtype.itemsize
     for d in range(call.tensors[0].ndim):
-        yield call.row(
-            self=S(d), out0=S(d), traffic=all_reduce_traffic(call["found_inf"].dtype.itemsize)
-        )
+        yield call.row(self=S(d), out0=S(d), traffic=all_reduce_traffic(nbytes))
 
 
 def _unscale(local_call: LocalCall) -> LocalFunction | None:

@@ -49,12 +49,10 @@ from ..language.rule import (
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
     """Return the dims that the call reduces."""
-    if (
-        call.get("dim") == []
-        and not call.get("keepdim")
-        and call.outputs[0].ndim == call.tensors[0].ndim
-    ):
-        return ()
+    if call.get("dim") == [] and not call.get("keepdim"):
+        keeps_all_dims = call.outputs[0].ndim == call.tensors[0].ndim
+        if keeps_all_dims:
+            return ()
     return call.dims()
 
 
@@ -77,10 +75,12 @@ def rows_along(
     ndim = call["self"].ndim
     keeps = call.outputs[0].ndim == ndim
     for d in range(ndim):
-        if d not in dims:
-            yield call.row(self=S(d), out=S(d if keeps else d - sum(other < d for other in dims)))
-        elif result is not None:
-            yield call.row(results, self=S(d), out=result, traffic=traffic, ordered=ordered)
+        if d in dims:
+            if result is not None:
+                yield call.row(results, self=S(d), out=result, traffic=traffic, ordered=ordered)
+            continue
+        removed = 0 if keeps else sum(other < d for other in dims)
+        yield call.row(self=S(d), out=S(d - removed))
 
 
 def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
@@ -105,7 +105,10 @@ def _count(local_call: LocalCall) -> int:
 
 def mean(call: OpCall) -> Iterator[Row]:
     for row in rows_along(call, P("sum")):
-        yield from mean_rows(call, row) if row.outputs[0] is P("sum") else (row,)
+        if row.outputs[0] is P("sum"):
+            yield from mean_rows(call, row)
+        else:
+            yield row
 
 
 @by_reduced_dims
@@ -127,9 +130,8 @@ def var(call: OpCall) -> Iterator[Row]:
     They are not left partial, because `to_local` would show a rank's part as if it were the result.
     """
     has_no_maximum = "logsumexp" in call.op.__name__ and call.outputs[0].dtype.is_complex
-    yield from rows_along(
-        call, None if has_no_maximum else R, lambda ranks: 2 * wide_bytes_of(*call.outputs)
-    )
+    result = None if has_no_maximum else R
+    yield from rows_along(call, result, lambda ranks: 2 * wide_bytes_of(*call.outputs))
 
 
 @by_reduced_dims
@@ -141,7 +143,8 @@ def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunct
     gone = () if call.get("keepdim") else tuple(dims)
     # how many elements fewer to divide by: 1 by default
     correction = call.get("correction", call.get("unbiased"))
-    divisor = max(count - (1.0 if correction is None else float(correction)), 0.0)
+    fewer = 1.0 if correction is None else float(correction)
+    divisor = max(count - fewer, 0.0)
     is_deviation = "std" in call.op.__name__
     with_mean = len(local_call.outputs) == 2
 
@@ -154,23 +157,28 @@ def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunct
         if not x.is_complex():
             x = x.to(wide)
         mean = all_reduced(x.sum(dims, keepdim=True), spec, axes) / count
-        distance = x - mean
-        # Not by `conj()`: a conjugate is a mark, and marks are not looked at below a tensor
-        # subclass.
-        square = (
-            distance.real**2 + distance.imag**2 if distance.is_complex() else distance * distance
-        )
+        square = _squared_size(x - mean)
         total = all_reduced(square.sum(dims, keepdim=True), spec, axes)
-        variance = total / (divisor or torch.zeros((), dtype=total.dtype, device=total.device))
-        result = (variance.sqrt() if is_deviation else variance).squeeze(gone).to(dtype)
+        zero = torch.zeros((), dtype=total.dtype, device=total.device)
+        variance = total / (divisor or zero)
+        result = variance.sqrt() if is_deviation else variance
+        result = result.squeeze(gone).to(dtype)
         return (result, mean.squeeze(gone).to(mean_dtype)) if with_mean else result
 
     return run
 
 
+def _squared_size(x: Tensor) -> Tensor:
+    """Return |x| ** 2."""
+    if not x.is_complex():
+        return x * x
+    # Not by `conj()`: a conjugate is a mark, and marks are not looked at below a tensor subclass.
+    return x.real**2 + x.imag**2
+
+
 def _order(call: OpCall) -> float:
-    given = call.get("ord", call.get("p", 2))
-    return 2.0 if given is None else float(given)
+    order = call.get("ord", call.get("p", 2))
+    return 2.0 if order is None else float(order)
 
 
 def norm(call: OpCall) -> Iterator[Row]:
@@ -237,10 +245,10 @@ def segment_reduce(call: OpCall) -> Iterator[Row]:
 
     Lengths have the dims before `axis`, all of which the kernel reads.
     """
-    for d in range(int(call["axis"]) % call["data"].ndim + 1, call["data"].ndim):
-        yield call.row(
-            {name: S(d) for name in ("grad", "output", "data") if name in call.bound}, out=S(d)
-        )
+    tensors = [name for name in ("grad", "output", "data") if name in call.bound]
+    first = int(call["axis"]) % call["data"].ndim + 1
+    for d in range(first, call["data"].ndim):
+        yield call.row(dict.fromkeys(tensors, S(d)), out=S(d))
 
 
 def softmax(call: OpCall) -> Iterator[Row]:
@@ -252,13 +260,16 @@ def softmax(call: OpCall) -> Iterator[Row]:
     dim = call.dim()
     is_gradient = "grad_output" in call.places
     rows = prod(n for d, n in enumerate(result.shape) if d != dim)
-    numbers = wide_dtype(result.dtype).itemsize + (0 if is_gradient else result.dtype.itemsize)
-    traffic = all_reduce_traffic(rows * numbers)
+    itemsize = wide_dtype(result.dtype).itemsize
+    if not is_gradient:
+        itemsize += result.dtype.itemsize
+    traffic = all_reduce_traffic(rows * itemsize)
     # There is no kernel for integers: all ranks raise the error of the global tensor.
-    for d in range(result.ndim if result.dtype.is_floating_point else 0):
-        yield call.row(
-            dict.fromkeys((*call.places, "out"), S(d)), traffic=traffic if d == dim else None
-        )
+    if not result.dtype.is_floating_point:
+        return
+    for d in range(result.ndim):
+        entries = dict.fromkeys((*call.places, "out"), S(d))
+        yield call.row(entries, traffic=traffic if d == dim else None)
 
 
 @along_dim
@@ -275,11 +286,13 @@ def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         shifted = x - _largest(x, spec, (dim,))
         weights = shifted.exp()
         total = all_reduced(weights.sum(dim, keepdim=True, dtype=wide), spec, axes)
-        return (shifted - total.log() if is_log else weights / total).to(dtype)
+        result = shifted - total.log() if is_log else weights / total
+        return result.to(dtype)
 
     def backwards(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
         """Compute g * y - y * (sum of g * y); of the logarithm g - exp(y) * (sum of g)."""
-        weighted, weights = (gradient, output.exp()) if is_log else (gradient * output, output)
+        weighted = gradient if is_log else gradient * output
+        weights = output.exp() if is_log else output
         total = all_reduced(weighted.sum(dim, keepdim=True, dtype=wide), spec, axes)
         return (weighted - weights * total).to(dtype)
 

@@ -46,7 +46,9 @@ def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
     if name in KEY_SIDE and dim < query.ndim - 2:
         return S(dim)
     # Of 8 query and 4 key heads, a `group` of 2 query heads is one step.
-    return S(dim, group) if name in QUERY_SIDE and meta.ndim > dim else R
+    if name in QUERY_SIDE and meta.ndim > dim:
+        return S(dim, group)
+    return R
 
 
 def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
@@ -63,16 +65,16 @@ def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
     if call.get("dropout_p"):
         return
     for d in range(sequence):
-        alike = key[d] == value[d] and key[d] and query[d] % key[d] == 0
-        if alike and (query[d] == key[d] or d == heads):
+        have_one_size = key[d] == value[d] and key[d] and query[d] % key[d] == 0
+        if have_one_size and (query[d] == key[d] or d == heads):
             yield d, query[d] // key[d]
-    follow = all(
-        _is_bookkeeping(m, call) or m.shape[sequence] == query[sequence] for m in call.outputs
-    )
     # other kernels take the longest sequence as a number or pad the log-sum
     if "logsumexp" in call.bound:
-        follow = masked
-    if follow and (masked or not call["is_causal"]):
+        outputs_follow = masked
+    else:
+        shaped = [meta for meta in call.outputs if not _is_bookkeeping(meta, call)]
+        outputs_follow = all(meta.shape[sequence] == query[sequence] for meta in shaped)
+    if outputs_follow and (masked or not call["is_causal"]):
         yield sequence, 1
 
 
@@ -92,21 +94,22 @@ def attention(call: OpCall) -> Iterator[Row]:
     present = dict(zip(GRADIENTS, call.results.values(), strict=False))
     is_gradient = first in QUERY_SIDE[1:]
     for d, group in _shardable(call):
-        inputs = {
-            name: _entry(call, name, d, group) for name, place in call.places.items() if place
-        }
-        results: list[Entry] = [
-            R if _is_bookkeeping(m, call) else S(d, group) for m in call.outputs
-        ]
+        names = [name for name, place in call.places.items() if place]
+        entries = {name: _entry(call, name, d, group) for name in names}
+        results: list[Entry] = []
         if is_gradient:
-            broadcast = (
-                inputs.get("attn_bias", R) is R or call["attn_bias"].ndim < call["query"].ndim
-            )
-            if present.get("attn_bias") and broadcast:
+            mask = entries.get("attn_bias", R)
+            is_broadcast = mask is R or call["attn_bias"].ndim < call["query"].ndim
+            if present.get("attn_bias") and is_broadcast:
                 continue
-            entries = [inputs.get(name, R) for name in present]
-            results = [P("sum") if entry is R else entry for entry in entries]
-        yield call.row(inputs | {f"out{i}": entry for i, entry in enumerate(results)})
+            for name in present:
+                entry = entries.get(name, R)
+                results.append(P("sum") if entry is R else entry)
+        else:
+            results += [R if _is_bookkeeping(m, call) else S(d, group) for m in call.outputs]
+        for i, entry in enumerate(results):
+            entries[f"out{i}"] = entry
+        yield call.row(entries)
 
 
 def _attend(local_call: LocalCall) -> LocalFunction | None:
@@ -125,10 +128,10 @@ def _attend(local_call: LocalCall) -> LocalFunction | None:
     def run(*args: Any, **kwargs: Any) -> Any:
         like = args[place]
         # Queries 4..7 of 8 are rows 4..7: row `i` of the shard reads keys up to `4 + i`.
-        behind = torch.ones((queries, keys), dtype=torch.bool, device=like.device).triu_(start + 1)
-        mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device).masked_fill_(
-            behind, -torch.inf
-        )
+        everywhere = torch.ones((queries, keys), dtype=torch.bool, device=like.device)
+        is_later = everywhere.triu_(start + 1)
+        mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device)
+        mask.masked_fill_(is_later, -torch.inf)
         return attend(*args, **kwargs | {"attn_mask": mask})
 
     return run

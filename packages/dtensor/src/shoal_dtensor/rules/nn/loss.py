@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
-from math import prod
 from typing import Any
 
 import torch
@@ -56,30 +55,28 @@ def loss(call: OpCall) -> Iterator[Row]:
     """Yield elementwise rows without reduction; else every sharded dim leaves a partial sum."""
     if call["reduction"] == NONE:
         yield from pointwise().rows(call)
-    else:
-        text = ", ".join([ELLIPSIS] * len(call.tensors)) + " -> "
-        for row in factor_rows(parse(text), call.tensors, call.outputs):
-            yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
+        return
+    inputs = ", ".join([ELLIPSIS] * len(call.tensors))
+    for row in factor_rows(parse(f"{inputs} -> "), call.tensors, call.outputs):
+        if call["reduction"] == MEAN:
+            yield from mean_rows(call, row)
+        else:
+            yield row
 
 
 def _loss(local_call: LocalCall) -> LocalFunction | None:
     """Run the operator itself over even shards; else sum (this shard's sum / global count)."""
     call = local_call.call
-    is_mean = local_call.call["reduction"] == MEAN
-    axes = (
-        sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)})
-        if is_mean
-        else []
-    )
+    axes: set[int] = set()
+    if call["reduction"] == MEAN:
+        for spec in local_call.inputs:
+            axes.update(sharding_axes(spec))
     is_gradient = "grad_output" in call.places
     has_samples = "multi" in call.op.__name__
     if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
         return None
-    # Broadcast from the last dim on.  torch.broadcast_shapes would import sympy.
-    by_dim = zip_longest(*[reversed(meta.shape) for meta in call.tensors], fillvalue=1)
-    count = prod(next((n for n in sizes if n != 1), 1) for sizes in by_dim)
-    count = call["self"].shape[0] if has_samples else count
-    finish = (lambda part: part) if is_gradient else mean_of_sums(local_call, tuple(axes))
+    count = call["self"].shape[0] if has_samples else _broadcast_count(call)
+    finish = (lambda part: part) if is_gradient else mean_of_sums(local_call, tuple(sorted(axes)))
     if wide_dtype(call.outputs[0].dtype) is not call.outputs[0].dtype:
         return _loss_of_half_type(local_call, count, finish)
     has_nothing = 0 in local_call["self"].local_shape
@@ -96,6 +93,16 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
         return (total, *rest) if rest else total
 
     return run
+
+
+def _broadcast_count(call: OpCall) -> int:
+    """Return the number of elements of the operands broadcast together."""
+    # From the last dim on. torch.broadcast_shapes would import sympy.
+    by_dim = zip_longest(*[reversed(meta.shape) for meta in call.tensors], fillvalue=1)
+    count = 1
+    for sizes in by_dim:
+        count *= next((n for n in sizes if n != 1), 1)
+    return count
 
 
 def _loss_of_half_type(
@@ -130,8 +137,12 @@ def sample_loss(call: OpCall) -> Iterator[Row]:
     inputs: dict[str, Entry] = {name: S(0) for name in call.places if name != "weight"}
     if is_backward and reduces:
         inputs["grad_output"] = R
-    row = call.row(inputs, out0=P("sum") if reduces and not is_backward else S(0), out=S(0))
-    yield from mean_rows(call, row) if call["reduction"] == MEAN and not is_backward else (row,)
+    is_sum = reduces and not is_backward
+    row = call.row(inputs, out0=P("sum") if is_sum else S(0), out=S(0))
+    if call["reduction"] == MEAN and not is_backward:
+        yield from mean_rows(call, row)
+    else:
+        yield row
 
 
 def _class_dim(call: OpCall) -> int:
@@ -150,22 +161,31 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
     traffic = all_reduce_traffic(source.dtype.itemsize) if reduces or source.ndim == 1 else None
     both = all_reduce_traffic(bytes_of(*call.outputs))
     for d in range(source.ndim):
-        target = S(d - (d > classes))  # (N, C, H) scores have (N, H) targets
-        # losses are all-reduced too: as partial sums they would read as other losses by `to_local`
+        # (N, C, H) scores have (N, H) targets
+        target = S(d - (d > classes))
         if d == classes:
-            result, summed = (S(d), None) if is_gradient else (R, both)
-            yield call.row(self=S(d), weight=S(0), out0=result, traffic=summed, ordered=True)
-        elif is_gradient:
-            yield call.row(grad_output=R if reduces else target, self=S(d), target=target, out=S(d))
-        else:
-            row = call.row(
-                self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic
-            )
-            rows = [*mean_rows(call, row)] if call["reduction"] == MEAN else [row]
-            # A rank with most of the weight would hold several times the mean: half types are
-            # all-reduced.
-            is_half = wide_dtype(source.dtype) is not source.dtype
-            yield from rows[-1:] if is_half else rows
+            # losses are all-reduced too: as partial sums they would read as other losses by
+            # `to_local`
+            loss = S(d) if is_gradient else R
+            summed = None if is_gradient else both
+            yield call.row(self=S(d), weight=S(0), out0=loss, traffic=summed, ordered=True)
+            continue
+        if is_gradient:
+            gradient = R if reduces else target
+            yield call.row(grad_output=gradient, self=S(d), target=target, out=S(d))
+            continue
+        loss_of_shard: Entry = P("sum") if reduces else target
+        row = call.row(self=S(d), target=target, out0=loss_of_shard, traffic=traffic)
+        if call["reduction"] != MEAN:
+            yield row
+            continue
+        averaged, all_reduced_mean = mean_rows(call, row)
+        # A rank with most of the weight would hold several times the mean: half types are
+        # all-reduced.
+        is_half = wide_dtype(source.dtype) is not source.dtype
+        if not is_half:
+            yield averaged
+        yield all_reduced_mean
 
 
 _IGNORED = -100  # no position in a shard
@@ -177,7 +197,8 @@ def _target_check(call: OpCall) -> dict[str, list[Check]]:
     count = call["self"].shape[_class_dim(call)]
 
     def check(target: Tensor) -> None:
-        check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
+        is_class = (target >= 0) & (target < count)
+        check_bounds(target, is_class | (target == ignored), count)
 
     return {"target": [check]}
 
@@ -194,8 +215,9 @@ def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tenso
 
     def run(target: Tensor) -> Tensor:
         check(target)
-        here, is_here = in_shard(target.long(), spec, classes)  # targets may be bytes
-        return here.masked_fill(~is_here | (target == ignored), _IGNORED)
+        # targets may be bytes
+        position, is_here = in_shard(target.long(), spec, classes)
+        return position.masked_fill(~is_here | (target == ignored), _IGNORED)
 
     return run
 
@@ -205,9 +227,10 @@ def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
     """Sum over shards (this shard's weighted losses / total weight of all shards) for a mean."""
     call = local_call.call
     over_classes = sharding_axes(spec, (_class_dim(local_call.call),))
+    over_samples = tuple(axis for axis in axes if axis not in over_classes)
     kernel = functional(call)
     targets_here = _targets_here(local_call, spec)
-    finish = mean_of_sums(local_call, tuple(axis for axis in axes if axis not in over_classes))
+    finish = mean_of_sums(local_call, over_samples)
     reduces = call["reduction"] != NONE
     is_mean = call["reduction"] == MEAN
     dtype = call.outputs[0].dtype
@@ -217,11 +240,14 @@ def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
     def run(
         x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        loss, total = kernel(x, targets_here(target), weight, SUM if reduces else NONE, _IGNORED)
+        reduction = SUM if reduces else NONE
+        loss, total = kernel(x, targets_here(target), weight, reduction, _IGNORED)
         if reduces or x.ndim == 1:
             total = all_reduced(total, spec, axes)
         loss = all_reduced(loss, spec, over_classes)
-        return (finish(loss / total) if is_mean else loss), total
+        if is_mean:
+            loss = finish(loss / total)
+        return loss, total
 
     return run
 
@@ -241,11 +267,11 @@ def _mean_nll_of_half_type(
     def run(
         x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        here = targets_here(target)
-        losses, _unused = kernel(x, here, None, NONE, _IGNORED)
-        weights = (here != _IGNORED).float()
+        local_target = targets_here(target)
+        losses, _unused = kernel(x, local_target, None, NONE, _IGNORED)
+        weights = (local_target != _IGNORED).float()
         if weight is not None and weight.numel():
-            weights *= weight[here.clamp(min=0)]
+            weights *= weight[local_target.clamp(min=0)]
         sums = torch.stack([(losses * weights).sum(), weights.sum()])
         loss, total = all_reduced(sums, spec, axes).unbind()
         return (loss / total).to(dtype), total.to(dtype)

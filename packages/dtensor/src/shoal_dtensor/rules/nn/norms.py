@@ -8,11 +8,10 @@ sums where a dim that they are summed over is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +44,13 @@ def _dims(call: OpCall) -> tuple[list[int], list[int]]:
     """Return the input's dims that every statistic reduces, and the dims of weight and bias."""
     ndim = call["input"].ndim
     if "normalized_shape" in call.bound:
-        last = [*range(ndim - len(call["normalized_shape"]), ndim)]  # (8, 6, 5) over (6, 5): [1, 2]
+        # (8, 6, 5) over (6, 5): [1, 2]
+        last = [*range(ndim - len(call["normalized_shape"]), ndim)]
         return last, last
-    return [*range(2, ndim)] if "group" in call.bound else [0, *range(2, ndim)], [1]
+    spatial = [*range(2, ndim)]
+    if "group" in call.bound:
+        return spatial, [1]
+    return [0, *spatial], [1]
 
 
 def _unit(call: OpCall) -> int:
@@ -58,54 +61,62 @@ def _unit(call: OpCall) -> int:
     return call["C"] // call["group"] if "group" in call.bound else 1
 
 
-def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
-    """Yield for every dim the entries of the input, of weight and bias, and of the statistics.
+class _EntriesOfDim(NamedTuple):
+    """The entries of a norm's tensors when one dim of its input is sharded."""
 
-    The dims that the statistics reduce come last.
-    """
-    over, parameters = _dims(call)
-    free = [d for d in range(call["input"].ndim) if d not in over]
-    for d in (*free, *over):
+    source: S
+    parameters: Entry
+    statistics: Entry
+
+
+def _shardings(call: OpCall) -> Iterator[_EntriesOfDim]:
+    """Yield the entries for every dim of the input; dims that the statistics reduce come last."""
+    reduced, parameter_dims = _dims(call)
+    free = [d for d in range(call["input"].ndim) if d not in reduced]
+    for d in (*free, *reduced):
         unit = _unit(call) if d == 1 else 1
-        of_parameters = S(parameters.index(d), unit) if d in parameters else R
-        yield S(d, unit), of_parameters, S(free.index(d)) if d in free else R
+        parameters = S(parameter_dims.index(d), unit) if d in parameter_dims else R
+        statistics = S(free.index(d)) if d in free else R
+        yield _EntriesOfDim(S(d, unit), parameters, statistics)
 
 
 def _is_training(call: OpCall) -> bool:
     """Tell whether a norm uses the batch's own statistics; only batch norms may not."""
-    names = ("training", "train", "update")
-    return next(
-        (bool(call[name]) for name in names if name in call.bound),
-        "no_update" not in call.op.__name__,
-    )
+    for name in ("training", "train", "update"):
+        if name in call.bound:
+            return bool(call[name])
+    return "no_update" not in call.op.__name__
 
 
 def norm(call: OpCall) -> Iterator[Row]:
     """Yield the rows of a norm and of its gradients, by the input and by weight and bias."""
     is_gradient = "grad_out" in call.places
-    training = _is_training(call)
-    made = call.outputs[1:]
+    is_training = _is_training(call)
+    statistics_metas = call.outputs[1:]
     # two sums as large as a statistic are all-reduced
     if is_gradient:
         source_meta = call["input"]
-        made = (
-            call.get("rstd") or TensorMeta((source_meta.shape[1],), (1,), source_meta.dtype),
-        ) * 2
-    traffic = all_reduce_traffic(bytes_of(*made)) if training else None
+        per_channel = TensorMeta((source_meta.shape[1],), (1,), source_meta.dtype)
+        statistics_metas = (call.get("rstd") or per_channel,) * 2
+    traffic = all_reduce_traffic(bytes_of(*statistics_metas)) if is_training else None
     # Tensors beside the input and the gradient; reserved outputs of some overloads are empty.
     vectors = [name for name, place in call.places.items() if place and call[name].shape != (0,)]
     for source, parameters, statistics in _shardings(call):
-        entries = {name: statistics if name in ("mean", "rstd") else parameters for name in vectors}
-        entries |= {"input": source, "out0": source}
+        entries: dict[str, Entry] = {"input": source, "out0": source}
+        for name in vectors:
+            if name in ("mean", "rstd"):
+                entries[name] = statistics
+            elif name != "input":
+                entries[name] = parameters
         if is_gradient:
-            entries |= {"grad_out": source, "out": P("sum") if parameters is R else parameters}
+            entries["grad_out"] = source
+            entries["out"] = P("sum") if parameters is R else parameters
         else:
-            # without the batch's statistics there are none to return: what stands for them is
-            # empty: `_with_given`
-            entries |= {
-                f"out{i}": statistics if training and t.shape != (0,) else R
-                for i, t in enumerate(made, 1)
-            }
+            for i, meta in enumerate(statistics_metas, 1):
+                # without the batch's statistics there are none to return: what stands for them is
+                # empty: `_with_given`
+                is_returned = is_training and meta.shape != (0,)
+                entries[f"out{i}"] = statistics if is_returned else R
         yield call.row(entries, traffic=traffic if statistics is R else None)
 
 
@@ -121,47 +132,52 @@ class Statistics:
         call = local_call.call
         self.spec = local_call["input"]
         local = self.spec.local_shape
-        (over, having) = _dims(call)
+        reduced, parameter_dims = _dims(call)
         unit = _unit(call)
         # the mesh axes over which they are summed
-        self.axes = sharding_axes(self.spec, over)
+        self.axes = sharding_axes(self.spec, reduced)
         # of how many elements: (8, 6, 5), unit 2: 2 * 5
-        self.count = unit * prod(self.spec.shape[d] for d in over)
+        self.count = unit * prod(self.spec.shape[d] for d in reduced)
         # The shape of the local input in which they are over whole `dims`, and that of weight and
         # bias beside it.
         self.shape: Sequence[int] = local
-        self.dims = over
-        self.parameters = [n if d in having else 1 for d, n in enumerate(local)]
+        self.dims = reduced
+        self.parameters = [n if d in parameter_dims else 1 for d, n in enumerate(local)]
         if "group" in call.bound:
             # (8, 6, 3): (8, 3, 6)
-            self.shape = (local[0], local[1] // unit, unit * prod(local[2:]))
+            batch, channels, *spatial = local
+            self.shape = (batch, channels // unit, unit * prod(spatial))
             self.dims = [2]
 
     def means(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return the means over `dims` of all ranks for each tensor, with one all-reduce."""
         # 2 of (8, 3, 6): (2, 8, 3, 1)
         sums = torch.stack([value.sum(self.dims, keepdim=True) for value in values])
-        return (all_reduced(sums, self.spec, self.axes) / self.count).unbind()
+        means = all_reduced(sums, self.spec, self.axes) / self.count
+        return means.unbind()
 
     def given(self, statistic: Tensor) -> Tensor:
         """Reshape a statistic that an operator is given, or returns, to broadcast to `shape`."""
         # (8, 3, 6): (8, 3, 1)
-        return statistic.reshape([1 if d in self.dims else n for d, n in enumerate(self.shape)])
+        sizes = [1 if d in self.dims else n for d, n in enumerate(self.shape)]
+        return statistic.reshape(sizes)
 
 
 def _norm(local_call: LocalCall) -> LocalFunction | None:
     call = local_call.call
     is_gradient = "grad_out" in local_call.call.places
-    if sharding_axes(local_call["input"], _dims(call)[0]) and _is_training(call):
-        return (_normalise_backward if is_gradient else _normalise)(
-            local_call, Statistics(local_call)
-        )
+    reduced, _ = _dims(call)
+    if sharding_axes(local_call["input"], reduced) and _is_training(call):
+        normalise = _normalise_backward if is_gradient else _normalise
+        return normalise(local_call, Statistics(local_call))
     if "group" not in call.bound:
         return None if is_gradient else _with_given(local_call)
+    batch, channels, *_ = local_call["input"].local_shape
+    if (batch, channels) == (call["N"], call["C"]):
+        return None
     # 4 of 6 channels are 4 * 3 // 6 = 2 of 3 groups
-    batch, channels = local_call["input"].local_shape[:2]
-    sizes = {"N": batch, "C": channels, "group": channels * call["group"] // max(call["C"], 1)}
-    return None if (batch, channels) == (call["N"], call["C"]) else with_arguments(call, **sizes)
+    groups = channels * call["group"] // max(call["C"], 1)
+    return with_arguments(call, N=batch, C=channels, group=groups)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -181,34 +197,45 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
     eps = torch.finfo(local_call["input"].dtype).eps if call["eps"] is None else call["eps"]
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        x = given["input"]
-        weight = given["weight"]
-        bias = given.get("bias")
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        x = arguments["input"]
+        weight = arguments["weight"]
+        bias = arguments.get("bias")
         centred = _wide(x).reshape(statistics.shape)
         made = []
         # RMS norm, which does not have a mean, uses 0
-        if "bias" in given:
-            made = [*statistics.means(centred)]
-            centred = centred - made[0]
+        if "bias" in arguments:
+            (mean,) = statistics.means(centred)
+            made.append(mean)
+            centred = centred - mean
         (variance,) = statistics.means(centred * centred)
-        made.append((variance + eps).rsqrt())
-        result = (centred * made[-1]).reshape(x.shape)
-        result = result if weight is None else result * weight.reshape(parameters)
-        result = result if bias is None else result + bias.reshape(parameters)
-        if "momentum" in given:
-            # Running statistics, equal on every rank; the running variance is unbiased.
-            # of 10 elements: 10 / 9
-            unbiased = variance * (statistics.count / max(statistics.count - 1, 1))
-            for name, value in (("running_mean", made[0]), ("running_var", unbiased)):
-                if (running := given.get(name)) is not None:
-                    running.lerp_(value.reshape(-1).to(running.dtype), given["momentum"])
+        rstd = (variance + eps).rsqrt()
+        made.append(rstd)
+        result = (centred * rstd).reshape(x.shape)
+        if weight is not None:
+            result = result * weight.reshape(parameters)
+        if bias is not None:
+            result = result + bias.reshape(parameters)
+        if "momentum" in arguments:
+            _update_running(arguments, mean, variance, statistics.count)
             # the reserved output that some overloads need for their gradient
             made.append(x.new_empty(0))
         pairs = zip((result, *made), outputs, strict=False)
         return tuple(t.to(spec.dtype).reshape(spec.local_shape) for t, spec in pairs)
 
     return in_every_form(call, run)
+
+
+def _update_running(
+    arguments: Mapping[str, Any], mean: Tensor, variance: Tensor, count: int
+) -> None:
+    """Update running statistics, which are equal on every rank; the running variance is unbiased."""
+    # of 10 elements: 10 / 9
+    unbiased = variance * (count / max(count - 1, 1))
+    for name, value in (("running_mean", mean), ("running_var", unbiased)):
+        running = arguments.get(name)
+        if running is not None:
+            running.lerp_(value.reshape(-1).to(running.dtype), arguments["momentum"])
 
 
 def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
@@ -223,27 +250,34 @@ def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalF
     rstd_name = next(name for name in ("rstd", "save_invstd", "save_var") if name in names)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        x = given["input"]
-        weight = given["weight"]
-        rstd = statistics.given(given[rstd_name])
-        gradient = _wide(given["grad_out"])
-        normal = _wide(x).reshape(statistics.shape)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        x = arguments["input"]
+        weight = arguments["weight"]
+        rstd = statistics.given(arguments[rstd_name])
+        gradient = _wide(arguments["grad_out"])
         scaled = gradient if weight is None else gradient * weight.reshape(statistics.parameters)
         scaled = scaled.reshape(statistics.shape)
-        normal = (normal - statistics.given(given[mean_name]) if mean_name else normal) * rstd
-        *first, second = statistics.means(*([scaled] if mean_name else []), scaled * normal)
-        of_input = (scaled - sum(first) - normal * second) * rstd
-        of_weight = gradient * normal.reshape(x.shape)
-        results = (of_input, *(t.sum_to_size(statistics.parameters) for t in (of_weight, gradient)))
-        wanted = compress(results, mask)
-        made = iter(
-            [
-                t.to(s.dtype).reshape(s.local_shape)
-                for t, s in zip(wanted, local_call.outputs, strict=True)
-            ]
-        )
-        return tuple(next(made) if wanted else None for wanted in mask)
+        centred = _wide(x).reshape(statistics.shape)
+        if mean_name:
+            centred = centred - statistics.given(arguments[mean_name])
+        normal = centred * rstd
+        if mean_name:
+            mean, projection = statistics.means(scaled, scaled * normal)
+            of_input = (scaled - mean - normal * projection) * rstd
+        else:
+            (projection,) = statistics.means(scaled * normal)
+            of_input = (scaled - normal * projection) * rstd
+        of_weight = (gradient * normal.reshape(x.shape)).sum_to_size(statistics.parameters)
+        of_bias = gradient.sum_to_size(statistics.parameters)
+        specs = iter(local_call.outputs)
+        results: list[Tensor | None] = []
+        for is_wanted, result in zip(mask, (of_input, of_weight, of_bias), strict=False):
+            if not is_wanted:
+                results.append(None)
+                continue
+            spec = next(specs)
+            results.append(result.to(spec.dtype).reshape(spec.local_shape))
+        return tuple(results)
 
     return in_every_form(call, run)
 
@@ -255,13 +289,14 @@ def _with_given(local_call: LocalCall) -> LocalFunction | None:
     """
     if _is_training(local_call.call) or not sharding_axes(local_call["input"]):
         return None
-    op = getattr(torch.ops.aten, local_call.call.op.__name__.split(".")[0])  # without `out=`
+    # without `out=`
+    name, _, _ = local_call.call.op.__name__.partition(".")
+    op = getattr(torch.ops.aten, name)
+    statistics = local_call.outputs[1:]
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        return (
-            op(x, *args, **kwargs)[0],
-            *(x.new_empty((0,), dtype=spec.dtype) for spec in local_call.outputs[1:]),
-        )
+        result, *_ = op(x, *args, **kwargs)
+        return (result, *(x.new_empty((0,), dtype=spec.dtype) for spec in statistics))
 
     return in_every_form(local_call.call, run)
 

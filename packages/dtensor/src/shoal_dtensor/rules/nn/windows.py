@@ -11,7 +11,7 @@ the dim nothing is added, so the kernel treats the ends as in the global tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from shoal_mesh.internal import bound
 
+from ...layout.memory_order import contiguous_stride
 from ...layout.spec import Spec
-from ...layout.tensor_meta import contiguous_stride
+from ...layout.tensor_meta import TensorMeta
 from ..exchange import Halos, Windows, halo_traffic, per_dim, windows_of
 from ..language.local_ops import in_every_form, moved_between_boxes, sharding_axes, with_arguments
 from ..language.notation import alike, product
@@ -42,12 +43,13 @@ def planes(call: OpCall) -> Iterator[Row]:
     """
     operands = (*call.tensors, *call.outputs)
     free = min(t.ndim for t in operands) - spatial_dims(call)
-    differ = [
-        d
-        for d in range(call.outputs[0].ndim)
-        if d >= free or len({t.shape[d] for t in operands}) > 1
-    ]
-    return alike(call, *differ)
+    dims = range(call.outputs[0].ndim)
+    unshared = [d for d in dims if d >= free or not _have_equal_sizes(operands, d)]
+    return alike(call, *unshared)
+
+
+def _have_equal_sizes(tensors: Iterable[TensorMeta], dim: int) -> bool:
+    return len({tensor.shape[dim] for tensor in tensors}) == 1
 
 
 # --- pooling, resampling --------------------------------------------------------------------------
@@ -72,25 +74,34 @@ def _windows(call: OpCall) -> dict[int, Windows]:
     source = call["self"]
     pooled = call.get("grad_output") or call.outputs[0]
     spatial = spatial_dims(call)
-    # adaptive: where windows are equally long and do not overlap
     if "kernel_size" not in call.bound:
-        dims = range(source.ndim - spatial, source.ndim)
-        sizes = [(d, source.shape[d], pooled.shape[d]) for d in dims]
-        # 8 to 4: 2, 2
-        return {
-            d: Windows(n, out, n // out, n // out) for d, n, out in sizes if out and n % out == 0
-        }
+        return _adaptive_windows(source, pooled, spatial)
     by_dim = windows_of(call, source, pooled, per_dim(call, "kernel_size", spatial))
     if _takes_maximum(call) or call["divisor_override"] is not None:
         return by_dim
+    counts_padding = bool(call["count_include_pad"])
+    return {d: windows for d, windows in by_dim.items() if _divides_alike(windows, counts_padding)}
 
-    # whether every window of an average divides by the same number
-    def count_alike(windows: Windows) -> bool:
-        overhangs = windows.reads((0, windows.outputs))[1] > windows.length + windows.padding
-        # 5 by 2s, ceil_mode: reads to 6
-        return not overhangs and (call["count_include_pad"] or windows.padding == 0)
 
-    return {d: windows for d, windows in by_dim.items() if count_alike(windows)}
+def _adaptive_windows(source: TensorMeta, pooled: TensorMeta, spatial: int) -> dict[int, Windows]:
+    """Return the windows of adaptive pooling, where they are equally long and do not overlap."""
+    windows = {}
+    for d in range(source.ndim - spatial, source.ndim):
+        n = source.shape[d]
+        outputs = pooled.shape[d]
+        if outputs and n % outputs == 0:
+            # 8 to 4: 2, 2
+            length = n // outputs
+            windows[d] = Windows(n, outputs, length, length)
+    return windows
+
+
+def _divides_alike(windows: Windows, counts_padding: bool) -> bool:
+    """Tell whether every window of an average divides by the same number."""
+    # 5 by 2s, ceil_mode: reads to 6
+    _, last = windows.reads((0, windows.outputs))
+    overhangs = last > windows.length + windows.padding
+    return not overhangs and (counts_padding or windows.padding == 0)
 
 
 def _enlarging(call: OpCall) -> dict[int, Windows]:
@@ -104,18 +115,16 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
     spatial = spatial_dims(call)
     small = call.tensors[0].shape if gradient is None else call["input_size"]
     large = (gradient or call.outputs[0]).shape
-    beside = next(count for kind, count in BESIDE.items() if kind in call.op.__name__)
-    given = ("scales",) if spatial == 1 else ("scales_d", "scales_h", "scales_w")[-spatial:]
+    beside = next(reach for kind, reach in BESIDE.items() if kind in call.op.__name__)
+    scale_names = ("scales",) if spatial == 1 else ("scales_d", "scales_h", "scales_w")[-spatial:]
     windows = {}
-    for dim, name in enumerate(given, len(small) - spatial):
+    for dim, name in enumerate(scale_names, len(small) - spatial):
         # 4 rows to 8: factor 2
         n = small[dim]
-        factor = large[dim] // max(small[dim], 1)
-        if (
-            factor * n == large[dim]
-            and 1 <= factor <= LARGEST
-            and call.get(name) in (None, float(factor))
-        ):
+        factor = large[dim] // max(n, 1)
+        is_multiple = factor * n == large[dim]
+        is_scale = call.get(name) in (None, float(factor))
+        if is_multiple and is_scale and 1 <= factor <= LARGEST:
             windows[dim] = Windows(n, large[dim], factor, factor, transposed=True, beside=beside)
     return windows
 
@@ -145,15 +154,17 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
     if "upsample" in call.op.__name__:
         windows = _windows(call)
         large = (call.get("grad_output") or call.outputs[0]).shape
-        dims = range(len(large) - spatial, len(large))
-        # 6 rows by 2: 12
-        sizes = [
-            halos.shape[d] * windows[d].stride if d in halos.exchanges else large[d] for d in dims
-        ]
-        of_input = {"input_size": halos.shape} if "input_size" in call.bound else {}
-        return with_arguments(call, output_size=sizes, **of_input)
+        sizes = []
+        for d in range(len(large) - spatial, len(large)):
+            # 6 rows by 2: 12
+            has_halo = d in halos.exchanges
+            sizes.append(halos.shape[d] * windows[d].stride if has_halo else large[d])
+        if "input_size" in call.bound:
+            return with_arguments(call, output_size=sizes, input_size=halos.shape)
+        return with_arguments(call, output_size=sizes)
     if "output_size" in call.bound:
-        return with_arguments(call, output_size=[*local_call.outputs[0].local_shape[-spatial:]])
+        output_size = [*local_call.outputs[0].local_shape[-spatial:]]
+        return with_arguments(call, output_size=output_size)
     return with_arguments(call, **halos.unpadded(call, spatial))
 
 
@@ -163,39 +174,52 @@ def _windowed(local_call: LocalCall) -> LocalFunction | None:
     The gradient by elements that other ranks' outputs read comes from these ranks.
     """
     call = local_call.call
+    is_gradient = "grad_output" in call.places
     source = local_call.inputs[0]
     result = local_call.outputs[0]
-    is_gradient = "grad_output" in call.places
-    spatial = spatial_dims(call)
-    largest = _takes_maximum(call)
-    source, result = (result, source) if is_gradient else (source, result)
+    if is_gradient:
+        source, result = result, source
     halos = Halos(source, _windows(call))
-    empty = 0 in result.local_shape
     if not halos and "input_size" not in call.bound:
         return None
-    on_halos = contribution(local_call) if empty else _on_halos(local_call, halos)
+    is_empty = 0 in result.local_shape
+    on_halos = contribution(local_call) if is_empty else _on_halos(local_call, halos)
+    takes_maximum = _takes_maximum(call)
+    spatial = spatial_dims(call)
     whole = source.shape[-spatial:]
-    here = halos.shape[-spatial:]
+    local = halos.shape[-spatial:]
     first = halos.first[-spatial:]
 
     def forwards(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        fill = (-inf if x.is_floating_point() else torch.iinfo(x.dtype).min) if largest else 0.0
-        made = on_halos(halos.fetch(x, fill), *args, **kwargs)
-        if empty or not largest:
-            return made if empty else halos.cropped(made)
-        return made[0], moved_between_boxes(made[1], here, whole, first)[0]
+        fill = _lowest(x.dtype) if takes_maximum else 0.0
+        result = on_halos(halos.fetch(x, fill), *args, **kwargs)
+        if is_empty:
+            return result
+        if not takes_maximum:
+            return halos.cropped(result)
+        maxima, places = result
+        global_places, _ = moved_between_boxes(places, local, whole, first)
+        return maxima, global_places
 
     def backwards(gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if empty:
+        if is_empty:
             return halos.return_gradient(gradient.new_zeros(halos.shape))
         # behind all arguments are the places of the maxima
-        if largest:
-            args = (*args[:-1], moved_between_boxes(args[-1], whole, here, [-n for n in first])[0])
-        if "self" in call.places:  # of which nothing but the shape is read
+        if takes_maximum:
+            *others, places = args
+            local_places, _ = moved_between_boxes(places, whole, local, [-n for n in first])
+            args = (*others, local_places)
+        # nothing but the shape of the input is read
+        if "self" in call.places:
             args = (gradient.new_empty(halos.shape), *args[1:])
         return halos.return_gradient(on_halos(halos.uncropped(gradient), *args, **kwargs))
 
     return backwards if is_gradient else forwards
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    """Return the lowest value of a dtype."""
+    return -inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def fractional_max_pool(call: OpCall) -> Iterator[Row]:
@@ -211,7 +235,8 @@ def fractional_max_pool(call: OpCall) -> Iterator[Row]:
 
 def _images(text: str, replicated: str = "") -> Rule:
     """Return the rule of a product in which sizes matter, linear in its first operand."""
-    return replace(product(text, linear=(0,), replicated=replicated, skip_empty=True), sizes=None)
+    rule = product(text, linear=(0,), replicated=replicated, skip_empty=True)
+    return replace(rule, sizes=None)
 
 
 # --- convolution ----------------------------------------------------------------------------------
@@ -224,7 +249,8 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
     source = call["input"]
     channel = _channel(call)
     groups = call["groups"]
-    of_input, of_output = (0, 1) if call["transposed"] else (1, 0)
+    of_input = 0 if call["transposed"] else 1
+    of_output = 1 - of_input
     if channel:
         yield {"input": S(0), "out": S(0)}, None
     if groups == 1:
@@ -237,9 +263,17 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
         # first dim.
         first, second, *_ = call["weight"].shape
         unit = first // groups
-        taken, given = (unit, second) if call["transposed"] else (second, unit)
-        case: Case = {"input": S(channel, taken), "bias": S(0, given), "out": S(channel, given)}
-        yield case | {"weight": S(0, unit)}, None
+        inputs = unit if call["transposed"] else second
+        outputs = second if call["transposed"] else unit
+        yield (
+            {
+                "input": S(channel, inputs),
+                "bias": S(0, outputs),
+                "out": S(channel, outputs),
+                "weight": S(0, unit),
+            },
+            None,
+        )
     for dim, windows in _convolved(call).items():
         yield {"input": S(dim), "out": S(dim, map=windows)}, halo_traffic(windows, source, dim)
 
@@ -253,9 +287,8 @@ def _convolved(call: OpCall) -> dict[int, Windows]:
     has_targets = bool(call.schema.outs) and (call["transposed"] or "output_mask" in call.bound)
     if has_targets or 0 in call["weight"].shape:
         return {}
-    return windows_of(
-        call, call["input"], result, call["weight"].shape[2:], transposed=call["transposed"]
-    )
+    kernel = call["weight"].shape[2:]
+    return windows_of(call, call["input"], result, kernel, transposed=call["transposed"])
 
 
 def _channel(call: OpCall) -> int:
@@ -288,7 +321,10 @@ def convolution_backward(call: OpCall) -> Iterator[Row]:
 def _local_groups(call: OpCall, weight: Spec) -> int:
     """Return the number of groups on this rank."""
     groups = int(call["groups"])
-    return groups if groups == 1 else weight.local_shape[0] // max(weight.shape[0] // groups, 1)
+    if groups == 1:
+        return 1
+    channels_of_group = max(weight.shape[0] // groups, 1)
+    return weight.local_shape[0] // channels_of_group
 
 
 def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
@@ -298,12 +334,11 @@ def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
     """
     convolve = _convolve(local_call)
     result = local_call.outputs[0]
-    is_contiguous = [
-        spec.stride == contiguous_stride(spec.shape) for spec in (result, *local_call.inputs[:2])
-    ]
-    if all(is_contiguous) or local_call.call.schema.outs:
+    specs = (result, *local_call.inputs[:2])
+    are_contiguous = [spec.stride == contiguous_stride(spec.shape) for spec in specs]
+    if all(are_contiguous) or local_call.call.schema.outs:
         return convolve
-    wanted = torch.contiguous_format if is_contiguous[0] else torch.channels_last
+    wanted = torch.contiguous_format if are_contiguous[0] else torch.channels_last
     function = convolve or local_call.call.op
     return lambda *args, **kwargs: function(*args, **kwargs).contiguous(memory_format=wanted)
 
@@ -311,28 +346,31 @@ def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
 def _convolve(local_call: LocalCall) -> LocalFunction | None:
     """Convolve a shard; add the bias after cropping or filling, and return it alone if empty."""
     call = local_call.call
-    (source, weight) = local_call.inputs[:2]
+    source, weight, *_ = local_call.inputs
     shape = local_call.outputs[0].local_shape
     halos = Halos(source, _convolved(call))
     groups = _local_groups(call, weight)
-    empty = 0 in (*weight.local_shape, *shape, *halos.shape)
-    if not (halos or empty):
+    is_empty = 0 in (*weight.local_shape, *shape, *halos.shape)
+    if not halos and not is_empty:
         return None if groups == call["groups"] else with_arguments(call, groups=groups)
-    convolve = with_arguments(call, groups=groups, **halos.unpadded(call, weight.ndim - 2))
-    bias_last = empty or (call["transposed"] and bool(halos))
-    per_channel = (-1, *(1,) * (len(shape) - 1 - _channel(call)))
+    unpadded = halos.unpadded(call, weight.ndim - 2)
+    convolve = with_arguments(call, groups=groups, **unpadded)
+    adds_bias_last = is_empty or (call["transposed"] and bool(halos))
+    dims_behind_channel = len(shape) - 1 - _channel(call)
+    per_channel = (-1, *(1,) * dims_behind_channel)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         wide = halos.fetch(x)
-        if empty:
+        if is_empty:
             result = bound(x.new_zeros(shape), wide, weight)
         else:
-            result = halos.cropped(
-                convolve(wide, weight, None if bias_last else bias, *args, **kwargs)
-            )
-        return result + bias.view(per_channel) if bias_last and bias is not None else result
+            bias_of_kernel = None if adds_bias_last else bias
+            result = halos.cropped(convolve(wide, weight, bias_of_kernel, *args, **kwargs))
+        if adds_bias_last and bias is not None:
+            return result + bias.view(per_channel)
+        return result
 
-    return in_every_form(call, run) if empty else run
+    return in_every_form(call, run) if is_empty else run
 
 
 def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
@@ -341,42 +379,47 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
     The gradient of the bias does not depend on an operand.
     """
     call = local_call.call
-    (gradient, source, weight) = local_call.inputs
+    gradient, source, weight = local_call.inputs
     halos = Halos(source, _convolved(call))
     channel = _channel(call)
-    mask = call["output_mask"]
-    empty = 0 in (*gradient.local_shape, *weight.local_shape, *halos.shape)
+    wants_input, wants_weight, wants_bias = call["output_mask"]
+    is_empty = 0 in (*gradient.local_shape, *weight.local_shape, *halos.shape)
     channels = gradient.local_shape[channel]
-    sizes = {"groups": _local_groups(call, weight), "bias_sizes": call["bias_sizes"] and [channels]}
-    if not (halos or empty):
-        same = not sharding_axes(weight) and channels == gradient.shape[channel]
-        return None if same else with_arguments(call, **sizes)
-    bias_apart = empty or (call["transposed"] and bool(halos))
-    wanted = [*mask[:2], mask[2] and not bias_apart]
+    groups = _local_groups(call, weight)
+    bias_sizes = call["bias_sizes"] and [channels]
+    if not halos and not is_empty:
+        has_all_channels = not sharding_axes(weight) and channels == gradient.shape[channel]
+        if has_all_channels:
+            return None
+        return with_arguments(call, groups=groups, bias_sizes=bias_sizes)
+    sums_bias_apart = is_empty or (call["transposed"] and bool(halos))
     back = with_arguments(
-        call, output_mask=wanted, **sizes, **halos.unpadded(call, weight.ndim - 2)
+        call,
+        output_mask=[wants_input, wants_weight, wants_bias and not sums_bias_apart],
+        groups=groups,
+        bias_sizes=bias_sizes,
+        **halos.unpadded(call, weight.ndim - 2),
     )
-    others = [d for d in range(gradient.ndim) if d != channel]
+    other_dims = [d for d in range(gradient.ndim) if d != channel]
 
     def run(
         gradient: Tensor, x: Tensor, weight: Tensor, *args: Any, **_: Any
     ) -> tuple[Tensor | None, ...]:
         wide = halos.fetch(x)
-        results: list[Any]
-        if empty:
-            results = [
-                bound(torch.zeros_like(wide), gradient),
-                bound(torch.zeros_like(weight), gradient),
-                None,
-            ]
+        of_input: Tensor
+        of_weight: Tensor
+        of_bias: Tensor | None = None
+        if is_empty:
+            of_input = bound(torch.zeros_like(wide), gradient)
+            of_weight = bound(torch.zeros_like(weight), gradient)
         else:
-            results = [*back(halos.uncropped(gradient), wide, weight, *args)]
-        if bias_apart:
-            results[2] = gradient.sum(others)
-        if mask[0]:
-            results[0] = halos.return_gradient(results[0])
-        return tuple(
-            result if wanted else None for result, wanted in zip(results, mask, strict=True)
+            of_input, of_weight, of_bias = back(halos.uncropped(gradient), wide, weight, *args)
+        if sums_bias_apart:
+            of_bias = gradient.sum(other_dims)
+        return (
+            halos.return_gradient(of_input) if wants_input else None,
+            of_weight if wants_weight else None,
+            of_bias if wants_bias else None,
         )
 
     return in_every_form(call, run)

@@ -26,6 +26,7 @@ from ...layout.dim_sharding import DimSharding
 from ..exchange import Relocation
 from ..language.local_ops import bytes_of, in_every_form, with_arguments
 from ..language.notation import alike, product
+from ..language.op_call import ShardingMap
 from ..language.rule import (
     LocalCall,
     LocalFunction,
@@ -48,15 +49,16 @@ def cat(call: OpCall) -> Iterator[Row]:
     dim = int(call["dim"]) % max(result.ndim, 1)
     # torch lets 1-D tensors without elements pass beside tensors of any shape.
     joined = [i for i, t in enumerate(tensors) if t.ndim == result.ndim]
-    for d in (d for d in range(result.ndim) if d != dim):
-        yield call.row(tensors=[S(d) if i in joined else R for i in range(len(tensors))], out=S(d))
+    positions = range(len(tensors))
+    for d in range(result.ndim):
+        if d != dim:
+            yield call.row(tensors=[S(d) if i in joined else R for i in positions], out=S(d))
     lengths = [t.shape[dim] if i in joined else 0 for i, t in enumerate(tensors)]
     for i in joined:
         # lengths 2, 4, 1, i = 1: -2:5
         padded = SliceMap(-sum(lengths[:i]), sum(lengths[i:]), exclusive=True)
-        yield call.row(
-            tensors=[S(dim) if j == i else R for j in range(len(tensors))], out=S(dim, map=padded)
-        )
+        entries = [S(dim) if j == i else R for j in positions]
+        yield call.row(tensors=entries, out=S(dim, map=padded))
 
 
 def _cat(local_call: LocalCall) -> LocalFunction | None:
@@ -66,7 +68,8 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
     (result,) = local_call.outputs
     dim = int(local_call.call["dim"]) % max(result.ndim, 1)
     joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
-    if not result.ndim or not any(local_call.inputs[i].dim_shardings[dim].axes for i in joined):
+    is_sharded = result.ndim and any(local_call.inputs[i].dim_shardings[dim].axes for i in joined)
+    if not is_sharded:
         return None
     op = local_call.call.op
     start = result.offset(dim)
@@ -76,14 +79,18 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
     before = 0
     for i in joined:
         spec = local_call.inputs[i]
-        first = before + spec.offset(dim)  # 0:2, 4:6, 6:7
-        length = max(min(first + spec.local_shape[dim], stop) - max(first, start), 0)
+        # 0:2, 4:6, 6:7
+        first = before + spec.offset(dim)
+        last = first + spec.local_shape[dim]
         # nothing of the first, all of the others
-        parts.append((i, max(first, start) - first if length else 0, length))
+        length = max(min(last, stop) - max(first, start), 0)
+        at = max(first, start) - first if length else 0
+        parts.append((i, at, length))
         before += spec.shape[dim]
 
     def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        return op([tensors[i].narrow(dim, at, length) for i, at, length in parts], *args, **kwargs)
+        local_parts = [tensors[i].narrow(dim, at, length) for i, at, length in parts]
+        return op(local_parts, *args, **kwargs)
 
     return run
 
@@ -93,19 +100,25 @@ def _pads(call: OpCall) -> dict[int, tuple[int, int]]:
     # (1, 2, 0, 3) of 2 dims: {1: (1, 2), 0: (0, 3)}
     pad = [int(n) for n in call["pad"]]
     ndim = call["self"].ndim
-    return {
-        ndim - 1 - i // 2: (pad[i], pad[i + 1])
-        for i in range(0, len(pad), 2)
-        if (pad[i], pad[i + 1]) != (0, 0)
-    }
+    pads = {}
+    for i in range(0, len(pad), 2):
+        before = pad[i]
+        after = pad[i + 1]
+        if before or after:
+            pads[ndim - 1 - i // 2] = (before, after)
+    return pads
 
 
 def constant_pad_nd(call: OpCall) -> Iterator[Row]:
     pads = _pads(call)
     for d, n in enumerate(call["self"].shape):
-        before, after = pads.get(d, (0, 0))
-        padded = SliceMap(-before, n + after, exclusive=True)  # pad (2, 1) of 8 elements: -2:9
-        yield call.row(self=S(d), out=S(d, map=padded if d in pads else None))
+        if d in pads:
+            # pad (2, 1) of 8 elements: -2:9
+            before, after = pads[d]
+            padded = SliceMap(-before, n + after, exclusive=True)
+            yield call.row(self=S(d), out=S(d, map=padded))
+        else:
+            yield call.row(self=S(d), out=S(d))
     if all(max(pair) <= 0 for pair in pads.values()):
         yield from call.keeping_partials("self")
     elif call["value"] == 0:
@@ -129,7 +142,8 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
         want = result.local_shape[d]
         # Rank 1 holds 3:6, behind the pad 5:8, and keeps 4:4: 5 - 4 elements, but it takes off no
         # more than 3, and adds no more than 0: 0 at the start, 0 - 3 - 0 at the end.
-        low = source.local_offset[d] + pads.get(d, (0, 0))[0] - result.local_offset[d]
+        before, _ = pads.get(d, (0, 0))
+        low = source.local_offset[d] + before - result.local_offset[d]
         low = min(max(low, -have), want)
         local += [low, want - have - low]
     return with_arguments(local_call.call, pad=local)
@@ -144,21 +158,29 @@ def _turns(call: OpCall) -> dict[int, int]:
     """Return the shift of every dim that roll or flip rearranges; empty for a flattened tensor."""
     source = call["self"]
     turns = dict[int, int]()
-    for d, shift in zip(call["dims"], call.get("shifts") or [0] * len(call["dims"]), strict=False):
-        if source.ndim:
-            dim = int(d) % source.ndim
-            # 6 rolled by 1: 1; by -1: 5
-            turns[dim] = (turns.get(dim, 0) + int(shift)) % max(source.shape[dim], 1)
+    if not source.ndim:
+        return turns
+    dims = call["dims"]
+    shifts = call.get("shifts") or [0] * len(dims)
+    for d, shift in zip(dims, shifts, strict=False):
+        dim = int(d) % source.ndim
+        # 6 rolled by 1: 1; by -1: 5
+        turn = turns.get(dim, 0) + int(shift)
+        turns[dim] = turn % max(source.shape[dim], 1)
     return turns
 
 
 def roll(call: OpCall) -> Iterator[Row]:
-    if (moving := _turns(call)) or call.get("shifts") is None:
-        yield from same_dims(call, ((d, d) for d in range(call["self"].ndim) if d not in moving))
-        yield from (call.row(self=S(d), out=S(d), traffic=_a_shard(call)) for d in moving)
+    turns = _turns(call)
+    is_flattened = not turns and call.get("shifts") is not None
+    if is_flattened:
+        return
+    yield from same_dims(call, ((d, d) for d in range(call["self"].ndim) if d not in turns))
+    for d in turns:
+        yield call.row(self=S(d), out=S(d), traffic=_a_shard(call))
 
 
-def _moved(
+def _rearrange(
     local_call: LocalCall,
     moves: list[Relocation],
     rest: Callable[[Tensor], Tensor],
@@ -191,30 +213,34 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
     source = local_call["self"]
     moves = []
     turns = _turns(call)
-    flips = call.get("shifts") is None
+    is_flip = call.get("shifts") is None
     for d in [d for d in turns if source.dim_shardings[d].axes]:
         n = source.shape[d]
-        turn = 0 if flips else turns.pop(d)
         shards = spans(source.sizes(d))
-        # Of 6 elements 3:6, rolled by 1, is put at 4 and at -2; of those to be flipped it wants
+        # Of 6 elements, 3:6, rolled by 1, is put at 4 and at -2; of those to be flipped it wants
         # 0:3.
-        places = [(start,) if flips else (start + turn, start + turn - n) for start, _ in shards]
-        wanted = [(n - stop, n - start) for start, stop in shards] if flips else shards
+        places: list[tuple[int, ...]]
+        if is_flip:
+            places = [(start,) for start, _ in shards]
+            wanted = [(n - stop, n - start) for start, stop in shards]
+        else:
+            turn = turns.pop(d)
+            places = [(start + turn, start + turn - n) for start, _ in shards]
+            wanted = shards
         moves.append(Relocation(source, d, places, wanted))
-    if flips and source.dtype.is_floating_point and source.dtype.itemsize == 1:
-        return _moved(
-            local_call,
-            moves,
-            lambda x: _flipped_bytes(x, call["dims"]),
-            always=not source.replicated,
+    if not is_flip:
+        return _rearrange(
+            local_call, moves, lambda x: x.roll([*turns.values()], [*turns]) if turns else x
         )
-    if flips:
-        return _moved(local_call, moves, lambda x: x.flip(call["dims"]))
-    return _moved(local_call, moves, lambda x: x.roll([*turns.values()], [*turns]) if turns else x)
+    dims = call["dims"]
+    if source.dtype.is_floating_point and source.dtype.itemsize == 1:
+        is_sharded = not source.replicated
+        return _rearrange(local_call, moves, lambda x: _flipped_bytes(x, dims), always=is_sharded)
+    return _rearrange(local_call, moves, lambda x: x.flip(dims))
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatMap:
+class RepeatMap(ShardingMap):
     """The map to the sharding of a dim that is `times` as long, in the shards of `torch.chunk`."""
 
     times: int
@@ -241,21 +267,23 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
     repeats = [int(n) for n in local_call.call["repeats"]]
     moves = []
     new = len(repeats) - source.ndim
-    sharded = [
-        d for d in range(source.ndim) if source.dim_shardings[d].axes and repeats[d + new] > 1
-    ]
-    for d in sharded:
+    sharded = []
+    for d in range(source.ndim):
+        times = repeats[d + new]
+        if times <= 1 or not source.dim_shardings[d].axes:
+            continue
+        sharded.append(d)
         n = source.shape[d]
         wanted = spans(target.sizes(d + new))
-        places = [
-            [start + n * k for k in range(repeats[d + new])]
-            for start in source.dim_sharding(d).offsets
-        ]
+        places = []
+        for start in source.dim_sharding(d).offsets:
+            of_shard = [start + n * k for k in range(times)]
+            places.append(of_shard)
         # of 3 elements twice, 2:3 is put at 2 and 5
         moves.append(Relocation(source, d, places, wanted))
     # (2, 3), dim 0 fetched: (1, 3)
     others = [1 if i - new in sharded else n for i, n in enumerate(repeats)]
-    return _moved(local_call, moves, lambda x: x.repeat(others))
+    return _rearrange(local_call, moves, lambda x: x.repeat(others))
 
 
 def _beside_matrix(call: OpCall, ndim: int) -> list[int]:
@@ -272,10 +300,10 @@ def diagonal(call: OpCall) -> Iterator[Row]:
     length = call.outputs[0].shape[-1]
     # (4, 4), offset 1: rows 0:3, columns 1:4
     for d, start in ((one, max(0, -offset)), (two, max(0, offset))):
-        yield call.row(self=S(d), out=S(last, map=SliceMap(start, start + length, intersects=True)))
-    yield from same_dims(
-        call, ((d, i) for i, d in enumerate(_beside_matrix(call, call["self"].ndim)))
-    )
+        selected = SliceMap(start, start + length, intersects=True)
+        yield call.row(self=S(d), out=S(last, map=selected))
+    other_dims = _beside_matrix(call, call["self"].ndim)
+    yield from same_dims(call, ((d, i) for i, d in enumerate(other_dims)))
 
 
 def _diagonal(local_call: LocalCall) -> LocalFunction | None:
@@ -304,8 +332,11 @@ def diagonal_scatter(call: OpCall) -> Iterator[Row]:
 def _tril(local_call: LocalCall) -> LocalFunction | None:
     """Shift the diagonal for the shard that starts at (row, column)."""
     row, column = local_call["self"].local_offset[-2:]
-    diagonal = local_call.call["diagonal"] + row - column  # rows 2:4 of (4, 4): 0 + 2 - 0
-    return None if row == column else with_arguments(local_call.call, diagonal=diagonal)
+    if row == column:
+        return None
+    # rows 2:4 of (4, 4): 0 + 2 - 0
+    diagonal = local_call.call["diagonal"] + row - column
+    return with_arguments(local_call.call, diagonal=diagonal)
 
 
 REARRANGEMENT: Table = family(

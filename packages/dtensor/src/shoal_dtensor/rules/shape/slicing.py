@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec
 from ..language.local_ops import along_dim
+from ..language.op_call import ShardingMap
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family
 from .views import same_dims
 
@@ -32,7 +33,7 @@ aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class SliceMap:
+class SliceMap(ShardingMap):
     """The map to a slice: shards keep elements `start`, `start + step`, ... below `stop`.
 
     Every selected element is `unit` elements of the result.
@@ -66,20 +67,21 @@ class SliceMap:
             # x[::2] of 4 + 4: 2 + 2
             length = self.before(sharding.length)
             step = sharding.step // self.step
-            return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step).scaled(
-                self.unit
-            )
-        # x[1:7] of 4 + 4: up to 3 and 6, so 3 + 3.
-        return sharding.resharded(self.before, self.before(self.stop)).scaled(self.unit)
+            selected = DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step)
+        else:
+            # x[1:7] of 4 + 4: up to 3 and 6, so 3 + 3.
+            selected = sharding.resharded(self.before, self.before(self.stop))
+        return selected.scaled(self.unit)
 
     def before(self, position: int) -> int:
         """Return the number of selected elements before `position`."""
         # x[1::3], before 8: 1, 4, 7, so 3
-        return max(0, -(-(min(position, self.stop) - self.start) // self.step))
+        elements = min(position, self.stop) - self.start
+        return max(0, -(-elements // self.step))
 
 
 @dataclass(frozen=True, slots=True)
-class SliceGradMap:
+class SliceGradMap(ShardingMap):
     """The inverse of `SliceMap(start, ..., step)`, for shards of `length` elements in total.
 
     Each shard has the elements of the slice that it had before.
@@ -98,11 +100,13 @@ class SliceGradMap:
         if selected(default) == sharding:
             return default
 
-        # of the shard that ends with the first `n` elements of the slice
         def end(n: int) -> int:
-            return (
-                0 if n == 0 else self.length if n == sharding.length else self.start + n * self.step
-            )
+            """Return the end of the shard that ends with the first `n` elements of the slice."""
+            if n == 0:
+                return 0
+            if n == sharding.length:
+                return self.length
+            return self.start + n * self.step
 
         # x[2:8] of 9 elements in shards of 4 + 2: the first shard ends with element 5, so 6 + 3.
         return sharding.resharded(end, self.length)
@@ -114,33 +118,47 @@ def selection(call: OpCall, length: int) -> SliceMap:
         at = call["index"] % length
         return SliceMap(at, at + 1)
     # Computed here because `slice.indices` does not take symbols.
-    ends = (
-        0 if call["start"] is None else call["start"],
-        length if call["end"] is None else call["end"],
-    )
-    # x[-3:] of 8: 5, 8
-    start, stop = (min(max(end + length, 0) if end < 0 else end, length) for end in ends)
+    start = _position(0 if call["start"] is None else call["start"], length)
+    stop = _position(length if call["end"] is None else call["end"], length)
     return SliceMap(start, max(start, stop), call["step"])
 
 
-def _selected_here(call: OpCall, spec: Spec, dim: int) -> tuple[int, int, tuple[int, int, int]]:
-    """Return counts of selected elements before and in this shard, and the local slice."""
+def _position(index: int, length: int) -> int:
+    """Return the position of an end of a slice in a dim: -3 of 8 is 5, 9 is 8."""
+    from_start = max(index + length, 0) if index < 0 else index
+    return min(from_start, length)
+
+
+class _SelectedHere(NamedTuple):
+    """The elements of a slice in one shard.
+
+    Attributes:
+        first: number of selected elements in the shards before.
+        elements: number of selected elements in the shard.
+        bounds: start, stop and step of the local slice.
+    """
+
+    first: int
+    elements: int
+    bounds: tuple[int, int, int]
+
+
+def _selected_here(call: OpCall, spec: Spec, dim: int) -> _SelectedHere:
+    """Return the elements that a slice selects in this rank's shard."""
     selected = selection(call, spec.shape[dim])
     offset = spec.offset(dim)
     # 1:7, shard 4:8: 3, 6
     first = selected.before(offset)
     stop = selected.before(offset + spec.local_shape[dim])
-    if first == stop:
-        return first, 0, (0, 0, 1)
+    count = stop - first
+    if not count:
+        return _SelectedHere(first, 0, (0, 0, 1))
     # x[1::3], the shard from 4 on: element 4 is the second selected one (1, 4, 7), and local
     # position 0.
     start = selected.start + first * selected.step - offset
+    last = start + (count - 1) * selected.step
     # 4, 7: 0:4:3
-    return (
-        first,
-        stop - first,
-        (start, start + (stop - first - 1) * selected.step + 1, selected.step),
-    )
+    return _SelectedHere(first, count, (start, last + 1, selected.step))
 
 
 def slice_(call: OpCall) -> Iterator[Row]:
@@ -151,14 +169,16 @@ def slice_(call: OpCall) -> Iterator[Row]:
         maps = [selection(call, source.shape[dim])]
     else:
         # split into 2 and 3: 0:2, 2:5
-        maps = [SliceMap(*span) for span in spans(t.shape[dim] for t in call.outputs)]
-    yield call.row(self=S(dim), out=[S(dim, map=each) for each in maps])
+        # split into 2 and 3: 0:2, 2:5
+        sizes = [output.shape[dim] for output in call.outputs]
+        maps = [SliceMap(*span) for span in spans(sizes)]
+    yield call.row(self=S(dim), out=[S(dim, map=selected) for selected in maps])
     yield from same_dims(call, ((d, d) for d in range(source.ndim) if d != dim))
 
 
 @along_dim
 def _slice(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    *_, bounds = _selected_here(local_call.call, spec, dim)
+    bounds = _selected_here(local_call.call, spec, dim).bounds
     index = (*[slice(None)] * dim, slice(*bounds))
     return lambda x, *args, **kwargs: x[index]
 
@@ -185,9 +205,8 @@ def select(call: OpCall) -> Iterator[Row]:
     shape = call.outputs[0].shape if call.outputs else ()
     for d, n in enumerate(shape):
         if n:
-            yield call.row(
-                self=S(dim), out=[S(d, map=SliceMap(index, index + 1, unit=n)) for index in indices]
-            )
+            maps = [SliceMap(index, index + 1, unit=n) for index in indices]
+            yield call.row(self=S(dim), out=[S(d, map=selected) for selected in maps])
     # one element, which no dim is left to be sharded
     if is_one and not shape:
         yield call.row(self=S(dim), traffic=lambda ranks: source.dtype.itemsize, ordered=True)
@@ -219,13 +238,15 @@ def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     shapes = [output.local_shape for output in local_call.outputs]
 
     def run(x: Tensor, *args: Any) -> list[Tensor]:
-        mine = aten.unbind.int(x, dim)
+        local_rows = aten.unbind.int(x, dim)
         # of `x`: a compiler must see that every rank uses it, or ranks' graphs differ
         nothing = x.narrow(0, 0, 0)
-        return [
-            mine[i - first] if 0 <= i - first < count else nothing.reshape(s)
-            for i, s in enumerate(shapes)
-        ]
+        results = []
+        for i, shape in enumerate(shapes):
+            position = i - first
+            is_local = 0 <= position < count
+            results.append(local_rows[position] if is_local else nothing.reshape(shape))
+        return results
 
     return run
 
@@ -242,13 +263,17 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
     is_one = "index" in call.bound
     gradient = call["grad_output"]
     length = call["input_sizes"][dim]
-    others = (d for d in range(call.outputs[0].ndim) if d != dim)
-    yield from same_dims(call, ((_after(d, dim) if is_one else d, d) for d in others))
+    other_dims = [d for d in range(call.outputs[0].ndim) if d != dim]
+    yield from same_dims(call, ((_after(d, dim) if is_one else d, d) for d in other_dims))
     selected = selection(call, length)
     back = S(dim, map=SliceGradMap(length, selected.start, selected.step))
+    if not is_one:
+        yield call.row(grad_output=S(dim), out=back)
+        return
     # one coordinate has all of a selection's gradient
-    whole = [S(d, n) for d, n in enumerate(gradient.shape) if n]
-    yield from (call.row(grad_output=entry, out=back) for entry in (whole if is_one else [S(dim)]))
+    for d, n in enumerate(gradient.shape):
+        if n:
+            yield call.row(grad_output=S(d, n), out=back)
 
 
 def _slice_backward(local_call: LocalCall) -> LocalFunction:
@@ -265,7 +290,8 @@ def _slice_backward(local_call: LocalCall) -> LocalFunction:
     def run(g: Tensor, *args: Any) -> Tensor:
         full = g.new_zeros(shape)
         if has_gradient:
-            aten.slice.Tensor(full, dim, *bounds).copy_(g.unsqueeze(dim) if is_one else g)
+            part = aten.slice.Tensor(full, dim, *bounds)
+            part.copy_(g.unsqueeze(dim) if is_one else g)
         return full
 
     return run

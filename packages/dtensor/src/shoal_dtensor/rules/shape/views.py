@@ -14,7 +14,7 @@ faster dim become equal runs (`StridedDimSharding`) where the dims before it are
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product, takewhile
+from itertools import product
 from math import lcm, prod
 
 import torch
@@ -47,16 +47,21 @@ def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, ra
     j = 0
     while i < len(source) and j < len(target):
         first = i
+        first = i
         second = j
         have = source[i]
         want = target[j]
-        i, j = i + 1, j + 1
+        i += 1
+        j += 1
         while have != want:
             if have < want:
-                have, i = have * source[i], i + 1  # (2, 3, 4) -> (6, 4): 2, then 2 * 3 = 6
+                # (2, 3, 4) -> (6, 4): 2, then 2 * 3 = 6
+                have *= source[i]
+                i += 1
             else:
                 # (6, 4) -> (2, 3, 4): the same of the target
-                want, j = want * target[j], j + 1
+                want *= target[j]
+                j += 1
         result.append((range(first, i), range(second, j)))
     if i < len(source) or j < len(target):
         result.append((range(i, len(source)), range(j, len(target))))
@@ -73,19 +78,7 @@ def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple
         [(S(0, unit=12), S(0)), (S(0, runs=2), S(1))]
     """
     if 0 in source:
-        # Without elements nothing but the sizes counts: dims that are equal from the left or from
-        # the right stay.
-        # (2, 0, 3) -> (2, 0, 1, 3): 3, 1
-        n = len(source)
-        shift = len(target) - len(source)
-        # 2, 0 of (2, 0, 3): [0, 1]
-        left = [*takewhile(lambda i: i < n + shift and source[i] == target[i], range(n))]
-        right = takewhile(
-            lambda i: i + shift >= 0 and source[i] == target[i + shift], reversed(range(n))
-        )
-        # 3 and 3: [(2, 3)]
-        others = [(i, i + shift) for i in right if i not in left and i + shift not in left]
-        return [(S(i), S(j)) for i, j in [*((i, i) for i in left), *others]]
+        return _mappings_of_empty(source, target)
     mappings: list[tuple[S, S]] = []
     for dims, results in groups(source, target):
         for in_runs in (False, True):
@@ -93,9 +86,36 @@ def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple
     # A source dim of size 1 is held by one coordinate, which then holds everything: any target dim
     # can say so.
     reached = {entry.dim for entry, _ in mappings}
-    # (4, 1) -> (4,): dim 1
-    lost = [i for i, size in enumerate(source) if size == 1 and i not in reached]
-    return mappings + [(S(i), S(j, size)) for i in lost for j, size in enumerate(target)]
+    for i, size in enumerate(source):
+        # (4, 1) -> (4,): dim 1
+        if size == 1 and i not in reached:
+            mappings += [(S(i), S(j, n)) for j, n in enumerate(target)]
+    return mappings
+
+
+def _mappings_of_empty(source: Sequence[int], target: Sequence[int]) -> list[tuple[S, S]]:
+    """Return the mappings of a tensor without elements.
+
+    Nothing but the sizes counts: dims that are equal from the left or from the right stay.
+    """
+    ndim = len(source)
+    # (2, 0, 3) -> (2, 0, 1, 3): 1
+    shift = len(target) - ndim
+    pairs: list[tuple[int, int]] = []
+    # 2, 0 of (2, 0, 3): (0, 0), (1, 1)
+    for i in range(min(ndim, len(target))):
+        if source[i] != target[i]:
+            break
+        pairs.append((i, i))
+    left = range(len(pairs))
+    # 3 and 3: (2, 3)
+    for i in reversed(range(ndim)):
+        j = i + shift
+        if j < 0 or source[i] != target[j]:
+            break
+        if i not in left and j not in left:
+            pairs.append((i, j))
+    return [(S(i), S(j)) for i, j in pairs]
 
 
 def _group_mappings(
@@ -105,26 +125,31 @@ def _group_mappings(
     # Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4,
     # 3), dim 1 of each: there are 2 and 4 rows, so 4 runs of 3 elements, of which a row of the
     # source has 2 and one of the target 1.
-    total = prod(source[i] for i in dims)  # (2, 6) -> (4, 3) is one group of 12
+    # (2, 6) -> (4, 3) is one group of 12
+    total = prod(source[i] for i in dims)
     for i, j in product(dims, results):
-        before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
+        before_i = prod(source[k] for k in dims if k < i)
+        before_j = prod(target[k] for k in results if k < j)
         # (2, 6) -> (4, 3), dim 1 of each: of (2, 4), 4
-        runs = max(before)
+        runs = max(before_i, before_j)
         # sizes may be symbols, whose comparisons are not bools
-        other_kind = runs == 1 if in_runs else runs != 1
-        if other_kind or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
+        is_other_kind = runs == 1 if in_runs else runs != 1
+        if is_other_kind or runs % before_i or runs % before_j:
+            continue
+        if in_runs and source[i] == 1:
             continue
         # 2 runs in a row of 6, 1 in a row of 3
-        in_source = runs // before[0]
-        in_target = runs // before[1]
-        inside = prod(source[k] for k in dims if k > i)
-        steps = prod(target[k] for k in results if k > j)
+        runs_in_i = runs // before_i
+        runs_in_j = runs // before_j
+        inside_i = prod(source[k] for k in dims if k > i)
+        inside_j = prod(target[k] for k in results if k > j)
         # (6, 4) -> (4, 6), dim 0 of each: lcm(4, 6) = 12 elements
-        both = _lcm(inside, steps)
-        fits = source[i] % in_source == 0 and target[j] % in_target == 0
-        if fits and (both < total // runs or source[i] == 1):
+        step = _lcm(inside_i, inside_j)
+        if source[i] % runs_in_i or target[j] % runs_in_j:
+            continue
+        if step < total // runs or source[i] == 1:
             # 12: 3 rows of 4, 2 of 6
-            yield S(i, both // inside, in_source), S(j, both // steps, in_target)
+            yield S(i, step // inside_i, runs_in_i), S(j, step // inside_j, runs_in_j)
 
 
 def _lcm(one: int, other: int) -> int:
@@ -143,7 +168,8 @@ def _lcm(one: int, other: int) -> int:
 def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:
     """Yield a row per pair of a dim of the first argument and an output dim, sharded alike."""
     first = next(iter(call.places))
-    yield from (call.row({first: S(d)}, out=S(target)) for d, target in pairs)
+    for d, target in pairs:
+        yield call.row({first: S(d)}, out=S(target))
 
 
 def view(call: OpCall) -> Iterator[Row]:
@@ -177,12 +203,13 @@ def squeeze(call: OpCall) -> Iterator[Row]:
     """
     gone = _squeezed(call)
     ndim = call["self"].ndim
-    others = [d for d in range(ndim) if d not in gone]  # (3, 1, 4) without dim 1: [0, 2]
+    # (3, 1, 4) without dim 1: [0, 2]
+    others = [d for d in range(ndim) if d not in gone]
     yield from same_dims(call, ((d, i) for i, d in enumerate(others)))
     for d in gone:
-        yield from (
-            call.row(self=S(d), out=S(o, n)) for o, n in enumerate(call.outputs[0].shape) if n
-        )
+        for o, n in enumerate(call.outputs[0].shape):
+            if n:
+                yield call.row(self=S(d), out=S(o, n))
 
 
 def _squeeze(local_call: LocalCall) -> LocalFunction:
@@ -212,28 +239,36 @@ def view_dtype(call: OpCall) -> Iterator[Row]:
         m = target.shape[-1]
         # 8 of f32 as 4 of f64: 4, so units of 2 and 1
         steps = max(1, min(n, m))
-        yield call.row(self=S(last, max(1, n // steps)), out=S(last, max(1, m // steps)))
+        unit = max(1, n // steps)
+        target_unit = max(1, m // steps)
+        yield call.row(self=S(last, unit), out=S(last, target_unit))
 
 
 def permute(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `permute`, `transpose`, and `t`, for at most two dims."""
     ndim = call["self"].ndim
     dims = [*map(int, call.get("dims", range(ndim)))]
-    if "dims" not in call.bound and ndim:
-        one, two = (call.dim("dim0"), call.dim("dim1")) if "dim0" in call.bound else (0, ndim - 1)
+    if "dim0" in call.bound and ndim:
+        one = call.dim("dim0")
+        two = call.dim("dim1")
         dims[one] = two
         dims[two] = one
-    yield from same_dims(call, ((dim % ndim, i) for i, dim in enumerate(dims)))  # (2, 0, 1): 2 -> 0
+    elif "dims" not in call.bound:
+        # `t`
+        dims.reverse()
+    # (2, 0, 1): 2 -> 0
+    yield from same_dims(call, ((dim % ndim, i) for i, dim in enumerate(dims)))
 
 
 def expand(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `expand` and of `masked_scatter`, whose target is broadcast to the mask."""
     source = call["self"]
     target = call.outputs[0]
-    new = target.ndim - source.ndim  # (3,) -> (2, 3): 1, so dim 0 is dim 1
-    yield from same_dims(
-        call, ((d, d + new) for d in range(source.ndim) if source.shape[d] == target.shape[d + new])
-    )
+    # (3,) -> (2, 3): 1, so dim 0 is dim 1
+    new = target.ndim - source.ndim
+    for d, n in enumerate(source.shape):
+        if n == target.shape[d + new]:
+            yield from same_dims(call, [(d, d + new)])
 
 
 def _expand(local_call: LocalCall) -> LocalFunction:
@@ -251,17 +286,19 @@ def unfold(call: OpCall) -> Iterator[Row]:
     is_gradient = "grad_in" in call.places
     step = call["step"]
     whole = call.outputs[0] if is_gradient else call["self"]
-    if whole.ndim:
-        dim = int(call["dim" if is_gradient else "dimension"]) % whole.ndim
-        yield from same_dims(call, ((d, d) for d in range(whole.ndim) if d != dim))
-        if call["size"] <= step and whole.shape[dim] % step == 0:
-            elements = S(dim, step)
-            windows = S(dim)
-            yield (
-                call.row(grad_in=windows, out=elements)
-                if is_gradient
-                else call.row(self=elements, out=windows)
-            )
+    if not whole.ndim:
+        return
+    dim = int(call["dim" if is_gradient else "dimension"]) % whole.ndim
+    yield from same_dims(call, ((d, d) for d in range(whole.ndim) if d != dim))
+    is_split = call["size"] <= step and whole.shape[dim] % step == 0
+    if not is_split:
+        return
+    elements = S(dim, step)
+    windows = S(dim)
+    if is_gradient:
+        yield call.row(grad_in=windows, out=elements)
+    else:
+        yield call.row(self=elements, out=windows)
 
 
 def view_as_real(call: OpCall) -> Iterator[Row]:
@@ -269,9 +306,8 @@ def view_as_real(call: OpCall) -> Iterator[Row]:
 
     The dim of two holds the real and the imaginary part.
     """
-    yield from same_dims(
-        call, ((d, d) for d in range(min(call["self"].ndim, call.outputs[0].ndim)))
-    )
+    ndim = min(call["self"].ndim, call.outputs[0].ndim)
+    yield from same_dims(call, ((d, d) for d in range(ndim)))
 
 
 def with_input_sizes(local_call: LocalCall) -> LocalFunction:

@@ -1,4 +1,4 @@
-"""Covers: redistribute/execution/kernels.py, redistribute/blocks.py, testing/simulate.py."""
+"""Covers: redistribute/execution/rank_steps.py, redistribute/blocks.py, testing/simulate.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_dtensor import Partial, Replicate, Shard
 from shoal_dtensor.layout.boxes import volume
 from shoal_dtensor.layout.spec import Spec
 from shoal_dtensor.redistribute.blocks import exchange_blocks
-from shoal_dtensor.redistribute.execution.kernels import blocks_of
+from shoal_dtensor.redistribute.execution.rank_steps import blocks_of
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.testing import global_value, local_shards, simulate
 from shoal_mesh import Link, abstract_mesh

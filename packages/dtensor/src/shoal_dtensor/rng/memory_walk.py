@@ -15,11 +15,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..layout.boxes import Box, intersect, shape_of, slices_of, volume, whole_box
+from ..layout.memory_order import is_contiguous, walking_order
 from ..layout.spec import Spec
-from ..layout.tensor_meta import contiguous_stride, remembered
+from ..layout.tensor_meta import remembered
 
 
-class MemoryOrder(NamedTuple):
+class MemoryWalk(NamedTuple):
     """A global tensor in memory order, and one rank's box of it."""
 
     order: tuple[int, ...]  # the tensor's dims, slowest first
@@ -45,7 +46,9 @@ class MemoryOrder(NamedTuple):
         first = 0
         last = 0
         for (start, stop), n in zip(self.box, self.shape, strict=True):
-            first, last = first * n + start, last * n + stop - 1  # columns 2:4 of (3, 4): 2 and 11
+            # columns 2:4 of (3, 4): 2 and 11
+            first = first * n + start
+            last = last * n + stop - 1
         return first, last + 1
 
     def arranged(self, local: Tensor) -> Tensor:
@@ -64,41 +67,25 @@ class MemoryOrder(NamedTuple):
         # order (1, 2, 0): [2, 0, 1]
         return sorted(range(len(self.order)), key=lambda position: self.order[position])
 
+    def stretches(
+        self, start: int, stop: int, flat: Tensor, held: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parts of the rank's box in the flat range `[start, stop)`; see `stretches`."""
+        return stretches(self.shape, self.box, start, stop, flat=flat, held=held)
+
 
 @remembered(1024)
-def memory_order_of(spec: Spec) -> MemoryOrder:
+def memory_walk_of(spec: Spec) -> MemoryWalk:
     """Return the memory order of the tensor of `spec`, with this rank's box.
 
     The box is empty for a rank outside the mesh.
     """
-    order = dims_by_stride(spec.shape, spec.stride)
+    order = walking_order(spec.shape, spec.stride)
     box = ((0, 0),) * spec.ndim if spec.coordinate is None else spec.box(spec.coordinate)
+    shape_in_order = tuple(spec.shape[dim] for dim in order)
+    box_in_order = tuple(box[dim] for dim in order)
     contiguous = is_contiguous(spec.shape, spec.stride)
-    return MemoryOrder(
-        order, tuple(spec.shape[dim] for dim in order), tuple(box[dim] for dim in order), contiguous
-    )
-
-
-def dims_by_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return the dims by descending stride; dims of one element go first.
-
-    The position of a dim of one element does not matter.
-    """
-    # (2, 3, 4) of stride (1, 8, 2): (1, 2, 0)
-    return tuple(
-        sorted(range(len(shape)), key=lambda dim: (1, -stride[dim]) if shape[dim] > 1 else (0, 0))
-    )
-
-
-def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether a tensor of this shape and stride is row-major.
-
-    Strides of one-element dims do not count.
-    """
-    dense = contiguous_stride(shape)  # (2, 3, 4): 12, 4, 1
-    return 0 in shape or all(
-        n == 1 or s == step for n, s, step in zip(shape, stride, dense, strict=True)
-    )
+    return MemoryWalk(order, shape_in_order, box_in_order, contiguous)
 
 
 def stretches(

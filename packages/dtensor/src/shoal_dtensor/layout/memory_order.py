@@ -1,0 +1,98 @@
+"""The order of a tensor's dims in memory, from its shape and stride.  Integers only.
+
+A dense tensor is described by its shape and an order of dims: (2, 3) of stride (1, 2) has the order
+(1, 0), because a step along dim 1 is the longer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# dims, slowest first, `~dim` where it is expanded; empty for row-major
+MemoryOrder = tuple[int, ...]
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major stride in elements: (12, 4, 1) for (2, 3, 4)."""
+    return dense_stride(shape, ())
+
+
+def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
+    """Return the stride in elements of a dense tensor with this order of dims in memory.
+
+    The stride of an expanded dim is 0.
+    """
+    stride = [0] * len(shape)
+    step = 1
+    for dim in reversed(order or range(len(shape))):
+        if dim >= 0:
+            stride[dim] = step
+            step *= shape[dim] or 1
+    return tuple(stride)
+
+
+def dims_by_stride(stride: Sequence[int], shape: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the dims by descending stride.
+
+    Dims of equal stride are ordered by descending size if there is a shape, then by number.
+    """
+    # stride (1, 8, 2): (1, 2, 0)
+    sizes = stride if shape is None else shape
+    return tuple(sorted(range(len(stride)), key=lambda dim: (-stride[dim], -sizes[dim])))
+
+
+def walking_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return the dims by descending stride; dims of one element go first.
+
+    The position of a dim of one element does not matter.
+    """
+    # (2, 1, 4) of stride (1, 9, 2): (1, 2, 0)
+    short = [dim for dim, n in enumerate(shape) if n <= 1]
+    long = [dim for dim in dims_by_stride(stride) if shape[dim] > 1]
+    return (*short, *long)
+
+
+def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | None:
+    """Return the order of a dense tensor's dims in memory.
+
+    None if the tensor has gaps or overlaps, apart from expanded dims.
+    """
+    if tuple(stride) == contiguous_stride(shape):
+        return ()
+    dims = dims_by_stride(stride, shape)
+    order = tuple([dim if stride[dim] else ~dim for dim in dims])
+    return order if dense_stride(shape, order) == tuple(stride) else None
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder:
+    """Return the dims from the largest stride to the smallest.
+
+    Empty for a row-major or an expanded tensor.
+    """
+    if tuple(stride) == contiguous_stride(shape):
+        return ()
+    # shards of an expanded tensor are plain
+    if is_expanded(shape, stride):
+        return ()
+    order = dims_by_stride(stride)
+    significant = [dim for dim in order if shape[dim] > 1]
+    is_row_major = significant == sorted(significant)
+    return () if is_row_major else order
+
+
+def is_expanded(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether several elements along a dim share their memory: stride 0."""
+    return any(n > 1 and step == 0 for n, step in zip(shape, stride, strict=True))
+
+
+def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether a tensor of this shape and stride is row-major.
+
+    Strides of one-element dims do not count.
+    """
+    if 0 in shape:
+        return True
+    # (2, 3, 4): 12, 4, 1
+    dense = contiguous_stride(shape)
+    triples = zip(shape, stride, dense, strict=True)
+    return all(n == 1 or step == dense_step for n, step, dense_step in triples)
