@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from _timing import Case, keep_cases, race, report
 
-from shoal_dtensor import DTensor, Replicate, Shard, Spec, distribute_tensor
+from shoal_dtensor import Replicate, Shard, Spec, distribute_tensor, full_tensor
 from shoal_dtensor.rng.draw import draw
 from shoal_dtensor.rng.state import random_mode
 from shoal_dtensor.rng.streams import Fill
@@ -120,7 +120,7 @@ def losses(
         loss.backward()
         optimizer.step()
         value = loss.detach()
-        found.append(float(value.full_tensor() if isinstance(value, DTensor) else value))
+        found.append(float(full_tensor(value)))
     return found
 
 

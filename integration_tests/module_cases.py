@@ -24,6 +24,7 @@ from shoal_dtensor import (
     ShoalTensorError,
     distribute_module,
     distribute_tensor,
+    full_tensor,
 )
 from shoal_dtensor.errors import StyleError
 from shoal_mesh import DeviceMesh, init_device_mesh
@@ -148,7 +149,7 @@ def _run(case: ModuleCase | OptimizerCase, mesh: DeviceMesh | None) -> dict[str,
 
 
 def _difference(expected: dict[str, Any], got: dict[str, Any], rtol: float, atol: float) -> str:
-    whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in got.items()}
+    whole = {name: full_tensor(v) for name, v in got.items()}
     if set(whole) != set(expected):
         return f"wrong: other names: {sorted(set(whole) ^ set(expected))}"
     for name, one in expected.items():

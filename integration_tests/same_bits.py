@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal_data_parallel import fully_shard, replicate
-from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_
+from shoal_dtensor import Replicate, Shard, clip_grad_norm_, full_tensor
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import rank_pool
 from shoal_same_bits import invariant_arithmetic
@@ -205,7 +205,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tup
 
 def whole(tensor: Tensor) -> Tensor:
     """The global value, on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor)
 
 
 def digest(tensor: Any) -> str:

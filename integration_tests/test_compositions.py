@@ -18,7 +18,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from shoal_data_parallel import FSDPModule, fully_shard, reduce_after_last_microbatch
-from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_
+from shoal_dtensor import Replicate, Shard, clip_grad_norm_, full_tensor
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
@@ -148,7 +148,7 @@ class Trained:
         tokens, targets = tokens.chunk(count)[at], targets.chunk(count)[at]
         with loss_parallel() if "tensor" in self.mesh.axis_names else nullcontext():
             losses = self._backward(tokens, targets)
-        values = [one.full_tensor() if isinstance(one, DTensor) else one for one in losses]
+        values = [full_tensor(one) for one in losses]
         loss = torch.stack(values).sum().detach()
         for axis in data:
             loss = all_reduce(loss, (self.mesh, axis))

@@ -23,6 +23,7 @@ from shoal_dtensor import (
     DTensor,
     Shard,
     distribute_tensor,
+    full_tensor,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -101,9 +102,7 @@ def trained(model: Model, kind: str, steps: int = 2) -> torch.optim.Optimizer:
 def same(state: Any, expected: Any, path: str = "") -> None:
     """Equal values under equal keys; DTensors by their full values."""
     if isinstance(expected, torch.Tensor):
-        got, wanted = (
-            each.full_tensor() if isinstance(each, DTensor) else each for each in (state, expected)
-        )
+        got, wanted = (full_tensor(each) for each in (state, expected))
         torch.testing.assert_close(got, wanted, msg=path)
     elif isinstance(expected, dict):
         assert state.keys() == expected.keys(), path

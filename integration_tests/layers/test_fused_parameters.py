@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
 
 from shoal_data_parallel import fully_shard, replicate
-from shoal_dtensor import DTensor, get_model_state_dict, get_optimizer_state_dict
+from shoal_dtensor import full_tensor, get_model_state_dict, get_optimizer_state_dict
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import load_sharded
@@ -61,9 +61,7 @@ def same(state: Any, expected: Any, path: str = "") -> None:
         for key in expected:
             same(state[key], expected[key], f"{path}.{key}")
     elif isinstance(expected, Tensor):
-        torch.testing.assert_close(
-            state.full_tensor() if isinstance(state, DTensor) else state, expected, msg=path
-        )
+        torch.testing.assert_close(full_tensor(state), expected, msg=path)
     else:
         assert state == expected, path
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_models import build_model, needs_hf, token_batch
 from shoal_data_parallel import fully_shard, replicate
-from shoal_dtensor import DTensor, clip_grad_norm_
+from shoal_dtensor import clip_grad_norm_, full_tensor
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_models import auto_plan
@@ -46,7 +46,7 @@ def parallel(model: Any, how: str, mesh: DeviceMesh) -> Any:
 
 def loss_of(model: Any, tokens: Tensor) -> Any:
     logits = model(input_ids=tokens, use_cache=False).logits
-    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    whole = full_tensor(logits)
     return nn.functional.cross_entropy(whole[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 

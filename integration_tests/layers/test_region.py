@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal_data_parallel import fully_shard, replicate
-from shoal_dtensor import DTensor, Shard, random_mode
+from shoal_dtensor import Shard, full_tensor, random_mode
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
@@ -68,7 +68,7 @@ def over_data(model: Any, how: str, axes: DeviceMesh) -> Any:
 
 def same_gradients(model: Any, single: nn.Module) -> None:
     for (name, param), other in zip(model.named_parameters(), single.parameters(), strict=True):
-        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        grad = full_tensor(param.grad)
         torch.testing.assert_close(grad, other.grad, msg=name)
 
 

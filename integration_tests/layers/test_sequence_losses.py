@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from shoal_context_parallel import SequenceLayout
 from shoal_data_parallel import replicate
-from shoal_dtensor import DTensor, Shard, clip_grad_norm_
+from shoal_dtensor import DTensor, Shard, clip_grad_norm_, full_tensor
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
@@ -97,7 +97,7 @@ def assert_same_gradients(module: Any, single: Model, expected: Tensor) -> None:
     """Gradients of all parameters, and their norm."""
     theirs = dict(single.named_parameters())
     for name, param in module.named_parameters():
-        got = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        got = full_tensor(param.grad)
         torch.testing.assert_close(got, theirs[name].grad, msg=name)
     torch.testing.assert_close(clip_grad_norm_(module.parameters(), 0.5), expected)
 

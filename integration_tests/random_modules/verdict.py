@@ -9,7 +9,7 @@ from integration_tests.random_modules.program import Program
 from integration_tests.random_modules.train import Run, run
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, ShoalTensorError
+from shoal_dtensor import ShoalTensorError, full_tensor
 from shoal_dtensor.errors import StyleError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.errors import MeshError
@@ -56,7 +56,7 @@ def _finite(value: Any) -> bool:
 
 def _difference(plain: Run, sharded: Run) -> str:
     """The first thing that differs; everything is gathered first, so that ranks stay in step whatever differs."""
-    whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in sharded.seen.items()}
+    whole = {n: full_tensor(v) for n, v in sharded.seen.items()}
     odd = sorted(set(whole) ^ set(plain.seen))
     if odd:
         return f"wrong: other names: {odd[:8]}"

@@ -21,6 +21,7 @@ from shoal_dtensor import (
     ShoalTensorError,
     clip_grad_norm_,
     distribute_tensor,
+    full_tensor,
     get_model_state_dict,
     implicit_replication,
     set_model_state_dict,
@@ -129,7 +130,7 @@ class _Training:
 
     def _see(self, where: str, values: Sequence[tuple[str, Any]]) -> None:
         for name, value in values:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            whole = full_tensor(value)
             self.seen.append((f"{where} {name}", None if whole is None else whole.detach().clone()))
 
     # --- wrapping ---------------------------------------------------------------------------------

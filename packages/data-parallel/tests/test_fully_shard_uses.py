@@ -48,6 +48,7 @@ from shoal_dtensor import (
     Shard,
     StridedShard,
     distribute_tensor,
+    full_tensor,
     implicit_replication,
 )
 from shoal_dtensor.errors import SecondOrderError
@@ -211,10 +212,7 @@ def test_a_parameter_computed_from_others_is_refused(shard: Callable[..., Any]) 
     with pytest.raises(LayoutError, match="was replaced by the result of an operation"):
         torch.func.functional_call(unit, scaled, (torch.ones(2, 4),))
     detached = {name: param.detach() for name, param in scaled.items()}
-    weight, bias = (
-        value.full_tensor() if isinstance(value, DTensor) else value
-        for value in (detached["weight"], detached["bias"])
-    )
+    weight, bias = (full_tensor(value) for value in (detached["weight"], detached["bias"]))
     rows = torch.ones(2, 4)
     torch.testing.assert_close(
         torch.func.functional_call(unit, detached, (rows,)), rows @ weight.T + bias
@@ -797,6 +795,4 @@ def test_parameters_beside_dtensors_get_the_whole_gradient(kind: str) -> None:
         model(distribute_tensor(x, mesh, [Shard(0)])).square().mean().full_tensor().backward()
     for param, other in zip(model.parameters(), alone.parameters(), strict=True):
         got: Any = param.grad
-        torch.testing.assert_close(
-            got.full_tensor() if isinstance(got, DTensor) else got, other.grad
-        )
+        torch.testing.assert_close(full_tensor(got), other.grad)

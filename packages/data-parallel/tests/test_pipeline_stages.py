@@ -26,7 +26,16 @@ from shoal_data_parallel import (
     replicate,
 )
 from shoal_data_parallel.unit import units_of
-from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, distribute_tensor
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    distribute_tensor,
+    full_tensor,
+)
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.internal import observing
 from shoal_mesh.testing import counts, on_ranks
@@ -314,7 +323,7 @@ def test_dtensors_cross_the_border_of_stages(layout: Placement) -> None:
 
     def loss_of_dtensors(output: Any, target: Tensor) -> Tensor:
         loss: Any = (output - target).square().sum()
-        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return full_tensor(loss)
 
     schedule: Any = pipelining.Schedule1F1B(
         stage, n_microbatches=2, loss_fn=loss_of_dtensors, scale_grads=False

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from shoal_data_parallel import fully_shard, replicate
-from shoal_dtensor import DTensor, get_state_dict, set_state_dict
+from shoal_dtensor import full_tensor, get_state_dict, set_state_dict
 from shoal_dtensor.checkpoint import Checkpointer
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -54,7 +54,7 @@ def train(run: Any, steps: int) -> None:
 def whole_values(run: Any) -> dict[str, torch.Tensor]:
     values = {}
     for name, value in run[0].state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = full_tensor(value)
         values[name] = whole.detach().clone()
     return values
 

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shoal_dtensor as sd
-from shoal_dtensor import DTensor, Placement, Replicate, Shard
+from shoal_dtensor import DTensor, Placement, Replicate, Shard, full_tensor
 from shoal_dtensor._torch.compiling import recorded
 from shoal_dtensor.layout.tensor_meta import has_symbols, hashable, settled, traced_with
 from shoal_mesh import DeviceMesh, init_device_mesh
@@ -102,7 +102,7 @@ def outcome(
     x: Any = sd.distribute_tensor(values, mesh, [placement]).requires_grad_()
     result = program(x)
     result.square().mean().backward()
-    whole = result.full_tensor() if isinstance(result, DTensor) else result
+    whole = full_tensor(result)
     return [whole.detach(), x.grad.full_tensor()]
 
 

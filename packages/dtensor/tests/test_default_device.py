@@ -14,7 +14,7 @@ from torch.utils._device import _device_constructors
 
 import shoal_dtensor
 import shoal_mesh
-from shoal_dtensor import DTensor, Shard, clip_grad_norm_, distribute_tensor
+from shoal_dtensor import DTensor, Shard, clip_grad_norm_, distribute_tensor, full_tensor
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -51,7 +51,7 @@ def test_calls_on_real_tensors_in_a_block_of_the_meta_device(name: str) -> None:
 
 
 def _whole(value: Any) -> torch.Tensor:
-    whole: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    whole: torch.Tensor = full_tensor(value)
     return whole
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Shard, clip_grad_norm_, distribute_tensor
+from shoal_dtensor import Shard, clip_grad_norm_, distribute_tensor, full_tensor
 from shoal_dtensor.errors import OperatorArgumentError
 from shoal_dtensor.optim.clip_grad import norm_of_limbs, square_limbs
 from shoal_mesh import init_device_mesh, sums_in_tree
@@ -72,7 +72,7 @@ def test_clipping_is_the_same_on_any_mesh() -> None:
 
 def _full(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor)
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, full_tensor
 from shoal_dtensor.testing import on_threads, thread_meshes
 
 # 4 times the first is infinite in float16; 64 ranks of the other have terms that are zero there.
@@ -28,7 +28,8 @@ def _on_ranks(program: Callable[[Any], Any], *shape: int) -> Tensor:
 
     def run(mesh: Any) -> Tensor:
         result = program(mesh)
-        return result.full_tensor() if isinstance(result, DTensor) else result
+        whole: Tensor = full_tensor(result)
+        return whole
 
     meshes = thread_meshes(shape)
     first, *others = on_threads([partial(run, mesh) for mesh in meshes], meshes)

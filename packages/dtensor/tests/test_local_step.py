@@ -22,6 +22,7 @@ from shoal_dtensor import (
     Replicate,
     Shard,
     distribute_tensor,
+    full_tensor,
     implicit_replication,
     local_step,
 )
@@ -62,7 +63,7 @@ def give_gradients(plain: list[nn.Parameter], spread: list[nn.Parameter]) -> Non
 
 def whole(tensor: Any) -> Any:
     """The global tensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor)
 
 
 def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 import shoal_dtensor
-from shoal_dtensor import DTensor, Shard, distribute_tensor, get_optimizer_state_dict
+from shoal_dtensor import DTensor, Shard, distribute_tensor, full_tensor, get_optimizer_state_dict
 from shoal_dtensor.checkpoint import Checkpointer
 from shoal_dtensor.errors import StateDictError
 from shoal_mesh import init_device_mesh
@@ -103,7 +103,7 @@ def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
 
 def same(model: nn.Module, expected: nn.Module, after: str) -> None:
     for (name, got), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
-        whole = got.full_tensor() if isinstance(got, DTensor) else got
+        whole = full_tensor(got)
         torch.testing.assert_close(whole, wanted, rtol=1e-12, atol=1e-12, msg=f"{after}: {name}")
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal_dtensor as sd
-from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor import DTensor, Replicate, Shard, full_tensor
 from shoal_dtensor.api.random import OffsetBasedRNGTracker, check_random_state
 from shoal_dtensor.errors import CommunicationForbiddenError, RandomStateError
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh, lockstep
@@ -281,7 +281,7 @@ def losses(parameters: Sequence[Tensor], x: Tensor, y: Tensor) -> list[float]:
         loss.backward()
         optimizer.step()
         value: Any = loss.detach()
-        found.append(float(value.full_tensor() if isinstance(value, DTensor) else value))
+        found.append(float(full_tensor(value)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Covers: optim/clip_grad.py, redistribute/execution/kernels.py, rules/math/reduction.py, interop.py: on ranks."""
+"""Covers: optim/clip_grad.py, redistribute/execution/rank_steps.py, rules/math/reduction.py, interop.py: on ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shoal_dtensor import (
     Shard,
     clip_grad_norm_,
     distribute_tensor,
+    full_tensor,
 )
 from shoal_dtensor.errors import MixedTensorError
 from shoal_mesh import CommDebugMode, init_device_mesh
@@ -240,7 +241,7 @@ def test_clipping_local_parts(shape: tuple[int, ...], order: float, foreach: boo
     late_grad: Any = late.grad
     assert late_grad.placements == (R,) * mesh.ndim
     for done in (one.grad, late_grad.to_local(), other.grad):
-        whole = done.full_tensor() if isinstance(done, DTensor) else done
+        whole = full_tensor(done)
         torch.testing.assert_close(whole, torch.full_like(whole, factor), rtol=1e-13, atol=0)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import (
     StagingOptions,
 )
 
-from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, full_tensor
 from shoal_dtensor.errors import PlacementError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -57,7 +57,7 @@ def values() -> State:
 
 
 def whole(value: Any) -> torch.Tensor:
-    full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    full: torch.Tensor = full_tensor(value)
     return full.detach().clone()
 
 

@@ -20,6 +20,7 @@ from shoal_dtensor import (
     Shard,
     communication,
     distribute_tensor,
+    full_tensor,
 )
 from shoal_dtensor.errors import CommunicationForbiddenError, InPlaceError, NoRuleError
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
@@ -46,7 +47,7 @@ def put(whole: Tensor, placements: Sequence[Placement]) -> DTensor:
 
 
 def full(x: Any) -> Tensor:
-    whole: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    whole: Tensor = full_tensor(x)
     return whole
 
 

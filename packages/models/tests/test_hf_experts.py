@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_models import naming, tensor_axis
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, full_tensor
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import UnmatchedPlanWarning, parallelize_module
 
@@ -96,7 +96,7 @@ def test_a_mixture_by_its_own_plan(family: str, experts: bool, ways: int) -> Non
     sharded = 0
     singles = dict(single.named_parameters())
     for name, param in module.named_parameters():
-        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        grad = full_tensor(param.grad)
         torch.testing.assert_close(grad, singles[name].grad, msg=naming(name))
         sharded += isinstance(param, DTensor) and "experts" in name
     assert sharded >= 2 or family == "GptOss"

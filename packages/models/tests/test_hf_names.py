@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_models import SIZES, naming, tensor_axis
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, full_tensor
 from shoal_mesh import abstract_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_models import auto_plan
@@ -55,7 +55,7 @@ def assert_same(module: Any, single: Any) -> None:
         model(tokens, labels=tokens).loss.backward()
     expected = dict(single.named_parameters())
     for name, param in module.named_parameters():
-        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        grad = full_tensor(param.grad)
         torch.testing.assert_close(grad, expected[name].grad, msg=naming(name))
 
 

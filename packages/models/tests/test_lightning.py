@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_models import build_model, needs_hf, token_batch
-from shoal_dtensor import DTensor, clip_grad_norm_, interop
+from shoal_dtensor import DTensor, clip_grad_norm_, full_tensor, interop
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import parallelize_module
 
@@ -91,5 +91,5 @@ def test_model_parallel_strategy(clip: float | None, monkeypatch: pytest.MonkeyP
     assert any(isinstance(param, DTensor) for param in model.parameters())
     whole = dict(plain.named_parameters())
     for name, param in model.named_parameters():
-        value = param.full_tensor() if isinstance(param, DTensor) else param
+        value = full_tensor(param)
         torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-10)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from hf_models import build_model, needs_hf, save_plain, token_batch
-from shoal_dtensor import DTensor, get_model_state_dict
+from shoal_dtensor import DTensor, full_tensor, get_model_state_dict
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import auto_plan, hf
 from shoal_tp_styles import UnsupportedModuleError, parallelize_module
@@ -76,7 +76,7 @@ def test_embeddings_are_resized_under_the_plan(size: int, tied: bool, tmp_path: 
         each(tokens, labels=tokens).loss.backward()
     torch.testing.assert_close(model(tokens).logits, single(tokens).logits)
     gradient: Any = model.model.embed_tokens.weight.grad
-    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    whole = full_tensor(gradient)
     torch.testing.assert_close(whole, single.model.embed_tokens.weight.grad)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from llama_of_blocks import GATHERED_PLAN, build_llama, needs_transformers
 from shoal_data_parallel import MixedPrecisionPolicy, fully_shard, replicate
-from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_
+from shoal_dtensor import Replicate, Shard, clip_grad_norm_, full_tensor
 from shoal_dtensor.internal import current_arithmetic
 from shoal_mesh import CommDebugMode, DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
@@ -137,7 +137,7 @@ def train(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

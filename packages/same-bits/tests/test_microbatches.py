@@ -12,7 +12,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from shoal_data_parallel import MixedPrecisionPolicy, fully_shard, replicate
-from shoal_dtensor import DTensor
+from shoal_dtensor import full_tensor
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_same_bits import accumulate_in_tree, accumulate_stage_in_tree, invariant_arithmetic
@@ -62,10 +62,7 @@ def parallel(model: Any, mesh: DeviceMesh, *, sharded: bool = False) -> Any:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Any] = {name: param.grad for name, param in model.named_parameters()}
-    return {
-        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
-        for name, grad in found.items()
-    }
+    return {name: full_tensor(grad) for name, grad in found.items()}
 
 
 def one_pass(count: int) -> list[dict[str, Tensor]]:

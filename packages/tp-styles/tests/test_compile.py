@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal_mesh
 from compile_marks import COMPILED
-from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor import DTensor, Replicate, Shard, full_tensor
 from shoal_mesh import init_device_mesh, sums_in_tree
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
@@ -299,11 +299,7 @@ def test_lengths_of_dtensors_between_modules() -> None:
             loss.backward()
         expected = loss_of(single, tokens, target)
         expected.backward()
-        torch.testing.assert_close(
-            loss.full_tensor() if isinstance(loss, DTensor) else loss, expected
-        )
+        torch.testing.assert_close(full_tensor(loss), expected)
         for mine, its in zip(model.parameters(), single.parameters(), strict=True):
-            torch.testing.assert_close(
-                mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad, its.grad
-            )
+            torch.testing.assert_close(full_tensor(mine.grad), its.grad)
     assert counters["stats"]["unique_graphs"] == 2

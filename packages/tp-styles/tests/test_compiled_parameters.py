@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_marks import COMPILED
-from shoal_dtensor import DTensor
+from shoal_dtensor import full_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -38,9 +38,7 @@ def compiled(module: nn.Module) -> Any:
 
 
 def gradients(module: Any) -> list[Tensor]:
-    return [
-        p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()
-    ]
+    return [full_tensor(p.grad) for p in module.parameters()]
 
 
 def same_as_eager(change: Callable[[Any], object]) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile_marks import COMPILED
-from shoal_dtensor import DTensor, clip_grad_norm_
+from shoal_dtensor import clip_grad_norm_, full_tensor
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -58,7 +58,7 @@ def training(model: Any, loss_of: Any, clip: Any, *, compiles: str) -> Iterator[
         loss.backward()
         norm = clip(list(model.parameters()), MAX_NORM)
         step()
-        weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+        weights = [full_tensor(p) for p in model.parameters()]
         yield loss.detach(), norm, *(weight.detach().clone() for weight in weights)
 
 

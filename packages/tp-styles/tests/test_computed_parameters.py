@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
-from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor import Replicate, Shard, full_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
@@ -45,7 +45,7 @@ PLANS: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 
 def full(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor)
 
 
 def pair(plan: str, kind: str) -> tuple[nn.Module, nn.Module]:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal_dtensor import DTensor, Replicate
+from shoal_dtensor import Replicate, full_tensor
 from shoal_dtensor.errors import MixedTensorError
 from shoal_dtensor.interop import mesh_to_torch
 from shoal_mesh import DeviceMesh, init_device_mesh
@@ -68,9 +68,7 @@ def test_ddp_of_modules_of_one_kind_trains_as_one_device(wrap: Any, plan: Any) -
         wrapped(x.chunk(2)[coordinate]).square().mean().backward()
         for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
             grad: Any = other.grad
-            torch.testing.assert_close(
-                grad.full_tensor() if isinstance(grad, DTensor) else grad, one.grad
-            )
+            torch.testing.assert_close(full_tensor(grad), one.grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, distribute_tensor
+from shoal_dtensor import DTensor, distribute_tensor, full_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import parallelize_module
@@ -64,7 +64,7 @@ def expected_of(trained: nn.Module, groups: int) -> dict[str, Tensor]:
 
 
 def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return full_tensor(value)
 
 
 def transfer_of(**options: Any) -> tuple[nn.Module, nn.Module | None, WeightTransfer]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal_data_parallel import fully_shard
-from shoal_dtensor import DTensor, clip_grad_norm_
+from shoal_dtensor import DTensor, clip_grad_norm_, full_tensor
 from shoal_mesh import DeviceMesh, init_device_mesh
 
 __all__ = [
@@ -206,7 +206,7 @@ def same_gradients(plain: nn.Module, model: nn.Module) -> None:
 
 def full(tensor: Any) -> Tensor:
     """The global value of a DTensor, a plain tensor as it is."""
-    value: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    value: Tensor = full_tensor(tensor)
     return value
 
 

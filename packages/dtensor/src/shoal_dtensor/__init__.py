@@ -38,6 +38,7 @@ from .api.explain import (
     explain,
     visualize_sharding,
 )
+from .api.full_tensor import full_tensor
 from .api.random import check_random_state, is_rng_supported_mesh, manual_seed
 from .api.state_dicts import (
     get_model_state_dict,
@@ -140,6 +141,7 @@ __all__ = [
     "errors",
     "explain",
     "full",
+    "full_tensor",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_rng_state",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal_dtensor import DTensor
+from shoal_dtensor import full_tensor
 from shoal_mesh import init_device_mesh
 from shoal_tp_styles import unparallelize_module
 
@@ -97,7 +97,7 @@ def assert_same_values(module: Any, single: Any, atol: float = 1e-12) -> None:
     """Parameters are those of the model of one process."""
     expected = dict(single.named_parameters())
     for name, param in module.named_parameters():
-        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        whole = full_tensor(param)
         torch.testing.assert_close(whole, expected[name], rtol=0, atol=atol, msg=naming(name))
 
 

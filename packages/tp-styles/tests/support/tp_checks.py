@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Shard, distribute_tensor, full_tensor
 from shoal_mesh.testing import all_ranks, counts as counts
 from shoal_tp_styles import Vocab
 
@@ -23,7 +23,7 @@ def naming(name: str) -> Callable[[str], str]:
 def global_value(tensor: Tensor | None) -> Tensor:
     """The global value of a parameter's gradient."""
     assert tensor is not None, "there is a gradient"
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor)
 
 
 def assert_same_gradients(parallel: nn.Module, single: nn.Module) -> None:

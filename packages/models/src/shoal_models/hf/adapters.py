@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal_dtensor import DTensor, implicit_replication
+from shoal_dtensor import DTensor, full_tensor, implicit_replication
 from shoal_dtensor.errors import UnsupportedModuleError
 from shoal_dtensor.internal import local_of, unwatch_draws, watch_draws
 from shoal_tp_styles.internal import ColumnLinear, RowLinear, apply_sharding, shardings_of
@@ -113,10 +113,7 @@ def save_adapters(
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    gathered = {
-        name: each.full_tensor() if isinstance(each, DTensor) else each
-        for name, each in state.items()
-    }
+    gathered = {name: full_tensor(each) for name, each in state.items()}
     if own_rank() == 0:
         from safetensors.torch import save_file
 

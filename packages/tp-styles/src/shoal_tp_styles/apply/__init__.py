@@ -2,5 +2,5 @@
 
 No other folder changes modules.
 
-May import: full_tensors, lowering, sharding.
+May import: lowering, sharding.
 """

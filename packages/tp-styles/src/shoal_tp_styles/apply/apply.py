@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Placement, Replicate, Spec, distribute_tensor
+from shoal_dtensor import DTensor, Placement, Replicate, Spec, distribute_tensor, full_tensor
 from shoal_dtensor.errors import LayoutError, PlanError, TiedWeightError, UnsupportedModuleError
 from shoal_dtensor.internal import (
     ModuleForward,
@@ -31,7 +31,6 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh
 
-from ..full_tensors import full_tensor
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import HOW_TO_QUANTIZE
 from ..lowering.ports import DTensorForward

@@ -1,6 +1,6 @@
 """Losses and sampling on logits whose vocabulary is sharded; no rank ever holds full logits.
 
-May import: _torch, full_tensors.
+May import: _torch.
 """
 
 from .functional import (

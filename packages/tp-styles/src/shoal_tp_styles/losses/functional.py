@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, full_tensor
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import first_order_only
 from shoal_mesh import all_reduce, differentiable
 from shoal_mesh.internal import Along, all_reduce_
 
 from .._torch import traced_apply
-from ..full_tensors import full_tensor
 from .logits import LogitRows, Vocab, check_targets, local_logits
 
 Reduction = Literal["none", "mean", "sum"]

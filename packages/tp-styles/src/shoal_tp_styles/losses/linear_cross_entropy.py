@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_dtensor import DTensor, Partial
+from shoal_dtensor import DTensor, Partial, full_tensor
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import first_order_only
 from shoal_mesh import all_reduce
 from shoal_mesh.internal import all_reduce_
 
 from .._torch import autocast_dtype, traced_apply
-from ..full_tensors import full_tensor
 from .functional import (
     Reduction,
     RowStatistics,

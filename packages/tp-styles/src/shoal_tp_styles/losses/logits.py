@@ -12,13 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
+from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard, full_tensor
 from shoal_dtensor.errors import LayoutError, OperatorIndexError
 from shoal_dtensor.internal import FakeTensor, current_arithmetic, is_compiling, shard_sizes
 from shoal_mesh import Comm, DeviceMesh, differentiable
 from shoal_mesh.internal import tree_sum
-
-from ..full_tensors import full_tensor
 
 # Dims that are sharded, with the mesh axes that shard each of them, outermost first.
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]

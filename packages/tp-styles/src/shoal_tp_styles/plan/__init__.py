@@ -1,4 +1,4 @@
 """Styles by module path: resolved, verified, priced and applied.
 
-May import: _torch, apply, errors, full_tensors, lowering, sharding, styles.
+May import: _torch, apply, errors, lowering, sharding, styles.
 """

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal_context_parallel.internal import ContextOptions
+from shoal_dtensor import full_tensor
 from shoal_dtensor.errors import PlanError, StyleError
 from shoal_dtensor.internal import active, drawers_of, holds_tensors, takes
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import unobserved
 
 from ..apply.apply import plain_module
-from ..full_tensors import full_tensor
 from .resolve import Plan, ResolvedPlan, apply_plan, resolve, sharded_parameters
 from .styled_module import StyledModule, axis_mesh
 
