@@ -1,4 +1,4 @@
-"""Covers: redistribute/search/{shortest_plan,space,edges}.py: plans against a brute-force optimum."""
+"""Covers: redistribute/search/{shortest_plan,bound,space,edges}.py: plans against a brute-force optimum."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute.plan import alternatives, links_of, plan
 from shoal_dtensor.redistribute.search import shortest_plan
+from shoal_dtensor.redistribute.search.bound import Bound
 from shoal_dtensor.redistribute.search.edges import (
     Edge,
     all_reduce,
@@ -26,7 +27,7 @@ from shoal_dtensor.redistribute.search.edges import (
     reshard,
 )
 from shoal_dtensor.redistribute.search.links import axes_of, mask_of
-from shoal_dtensor.redistribute.search.shortest_plan import MOST_PRICED, Bound, cheapest_plans
+from shoal_dtensor.redistribute.search.shortest_plan import MOST_PRICED, cheapest_plans
 from shoal_dtensor.redistribute.search.space import Candidates, Dims, ShardedDim, Space, State
 from shoal_dtensor.redistribute.steps import Plan
 from shoal_mesh import Link, abstract_mesh

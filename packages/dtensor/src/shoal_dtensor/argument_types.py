@@ -31,8 +31,9 @@ def check_mesh(
     Such values are torch's own mesh, or an axis given by its name.
     """
     if not isinstance(mesh, DeviceMesh):
+        cls = type(mesh)
         raise error(
-            f"{where}: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one "
+            f"{where}: device_mesh is {cls.__module__}.{cls.__qualname__}; make one "
             "with shoal_mesh.init_device_mesh, or convert torch's with "
             f"shoal_dtensor.interop.mesh_from_torch(mesh); got {mesh!r:.80}"
         )
@@ -113,9 +114,11 @@ def check_keywords(where: str, function: Callable[..., Any], keywords: Iterable[
     known = [name for name in parameters if name != "self"]
     for keyword in keywords:
         if keyword not in known:
+            suggestion = near_miss(keyword, known)
+            allowed = ", ".join(known) or "no arguments"
             raise StyleTypeError(
-                f"{where}() got an unexpected keyword argument {keyword!r}"
-                f"{near_miss(keyword, known)}; it takes {', '.join(known) or 'no arguments'}"
+                f"{where}() got an unexpected keyword argument {keyword!r}{suggestion}; it takes "
+                f"{allowed}"
             )
 
 

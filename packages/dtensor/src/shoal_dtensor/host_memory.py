@@ -70,7 +70,8 @@ def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     """
     arriving = [*tensors]
     for members in _positions_by_dtype([tensor.dtype for tensor in tensors]):
-        packed = start_copy(torch.cat([tensors[i].reshape(-1) for i in members]))
+        flat_tensors = [tensors[i].reshape(-1) for i in members]
+        packed = start_copy(torch.cat(flat_tensors))
         sizes = [tensors[i].numel() for i in members]
         for i, flat in zip(members, torch.split(packed, sizes), strict=True):
             arriving[i] = flat.view(tensors[i].shape)

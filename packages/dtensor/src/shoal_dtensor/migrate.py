@@ -214,7 +214,8 @@ def migrate(text: str) -> Migrated:
     for node, new, question in _findings(tree, text):
         line_start = starts[node.lineno - 1]
         begin = line_start + node.col_offset
-        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        last_line = starts[(node.end_lineno or node.lineno) - 1]
+        end = last_line + (node.end_col_offset or 0)
         if new and isinstance(node, ast.ImportFrom):
             before = source[line_start:begin]
             behind, _, _ = source[end:].partition(b"\n")

@@ -74,11 +74,14 @@ def raised_as_it_is(error: Exception) -> Exception:
     dynamo: Any = sys.modules.get("torch._dynamo.exc")
     if dynamo is None:
         return error
-    namespace = {"__str__": lambda _: str(error), "__reduce__": lambda _: (type(error), error.args)}
-    return cast(
-        "Exception",
-        type(type(error).__name__, (type(error), dynamo.Unsupported), namespace)(*error.args),
-    )
+
+    def rebuild(_: BaseException) -> tuple[type[BaseException], tuple[Any, ...]]:
+        return type(error), error.args
+
+    namespace = {"__str__": lambda _: str(error), "__reduce__": rebuild}
+    bases = (type(error), dynamo.Unsupported)
+    error_type = type(type(error).__name__, bases, namespace)
+    return cast("Exception", error_type(*error.args))
 
 
 _WHOLE: dict[str, Callable[..., Any]] = {}

@@ -112,12 +112,7 @@ def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..
             same = result is (args[0] if op._schema.returns else None)
         else:
             results = result if isinstance(result, list | tuple) else [result]
-            same = len(results) == len(expected) and all(
-                isinstance(a, torch.Tensor)
-                and a.shape == torch.Size(b.shape)
-                and a.dtype == b.dtype
-                for a, b in zip(results, expected, strict=True)
-            )
+            same = len(results) == len(expected) and all(map(_is_like, results, expected))
         if same:
             return binding
     return op._op
@@ -232,13 +227,24 @@ def _as_meta_kernels_take_it(name: str, args: Sequence[Any]) -> Sequence[Any]:
     if name not in ("aten::index", "aten::_unsafe_index"):
         return args
     indices = args[1]
-    return (
-        args[0],
-        [
-            i.bool() if isinstance(i, torch.Tensor) and i.dtype == torch.uint8 else i
-            for i in indices
-        ],
-    )
+    converted = []
+    for index in indices:
+        is_byte_mask = isinstance(index, torch.Tensor) and index.dtype == torch.uint8
+        converted.append(index.bool() if is_byte_mask else index)
+    return args[0], converted
+
+
+def _is_like(result: Any, expected: Any) -> bool:
+    """Tell whether a result is a tensor of the expected shape and dtype."""
+    if not isinstance(result, torch.Tensor):
+        return False
+    return result.shape == torch.Size(expected.shape) and result.dtype == expected.dtype
+
+
+def _is_in_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
+    """Tell whether a tensor has a memory format and is not row-major as well."""
+    has_format = tensor.is_contiguous(memory_format=memory_format)
+    return has_format and not tensor.is_contiguous()
 
 
 def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type: str) -> Any:
@@ -246,15 +252,14 @@ def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type
     if name == "aten::convolution" and result.ndim == 4:
         # Channels-last if an operand is; in three spatial dims the CPU's results are contiguous.
         last = torch.channels_last
-        like_operands = any(
-            t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in args[:2]
-        )
+        like_operands = any(_is_in_format(t, last) for t in args[:2])
         return result.contiguous(memory_format=last) if like_operands else result
     if name in ("aten::native_batch_norm_backward", "aten::batch_norm_backward"):
         # the meta kernel returns the input's gradient whether it is wanted or not
         mask = args[9]
         return tuple(t if wanted else None for t, wanted in zip(result, mask, strict=True))
-    if name == "aten::_native_multi_head_attention" and not (args[10] if len(args) > 10 else True):
+    needs_weights = args[10] if len(args) > 10 else True
+    if name == "aten::_native_multi_head_attention" and not needs_weights:
         # the meta kernel returns weights without elements where the kernel returns none
         return (result[0], None)
     if device_type != "cpu":
@@ -266,7 +271,8 @@ def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type
     mixed = any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float32 for arg in args)
     # of the CPU's statistics: float32 if a parameter is
     dtype = torch.float32 if mixed else args[0].dtype
-    return (result[0], *(t.to(dtype) if t.is_floating_point() else t for t in result[1:]))
+    first, *others = result
+    return (first, *(t.to(dtype) if t.is_floating_point() else t for t in others))
 
 
 # --- collective operators of torch.distributed ----------------------------------------------------

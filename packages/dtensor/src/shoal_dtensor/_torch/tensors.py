@@ -188,9 +188,8 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
     kind: Any = type(optimizer)
     has_init = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")
     closure = signature(kind.step).parameters.get("closure")
-    if not has_init and (
-        optimizer.state or (closure is not None and closure.default is closure.empty)
-    ):
+    takes_closure = closure is not None and closure.default is closure.empty
+    if not has_init and (optimizer.state or takes_closure):
         return {}
     stand_in = object.__new__(kind)
     inside = {}

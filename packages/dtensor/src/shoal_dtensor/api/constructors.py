@@ -242,7 +242,8 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[...
     except (TypeError, ValueError):  # a function in C says nothing of itself
         return function
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) == 3 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    takes_all = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(positional) == 3 or takes_all:
         return function
     if len(positional) == 2:
         return lambda module, values, mesh: function(values, mesh)
@@ -328,15 +329,15 @@ def _factory(function: F) -> F:
     given = inspect.signature(factory)
     own = [*given.parameters.values()][:-1]  # without **keywords
     defaults: dict[str, Any] = {**_DEFAULTS}
-    listed = [
-        inspect.Parameter(
+    listed = []
+    for name, hint in Keywords.__annotations__.items():
+        parameter = inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=defaults[name],
             annotation=hint.__forward_arg__,
         )
-        for name, hint in Keywords.__annotations__.items()
-    ]
+        listed.append(parameter)
     factory.__signature__ = given.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]  # inspect reads it
     return factory
 
@@ -361,7 +362,8 @@ def _new(
         raise PlacementIndexError(
             f"only torch.strided tensors can be distributed, got {options['layout']}"
         )
-    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
+    is_one_sequence = len(size) == 1 and isinstance(size[0], Sequence)
+    shape = tuple(size[0]) if is_one_sequence else tuple(size)
     for n in shape:
         check_type(
             "a factory",

@@ -130,7 +130,8 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
     def before(self, event: Event) -> None:
         """Record a collective."""
         super().before(event)
-        self._note(f"{event.op} of {self.trace[-1].nbytes} bytes along {'x'.join(event.comm.axes)}")
+        axes = "x".join(event.comm.axes)
+        self._note(f"{event.op} of {self.trace[-1].nbytes} bytes along {axes}")
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flat = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, DTensor)]

@@ -42,15 +42,15 @@ class Explanation:
     def as_data(self) -> dict[str, Any]:
         """Return everything as plain lists, numbers and strings (for JSON)."""
         mesh = self.chosen.src.mesh
-        return {
-            "src": layout(self.chosen.src),
-            "dst": layout(self.chosen.dst),
-            "mesh": dict(zip(mesh.axis_names, mesh.shape, strict=True)),
-            "shape": list(self.chosen.src.shape),
-            "least_bytes": self.least_bytes,
-            "chosen": _plan_as_data(self.chosen),
-            "rejected": [_plan_as_data(plan) for plan in self.rejected],
-        }
+        chosen = self.chosen
+        data: dict[str, Any] = {"src": layout(chosen.src), "dst": layout(chosen.dst)}
+        mesh = chosen.src.mesh
+        data["mesh"] = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+        data["shape"] = list(chosen.src.shape)
+        data["least_bytes"] = self.least_bytes
+        data["chosen"] = _plan_as_data(chosen)
+        data["rejected"] = [_plan_as_data(plan) for plan in self.rejected]
+        return data
 
     def __repr__(self) -> str:
         head = f"{self.chosen}\n  must move at least {format_bytes(self.least_bytes)} a rank"
@@ -65,7 +65,8 @@ class Explanation:
             steps = ", then ".join([step.line() for step in plan.steps])
             peak = format_bytes(plan.peak_bytes)
             cost = f"{format_seconds(plan.seconds)} ({slower:.2f} x)"
-            lines.append(f"  {cost}, {format_bytes(plan.bytes_sent)}, peak {peak}: {steps}")
+            sent = format_bytes(plan.bytes_sent)
+            lines.append(f"  {cost}, {sent}, peak {peak}: {steps}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -147,15 +148,13 @@ def _plan_as_data(plan: Plan) -> dict[str, Any]:
 
 
 def _step_as_data(step: Step) -> dict[str, Any]:
-    return {
-        "step": step.name,
-        "axes": [step.src.mesh.axis_names[axis] for axis in step.axes],
-        "detail": step.detail().strip(),
-        "from": layout(step.src),
-        "to": layout(step.dst),
-        "seconds": step.seconds,
-        "bytes": step.bytes,
-    }
+    axes = [step.src.mesh.axis_names[axis] for axis in step.axes]
+    data: dict[str, Any] = {"step": step.name, "axes": axes, "detail": step.detail().strip()}
+    data["from"] = layout(step.src)
+    data["to"] = layout(step.dst)
+    data["seconds"] = step.seconds
+    data["bytes"] = step.bytes
+    return data
 
 
 # --- pictures -------------------------------------------------------------------------------------
@@ -215,7 +214,10 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
         ) from error
     colored = Table("", *table.columns, title=header or None, show_lines=True)
     for name, cells in zip(table.rows, table.cells, strict=True):
-        texts = [f"[black on {table.color(cell)}] {cell} [/]" if cell else "" for cell in cells]
+        texts = []
+        for cell in cells:
+            colored_cell = f"[black on {table.color(cell)}] {cell} [/]"
+            texts.append(colored_cell if cell else "")
         colored.add_row(name, *texts)
     Console().print(colored)
 
@@ -299,7 +301,8 @@ class _Rectangle(NamedTuple):
 def _rectangles(box: Box, shape: tuple[int, ...]) -> list[_Rectangle]:
     """Return a box as rectangles of a matrix whose rows are all dims but the last."""
     rows = [0]
-    for size, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
+    outer = zip(shape[:-1], box[:-1], strict=True)
+    for size, (start, stop) in outer:
         rows = [row * size + index for row in rows for index in range(start, stop)]
     runs: list[tuple[int, int]] = []
     # of shape (2, 4, n) the box (0:2, 1:3) has rows 1, 2, 5, 6: (1, 3) and (5, 7)
@@ -339,7 +342,8 @@ def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
         count = f" and {len(same) - 1} alike" if len(same) > 1 else ""
         shape = " x ".join(map(str, spec.shape))
         ax = figure.add_subplot(lines, columns, number + 1)
-        draw_layout(spec, ax, f"{same[0]}{count}\n{shape}  {layout(spec)}")
+        title = f"{same[0]}{count}\n{shape}  {layout(spec)}"
+        draw_layout(spec, ax, title)
     figure.suptitle(repr(next(iter(names)).mesh), fontsize=9)
     return figure
 
@@ -364,7 +368,8 @@ def draw_plan(plan: Plan) -> Any:
             ax.set_xlabel(_caption(step), fontsize=8)
     cost = f"{format_bytes(plan.bytes_sent)}, {format_seconds(plan.seconds)}"
     total = f"{cost}, peak {format_bytes(plan.peak_bytes)}"
-    figure.suptitle(f"{layout(plan.src)} -> {layout(plan.dst)}: {total}", fontsize=9)
+    ends = f"{layout(plan.src)} -> {layout(plan.dst)}"
+    figure.suptitle(f"{ends}: {total}", fontsize=9)
     return figure
 
 

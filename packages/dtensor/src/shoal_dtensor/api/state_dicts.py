@@ -333,10 +333,11 @@ def _sharded(state: Any, target: Mapping[str, Any], options: Any) -> dict[str, A
     state = dict(state) if isinstance(state, Mapping) else state
     structure = _structure(state, options)
     if options.strict and structure.keys() != target.keys():
+        missing = sorted(target.keys() - structure.keys())
+        unexpected = sorted(structure.keys() - target.keys())
         raise StateDictError(
-            "the state dict does not fit the model: missing "
-            f"{sorted(target.keys() - structure.keys())}, unexpected "
-            f"{sorted(structure.keys() - target.keys())}; strict=False loads what is in both"
+            f"the state dict does not fit the model: missing {missing}, unexpected {unexpected}; "
+            "strict=False loads what is in both"
         )
     _check(structure, target)
     return _in_layouts_of(structure, state, target, options)

@@ -269,12 +269,11 @@ class Checkpointer:
                 folder.mkdir()
 
         def read_back() -> Files:
-            own = [
-                path for path in folder.iterdir() if path.name.startswith(f"__{dist.get_rank()}_")
-            ]
-            return {
-                path.name: digest_of(path) for path in [*own, *([folder / ".metadata"] * first)]
-            }
+            prefix = f"__{dist.get_rank()}_"
+            files_of_rank = [path for path in folder.iterdir() if path.name.startswith(prefix)]
+            if first:
+                files_of_rank.append(folder / ".metadata")
+            return {path.name: digest_of(path) for path in files_of_rank}
 
         def complete() -> None:
             if first:
@@ -312,19 +311,15 @@ class Checkpointer:
         """Return size and digest of each file of a step."""
         try:
             manifest = json.loads((self._path(step) / _MANIFEST).read_text())
-            files = {
-                str(name): (int(size), str(digest))
-                for name, (size, digest) in manifest["files"].items()
-            }
+            files = {}
+            for name, (size, digest) in manifest["files"].items():
+                files[str(name)] = (int(size), str(digest))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"step {step} has no manifest that can be read: {error!r}"
             ) from error
-        if (
-            manifest["step"] != step
-            or ".metadata" not in files
-            or any(Path(name).name != name for name in files)
-        ):
+        are_plain_names = all(Path(name).name == name for name in files)
+        if manifest["step"] != step or ".metadata" not in files or not are_plain_names:
             raise CheckpointError(
                 f"the manifest of step {step} is of another step, or names files elsewhere"
             )
@@ -332,9 +327,9 @@ class Checkpointer:
 
     def _check(self, step: int) -> None:
         """Verify the sizes and digests of this rank's part of a step's files against its manifest."""
-        for name, (size, digest) in sorted(self._manifest(step).items())[
-            dist.get_rank() :: dist.get_world_size()
-        ]:
+        files = sorted(self._manifest(step).items())
+        own_files = files[dist.get_rank() :: dist.get_world_size()]
+        for name, (size, digest) in own_files:
             path = self._path(step) / name
             try:
                 actual = digest_of(path)
@@ -354,9 +349,10 @@ def _raise(error: Exception) -> NoReturn:
 def _said(error: dist.checkpoint.api.CheckpointException) -> str:
     """Return the failures of a checkpoint error, by rank."""
     failures = sorted(error.failures.items())
-    return "; ".join(
-        f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in failures
-    )
+    texts = []
+    for rank, (failure, _) in failures:
+        texts.append(f"rank {rank}: {type(failure).__name__}: {failure}")
+    return "; ".join(texts)
 
 
 def _copied(state: Any) -> Any:

@@ -105,11 +105,10 @@ class ModuleLoad(ComponentLoad):
                 self.places[name] = (leaf.container, leaf.key)
             elif not is_empty_mapping(leaf.value):
                 self.missing.append(name)
-        self.extra = {
-            name: path
-            for name, path in saved.under(prefix).items()
-            if name not in self.targets and _is_extra_state(path)
-        }
+        self.extra = {}
+        for name, path in saved.under(prefix).items():
+            if name not in self.targets and _is_extra_state(path):
+                self.extra[name] = path
         self.targets.update({name: empty_for(saved, name) for name in self.extra})
 
     def finish(self, loaded: Mapping[str, Any]) -> None:

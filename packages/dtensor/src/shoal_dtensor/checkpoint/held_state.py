@@ -142,14 +142,13 @@ class HeldState:
                 targets[name] = _part_of(name, value)
 
         def own_facts() -> _Facts:
-            return _Facts(
-                None if self._step is None else (self._step, self._lineage),
-                secrets.token_hex(8),
-                {name: part for name, (part, _) in self._tensors.items()},
-                self._values,
-                wanted={name: part for name, (part, _) in targets.items()},
-                requested=frozenset(name for name, _, _ in leaves),
-            )
+            held = None if self._step is None else (self._step, self._lineage)
+            present = {name: part for name, (part, _) in self._tensors.items()}
+            wanted = {name: part for name, (part, _) in targets.items()}
+            requested = frozenset(name for name, _, _ in leaves)
+            fresh = secrets.token_hex(8)
+            values = self._values
+            return _Facts(held, fresh, present, values, wanted=wanted, requested=requested)
 
         facts = agree(own_facts, dist.group.WORLD, CheckpointError)
         wanted = {name: part for fact in facts for name, part in fact.wanted.items()}
@@ -271,8 +270,9 @@ def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int,
             for name, part in fact.present.items():
                 target = wanted.get(name, part)
                 if (part.shape, part.kind) != (target.shape, target.kind):
+                    dotted = ".".join(map(str, name))
                     raise CheckpointError(
-                        f"{'.'.join(map(str, name))} is held as {part.shape} of {part.kind} and "
+                        f"{dotted} is held as {part.shape} of {part.kind} and "
                         f"wanted as {target.shape} of {target.kind}: recover into a state of the "
                         "same shapes"
                     )

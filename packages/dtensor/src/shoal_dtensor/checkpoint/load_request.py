@@ -74,9 +74,11 @@ class LoadRequest:
     def _check_kind(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor) != self.saved.is_tensor(name):
             kinds = ["a value", "a tensor"]
+            saved_kind = kinds[self.saved.is_tensor(name)]
+            wanted_kind = kinds[isinstance(value, Tensor)]
             raise CheckpointError(
-                f"{name} is {kinds[self.saved.is_tensor(name)]} in the checkpoint and "
-                f"{kinds[isinstance(value, Tensor)]} in the state dict to fill"
+                f"{name} is {saved_kind} in the checkpoint and {wanted_kind} in the state dict to "
+                "fill"
             )
 
     def _add_components(self) -> None:
@@ -116,9 +118,11 @@ class LoadRequest:
                 "leaves these out"
             )
         if self._missing:
+            missing = shorten(self._missing)
+            present = shorten(self._entries())
             raise CheckpointError(
-                f"the checkpoint lacks {shorten(self._missing)}, which the state dict to fill has; "
-                f"it has {shorten(self._entries())}. strict=False leaves as they are those that it "
+                f"the checkpoint lacks {missing}, which the state dict to fill has; "
+                f"it has {present}. strict=False leaves as they are those that it "
                 f"lacks{self._about_stages()}"
             )
 

@@ -172,11 +172,9 @@ class OptimizerLoad(ComponentLoad):
             positions = [position_of[name] for name in of_group if name in position_of]
             group_at.append(positions[0] if positions else None)
             keys.update(zip(group["params"], of_group, strict=True))
-            self.missing += [
-                f"{name_of(self.prefix)}: the options of {name}"
-                for name in of_group
-                if name not in position_of
-            ]
+            dotted = name_of(self.prefix)
+            unknown = [name for name in of_group if name not in position_of]
+            self.missing += [f"{dotted}: the options of {name}" for name in unknown]
         return keys, group_at
 
     def _require_names(self, find_names: Callable[[], GroupNames | None]) -> GroupNames:

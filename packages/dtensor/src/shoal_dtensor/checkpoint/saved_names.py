@@ -151,5 +151,7 @@ def value_at(root: Any, path: Path) -> Any:
 
 def shorten(values: Sequence[Any]) -> str:
     """Return the first of some values for a message, with the number of the rest."""
-    rest = f" and {len(values) - 5} more" if len(values) > 5 else ""
+    rest = ""
+    if len(values) > 5:
+        rest = f" and {len(values) - 5} more"
     return ", ".join(map(str, values[:5])) + rest

@@ -156,7 +156,8 @@ def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
                 f"a part of {name} {shape} with offsets {offsets} and sizes {sizes} is outside"
             )
         boxes.append(box)
-    if sum(map(volume, boxes)) != prod(shape) or overlap(boxes) is not None:
+    elements = sum(map(volume, boxes))
+    if elements != prod(shape) or overlap(boxes) is not None:
         parts = ", ".join(map(format_box, boxes[:8]))
         raise CheckpointError(
             f"the {len(boxes)} parts of {name} {shape} do not cover it once: {parts}"

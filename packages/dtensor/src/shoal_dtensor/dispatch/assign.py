@@ -195,10 +195,12 @@ def _can_be_partial(entry: Entry, spec: Spec, axis: int) -> bool:
 
 def is_plain(row: Row) -> bool:
     """Tell whether every sharded entry of a row stands for single elements of a dim, in any order."""
-    entries = [entry for entry in (*row.inputs, *row.outputs) if isinstance(entry, S)]
-    return not row.ordered and all(
-        entry.unit == entry.runs == 1 and entry.map is None for entry in entries
-    )
+    if row.ordered:
+        return False
+    for entry in (*row.inputs, *row.outputs):
+        if isinstance(entry, S) and (entry.map is not None or not entry.unit == entry.runs == 1):
+            return False
+    return True
 
 
 def _is_placed_so(entry: Entry, spec: Spec, axis: int, unordered: bool) -> bool:
@@ -406,7 +408,8 @@ def _intersect_shardings(
         return None
     # 6 elements as (3, 3) and as (2, 4): ranks have (2, 1, 0, 3)
     sizes = []
-    for (start, stop), (other_start, other_stop) in product(spans(outer.sizes), spans(inner.sizes)):
+    pairs = product(spans(outer.sizes), spans(inner.sizes))
+    for (start, stop), (other_start, other_stop) in pairs:
         common = min(stop, other_stop) - max(start, other_start)
         sizes.append(max(0, common))
     assert sum(sizes) == length, "shards of one dim by rows and by columns"

@@ -103,7 +103,10 @@ def _check_tensor(op: OpOverload, tensor: Any, group: Any, reduction: str | None
         )
     ranks = group_ranks(group)
     axes = _axes_of(spec, ranks)
-    if axes is None or any(not isinstance(spec.placements[axis], Replicate) for axis in axes):
+    is_replicated = axes is not None and all(
+        isinstance(spec.placements[axis], Replicate) for axis in axes
+    )
+    if not is_replicated:
         raise PlacementError(
             f"{op} over ranks {list(ranks)} got {spec!r}: these ranks do not hold the same shard "
             "of it; a group must be all ranks along mesh axes on which the tensor is replicated, "
@@ -115,10 +118,10 @@ def _check_tensor(op: OpOverload, tensor: Any, group: Any, reduction: str | None
         return
     for axis, partial in spec.partials:
         if reduction != partial and {reduction, partial} != {"sum", "avg"}:
+            axis_name = spec.mesh.axis_names[axis]
             raise PlacementError(
                 f"{op} with {reduction!r} got {spec!r}, which is partial ({partial!r}) on mesh "
-                f"axis {spec.mesh.axis_names[axis]!r}: the two reductions do not commute; "
-                "redistribute it first"
+                f"axis {axis_name!r}: the two reductions do not commute; redistribute it first"
             )
 
 
@@ -180,7 +183,8 @@ def sized_by_values(
     """
     if op is not torch.ops.aten.one_hot.default:
         return None
-    number = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+    default = args[1] if len(args) > 1 else -1
+    number = kwargs.get("num_classes", default)
     return _one_hot_of_all_classes if number == -1 else None
 
 
@@ -190,7 +194,8 @@ def _one_hot_of_all_classes(index: Any, num_classes: int = -1) -> Any:
             "one_hot of an empty tensor: its values do not say how many classes there are; pass "
             "num_classes"
         )
-    return torch.ops.aten.one_hot.default(index, int(index.max().item()) + 1)
+    classes = int(index.max().item()) + 1
+    return torch.ops.aten.one_hot.default(index, classes)
 
 
 # --- lists ----------------------------------------------------------------------------------------

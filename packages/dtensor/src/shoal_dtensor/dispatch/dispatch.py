@@ -216,7 +216,8 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     scope = current()
     rule = rule_of(op, scope)
     readers = readers_of(op, cls, by_value=rule is None or rule.by_value)
-    cache = _OpCache(op, scope, readers, rule is not None and rule.kind == "each")
+    walks_lists = rule is not None and rule.kind == "each"
+    cache = _OpCache(op, scope, readers, walks_lists)
     # their result depends on the base of a view, which is not part of a key
     if op in BY_STRIDES:
         return cache
@@ -254,9 +255,12 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
 
 def _log(op: OpOverload, specs: Sequence[Any], decision: Decision) -> None:
     """Log the operator on its specs, the inputs to redistribute, and the outputs."""
-    moves = [f"\n  argument {place}: {plan}" for (place, _), plan in decision.moves.items()]
+    moves = []
+    for (argument, _), plan in decision.moves.items():
+        moves.append(f"\n  argument {argument}: {plan}")
+    inputs = ", ".join(map(str, specs))
     outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
-    _LOG.debug("%s(%s) -> %s%s", op, ", ".join(map(str, specs)), outputs, "".join(moves))
+    _LOG.debug("%s(%s) -> %s%s", op, inputs, outputs, "".join(moves))
 
 
 def _run(
@@ -268,7 +272,8 @@ def _run(
     """
     cls, op, args, kwargs, *_ = call
     if decision.foreach and decision.moves and len(args[0]) > 1:
-        results = run_in_groups(op, [[i] for i in range(len(args[0]))], *args, **kwargs)
+        single = [[i] for i in range(len(args[0]))]
+        results = run_in_groups(op, single, *args, **kwargs)
         # the list call refuses some writes that single elements do not reveal
         bump_versions(decision.unreported_writes, args, kwargs)
         return results
@@ -354,7 +359,8 @@ def cache_info() -> dict[str, int]:
     """
     counts: Counter[str] = Counter()
     for scope in current().siblings.values():
-        counts.update({str(cache.op): len(cache.decisions) for cache in scope.decisions.values()})
+        for cache in scope.decisions.values():
+            counts[str(cache.op)] += len(cache.decisions)
     return dict(counts)
 
 

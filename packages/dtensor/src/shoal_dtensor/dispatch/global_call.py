@@ -88,7 +88,8 @@ def outputs_by_meta_kernel(
         metas = ()
     except (RuntimeError, ValueError, IndexError) as error:
         refused = OperatorIndexError if isinstance(error, IndexError) else OperatorArgumentError
-        raise refused(f"{op}({', '.join(map(repr, specs))}): {error}") from error
+        inputs = ", ".join(map(repr, specs))
+        raise refused(f"{op}({inputs}): {error}") from error
     return GlobalOutputs(metas, partial(direct, op, build, metas))
 
 
@@ -178,7 +179,8 @@ def run_probe(
     It runs the meta kernel where the CPU kernel does not give the right answer.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
-    if any(map(_is_of_integers, tensors)) and any(0 in meta.shape for meta in tensors):
+    has_indices = any(map(_is_of_integers, tensors))
+    if has_indices and any(0 in meta.shape for meta in tensors):
         # no index is one of a dim of no elements, and some kernels do not check
         return None
     has_values = device_type == "cpu"

@@ -65,7 +65,8 @@ def _elements_spanned(tensor: torch.Tensor) -> int:
         return 0
     # (2, 3) with strides (8, 2): 1 + 1 * 8 + 2 * 2 = 13
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps)
+    distances = [(size - 1) * stride for size, stride in steps]
+    return 1 + sum(distances)
 
 
 # Operators on shapes, or on the memory of a rank's own part: plain tensors beside DTensors need not
@@ -227,10 +228,8 @@ def verify_plain(
     Tensors of `out=` and overwritten tensors are not checked.
     """
     outs = schema_of(op).outs
-    read = [
-        *args[op in _OVERWRITING :],
-        *(value for name, value in kwargs.items() if name not in outs),
-    ]
+    read = [*args[1:]] if op in _OVERWRITING else [*args]
+    read += [value for name, value in kwargs.items() if name not in outs]
     plain = [tensor for tensor in flatten(read) if not isinstance(tensor, cls) and tensor.ndim]
     verify_replicated(mesh_of(cls, args, kwargs), str(op), plain, candidates=candidates)
 
@@ -343,7 +342,8 @@ def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
         base = tensor._base
         if base is None or sys.getrefcount(base) == _BASE_REFERENCES:
             return True
-    return (in_backward() and not isinstance(tensor, FakeTensor)) or _composed_by_torch(cls, tensor)
+    is_gradient = in_backward() and not isinstance(tensor, FakeTensor)
+    return is_gradient or _composed_by_torch(cls, tensor)
 
 
 def _references_of_base() -> int:
@@ -420,20 +420,18 @@ def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
     outermost = composing[-1]
     names, varargs, keywords, values = getargvalues(outermost)
     function = outermost.f_code.co_name
-    given = [
-        values[name]
-        for name in (*names, varargs, keywords)
-        if name in values and (function, name) not in _SET_INSIDE
-    ]
+    all_names = [name for name in (*names, varargs, keywords) if name in values]
+    given = [values[name] for name in all_names if (function, name) not in _SET_INSIDE]
     return not _has_plain(cls, given)
 
 
 def _has_plain(cls: type, arguments: Any) -> bool:
     """Tell whether the arguments of a function contain plain tensors with dims."""
-    return any(
-        isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim
-        for leaf in pytree.tree_leaves(arguments)
-    )
+    for leaf in pytree.tree_leaves(arguments):
+        is_plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls)
+        if is_plain and leaf.ndim:
+            return True
+    return False
 
 
 def _module(frame: FrameType) -> str:

@@ -234,10 +234,11 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
         sharding = assign(rows, problem._replace(specs=tuple(relaxed), outs=outs), mesh)
     if sharding is None:
         targets = [problem.specs[i] for i in sorted(written)] + list(problem.outs)
+        target_texts = ", ".join(map(repr, targets))
+        input_texts = ", ".join(map(repr, problem.specs))
         raise InPlaceError(
-            f"{call.op} writes to {', '.join(map(repr, targets))}, but with the inputs "
-            f"{', '.join(map(repr, problem.specs))} no result can be written there; use the "
-            "out-of-place form"
+            f"{call.op} writes to {target_texts}, but with the inputs {input_texts} no result can "
+            "be written there; use the out-of-place form"
         )
     return sharding
 
@@ -251,18 +252,13 @@ def _symbolic_sharding(
     traced = without_symbols((call.args, call.kwargs, call.tensors, call.outputs), as_traced=True)
     traced_problem = ShardingProblem(*without_symbols(problem, as_traced=True))
     chosen = _sharding(rule, OpCall(call.op, *traced), traced_problem)
-    specs_at_chosen_layout = [
-        _in_layout_of(spec, to) for spec, to in zip(problem.specs, chosen.inputs, strict=True)
-    ]
+    pairs = zip(problem.specs, chosen.inputs, strict=True)
+    specs_at_chosen_layout = tuple([_in_layout_of(spec, to) for spec, to in pairs])
     # Shardings that fold a sharded dim behind a dim of symbolic size are excluded, because
     # placements count runs in integers.
     rows = [row for row in rule.rows_of(call) if _has_constant_runs(row)]
-    sharding = assign_without_moves(
-        rows,
-        problem._replace(specs=tuple(specs_at_chosen_layout)),
-        mesh,
-        communicating=bool(chosen.communicating),
-    )
+    problem = problem._replace(specs=specs_at_chosen_layout)
+    sharding = assign_without_moves(rows, problem, mesh, communicating=bool(chosen.communicating))
     if sharding is None:
         raise NeedsConstantsError
     return sharding
@@ -347,6 +343,11 @@ def _decision_of(
     is_copied_view = call.schema.is_view and is_no_alias
     default_dtype = _deciding_dtype(rule, call)
     has_more_to_do = bool(moves or is_copied_view or communication.notice or communication.watched)
+    moves_by_argument = {positions[move.position]: move.plan for move in moves}
+    write_backs = {}
+    for move in moves:
+        if move.write_back is not None:
+            write_backs[positions[move.position]] = move.write_back
     return Decision(
         _choose_local_function(sharded, binding, is_dynamic=is_dynamic),
         ResultKind.DYNAMIC if is_dynamic else kind,
@@ -354,13 +355,9 @@ def _decision_of(
         aliased=call.aliased,
         unreported_writes=_written_arguments(call) if kind is ResultKind.NONE else (),
         slow_path=has_more_to_do or default_dtype is not None,
-        moves={positions[move.position]: move.plan for move in moves},
+        moves=moves_by_argument,
         checks=_checks_before_slicing(rule, call, moves, positions),
-        write_backs={
-            positions[move.position]: move.write_back
-            for move in moves
-            if move.write_back is not None
-        },
+        write_backs=write_backs,
         view_copied=is_copied_view,
         foreach=rule.kind == "each",
         reason=communication.reason,
@@ -379,7 +376,8 @@ def _plan_moves(sharded: ShardedCall, copies: frozenset[int]) -> list[InputMove]
     results = (*sharding.outputs, *outs[len(sharding.outputs) :])
     wanted_outs = [out.in_layout_of(to) for out, to in zip(outs, results, strict=False)]
     wanted = [*sharding.inputs, *wanted_outs]
-    written = (*call.written, *range(len(sharding.inputs), len(specs)), *call.updated)
+    out_positions = range(len(sharding.inputs), len(specs))
+    written = (*call.written, *out_positions, *call.updated)
     check_writes(call.op, specs, written, copies)
     moves = []
     for index, (spec, to) in enumerate(zip(specs, wanted, strict=True)):
@@ -434,9 +432,8 @@ def _choose_local_function(
 def _written_arguments(call: OpCall) -> tuple[int | str, ...]:
     """Return the positions or names of the arguments with tensors that an operator writes to."""
     positions = dict(zip(call.schema.positional, range(len(call.args)), strict=False))
-    written = [
-        name for name in (*call.schema.written, *call.schema.outs) if any(flatten(call.get(name)))
-    ]
+    names = (*call.schema.written, *call.schema.outs)
+    written = [name for name in names if any(flatten(call.get(name)))]
     return tuple([positions.get(name, name) for name in written])
 
 
@@ -490,7 +487,11 @@ def _needs(sharded: ShardedCall, moves: Sequence[InputMove]) -> list[str]:
     """
     plans = [(move.position, move.plan) for move in moves]
     plans += [(move.position, move.write_back) for move in moves if move.write_back]
-    needs = [f"  input {i}: {p.src!r} -> {p.dst!r}\n{p}" for i, p in plans if p.collectives]
+    needs = []
+    for i, plan_of_input in plans:
+        if plan_of_input.collectives:
+            ends = f"{plan_of_input.src!r} -> {plan_of_input.dst!r}"
+            needs.append(f"  input {i}: {ends}\n{plan_of_input}")
     mesh = sharded.specs[0].mesh
     axes = [axis for axis in sharded.sharding.communicating if mesh.shape[axis] > 1]
     if axes:

@@ -232,7 +232,8 @@ def check_writes(
 
 def _overlaps_itself(spec: Spec) -> bool:
     """Tell whether elements of a tensor share memory: expanded dims, or `unfold` with small steps."""
-    dims = [(step, n) for step, n in zip(spec.stride, spec.shape, strict=True) if n > 1]
+    strided_dims = zip(spec.stride, spec.shape, strict=True)
+    dims = [(step, n) for step, n in strided_dims if n > 1]
     if has_symbols(spec.stride):
         return any(step == 0 for step, _ in dims)
     # of the dims with smaller strides: shape (2, 3), strides (3, 1) reach 2, then 5
@@ -285,7 +286,8 @@ def bump_versions(
         # A list with a tensor twice, or beside a view of it, would be given one history where there
         # are two.
         ids = {*map(id, written)}
-        twice = len(ids) < len(written) or any(id(tensor._base) in ids for tensor in written)
+        has_doubles = len(ids) < len(written)
+        twice = has_doubles or any(id(tensor._base) in ids for tensor in written)
         if twice and any(tensor.requires_grad for tensor in written):
             raise InPlaceError(
                 "an in-place operator on a list wrote to a tensor twice, as itself and as a view "
@@ -309,12 +311,9 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
                 "place: use the DTensor itself, or its to_local()"
             )
         # Autograd repeats the views of a tensor that has changed, here on the new shape.
-        if (
-            (torch.is_grad_enabled() or tensor.requires_grad)
-            and not is_tracing()
-            and not is_made_inside(tensor)
-            and has_views(tensor)
-        ):
+        is_recorded = torch.is_grad_enabled() or tensor.requires_grad
+        is_of_user = is_recorded and not is_tracing() and not is_made_inside(tensor)
+        if is_of_user and has_views(tensor):
             raise InPlaceError(
                 f"{op} changes the shape of {tensor._spec!r}, which has views or is saved for "
                 "backward: gradients through these would be wrong; take a view of it, as in x = "

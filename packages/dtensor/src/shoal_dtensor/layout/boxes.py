@@ -61,16 +61,16 @@ def slices_of(box: Box, local_box: Box | None = None) -> tuple[slice, ...]:
     """
     if local_box is None:
         return tuple(slice(start, stop) for start, stop in box)
-    origins = [start for start, _ in local_box]
-    return tuple(
-        slice(start - origin, stop - origin)
-        for (start, stop), origin in zip(box, origins, strict=True)
-    )
+    slices = []
+    for (start, stop), (origin, _) in zip(box, local_box, strict=True):
+        slices.append(slice(start - origin, stop - origin))
+    return tuple(slices)
 
 
 def format_box(box: Box) -> str:
     """Format the box as slices, for messages: ``[0:2, 3:5]``."""
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+    ranges = [f"{start}:{stop}" for start, stop in box]
+    return f"[{', '.join(ranges)}]"
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
@@ -83,7 +83,10 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         return filled[0], filled[1]
     # A sweep along the dim with most distinct starts (rows 0, 2; columns 0: rows): n boxes in a row
     # cost n log n.
-    starts_of = [{boxes[i][dim][0] for i in filled} for dim in dims]
+    starts_of = []
+    for dim in dims:
+        starts = {boxes[i][dim][0] for i in filled}
+        starts_of.append(starts)
     sweep = max(dims, key=lambda dim: len(starts_of[dim]))
     # boxes that reach beyond the present start
     active: list[int] = []

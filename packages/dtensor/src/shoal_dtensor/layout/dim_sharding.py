@@ -375,8 +375,9 @@ def shard_dim(
         starts = range(0, len(sizes), ranks)
         sums = tuple([sum(sizes[start : start + ranks]) for start in starts])
         if len(sizes) != len(shards) * ranks or sums != shards:
+            expected = len(shards) * ranks
             raise PlacementError(
-                f"{placement!r} on mesh axis {axis}: expected {len(shards) * ranks} sizes, {ranks} "
+                f"{placement!r} on mesh axis {axis}: expected {expected} sizes, {ranks} "
                 f"for each shard that the outer axes make, which add up to {shards}, got "
                 f"{len(sizes)} that add up to {sums}"
             )
@@ -424,7 +425,8 @@ class StridedDimSharding:
     def _folded(self) -> list[tuple[int, DimSharding | None]]:
         """The size and sharding of each of the dims in `shape`; None for replicated ones."""
         # 12, levels of 1 and 4 runs: [3, 1]
-        inner = [self.length // runs for runs, _ in self.levels[1:]] + [1]
+        inner = [self.length // runs for runs, _ in self.levels[1:]]
+        inner.append(1)
         shardings: list[DimSharding | None] = []
         if self.levels[0][0] != 1:
             shardings.append(None)

@@ -258,11 +258,12 @@ def _in_runs(
     if shape is None or shape[dim] % runs:
         return placement
     same_dim = (dim, dim - len(shape))
-    sharding = {
-        a: p
-        for a, p in enumerate(placements)
-        if isinstance(p, Shard | StridedShard) and p.dim in same_dim
-    }
+    sharding = {}
+    for other, other_placement in enumerate(placements):
+        if not isinstance(other_placement, Shard | StridedShard):
+            continue
+        if other_placement.dim in same_dim:
+            sharding[other] = other_placement
     if len(sharding) > 1:
         placements_in_runs = {StridedShard(d, split_factor=runs) for d in same_dim}
         if runs == 1 or set(sharding.values()) - placements_in_runs:

@@ -429,7 +429,8 @@ def _norm_op(name: str) -> str:
         )
     if order in _SIMPLER:
         raise PlacementError(f"Partial: {name!r} is Partial({_SIMPLER[order]!r})")
-    return f"norm{int(order) if order.is_integer() and abs(order) < 2**53 else order!r}"
+    is_exact_integer = order.is_integer() and abs(order) < 2**53
+    return f"norm{int(order) if is_exact_integer else order!r}"
 
 
 def _shard(dim: int, sizes: tuple[int, ...] | None, multiple_of: int) -> Shard:

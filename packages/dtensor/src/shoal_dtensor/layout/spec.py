@@ -349,11 +349,10 @@ class Spec(Interned):
 
     def same_layout(self, other: Spec) -> bool:
         """Tell whether every rank holds the same box and partial values under both specs."""
-        return self is other or (
-            self.mesh == other.mesh
-            and self.dim_shardings == other.dim_shardings
-            and self.partials == other.partials
-        )
+        if self is other:
+            return True
+        have_same_shards = self.mesh == other.mesh and self.dim_shardings == other.dim_shardings
+        return have_same_shards and self.partials == other.partials
 
     def with_(
         self,

@@ -95,7 +95,10 @@ def rank_table(spec: Any) -> RankTable:
             f"{tuple(spec.shape)}"
         )
     # a tensor without dims is one row and one column
-    ranks_of = {((0, 1), (0, 1), *box)[-2:]: ranks for box, ranks in holders(spec).items()}
+    ranks_of = {}
+    for box, ranks in holders(spec).items():
+        cell = ((0, 1), (0, 1), *box)[-2:]
+        ranks_of[cell] = ranks
     rows = sorted({row for row, _ in ranks_of})
     columns = sorted({column for _, column in ranks_of})
     cells = []

@@ -124,7 +124,11 @@ def hashable(value: Any) -> Any:
 
 def settled(sizes: Sequence[Any]) -> tuple[int, ...]:
     """Return sizes in which symbols that guards have made constants are integers."""
-    return tuple(int(n) if type(n) is torch.SymInt and n.node.expr.is_number else n for n in sizes)
+    settled_sizes = []
+    for size in sizes:
+        is_constant = type(size) is torch.SymInt and size.node.expr.is_number
+        settled_sizes.append(int(size) if is_constant else size)
+    return tuple(settled_sizes)
 
 
 def traced_with(sizes: Sequence[Any]) -> tuple[int, ...]:
@@ -137,7 +141,8 @@ def traced_with(sizes: Sequence[Any]) -> tuple[int, ...]:
 
 def constant(spec: Any) -> Any:
     """Return a spec with constants in place of symbols: the compiler guards each of them."""
-    return spec.with_(shape=tuple(map(int, spec.shape)), stride=tuple(map(int, spec.stride)))
+    shape = tuple(map(int, spec.shape))
+    return spec.with_(shape=shape, stride=tuple(map(int, spec.stride)))
 
 
 def remembered(count: int) -> Callable[[Function], Function]:

@@ -82,9 +82,9 @@ def save_whole_tensors(
     Returns:
         False where there is no such state dict; nothing has been saved then.
     """
-    has_whole_tensors = state_dict is not None and not any(
-        isinstance(value, DTensor) for value in state_dict.values()
-    )
+    values = state_dict.values() if state_dict is not None else ()
+    has_dtensors = any(isinstance(value, DTensor) for value in values)
+    has_whole_tensors = state_dict is not None and not has_dtensors
     if has_whole_tensors:
         save = type(model).save_pretrained
         save(model, save_directory, is_main_process, state_dict, **options)
@@ -131,8 +131,12 @@ def live_owners() -> list[Owner]:
 
 def owners_of(module: nn.Module) -> list[Owner]:
     """Return the owners of a module's parameters, in parameter order: the same on all ranks."""
-    owner_of = {id(param): owner for owner in _OWNERS for param in (*owner.held(), *owner.ignored)}
-    return list(dict.fromkeys(owner_of[id(p)] for p in module.parameters() if id(p) in owner_of))
+    owner_of = {}
+    for owner in _OWNERS:
+        for param in (*owner.held(), *owner.ignored):
+            owner_of[id(param)] = owner
+    owned = [id(param) for param in module.parameters() if id(param) in owner_of]
+    return list(dict.fromkeys(owner_of[key] for key in owned))
 
 
 def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owner]:
@@ -251,7 +255,8 @@ def has_own_hooks(param: Any) -> bool:
         if not isinstance(getattr(hook, "hook", hook), _Carried)
     ]
     # one is the DTensor's
-    return len(attached) > 1 or not all(isinstance(hook, _Carried) for hook in post_hooks.values())
+    are_carried = all(isinstance(hook, _Carried) for hook in post_hooks.values())
+    return len(attached) > 1 or not are_carried
 
 
 def note_replaced(param: Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, reduce
+from itertools import chain
 from math import inf, ldexp, sqrt
 from typing import Any, NamedTuple
 
@@ -259,9 +260,10 @@ def _part_of_mesh(mesh: DeviceMesh, indices: Sequence[int], specs: Sequence[Spec
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return _Part(indices[0], (), ())
-    sharding_axes = {
-        i: {axis for _, axes in specs[i].shard_order for axis in axes} for i in indices
-    }
+    sharding_axes = {}
+    for i in indices:
+        axes_of_dims = [axes for _, axes in specs[i].shard_order]
+        sharding_axes[i] = set(chain.from_iterable(axes_of_dims))
     all_axes = sorted(set().union(*sharding_axes.values()))
     axes = [axis for axis in all_axes if mesh.shape[axis] > 1]
     counted = []
@@ -295,7 +297,8 @@ def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> T
         scaled = torch.ldexp(scaled, unit)
         first = scaled.floor()
         rest = torch.ldexp(scaled.sub_(first), unit).round_()
-        limbs += torch.stack([first.to(torch.int64).sum(), rest.to(torch.int64).sum()])
+        sums = [first.to(torch.int64).sum(), rest.to(torch.int64).sum()]
+        limbs += torch.stack(sums)
     return limbs
 
 

@@ -142,13 +142,14 @@ def _shards(
     values: list[Any], params: list[Any], specs: Sequence[Spec | None], state: Any
 ) -> list[Any]:
     """Return the shards of one list: of parameters, of gradients, or of one value of their state."""
-    return [
-        value._local_tensor
-        if type(value) is DTensor and value._spec is spec
-        else _shard(value, param, spec, state)
-        # lists of unused options are empty
-        for value, param, spec in zip(values, params, specs, strict=False)
-    ]
+    shards = []
+    # lists of unused options are empty
+    for value, param, spec in zip(values, params, specs, strict=False):
+        if type(value) is DTensor and value._spec is spec:
+            shards.append(value._local_tensor)
+        else:
+            shards.append(_shard(value, param, spec, state))
+    return shards
 
 
 def _shard(value: Any, param: Any, spec: Spec | None, state: Any) -> Any:
@@ -252,13 +253,8 @@ def _muon_step(optimizer: Any) -> None:
             update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
             updates.append(update.to(torch.bfloat16, copy=True))  # is written to
         rate = float(group["lr"])
-        gathered = _gathered(
-            [
-                (update, move)
-                for update, move in zip(updates, moves, strict=True)
-                if move is not None
-            ]
-        )
+        pairs = zip(updates, moves, strict=True)
+        gathered = _gathered([(update, move) for update, move in pairs if move is not None])
         for param, move, shard, update in zip(params, moves, shards, updates, strict=True):
             whole = update if move is None else next(gathered)
             full = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
@@ -279,19 +275,23 @@ def _to_whole(param: DTensor) -> tuple[Spec, Spec]:
     return spec, spec.all_replicated()
 
 
+def _bytes_of_update(update: tuple[Tensor, tuple[Spec, Spec]]) -> int:
+    """Return the bytes of a whole update, which is of bfloat16."""
+    _, (source, _) = update
+    return 2 * source.shape.numel()
+
+
 def _gathered(updates: Sequence[tuple[Tensor, tuple[Spec, Spec]]]) -> Iterator[Tensor]:
     """Yield whole updates in order.
 
     A group of updates is in flight while the updates of the group before it are used.
     """
-    # of bfloat16
-    groups = in_groups(updates, lambda update: 2 * update[1][0].shape.numel(), _MUON_GROUP)
+    groups = in_groups(updates, _bytes_of_update, _MUON_GROUP)
     in_flight: list[ShardsInFlight] = []
     for group in [*groups, []]:
         with purpose("a step of Muon gathers updates"):
-            in_flight.append(
-                redistribute_shards([update for update, _ in group], [move for _, move in group])
-            )
+            tensors = [update for update, _ in group]
+            in_flight.append(redistribute_shards(tensors, [move for _, move in group]))
         arrived = in_flight.pop(0).wait() if len(in_flight) > 1 else []
         while arrived:
             yield arrived.pop(0)

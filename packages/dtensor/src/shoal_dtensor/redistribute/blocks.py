@@ -58,15 +58,13 @@ def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
         needed = _parts(box, after[me])
         if me in holders:
             kept += needed
-            sends += [
-                (taker, part) for giver, taker, part in _turns(box, holders, after) if giver == me
-            ]
+            turns = _turns(box, holders, after)
+            sends += [(taker, part) for giver, taker, part in turns if giver == me]
         elif len(holders) == 1:
             receives += [(holders[0], part) for part in needed]  # from rank 1 ((2, 4), (0, 2))
         elif needed:
-            receives += [
-                (giver, part) for giver, taker, part in _turns(box, holders, after) if taker == me
-            ]
+            turns = _turns(box, holders, after)
+            receives += [(giver, part) for giver, taker, part in turns if taker == me]
     return Blocks(tuple(sorted(sends)), tuple(sorted(receives)), tuple(kept))
 
 

@@ -155,18 +155,18 @@ def links_of(mesh: DeviceMesh, topology: Topology | None = None) -> Links:
 @lru_cache(maxsize=256)
 def _links(mesh: DeviceMesh, topology: Topology | None, version: int) -> Links:
     links = (topology_of(mesh) if topology is None else topology).links
-    return Links(
-        tuple(mesh.shape),
-        tuple(link.latency for link in links),
-        tuple(link.bandwidth for link in links),
-    )
+    latency = tuple(link.latency for link in links)
+    bandwidth = tuple(link.bandwidth for link in links)
+    return Links(tuple(mesh.shape), latency, bandwidth)
 
 
 def _check(src: Spec, dst: Spec) -> None:
     if src.shape != dst.shape or src.dtype != dst.dtype:
+        source = f"{tuple(src.shape)} {src.dtype}"
+        target = f"{tuple(dst.shape)} {dst.dtype}"
         raise RedistributeError(
-            f"cannot redistribute {src!r} to {dst!r}: shape and dtype must be equal, got "
-            f"{tuple(src.shape)} {src.dtype} and {tuple(dst.shape)} {dst.dtype}"
+            f"cannot redistribute {src!r} to {dst!r}: shape and dtype must be equal, got {source} "
+            f"and {target}"
         )
 
 
@@ -233,22 +233,21 @@ def _concatenated(*plans: Plan) -> Plan:
     steps = tuple(step for plan in plans for step in plan.steps)
     seconds = sum(plan.seconds for plan in plans)
     sent = sum(plan.bytes_sent for plan in plans)
-    return Plan(
-        plans[0].src,
-        plans[-1].dst,
-        steps,
-        seconds,
-        bytes_sent=sent,
-        peak_bytes=max(plan.peak_bytes for plan in plans),
-    )
+    peak = max(plan.peak_bytes for plan in plans)
+    first = plans[0]
+    last = plans[-1]
+    return Plan(first.src, last.dst, steps, seconds, bytes_sent=sent, peak_bytes=peak)
 
 
 def _unfolded_shape(spec: Spec) -> UnfoldedShape:
     """Return the dims that each dim of a spec was folded from."""
-    return [
-        sharding.shape if isinstance(sharding, StridedDimSharding) else (n,)
-        for sharding, n in zip(spec.dim_shardings, spec.shape, strict=True)
-    ]
+    shape: UnfoldedShape = []
+    for sharding, n in zip(spec.dim_shardings, spec.shape, strict=True):
+        if isinstance(sharding, StridedDimSharding):
+            shape.append(sharding.shape)
+        else:
+            shape.append((n,))
+    return shape
 
 
 def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
@@ -318,9 +317,10 @@ def _plan_across(
         plans.append(_concatenated(reduce, transfer, within(received, dst)))
     fitting = [p for p in plans if memory_limit is None or p.peak_bytes <= memory_limit]
     if not fitting:
+        leanest = min(p.peak_bytes for p in plans)
         raise RedistributeError(
             f"no transfer from {src!r} to {dst!r} stays within memory_limit={memory_limit} bytes: "
-            f"the leanest needs {min(p.peak_bytes for p in plans)}"
+            f"the leanest needs {leanest}"
         )
     return min(fitting, key=attrgetter("seconds"))
 
@@ -367,7 +367,8 @@ def _transfer(src: Spec, dst: Spec) -> Plan:
 
 
 def _largest_box_bytes(spec: Spec) -> int:
-    return spec.dtype.itemsize * prod(spec.dim_sharding(dim).step for dim in range(spec.ndim))
+    elements = prod([spec.dim_sharding(dim).step for dim in range(spec.ndim)])
+    return spec.dtype.itemsize * elements
 
 
 def _busiest_rank_bytes(src: Spec, dst: Spec, ranks: Sequence[int]) -> int:

@@ -183,14 +183,11 @@ class CoalescedBatch:
 
     def position_of(self, tensor: Any) -> int | None:
         """Return the position of the redistribution that a DTensor waits for; None for a sum."""
-        return next(
-            (
-                at
-                for of, at, present in reversed(self._waiting)
-                if of() is tensor and present is None
-            ),
-            None,
-        )
+        position: int
+        for of, position, present in reversed(self._waiting):
+            if of() is tensor and present is None:
+                return position
+        return None
 
     def start(self, *, copies: bool = False) -> None:
         """Start all requested redistributions; with `copies` sources may be written to from now on.

@@ -138,13 +138,8 @@ class Plan:
         head = f"{layout(self.src)} -> {layout(self.dst)}: "
         if not self.steps:
             return head + "nothing to do"
-        total = ", ".join(
-            [
-                format_bytes(self.bytes_sent),
-                format_seconds(self.seconds),
-                f"peak {format_bytes(self.peak_bytes)}",
-            ]
-        )
+        cost = f"{format_bytes(self.bytes_sent)}, {format_seconds(self.seconds)}"
+        total = f"{cost}, peak {format_bytes(self.peak_bytes)}"
         lines = [f"  {step.line()}" for step in self.steps]
         return "\n".join([head + total, *lines])
 
@@ -173,11 +168,15 @@ def format_bytes(count: float) -> str:
         if count < 1024 or unit == "GiB":
             break
         count /= 1024
-    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+    if unit == "B":
+        return f"{count:.0f} B"
+    return f"{count:.1f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:
     """Format a time for people: `2.5 us`, `250.0 ms`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s"

@@ -64,7 +64,8 @@ def fill_counter(
     low, high = box[-1]
     # numbers of the box's rows among the global ones
     rows = torch.zeros(1, dtype=torch.int64, device=local.device)
-    for n, (start, stop) in zip(shape[:-1], box[:-1], strict=True):
+    outer = zip(shape[:-1], box[:-1], strict=True)
+    for n, (start, stop) in outer:
         # rows 2:4: [2, 3]
         inner = torch.arange(start, stop, device=local.device)
         rows = (rows[:, None] * n + inner).reshape(-1)
@@ -77,7 +78,8 @@ def fill_counter(
         step = max(1, _CHUNK // (right - left))
         for top in range(0, len(rows), step):
             rows_of_chunk = rows[top : top + step]
-            place = (slice(top, top + step), slice(left - low, right - low))
+            columns = slice(left - low, right - low)
+            place = (slice(top, top + step), columns)
             values = _values(fill, rows_of_chunk, (left, right), local.dtype, key=key)
             if odds is not None:
                 values = values < odds[place]
@@ -147,7 +149,9 @@ def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _open_uniform(words: Tensor) -> Tensor:
     """Return two values per block in the open interval (0, 1), from 52 bits each."""
-    bits = (words[..., 0::2] << 20) + (words[..., 1::2] >> 12)
+    high = words[..., 0::2]
+    low = words[..., 1::2]
+    bits = (high << 20) + (low >> 12)
     return bits.double().add_(0.5).mul_(2.0**-52)
 
 
@@ -156,11 +160,14 @@ def _uniform(words: Tensor, dtype: torch.dtype, start: float, stop: float) -> Te
     bits = _BITS[dtype]
     if bits > 32:
         # 32 + 21 of 53 bits
-        units = (words[..., 0::2] << 21) + (words[..., 1::2] >> 11)
+        high = words[..., 0::2]
+        low = words[..., 1::2]
+        units = (high << 21) + (low >> 11)
     else:
         # f32: the upper 24 bits
         units = words >> (32 - bits)
-    values = units.double().mul_(2.0**-bits).mul_(stop - start).add_(start).to(dtype)
+    fractions = units.double().mul_(2.0**-bits)
+    values = fractions.mul_(stop - start).add_(start).to(dtype)
     if stop <= start:
         return values
     return values.masked_fill_(values >= stop, start)
@@ -256,5 +263,6 @@ def philox(counter: Sequence[Any], key: tuple[int, int]) -> list[Any]:
         c1 = right & _MASK
         c2 = ((left >> 32) & _MASK) ^ c3 ^ k1
         c3 = left & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+        k0 = (k0 + _WEYL[0]) & _MASK
+        k1 = (k1 + _WEYL[1]) & _MASK
     return [c0, c1, c2, c3]

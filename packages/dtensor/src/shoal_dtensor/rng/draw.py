@@ -83,7 +83,9 @@ def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Ten
 
     `dtype` is the dtype of the input.
     """
-    if out.device.type != "cpu" and 0.0 < chance < 1.0 and current_mode().mode == "single_device":
+    is_random = 0.0 < chance < 1.0
+    is_on_device = out.device.type != "cpu"
+    if is_on_device and is_random and current_mode().mode == "single_device":
         draw(spec, Fill("dropout_mask", (chance, dtype), granule=16), out=out)
     else:
         draw(spec, Fill("bernoulli_", (1.0 - chance,)), out=out)

@@ -78,9 +78,8 @@ def draws_at_once(device_type: str) -> bool:
 
     In other modes and on other devices, the start of a shard in the stream must be an integer.
     """
-    return current_mode().mode == "local" or (
-        current_mode().mode == "single_device" and device_type == "cpu"
-    )
+    mode = current_mode().mode
+    return mode == "local" or (mode == "single_device" and device_type == "cpu")
 
 
 @contextmanager

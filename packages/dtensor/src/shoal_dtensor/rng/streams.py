@@ -113,11 +113,8 @@ def fill_stream(
     Afterwards the generator has the state that it would have on one device.
     """
     # The dims of the box, and of its probabilities in `operand`, are in the tensor's own order.
-    in_order = (
-        memory.has(local)
-        and memory.box == whole_box(memory.shape)
-        and memory.arranged(local).is_contiguous()
-    )
+    has_all = memory.has(local) and memory.box == whole_box(memory.shape)
+    in_order = has_all and memory.arranged(local).is_contiguous()
     # the box is the tensor: the plain operator does it
     if in_order and local.is_contiguous() == memory.contiguous:
         fill(local, generator, operand)

@@ -365,7 +365,8 @@ class Halos:
             begin, end = along(sharding).interval_of(exchange.index)
             # kernel 3, padding 1, outputs 0:4: rows -1:5
             first, last = exchange.wanted
-            start, stop = begin, end
+            start = begin
+            stop = end
             if along.transposed:
                 # inputs 0:3 to -1:6
                 start, stop = along.reached((first, last))

@@ -318,7 +318,9 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
         shapes[coordinate] = tuple(lengths[: fact % _DIMS])
     spec = _layout_of_shapes(shapes, local.dtype, mesh, placements, shard_order=shard_order)
     orders = {fact // _ORDERS for fact in facts.values()}
-    return spec, local if len(orders) == 1 else local.contiguous()
+    if len(orders) > 1:
+        local = local.contiguous()
+    return spec, local
 
 
 # A row of `layout_of_ranks` has the digest, the facts and up to so many sizes: (3, 5) of float32 on

@@ -217,7 +217,8 @@ class CallTrial:
         read = {name: value for name, value in kwargs.items() if name not in self.outs}
         self.leaves, self.tree = pytree.tree_flatten((args, read))
         self.tensors: list[Tensor] = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        outs = [t.clone() for t in flatten([kwargs[name] for name in self.outs])]
+        out_arguments = [kwargs[name] for name in self.outs]
+        outs = [t.clone() for t in flatten(out_arguments)]
         self.results: tuple[Any, list[Tensor]] = _alone(partial(self._run, self.tensors, outs))
         args, kwargs = pytree.tree_map(_meta, (args, self.kwargs))
         result, _ = self.results

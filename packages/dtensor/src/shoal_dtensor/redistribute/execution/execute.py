@@ -163,11 +163,8 @@ def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) ->
 
     The cache is dropped at a write to `owner`. With `fresh`, return a copy.
     """
-    if (
-        not plan.src.partials
-        or not _is_norm(plan.src, owner)
-        or prod(plan.src.shape) > MAX_ELEMENTS
-    ):
+    is_norm = plan.src.partials and _is_norm(plan.src, owner)
+    if not is_norm or prod(plan.src.shape) > MAX_ELEMENTS:
         return run(plan, local)
     state = (plan.dst, owner._version, local._version)
     known = owner.__dict__.get("_reduced")
@@ -279,14 +276,9 @@ def _legs(index: int, plan: Plan) -> tuple[list[CollectiveLeg | None], tuple[Sta
                 legs.append(None)
             continue
         is_last = step is plan.steps[-1]
-        leg = CollectiveLeg(
-            index,
-            tuple(before),
-            step,
-            one_step,
-            call=one_step.collective,
-            gives_result=is_last and one_step.finish is received and not closing(plan),
-        )
+        is_result = is_last and one_step.finish is received and not closing(plan)
+        call = one_step.collective
+        leg = CollectiveLeg(index, tuple(before), step, one_step, call=call, gives_result=is_result)
         legs.append(leg)
         before = []
     return legs, (*before, *closing(plan))

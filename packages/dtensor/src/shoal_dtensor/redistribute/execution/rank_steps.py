@@ -313,11 +313,14 @@ def _reducing(step: Step, coordinate: Coordinate) -> RankStep:
         return work
     prepare = work.prepare
     finish = work.finish
-    return RankStep(
-        prepare=lambda local: prepare(powers(local, order)),
-        collective=work.collective,
-        finish=lambda got, local: root(finish(got, local), order, dtype),
-    )
+
+    def prepare_powers(local: Tensor) -> Tensor:
+        return prepare(powers(local, order))
+
+    def finish_root(got: Tensor, local: Tensor) -> Tensor:
+        return root(finish(got, local), order, dtype)
+
+    return RankStep(prepare_powers, work.collective, finish_root)
 
 
 def _all_to_all(step: Step, coordinate: Coordinate) -> RankStep:

@@ -82,15 +82,10 @@ def _all_gather(
     copied = 0 if changed == [0] else after.box_bytes
     axes = _finer_axes(after.dims, before.dims, changed)
     communication = space.links.seconds(mask_of(axes), received)
-    return Edge(
-        "AllGather",
-        axes,
-        tuple(changed),
-        after,
-        seconds=communication + space.links.copy(copied),
-        received=received,
-        peak=before.box_bytes + after.box_bytes + copied,
-    )
+    seconds = communication + space.links.copy(copied)
+    peak = before.box_bytes + after.box_bytes + copied
+    dims = tuple(changed)
+    return Edge("AllGather", axes, dims, after, seconds=seconds, received=received, peak=peak)
 
 
 def _exchange(
@@ -122,15 +117,9 @@ def _exchange(
             seconds = seconds_among_holders
     # rows of dim 0 are in memory as they travel
     copied = 0 if changed == [0] else min(received, held) + wanted
-    return Edge(
-        kind,
-        axes,
-        dims,
-        after,
-        seconds=seconds + links.copy(copied),
-        received=received,
-        peak=2 * (held + wanted),
-    )
+    seconds += links.copy(copied)
+    peak = 2 * (held + wanted)
+    return Edge(kind, axes, dims, after, seconds=seconds, received=received, peak=peak)
 
 
 def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
@@ -176,15 +165,11 @@ def all_reduce(space: Space, before: State) -> Edge:
     # 64 bytes on 4 ranks: 2 * 64 * 3 // 4 = 96
     received = 2 * box_on_wire * (ranks - 1) // ranks
     after = space.state(before.dims, 0, before.to_make_partial, before.to_rescale)
+    seconds = space.links.seconds(axes, received)
+    # norm2 of bf16 is summed in f32: the factor is 2, so 3 boxes
+    peak = before.box_bytes + box_on_wire
     return Edge(
-        "AllReduce",
-        axes_of(axes),
-        (),
-        after,
-        seconds=space.links.seconds(axes, received),
-        received=received,
-        # norm2 of bf16 is summed in f32: the factor is 2, so 3 boxes
-        peak=before.box_bytes + box_on_wire,
+        "AllReduce", axes_of(axes), (), after, seconds=seconds, received=received, peak=peak
     )
 
 
@@ -205,14 +190,10 @@ def reduce_scatter(space: Space, before: State, after: State) -> Edge:
     packed = 0 if changed == (0,) else box_on_wire
     communication = space.links.seconds(reduced, received)
     axes = _finer_axes(before.dims, after.dims, changed)
+    seconds = communication + space.links.copy(packed)
+    peak = before.box_bytes + packed + after.box_bytes
     return Edge(
-        "ReduceScatter",
-        axes,
-        changed,
-        after,
-        seconds=communication + space.links.copy(packed),
-        received=received,
-        peak=before.box_bytes + packed + after.box_bytes,
+        "ReduceScatter", axes, changed, after, seconds=seconds, received=received, peak=peak
     )
 
 
@@ -282,15 +263,9 @@ def _local(
     """Return a step without communication, which writes the new local tensor."""
     changed = _changed_dims(before, after)
     axes = axes or _finer_axes(before.dims, after.dims, changed)
-    return Edge(
-        kind,
-        axes,
-        changed,
-        after,
-        seconds=space.links.copy(after.box_bytes),
-        received=0,
-        peak=before.box_bytes + after.box_bytes,
-    )
+    seconds = space.links.copy(after.box_bytes)
+    peak = before.box_bytes + after.box_bytes
+    return Edge(kind, axes, changed, after, seconds=seconds, received=0, peak=peak)
 
 
 def _slice_towards(space: Space, before: State, goal: Dims) -> State:

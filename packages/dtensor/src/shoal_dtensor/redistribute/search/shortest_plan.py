@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...errors import RedistributeError
 from ...layout.placements import Partial, Placement, Replicate
 from ..steps import Plan, Step
+from .bound import Bound
 from .edges import (
     Edge,
     all_reduce,
@@ -78,17 +79,17 @@ def cheapest_plans(
     for edges in [*seconds_of][:wanted]:
         seconds = seconds_of[edges]
         received = sum(edge.received for edge in edges)
-        plans.append(
-            Plan(
-                src,
-                dst,
-                _steps(src, dst, space, edges),
-                seconds,
-                bytes_sent=received,
-                peak_bytes=search.peak(edges),
-                floor=min(seconds, floor),
-            )
+        peak = search.peak(edges)
+        plan = Plan(
+            src,
+            dst,
+            _steps(src, dst, space, edges),
+            seconds,
+            bytes_sent=received,
+            peak_bytes=peak,
+            floor=min(seconds, floor),
         )
+        plans.append(plan)
     return plans
 
 
@@ -213,12 +214,10 @@ class _Search:
             # (0, 1): reduced and made again are 0b01, 0b10 or 0b11
             for chosen in subsets(axes_of(space.partial_at_both_ends)):
                 axes = mask_of(chosen)
-                yield space.state(
-                    start.dims,
-                    start.to_reduce | axes,
-                    start.to_make_partial | axes,
-                    start.to_rescale & ~axes,
-                )
+                to_reduce = start.to_reduce | axes
+                to_make_partial = start.to_make_partial | axes
+                to_rescale = start.to_rescale & ~axes
+                yield space.state(start.dims, to_reduce, to_make_partial, to_rescale)
 
     def search(self, start: _Trail) -> float:
         """Search paths from one start; return a lower bound on the cost of paths not in `found`."""
@@ -403,89 +402,3 @@ class _Search:
         if edges:
             peaks[0] -= box
         return max([box, *peaks])
-
-
-class Bound:
-    """Admissible lower bound on the seconds from a state to the goal: never above the true rest.
-
-    It accounts for the slowest latency and for the bytes received over links of each speed.
-    """
-
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        # (8, 6) of f32: 192
-        self.whole = space.itemsize * prod(sharded.longest for sharded in space.whole)
-        axes = axes_of(space.multi_rank_axes)
-        links = space.links
-        # Seconds of the fastest start of a collective.
-        self.start: float = min([links.latency[a] for a in axes], default=0.0)
-        # The axes that are not faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow),
-        # (0b11, fast)
-        speeds = sorted({links.bandwidth[a] for a in axes})
-        self._levels: list[tuple[int, float]] = []
-        for speed in speeds:
-            slow_axes = [axis for axis in axes if links.bandwidth[axis] <= speed]
-            self._levels.append((mask_of(slow_axes), speed))
-        self._fastest = speeds[-1] if speeds else inf
-
-    def seconds(self, here: State) -> float:
-        """Return a lower bound on the seconds from a state to the goal."""
-        links = self.space.links
-        moving = self.space.moving(here)
-        leaving = here.to_reduce | here.must_leave & ~here.to_make_partial
-        seconds = links.seconds(leaving, 0)
-        # local steps make values partial as in the destination: of the finest shard at least
-        if not here.partials_done:
-            finest = self.whole / links.ranks(moving & ~here.to_make_partial)
-            local_steps = bool(here.to_make_partial) + bool(here.to_rescale)
-            seconds += local_steps * links.copy(finest)
-        if leaving:
-            # 10 bytes over slow links, 30 in all: 10 of them at the slow speed, the other 20 at the
-            # fast one
-            before = 0.0
-            for axes, speed in self._levels:
-                volume = self._volume(here, moving, moving & axes)
-                if volume > before:
-                    seconds += (volume - before) / speed
-                    before = volume
-        if here.to_reduce or here.to_make_partial:
-            return seconds
-        # The part that two shards have in common has at most the shorter length
-        # of each dim. 8 x 8, S(0) -> S(1) over 2 ranks: a rank needs 4 x 8 elements, of which it
-        # has 4 x 4.
-        common = self.space.itemsize
-        for old, new in zip(here.dims, self.space.wanted, strict=True):
-            common *= min(old.longest, new.longest)
-        # 64 / 2 - 4 * 4 = 16 elements
-        lacking = self.whole / links.ranks(self.space.goal.sharding_axes) - common
-        in_one_collective = links.seconds(leaving, 0) + lacking / self._fastest
-        return max(seconds, in_one_collective)
-
-    def _volume(self, here: State, moving: int, level: int) -> float:
-        """Return a lower bound on the average bytes that a rank receives over axes of a level.
-
-        These axes divide the mesh into islands, and the other axes are faster.
-
-        Gathering: 4 islands of 2 ranks, 8 rows, S(0) over the islands -> R: an island has 2 rows
-        and needs 8; 6 come to its 2 ranks, 3 rows to each.
-
-        Reducing: to add up p values on different islands and leave the result on q of them, every
-        element has to come p - 1 times to be added (reduce copies) and q - 1 times to be held
-        (spread copies). P -> R over 4 ranks: 3 + 3 times, 6 / 4 of it to each rank.
-        """
-        ranks = self.space.links.ranks
-        wanted = self.space.goal.sharding_axes
-        # axes that still become partial are on one island with their sum
-        between = level & ~here.to_make_partial
-        if here.to_reduce:
-            reduce_copies = ranks(here.to_reduce & level) - 1
-            spread_copies = ranks(between & ~wanted) - 1
-            if not reduce_copies:
-                return 0.0
-            # on 4: 1/4 * (3 + 3)
-            return self.whole / ranks(moving) * (reduce_copies + spread_copies)
-        shards = ranks(here.sharding_axes & ~wanted & between)
-        island = self.whole / ranks(wanted & between)
-        # 4 islands of 2: (8 - 8 / 4) / 2 = 3 rows
-        lacking = island - island / shards
-        return lacking / ranks(moving & ~between)

@@ -347,7 +347,10 @@ class Candidates:
         # and 2 * 3 by both.
         axes = space.moving(start).bit_count()
         dims = max(1, len(self.ends))
-        layouts = sum(perm(axes, k) * comb(k + dims - 1, k) for k in range(axes + 1))
+        layouts = 0
+        for k in range(axes + 1):
+            orders = perm(axes, k)
+            layouts += orders * comb(k + dims - 1, k)
         # whether all of them are looked at
         self.complete = layouts <= MOST_LAYOUTS
 

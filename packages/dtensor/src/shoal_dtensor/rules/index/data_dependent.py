@@ -135,8 +135,8 @@ def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFu
         total = torch.zeros(len(values), dtype=counts.dtype, device=x.device)
         total.index_add_(0, inverse, counts)
         nothing = x.new_empty(0, dtype=torch.int64)
-        results = (values, nothing, total if counted else nothing)
-        return results[:count]
+        counts_of_all = total if counted else nothing
+        return (values, nothing, counts_of_all)[:count]
 
     return run
 

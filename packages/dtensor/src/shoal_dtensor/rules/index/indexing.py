@@ -91,8 +91,11 @@ def indexed_dims(source: TensorMeta, indices: Sequence[TensorMeta | None]) -> In
     are_together = all(second == first + 1 for first, second in pairwise(taken))
     first = taken[0] if are_together and taken else 0
     others = [d for d in range(source.ndim) if d not in taken]
-    kept = tuple((d, i if i < first else i + ndim) for i, d in enumerate(others))
-    return IndexedDims(tuple(indexed), kept, first, ndim)
+    kept = []
+    for i, d in enumerate(others):
+        result_dim = i if i < first else i + ndim
+        kept.append((d, result_dim))
+    return IndexedDims(tuple(indexed), tuple(kept), first, ndim)
 
 
 def index(call: OpCall) -> Iterator[Row]:

@@ -316,8 +316,9 @@ class OpCall:
         names = schema.returns
         if not names:
             counts = [len(self.places[name]) for name in schema.written]
-            is_single = len(counts) == 1
-            return ["out"] if is_single else [f"out{i}" for i in range(len(counts))], counts
+            if len(counts) == 1:
+                return ["out"], counts
+            return [f"out{i}" for i in range(len(counts))], counts
         count = len(self.outputs)
         if any(schema.is_list):
             return names, [count // len(names)] * len(names)

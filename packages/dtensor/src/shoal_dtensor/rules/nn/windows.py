@@ -416,11 +416,14 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
             of_input, of_weight, of_bias = back(halos.uncropped(gradient), wide, weight, *args)
         if sums_bias_apart:
             of_bias = gradient.sum(other_dims)
-        return (
-            halos.return_gradient(of_input) if wants_input else None,
-            of_weight if wants_weight else None,
-            of_bias if wants_bias else None,
-        )
+        results: list[Tensor | None] = [None, None, None]
+        if wants_input:
+            results[0] = halos.return_gradient(of_input)
+        if wants_weight:
+            results[1] = of_weight
+        if wants_bias:
+            results[2] = of_bias
+        return tuple(results)
 
     return in_every_form(call, run)
 

@@ -264,7 +264,9 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
     gradient = call["grad_output"]
     length = call["input_sizes"][dim]
     other_dims = [d for d in range(call.outputs[0].ndim) if d != dim]
-    yield from same_dims(call, ((_after(d, dim) if is_one else d, d) for d in other_dims))
+    for d in other_dims:
+        gradient_dim = _after(d, dim) if is_one else d
+        yield from same_dims(call, [(gradient_dim, d)])
     selected = selection(call, length)
     back = S(dim, map=SliceGradMap(length, selected.start, selected.step))
     if not is_one:

@@ -288,7 +288,8 @@ def unfold(call: OpCall) -> Iterator[Row]:
     whole = call.outputs[0] if is_gradient else call["self"]
     if not whole.ndim:
         return
-    dim = int(call["dim" if is_gradient else "dimension"]) % whole.ndim
+    dim_argument = "dim" if is_gradient else "dimension"
+    dim = int(call[dim_argument]) % whole.ndim
     yield from same_dims(call, ((d, d) for d in range(whole.ndim) if d != dim))
     is_split = call["size"] <= step and whole.shape[dim] % step == 0
     if not is_split:
