@@ -93,6 +93,26 @@ def test_every_element_is_right_and_sent_once(seed: int) -> None:
     assert_right(seed)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_no_round_moves_more_than_its_bound(seed: int) -> None:
+    plan = draw_plan(seed)
+    for batch in plan.batches():
+        moved = dict[tuple[str, int], int]()
+        copies = 0
+        for tensor, routes in batch.parts:
+            for copy in map(tensor.copy_of, routes):
+                if copy.sender is None or (copy.is_local or copy.stage == 2):
+                    continue
+                side = "source" if plan.is_one_world else copy.sender.side
+                receiver = "source" if plan.is_one_world else "target"
+                if (side, copy.sender.rank) == (receiver, copy.receiver.rank):
+                    continue
+                copies += 1
+                for end in ((side, copy.sender.rank), (receiver, copy.receiver.rank)):
+                    moved[end] = moved.get(end, 0) + copy.nbytes
+        assert copies <= 1 or max(moved.values()) <= plan.max_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 2000, 100))
 def test_two_thousand_pairs(first: int) -> None:

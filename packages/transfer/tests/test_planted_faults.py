@@ -42,7 +42,9 @@ def local_expert_numbers() -> WeightMapping:
     names = {r"experts\.[01]\.w": r"unused.\g<0>"}
     moved = WeightMapping.same_names(shapes).rename(names)
     moved = moved.rename({r"^experts\.2": "experts.0", r"^experts\.3": "experts.1"})
-    return served(moved.rename({r"^unused\.experts\.0": "experts.2", r"^unused\.experts\.1": "experts.3"}))
+    return served(
+        moved.rename({r"^unused\.experts\.0": "experts.2", r"^unused\.experts\.1": "experts.3"})
+    )
 
 
 def wrong_group() -> WeightMapping:
@@ -87,7 +89,9 @@ def test_version_zero_names_the_tensor(fault: str) -> None:
     mapping, message = FAULTS[fault]
     transfer, target = transfer_by(mapping())
     assert "mapping unverified" in transfer.plan.explain()
-    with pytest.raises(MappingError, match=f"version 0 differs: {message} elements on target rank 0"):
+    with pytest.raises(
+        MappingError, match=f"version 0 differs: {message} elements on target rank 0"
+    ):
         transfer.witness()
     assert not transfer.plan.is_verified
     assert all(torch.equal(target[name], value) for name, value in loaded().items())

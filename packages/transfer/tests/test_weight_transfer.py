@@ -6,6 +6,7 @@ running/memories.py, running/messages.py, running/wires.py.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -254,6 +255,46 @@ def test_weights_at_other_addresses_and_of_other_strides() -> None:
     transfer.run(3)
     assert_served(served, expected_of(trained, 2))
     assert transfer.plan is not plan
+
+
+@on_ranks(2, timeout=200)
+def test_a_server_that_shards_plain_tensors_by_itself() -> None:
+    rank = dist.get_rank()
+    trained = build(TRAINED, 0)
+    served: Any = nn.ModuleDict({"qkv": nn.Linear(6, 8, bias=False)})
+    source = describe(trained)
+    target = describe(served, per_rank=True)
+    assert target.shapes == {"qkv.weight@0": (8, 6), "qkv.weight@1": (8, 6)}
+    # each rank has its heads of q, k and v of the first layer
+    halves = {}
+    for name in "qkv":
+        size = TRAINED[name] // 2
+        halves[f"0.{name}.weight"] = {f"{name}@0": size, f"{name}@1": size}
+    mapping = WeightMapping.same_names(source.shapes).drop(["1.{}.weight", "0.o.weight"])
+    mapping = mapping.split(halves)
+    for one in (0, 1):
+        mapping = mapping.fuse({f"qkv.weight@{one}": [f"{name}@{one}" for name in "qkv"]})
+    transfer = WeightTransfer(plan_transfer(source, target, mapping), source=trained, target=served)
+    transfer.run(1)
+    expected = expected_of(trained, 2)["0.qkv.weight"]
+    assert torch.equal(served["qkv"].weight, expected[8 * rank : 8 * rank + 8])
+
+
+def test_a_step_waits_until_the_weights_are_read() -> None:
+    trained = build(TRAINED, 0)
+    plan = plan_transfer(describe(trained), describe(trained))
+    transfer = WeightTransfer(plan, source=trained, target=trained)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+    transfer.guard(optimizer)
+    runner = transfer._runner
+    runner.begin_reading()
+    step_in_background = threading.Thread(target=optimizer.step)
+    step_in_background.start()
+    step_in_background.join(0.2)
+    assert step_in_background.is_alive()
+    runner.finish_reading()
+    step_in_background.join(20)
+    assert not step_in_background.is_alive()
 
 
 def test_finish_is_called_once_for_each_layer() -> None:

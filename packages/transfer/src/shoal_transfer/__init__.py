@@ -8,7 +8,7 @@ from .manifest.describe import describe, describe_files, describe_rank
 from .manifest.records import Holding, Manifest, TensorRecord, merge_manifests
 from .mapping.assignment import Assignment, Strided, assign_strided
 from .mapping.weight_mapping import WeightMapping
-from .planning.copies import Copy, Memory
+from .planning.copies import Copy, MemoryBlock
 from .planning.plan import plan_transfer
 from .planning.transfer_plan import Traffic, TransferPlan
 from .running.copy_weights import copy_weights
@@ -27,7 +27,7 @@ __all__ = [
     "Manifest",
     "ManifestError",
     "MappingError",
-    "Memory",
+    "MemoryBlock",
     "ProofError",
     "Roster",
     "Strided",

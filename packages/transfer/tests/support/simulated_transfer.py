@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal_transfer import Copy, Manifest, Memory, TransferPlan
+from shoal_transfer import Copy, Manifest, MemoryBlock, TransferPlan
 
 Memories = dict[tuple[str, int, str], Tensor]
 
@@ -45,6 +45,6 @@ def run_copy(copy: Copy, memories: Memories) -> None:
     target.copy_(source)
 
 
-def strided(memories: Memories, memory: Memory, sizes: tuple[int, ...]) -> Tensor:
+def strided(memories: Memories, memory: MemoryBlock, sizes: tuple[int, ...]) -> Tensor:
     tensor = memories[memory.side, memory.rank, memory.part]
     return tensor.as_strided(sizes, memory.strides, memory.offset)

@@ -163,26 +163,19 @@ class Manifest:
         tensors = []
         for record in self.tensors.values():
             number = numbers.setdefault(record.holdings, len(numbers))
-            value: dict[str, Any] = {
-                "name": record.name,
-                "shape": list(record.shape),
-                "dtype": record.dtype,
-                "layout": number,
-                "parts": list(record.parts),
-            }
+            tensor: dict[str, Any] = {"name": record.name, "shape": record.shape}
+            tensor["dtype"] = record.dtype
+            tensor["layout"] = number
+            tensor["parts"] = record.parts
             if record.aliases:
-                value["aliases"] = list(record.aliases)
-            tensors.append(value)
-        return json.dumps(
-            {
-                "format": _FORMAT,
-                "version": _VERSION,
-                "world": self.world,
-                "hosts": {str(rank): host for rank, host in self.hosts.items()},
-                "layouts": [list(map(_holding_to_json, layout)) for layout in numbers],
-                "tensors": tensors,
-            }
-        )
+                tensor["aliases"] = record.aliases
+            tensors.append(tensor)
+        value: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "world": self.world}
+        value["hosts"] = {str(rank): host for rank, host in self.hosts.items()}
+        # a holding is a list of its fields, in order
+        value["layouts"] = list(numbers)
+        value["tensors"] = tensors
+        return json.dumps(value)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -282,11 +275,6 @@ def _merge_records(
     return TensorRecord(
         first.name, first.shape, first.dtype, layout, parts=tuple(parts), aliases=aliases
     )
-
-
-def _holding_to_json(holding: Holding) -> list[Any]:
-    box = [list(bounds) for bounds in holding.box]
-    return [holding.rank, box, holding.offset, list(holding.strides), holding.part]
 
 
 def _holding_from_json(value: list[Any]) -> Holding:

@@ -182,15 +182,13 @@ class Assignment:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Assignment:
         """Return the assignment that `to_json` has written."""
-        return cls(
-            value["target"],
-            _as_region(value["region"]),
-            source=value.get("source"),
-            source_region=_as_region(value.get("source_region", [])),
-            dims=tuple(value.get("dims", [])),
-            fill=value.get("fill"),
-            casts=value.get("casts", False),
-        )
+        region = _as_region(value["region"])
+        casts = value.get("casts", False)
+        if "source" not in value:
+            return cls(value["target"], region, fill=value.get("fill"), casts=casts)
+        source_region = _as_region(value["source_region"])
+        dims = tuple(value["dims"])
+        return cls(value["target"], region, value["source"], source_region, dims=dims, casts=casts)
 
 
 class Strided:
@@ -291,10 +289,11 @@ def assign_strided(target: str, to: Strided, source: str, of: Strided) -> Assign
 
 
 def _check_inside(name: str, region: Region, shape: Sequence[int]) -> None:
-    is_inside = len(region) == len(shape) and all(
-        indices.step > 0 and (not indices or (indices[0] >= 0 and indices[-1] < size))
-        for indices, size in zip(region, shape, strict=True)
-    )
+    is_inside = len(region) == len(shape)
+    for indices, size in zip(region, shape, strict=False):
+        is_inside = is_inside and indices.step > 0
+        if indices:
+            is_inside = is_inside and indices[0] >= 0 and indices[-1] < size
     if not is_inside:
         raise MappingError(
             f"{name!r}: region {format_region(region)} is not in the tensor's shape {tuple(shape)}"

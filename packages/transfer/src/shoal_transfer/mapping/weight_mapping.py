@@ -337,14 +337,10 @@ class WeightMapping:
 
     def to_json(self) -> str:
         """Return the mapping as a JSON text."""
-        value: dict[str, Any] = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "witness": self.witness,
-            "sources": {name: list(shape) for name, shape in self.sources.items()},
-            "targets": {name: list(shape) for name, shape in self.targets.items()},
-            "assignments": [part.to_json() for part in self.assignments],
-        }
+        value: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "witness": self.witness}
+        value["sources"] = dict(self.sources)
+        value["targets"] = dict(self.targets)
+        value["assignments"] = [part.to_json() for part in self.assignments]
         return json.dumps(value)
 
     @classmethod
@@ -359,12 +355,10 @@ class WeightMapping:
             raise MappingError(f"expected JSON of format {_FORMAT!r}")
         if value["version"] != _VERSION:
             raise MappingError(f"version {value['version']} of a mapping; this reads {_VERSION}")
-        return cls(
-            {name: tuple(shape) for name, shape in value["sources"].items()},
-            {name: tuple(shape) for name, shape in value["targets"].items()},
-            tuple(map(Assignment.from_json, value["assignments"])),
-            value["witness"],
-        )
+        sources = {name: tuple(shape) for name, shape in value["sources"].items()}
+        targets = {name: tuple(shape) for name, shape in value["targets"].items()}
+        assignments = tuple(map(Assignment.from_json, value["assignments"]))
+        return cls(sources, targets, assignments, value["witness"])
 
 
 def _check_cover(name: str, shape: tuple[int, ...], parts: tuple[Assignment, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Cells of a tensor: boxes that each rank holds whole or not at all."""
+"""CellIndex of a tensor: boxes that each rank holds whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Cell(NamedTuple):
     holders: tuple[Holding, ...]
 
 
-class Cells:
+class CellIndex:
     """The cells of a tensor, found by a region.
 
     Args:
@@ -29,7 +29,7 @@ class Cells:
 
     Example:
         >>> rows = [Holding(0, ((0, 2),), 0, (1,)), Holding(1, ((2, 4),), 0, (1,))]
-        >>> cells = Cells((4,), [*rows, Holding(2, ((0, 2),), 0, (1,))])
+        >>> cells = CellIndex((4,), [*rows, Holding(2, ((0, 2),), 0, (1,))])
         >>> [(cell.box, len(cell.holders)) for cell in cells.meeting((range(1, 4),))]
         [(((0, 2),), 2), (((2, 4),), 1)]
     """

@@ -12,7 +12,7 @@ from ..mapping.regions import Region
 from .routes import Route, RouteTable
 
 
-class Memory(NamedTuple):
+class MemoryBlock(NamedTuple):
     """A strided view of one local tensor of one rank.
 
     Attributes:
@@ -23,7 +23,7 @@ class Memory(NamedTuple):
         strides: elements, one per loop of the copy.
 
     Example:
-        >>> Memory("source", 3, "weight", 8, (4, 1)).rank
+        >>> MemoryBlock("source", 3, "weight", 8, (4, 1)).rank
         3
     """
 
@@ -62,8 +62,8 @@ class Copy(NamedTuple):
     target: str
     region: Region
     stage: int
-    sender: Memory | None
-    receiver: Memory
+    sender: MemoryBlock | None
+    receiver: MemoryBlock
     sizes: tuple[int, ...]
     dtype: str
     nbytes: int
@@ -109,19 +109,7 @@ class TensorPlan(NamedTuple):
         part = route.part
         receiver = _address(route.receiver, part.region)
         if route.source < 0:
-            memory = self._target_memory(route.receiver, receiver.offset, receiver.strides)
-            return Copy(
-                None,
-                self.target,
-                part.region,
-                stage=0,
-                sender=None,
-                receiver=memory,
-                sizes=tuple(map(len, part.region)),
-                dtype=self.table.record.dtype,
-                nbytes=0,
-                fill=part.fill,
-            )
+            return self._fill_of(route, receiver)
         sizes = tuple(map(len, part.source_region))
         strides = _by_source_dims(part, receiver.strides)
         return Copy(
@@ -136,11 +124,29 @@ class TensorPlan(NamedTuple):
             nbytes=prod(sizes) * self.table.itemsize,
         )
 
-    def _target_memory(self, holding: Holding, offset: int, strides: tuple[int, ...]) -> Memory:
-        part = self.target_parts[holding.part]
-        return Memory("target", holding.rank, part, offset, strides=strides)
+    def _fill_of(self, route: Route, receiver: _Address) -> Copy:
+        """Return the copy of a route without a source."""
+        memory = self._target_memory(route.receiver, receiver.offset, receiver.strides)
+        return Copy(
+            None,
+            self.target,
+            route.part.region,
+            stage=0,
+            sender=None,
+            receiver=memory,
+            sizes=tuple(map(len, route.part.region)),
+            dtype=self.table.record.dtype,
+            nbytes=0,
+            fill=route.part.fill,
+        )
 
-    def _sender(self, route: Route) -> Memory:
+    def _target_memory(
+        self, holding: Holding, offset: int, strides: tuple[int, ...]
+    ) -> MemoryBlock:
+        part = self.target_parts[holding.part]
+        return MemoryBlock("target", holding.rank, part, offset, strides=strides)
+
+    def _sender(self, route: Route) -> MemoryBlock:
         """Return the memory that a route reads."""
         part = route.part
         if route.copied is None:
@@ -148,7 +154,9 @@ class TensorPlan(NamedTuple):
             assert holding is not None, "a route with a source has senders"
             address = _address(holding, part.source_region)
             name = self.source_parts[route.source][holding.part]
-            return Memory("source", holding.rank, name, address.offset, strides=address.strides)
+            return MemoryBlock(
+                "source", holding.rank, name, address.offset, strides=address.strides
+            )
         read = route.copied.part.reading_from(part.source_region)
         assert read is not None, "the elements have arrived by that route"
         holding = route.copied.receiver

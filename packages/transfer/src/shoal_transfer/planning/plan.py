@@ -77,16 +77,15 @@ def plan_transfer(
             tables[key] = table
         number = instances.get(key, 0)
         instances[key] = number + 1
-        tensors.append(
-            TensorPlan(
-                record.name,
-                tuple(one.name for one in sources.values()),
-                target_parts=record.parts,
-                source_parts=tuple(one.parts for one in sources.values()),
-                table=tables[key],
-                instance=number,
-            )
+        tensor = TensorPlan(
+            record.name,
+            tuple(one.name for one in sources.values()),
+            target_parts=record.parts,
+            source_parts=tuple(one.parts for one in sources.values()),
+            table=tables[key],
+            instance=number,
         )
+        tensors.append(tensor)
     return TransferPlan(source, target, mapping, tuple(tensors), max_bytes=max_bytes)
 
 

@@ -16,7 +16,7 @@ from ..mapping.regions import (
     intersect_regions,
     region_of_box,
 )
-from .cells import Cell, Cells
+from .cells import Cell, CellIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class RouteTable:
         self._loads = loads
         self._most = max(most_bytes // self.itemsize, 1)
         self._numbers = {name: number for number, name in enumerate(sources)}
-        self._cells = [Cells(one.shape, one.holdings) for one in self.sources]
+        self._cells = [CellIndex(one.shape, one.holdings) for one in self.sources]
         self._by_host = dict[int, dict[str, tuple[Holding, ...]]]()
         # per source: what each rank and each host has received of it
         self._at_rank = defaultdict[tuple[int, int], list[_Arrival]](list)
@@ -138,7 +138,7 @@ class RouteTable:
         self._held = [frozenset(one.holdings) for one in self.sources]
         self._reads_twice = _reads_twice(self.parts)
         self.routes: list[Route] = []
-        for cell in Cells(record.shape, record.holdings).all:
+        for cell in CellIndex(record.shape, record.holdings).all:
             for part in parts:
                 self._route_cell(cell, part)
         self.by_receiver = defaultdict[int, list[Route]](list)

@@ -104,7 +104,7 @@ class TransferPlan:
             >>> one = describe({"w": torch.zeros(2, 3)}, world="one")
             >>> plan = plan_transfer(one, describe({"w": torch.zeros(2, 3)}, world="other"))
             >>> [copy.receiver for copy in plan.regions(sender=0)]
-            [Memory(side='target', rank=0, part='w', offset=0, strides=(3, 1))]
+            [MemoryBlock(side='target', rank=0, part='w', offset=0, strides=(3, 1))]
         """
         for tensor in self.tensors:
             table = tensor.table
@@ -199,15 +199,17 @@ class TransferPlan:
         witness = f"witnessed: {self.mapping.witness}" if self.is_verified else "unverified"
         total = format_bytes(traffic.total)
         local = format_bytes(traffic.local)
+        sent = format_bytes(traffic.most_sent)
+        received = format_bytes(traffic.most_received)
+        between_hosts = format_bytes(traffic.between_hosts)
+        usual_total = format_bytes(usual.total)
+        usual_received = format_bytes(usual.most_received)
+        ranks = f"{len(self.source.hosts)} ranks to {len(self.target.hosts)} ranks"
         lines = [
-            f"{len(self.tensors)} tensors from {len(self.source.hosts)} ranks to "
-            f"{len(self.target.hosts)} ranks: {total} between ranks, {local} inside ranks",
+            f"{len(self.tensors)} tensors from {ranks}: {total} between ranks, {local} inside ranks",
             f"proven; mapping {witness}",
-            f"busiest sender {format_bytes(traffic.most_sent)}, busiest receiver "
-            f"{format_bytes(traffic.most_received)}, {format_bytes(traffic.between_hosts)} between "
-            "hosts",
-            f"gather and broadcast: {format_bytes(usual.total)} between ranks, busiest receiver "
-            f"{format_bytes(usual.most_received)}",
+            f"busiest sender {sent}, busiest receiver {received}, {between_hosts} between hosts",
+            f"gather and broadcast: {usual_total} between ranks, busiest receiver {usual_received}",
         ]
         by_pair, _ = self._pairs()
         for (side, sender, receiver), nbytes in by_pair.most_common(pairs):

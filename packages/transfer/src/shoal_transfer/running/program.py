@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import TransferError
 from ..manifest.records import dtype_of
-from ..planning.copies import Copy, Memory
+from ..planning.copies import Copy, MemoryBlock
 from ..planning.routes import Route
 from ..planning.transfer_plan import TransferPlan
 from .messages import Incoming, Outgoing
@@ -42,7 +42,7 @@ class Exchange:
 
 
 @dataclass(slots=True)
-class Step:
+class ProgramStep:
     """One round on this rank.
 
     Attributes:
@@ -64,7 +64,7 @@ class Step:
 
 def compile_program(
     plan: TransferPlan, seat: Seat, source: Memories, target: Memories
-) -> list[Step]:
+) -> list[ProgramStep]:
     """Return the steps of one rank: views of its memory, by round.
 
     Args:
@@ -92,7 +92,7 @@ def compile_program(
             for route in own_routes[id(routes)]:
                 compiler.add(tensor.copy_of(route))
         names = tuple(tensor.target for tensor, _ in batch.parts)
-        steps.append(compiler.finish(Step(dtype_of(batch.dtype), names), sorted(stages)))
+        steps.append(compiler.finish(ProgramStep(dtype_of(batch.dtype), names), sorted(stages)))
     return steps
 
 
@@ -142,7 +142,7 @@ class _Compiler:
         elif receives:
             self._receives[copy.stage][sender].append(self._view(copy.receiver, copy.sizes))
 
-    def finish(self, step: Step, stages: list[int]) -> Step:
+    def finish(self, step: ProgramStep, stages: list[int]) -> ProgramStep:
         """Give the collected copies to a step; return it."""
         step.fills = self._step_fills
         step.copies = self._copies
@@ -157,11 +157,11 @@ class _Compiler:
         self._begin()
         return step
 
-    def _member(self, memory: Memory) -> int:
+    def _member(self, memory: MemoryBlock) -> int:
         ranks = self._roster.source if memory.side == "source" else self._roster.target
         return ranks[memory.rank]
 
-    def _view(self, memory: Memory, sizes: tuple[int, ...]) -> Tensor:
+    def _view(self, memory: MemoryBlock, sizes: tuple[int, ...]) -> Tensor:
         memories = self._memories[memory.side]
         if memory.part not in memories:
             raise TransferError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import TransferError
 from .messages import Incoming, Outgoing, apply_delta, digest_of, encode_delta
-from .program import Exchange, Step
+from .program import Exchange, ProgramStep
 from .wires import Wire
 
 
@@ -23,7 +23,7 @@ class Counts:
     whole: int = 0
 
 
-class _Pair(NamedTuple):
+class _MessageKey(NamedTuple):
     """One message, by its members and its place in the program."""
 
     sender: int
@@ -61,7 +61,7 @@ class Runner:
         self._reads_are_over.wait()
 
     @torch.no_grad()
-    def run(self, steps: list[Step], is_delta: bool) -> Counts:
+    def run(self, steps: list[ProgramStep], is_delta: bool) -> Counts:
         """Run a program.
 
         Args:
@@ -72,8 +72,8 @@ class Runner:
             TransferError: the elements that arrived are not those that were sent.
         """
         counts = Counts()
-        sent = dict[_Pair, int]()
-        arrived = dict[_Pair, int]()
+        sent = dict[_MessageKey, int]()
+        arrived = dict[_MessageKey, int]()
         for number, step in enumerate(steps):
             for view, value in step.fills:
                 view.fill_(value)
@@ -97,19 +97,21 @@ class Runner:
         return counts
 
     def _note_sent(
-        self, sent: dict[_Pair, int], exchange: Exchange, flats: list[Tensor], place: int
+        self, sent: dict[_MessageKey, int], exchange: Exchange, flats: list[Tensor], place: int
     ) -> None:
         if not self._digests:
             return
         for one, flat in zip(exchange.outgoing, flats, strict=True):
-            sent[_Pair(self._wire.member, one.member, place)] = digest_of(flat)
+            sent[_MessageKey(self._wire.member, one.member, place)] = digest_of(flat)
 
-    def _note_arrived(self, arrived: dict[_Pair, int], exchange: Exchange, place: int) -> None:
+    def _note_arrived(
+        self, arrived: dict[_MessageKey, int], exchange: Exchange, place: int
+    ) -> None:
         """Note digests of the elements that the memory holds, not of those in the message."""
         if not self._digests:
             return
         for one in exchange.incoming:
-            arrived[_Pair(one.member, self._wire.member, place)] = digest_of(one.read())
+            arrived[_MessageKey(one.member, self._wire.member, place)] = digest_of(one.read())
 
     def _exchange_whole(
         self, exchange: Exchange, flats: list[Tensor], dtype: torch.dtype, counts: Counts
@@ -169,7 +171,10 @@ class Runner:
         return self._buffers[key][:nbytes].view(incoming.dtype)
 
     def _compare_digests(
-        self, steps: list[Step], sent: dict[_Pair, int], arrived: dict[_Pair, int]
+        self,
+        steps: list[ProgramStep],
+        sent: dict[_MessageKey, int],
+        arrived: dict[_MessageKey, int],
     ) -> None:
         """Raise on all ranks if some message arrived with another digest."""
         every = self._wire.gather((sent, arrived))

@@ -19,7 +19,7 @@ from ..manifest.weights import Model, own_rank
 from ..planning.plan import plan_transfer
 from ..planning.transfer_plan import TransferPlan
 from .memories import LocalMemories, parts_of_rank, second_copy
-from .program import Seat, Step, compile_program
+from .program import ProgramStep, Seat, compile_program
 from .runner import Runner
 from .wires import GroupWire, LocalWire, Roster, Wire
 
@@ -132,7 +132,7 @@ class WeightTransfer:
         self._models = (source, target)
         self._seat = _seat_of(plan, self._wire, source, target)
         self._staging: dict[str, Tensor] = {}
-        self._steps: list[Step] | None = None
+        self._steps: list[ProgramStep] | None = None
         self._base: int | None = None
         self._runner = Runner(self._wire, digests=True, deltas=deltas)
         self._thread: threading.Thread | None = None
@@ -301,7 +301,7 @@ class WeightTransfer:
         moved = self._target.refresh() or moved
         # `or` would leave the second question out
         changed = [self._source.shapes_changed(), self._target.shapes_changed()]
-        if moved and (self._mode == "in_place" or self._steps is not None):
+        if moved:
             self._forget_program()
         report = _Report(
             self.plan.digest,

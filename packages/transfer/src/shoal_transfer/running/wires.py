@@ -25,6 +25,11 @@ class Roster(NamedTuple):
         source: the member of each rank of the source.
         target: the member of each rank of the target.
         size: number of members.
+
+    Example:
+        >>> source = Manifest({}, {0: "a", 1: "a"}, "trainer")
+        >>> Roster.of(source, Manifest({}, {0: "b"}, "server")).target
+        {0: 2}
     """
 
     source: dict[int, int]
@@ -50,6 +55,11 @@ class Wire(Protocol):
     Attributes:
         member: number of this process among the members.
         size: number of members.
+
+    Example:
+        >>> wire: Wire = LocalWire()
+        >>> wire.member, wire.size
+        (0, 1)
     """
 
     member: int
@@ -130,6 +140,11 @@ class JointWire:
     Args:
         group: over all members, in the order of their numbers; a process group of c10d, or one of
             its backends.
+
+    Example:
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        >>> JointWire(group).gather("value")
+        ['value']
     """
 
     def __init__(self, group: Any) -> None:
