@@ -28,7 +28,7 @@ from shoal_mesh.internal import accelerator
 
 from .agreement import check_same_parameters
 from .fsdp_module import FSDPModule
-from .parameter_meshes import Assignment, PlacementFunction, data_axes_of
+from .parameter_meshes import MeshAssignment, PlacementFunction, data_axes_of
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .sharded_parameters import DataAxes
 from .unit import STATE, Unit, UnitSettings, units_of
@@ -125,7 +125,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     """
     modules: list[Any] = module if isinstance(module, list) else [module]
     check_modules("fully_shard", modules)
-    assignment = Assignment(shard_placement_fn, _checked_axes(mesh, dp_mesh_dims))
+    assignment = MeshAssignment(shard_placement_fn, _checked_axes(mesh, dp_mesh_dims))
 
     def make_unit(axes: DataAxes) -> Unit:
         return Unit(

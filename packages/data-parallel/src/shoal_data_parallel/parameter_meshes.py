@@ -154,7 +154,7 @@ class Assigned(NamedTuple):
     axes: DataAxes
 
 
-class Assignment:
+class MeshAssignment:
     """The answers of one call's `shard_placement_fn`, each asked for once.
 
     An answer stays with the place of the parameter in its module, because styles that come later

@@ -43,7 +43,7 @@ from .fully_shard import check_modules, install_unit, mesh_of_all_ranks
 from .global_losses import watch
 from .gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
 from .gradient_group import ReducingModule
-from .parameter_meshes import Assignment, data_axes_of
+from .parameter_meshes import MeshAssignment, data_axes_of
 from .policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -195,7 +195,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
             modules,
             replica_axes,
             ignored,
-            Assignment(None, replica_axes),
+            MeshAssignment(None, replica_axes),
             policies=(precision, offload_policy),
             settings=UnitSettings(reshard_after_forward=None),
         )

@@ -56,7 +56,7 @@ from .forward_scope import ForwardScope
 from .gathered import Gathered, Versions, Views
 from .global_losses import watch
 from .gradient_group import Group
-from .parameter_meshes import Assignment
+from .parameter_meshes import MeshAssignment
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .schedule import Schedule
 from .sharded_parameters import (
@@ -138,7 +138,7 @@ class Unit(Group):
         modules: Sequence[nn.Module],
         axes: DataAxes,
         ignored: Sequence[nn.Parameter],
-        assignment: Assignment,
+        assignment: MeshAssignment,
         policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
         settings: UnitSettings,
     ) -> None:
