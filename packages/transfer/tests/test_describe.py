@@ -155,7 +155,9 @@ def test_files(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"w": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "m.safetensors")
-    record = describe_files([tmp_path / "m.safetensors"]).tensors["w"]
+    manifest = describe_files([tmp_path / "m.safetensors"], world="base")
+    assert (manifest.world, [*manifest.hosts]) == ("base", [0])
+    record = manifest.tensors["w"]
     assert (record.shape, record.dtype, record.nbytes) == ((2, 3), "bfloat16", 12)
     assert record.holdings[0].strides == (3, 1)
     (tmp_path / "not").write_bytes(b"x" * 20)

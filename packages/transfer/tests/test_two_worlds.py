@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from shoal_transfer import FolderWire, TransferError, WeightTransfer
+from shoal_transfer import FolderWire, JointWire, TransferError, WeightTransfer
 from transfer_members import member_of_transfer, plan
 
 
@@ -47,6 +48,13 @@ def test_a_message_is_a_safetensors_file(tmp_path: Path) -> None:
     other = FolderWire(tmp_path, 1, 2, timeout=1)
     with pytest.raises(TransferError, match="has 3 elements, the plan 4"):
         other.exchange([nothing, nothing], [elements.new_empty(4), nothing])
+
+
+def test_a_joint_group_gathers_on_its_device() -> None:
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    assert JointWire(group).gather({"a": 1}) == [{"a": 1}]
+    with pytest.raises(RuntimeError, match="meta"):
+        JointWire(group, device="meta").gather(1)
 
 
 def test_two_worlds_need_a_wire_of_the_right_size(tmp_path: Path) -> None:

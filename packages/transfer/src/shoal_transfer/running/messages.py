@@ -12,6 +12,8 @@ from shoal_mesh.internal import pack_blocks, unpack_blocks
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEX = torch.int32
+# words of a digest that are mixed at a time: 8 MB of scratch memory
+_CHUNK = 2**20
 # odd, so that a multiplication modulo 2**64 loses nothing; from the golden ratio
 _MIX = -7046029254386353131
 
@@ -38,11 +40,25 @@ def digest_of(flat: Tensor) -> int:
         >>> digest_of(torch.tensor([1.0, 2.0])) == digest_of(torch.tensor([2.0, 1.0]))
         False
     """
-    bits = as_integers(flat).long()
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    mixed = (bits ^ (places * _MIX)) * _MIX
-    mixed = (mixed ^ (mixed >> 32)) * _MIX
-    return int(mixed.sum())
+    words = _as_words(flat)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), _CHUNK):
+        bits = words[start : start + _CHUNK].long()
+        places = torch.arange(start + 1, start + bits.numel() + 1, device=bits.device)
+        mixed = places.mul_(_MIX).bitwise_xor_(bits).mul_(_MIX)
+        mixed = (mixed >> 32).bitwise_xor_(mixed).mul_(_MIX)
+        total += mixed.sum()
+    return int(total)
+
+
+def _as_words(flat: Tensor) -> Tensor:
+    """Return the bits as words of 8 bytes where their number is a multiple, else of an element."""
+    bits = as_integers(flat.contiguous())
+    if bits.nbytes % 8:
+        return bits
+    if bits.storage_offset() * bits.itemsize % 8:
+        bits = bits.clone()
+    return bits.view(torch.int64)
 
 
 @dataclass(slots=True)

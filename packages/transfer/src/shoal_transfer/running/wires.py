@@ -140,6 +140,7 @@ class JointWire:
     Args:
         group: over all members, in the order of their numbers; a process group of c10d, or one of
             its backends.
+        device: of the messages of `gather`: "cuda" for a group that moves no CPU tensors.
 
     Example:
         >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
@@ -147,8 +148,9 @@ class JointWire:
         ['value']
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device: torch.device | str = "cpu") -> None:
         self.group = group
+        self._device = device
         self.member = group.rank()
         self.size = group.size()
 
@@ -169,9 +171,10 @@ class JointWire:
     def gather(self, value: Any) -> list[Any]:
         """Gather pickled values: their sizes, then their bytes."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        own_size = torch.tensor([data.numel()])
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        data = data.to(self._device)
+        own_size = torch.tensor([data.numel()], device=self._device)
+        sizes = [torch.zeros_like(own_size) for _ in range(self.size)]
         self.exchange([own_size] * self.size, sizes)
-        received = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        received = [data.new_empty(int(size)) for size in sizes]
         self.exchange([data] * self.size, received)
-        return [pickle.loads(one.numpy().tobytes()) for one in received]
+        return [pickle.loads(one.cpu().numpy().tobytes()) for one in received]
