@@ -280,6 +280,52 @@ def test_a_server_that_shards_plain_tensors_by_itself() -> None:
     assert torch.equal(served["qkv"].weight, expected[8 * rank : 8 * rank + 8])
 
 
+@on_ranks(2, timeout=200)
+def test_tensors_of_each_rank_that_change_their_strides_are_planned_again() -> None:
+    rank = dist.get_rank()
+    trained = {"w": torch.arange(12.0).reshape(4, 3)}
+    served = {"server.w": torch.zeros(2, 3)}
+    source = describe(trained, rename={"^": "hub."})
+    target = describe(served, per_rank=True)
+    rows = {"server.w@0": 2, "server.w@1": 2}
+    mapping = WeightMapping.same_names(source.shapes).split({"hub.w": rows})
+    transfer = WeightTransfer(plan_transfer(source, target, mapping), source=trained, target=served)
+    for version in (1, 2):
+        served["server.w"] = torch.zeros(3, 2).t() if version == 2 else served["server.w"]
+        transfer.run(version)
+        assert torch.equal(served["server.w"], trained["w"][2 * rank : 2 * rank + 2])
+
+
+def test_elements_that_a_target_keeps_are_its_own() -> None:
+    trained = {"w": torch.ones(2)}
+    served = {"w": torch.zeros(3), "scale": torch.zeros(1)}
+    source = describe(trained)
+    mapping = WeightMapping.same_names(source.shapes).pad({"w": 3}, fill=None)
+    mapping = mapping.add_filled({"scale": (1,)})
+    transfer = WeightTransfer(
+        plan_transfer(source, describe(served), mapping), source=trained, target=served
+    )
+    for version in (1, 2):
+        served["w"][2] = version
+        served["scale"].fill_(version)
+        transfer.run(version)
+        assert served["w"].tolist() == [1, 1, version]
+        assert served["scale"].item() == version
+
+
+def test_a_rank_without_its_model_is_named_before_bytes_move() -> None:
+    state = {"w": torch.ones(2)}
+    plan = plan_transfer(describe(state), describe(state))
+    with pytest.raises(
+        TransferError, match="source holds 'w' on this rank by the plan; pass source="
+    ):
+        WeightTransfer(plan, target=state).run(1)
+    with pytest.raises(
+        TransferError, match="target holds 'w' on this rank by the plan; pass target="
+    ):
+        WeightTransfer(plan, source=state).run(1)
+
+
 def test_a_step_waits_until_the_weights_are_read() -> None:
     trained = build(TRAINED, 0)
     plan = plan_transfer(describe(trained), describe(trained))

@@ -138,7 +138,8 @@ def describe_rank(
             parts=tuple(parts),
             aliases=weight.aliases,
         )
-    return Manifest(tensors, {rank: socket.gethostname()}, world)
+    hosts = {rank: socket.gethostname()}
+    return Manifest(tensors, hosts, world, rename=rename or {}, per_rank=per_rank)
 
 
 def _holding(rank: int, held: NamedBox, part: int) -> Holding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -116,6 +116,8 @@ class Manifest:
         hosts: the host of each rank of the model.
         world: name of the world whose ranks these are. Two manifests with the same world number
             the same processes.
+        rename: the replacements in names that `describe` got.
+        per_rank: whether `describe` described each rank's local tensors by themselves.
 
     Example:
         >>> import torch
@@ -130,6 +132,8 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
     hosts: Mapping[int, str]
     world: str = "world"
+    rename: Mapping[str, str] = field(default_factory=dict)
+    per_rank: bool = False
     names: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -171,6 +175,8 @@ class Manifest:
                 tensor["aliases"] = record.aliases
             tensors.append(tensor)
         value: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "world": self.world}
+        value["rename"] = dict(self.rename)
+        value["per_rank"] = self.per_rank
         value["hosts"] = {str(rank): host for rank, host in self.hosts.items()}
         # a holding is a list of its fields, in order
         value["layouts"] = list(numbers)
@@ -195,7 +201,10 @@ class Manifest:
         layouts = [tuple(map(_holding_from_json, layout)) for layout in value["layouts"]]
         records = [_record_from_json(one, layouts[one["layout"]]) for one in value["tensors"]]
         hosts = {int(rank): host for rank, host in value["hosts"].items()}
-        return cls({record.name: record for record in records}, hosts, value["world"])
+        tensors = {record.name: record for record in records}
+        return cls(
+            tensors, hosts, value["world"], rename=value["rename"], per_rank=value["per_rank"]
+        )
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -250,7 +259,9 @@ def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
         if name in aliases and holds_nothing:
             continue
         tensors[name] = _merge_records(records, shared)
-    return Manifest(tensors, hosts, every[0].world if every else "world")
+    if not every:
+        return Manifest(tensors, hosts)
+    return replace(every[0], tensors=tensors, hosts=hosts)
 
 
 def _merge_records(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..manifest.records import Manifest
 from ..manifest.weights import Model, memories_of, weights_of
+from ..planning.transfer_plan import TransferPlan
 
 Signature = dict[str, tuple[Any, ...]]
 
@@ -55,6 +56,31 @@ def parts_of_rank(manifest: Manifest, rank: int | None) -> list[str]:
             if holding.rank == rank:
                 found[record.parts[holding.part]] = None
     return list(found)
+
+
+class Place(NamedTuple):
+    """A strided view of a local tensor, by name."""
+
+    part: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def view(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the view of the tensor of this name."""
+        tensor = tensors[self.part]
+        offset = int(tensor.storage_offset()) + self.offset
+        return tensor.as_strided(self.sizes, self.strides, offset)
+
+
+def kept_places(plan: TransferPlan, rank: int) -> list[Place]:
+    """Return where a rank of the target keeps the elements that it has."""
+    places = []
+    for copy in plan.regions(receiver=rank):
+        if copy.sender is None and copy.fill is None:
+            memory = copy.receiver
+            places.append(Place(memory.part, copy.sizes, memory.strides, memory.offset))
+    return places
 
 
 def second_copy(tensors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,11 +15,11 @@ from torch.optim import Optimizer
 
 from ..errors import MappingError, TransferError
 from ..manifest.describe import describe_rank
-from ..manifest.records import Manifest, merge_manifests
+from ..manifest.records import merge_manifests
 from ..manifest.weights import Model, own_rank
 from ..planning.plan import plan_transfer
 from ..planning.transfer_plan import TransferPlan
-from .memories import LocalMemories, parts_of_rank, second_copy
+from .memories import LocalMemories, Place, kept_places, parts_of_rank, second_copy
 from .program import ProgramStep, Seat, compile_program
 from .runner import Runner
 from .wires import GroupWire, LocalWire, Roster, Wire
@@ -79,7 +80,8 @@ class WeightTransfer:
             need a `JointWire` or a `FolderWire`.
         mode: "staged" or "in_place".
         deltas: send only the elements whose bits changed since the last transfer, where they are
-            fewer bytes. The sender keeps a copy of the elements that it sent.
+            fewer bytes. The sender keeps a copy of the elements that it sent. In mode "in_place" the
+            target must not change the weights between two transfers.
         finish: called on target ranks after a transfer, once for each layer, with the names of its
             tensors; for example to quantize them.
 
@@ -96,10 +98,6 @@ class WeightTransfer:
         >>> from shoal_transfer import describe, plan_transfer
         >>> trainer = torch.nn.Linear(4, 2)
         >>> server = torch.nn.Linear(4, 2)
-        >>> plan = plan_transfer(describe(trainer), describe(server, world="server"))
-        >>> transfer = WeightTransfer(plan, source=trainer, target=server, wire=LocalWire())
-        Traceback (most recent call last):
-        shoal_transfer.errors.TransferError: the plan has 2 members, the wire 1
         >>> plan = plan_transfer(describe(trainer), describe(server))
         >>> WeightTransfer(plan, source=trainer, target=server).run(version=1).version
         1
@@ -130,8 +128,11 @@ class WeightTransfer:
         self._source = LocalMemories(source)
         self._target = LocalMemories(target)
         self._models = (source, target)
-        self._seat = _seat_of(plan, self._wire, source, target)
+        self._roster = Roster.of(plan.source, plan.target)
+        self._seat = _seat_of(self._roster, self._wire, source, target)
+        self._parts = self._find_parts()
         self._staging: dict[str, Tensor] = {}
+        self._kept: list[Place] = []
         self._steps: list[ProgramStep] | None = None
         self._base: int | None = None
         self._runner = Runner(self._wire, digests=True, deltas=deltas)
@@ -255,9 +256,11 @@ class WeightTransfer:
             >>> exchanged = {"gate": "x", "up": "gate", "x": "up"}
             >>> mapping = WeightMapping.same_names({"gate": (2,), "up": (2,)}).rename(exchanged)
             >>> plan = plan_transfer(describe(source), describe(target), mapping)
-            >>> WeightTransfer(plan, source=source, target=target).witness()
-            Traceback (most recent call last):
-            shoal_transfer.errors.MappingError: version 0 differs: 'gate' in 2 of 2 elements on ...
+            >>> try:
+            ...     WeightTransfer(plan, source=source, target=target).witness()
+            ... except MappingError as error:
+            ...     print(str(error)[:47])
+            version 0 differs: 'gate' in 2 of 2 elements on
         """
         if self._mode != "staged":
             raise TransferError("witness compares two copies, which only mode 'staged' has")
@@ -269,11 +272,7 @@ class WeightTransfer:
         self._base = None
         if messages:
             raise MappingError(f"version 0 differs: {'; '.join(messages)}")
-        mapping = self.plan.mapping.witnessed_by("version 0")
-        plan = self.plan
-        self.plan = TransferPlan(
-            plan.source, plan.target, mapping, plan.tensors, max_bytes=plan.max_bytes
-        )
+        self.plan = replace(self.plan, mapping=self.plan.mapping.witnessed_by("version 0"))
 
     # --- steps of a run ------------------------------------------------------------------------
 
@@ -322,11 +321,32 @@ class WeightTransfer:
 
     def _refuse(self, version: int | None) -> str | None:
         """Return why this rank refuses a version."""
+        missing = self._missing_model()
+        if missing is not None:
+            return missing
         if self._seat.source_rank is not None and version is None:
             return "ranks of the source pass a version"
         if version is not None and self.version is not None and version < self.version:
             return f"version {version} is older than version {self.version}"
         return None
+
+    def _missing_model(self) -> str | None:
+        """Return which model this rank should have passed, by the plan."""
+        sides = (("source", self._source), ("target", self._target))
+        for side, memories in sides:
+            for part in self._parts[side]:
+                if part not in memories.tensors:
+                    return f"{side} holds {part!r} on this rank by the plan; pass {side}= its model"
+        return None
+
+    def _find_parts(self) -> dict[str, list[str]]:
+        """Return the names of the local tensors of this process, by side."""
+        member = self._wire.member
+        parts = {}
+        for side in ("source", "target"):
+            ranks = {one: rank for rank, one in getattr(self._roster, side).items()}
+            parts[side] = parts_of_rank(getattr(self.plan, side), ranks.get(member))
+        return parts
 
     def _forget_program(self) -> None:
         self._steps = None
@@ -336,8 +356,8 @@ class WeightTransfer:
     def _compile(self) -> None:
         target = self._target.tensors
         if self._mode == "staged" and self._seat.target_rank is not None:
-            names = parts_of_rank(self.plan.target, self._seat.target_rank)
-            self._staging = second_copy(target, names)
+            self._staging = second_copy(target, self._parts["target"])
+            self._kept = kept_places(self.plan, self._seat.target_rank)
             target = self._staging
         self._steps = compile_program(self.plan, self._seat, self._source.tensors, target)
 
@@ -346,21 +366,31 @@ class WeightTransfer:
         self._forget_program()
         own = []
         for model, manifest in zip(self._models, (self.plan.source, self.plan.target), strict=True):
-            described = None if model is None else describe_rank(model, world=manifest.world)
+            described = None
+            if model is not None:
+                described = describe_rank(
+                    model,
+                    world=manifest.world,
+                    rename=manifest.rename,
+                    per_rank=manifest.per_rank,
+                )
             own.append(described)
         gathered = self._wire.gather(own)
         manifests = []
         for side, old in enumerate((self.plan.source, self.plan.target)):
             parts = [one[side] for one in gathered if one[side] is not None]
-            merged = merge_manifests(parts)
-            manifests.append(Manifest(merged.tensors, old.hosts, old.world))
+            manifests.append(replace(old, tensors=merge_manifests(parts).tensors))
         self.plan = plan_transfer(
             manifests[0], manifests[1], self.plan.mapping, max_bytes=self.plan.max_bytes
         )
+        self._parts = self._find_parts()
 
     @torch.no_grad()
     def _commit(self, version: int) -> None:
         """Use the elements that arrived on all ranks."""
+        for place in self._kept:
+            # the target may have changed elements that it keeps
+            place.view(self._staging).copy_(place.view(self._target.tensors))
         for name, arrived in self._staging.items():
             self._target.tensors[name].copy_(arrived)
         self.version = version
@@ -401,9 +431,8 @@ class WeightTransfer:
         return "the target's weights are invalid until a transfer succeeds"
 
 
-def _seat_of(plan: TransferPlan, wire: Wire, source: Model | None, target: Model | None) -> Seat:
+def _seat_of(roster: Roster, wire: Wire, source: Model | None, target: Model | None) -> Seat:
     """Return the ranks of this process, by its number among the members."""
-    roster = Roster.of(plan.source, plan.target)
     if roster.size != wire.size:
         raise TransferError(f"the plan has {roster.size} members, the wire {wire.size}")
     source_ranks = {member: rank for rank, member in roster.source.items()}
@@ -429,7 +458,10 @@ def _default_wire(plan: TransferPlan) -> Wire:
 
 def _compare(reports: list[_Report]) -> int:
     """Return the version that all members agree on."""
-    errors = [one.error for one in reports if one.error is not None]
+    errors = []
+    for member, one in enumerate(reports):
+        if one.error is not None:
+            errors.append(f"member {member}: {one.error}")
     if errors:
         raise TransferError(f"{errors[0]}; no byte has moved")
     if len({one.digest for one in reports}) > 1:
