@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from shoal_mesh import DeviceMesh, launch
+from shoal_mesh import DeviceMesh, init_device_mesh, launch
 from shoal_transfer import WeightTransfer, describe, plan_transfer
 
 WIDTH = 2048
@@ -92,7 +92,7 @@ def timed(run: Callable[[], object]) -> float:
 def measure(way: str, megabytes: int) -> tuple[float, float, float]:
     """First and second seconds of a way, and megabytes of memory beyond the weights."""
     trains = dist.get_rank() < 2
-    mesh = DeviceMesh("cpu", [0, 1] if trains else [2, 3])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("side", "rank"))["rank"]
     state = weights(mesh, 0 if trains else 1, megabytes, torch.float32)
     source, target = (state, None) if trains else (None, state)
     before = peak_megabytes()
@@ -127,7 +127,7 @@ def transfer_of(
 def delta_bytes() -> list[tuple[int, int]]:
     """Bytes sent and bytes of all elements, for ten steps."""
     trains = dist.get_rank() < 2
-    mesh = DeviceMesh("cpu", [0, 1] if trains else [2, 3])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("side", "rank"))["rank"]
     state = weights(mesh, 0 if trains else 1, 64, torch.bfloat16)
     transfer = transfer_of(state if trains else None, None if trains else state, mesh, "deltas")
     transfer.run(0)
