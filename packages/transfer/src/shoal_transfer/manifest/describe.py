@@ -130,13 +130,11 @@ def describe_rank(
             holdings = [one._replace(part=one.part + first) for one in holdings]
             parts = [*merged.parts, *parts]
             holdings = [*merged.holdings, *holdings]
-        tensors[weight.name] = TensorRecord(
-            weight.name,
-            weight.shape,
-            str(weight.dtype).removeprefix("torch."),
-            tuple(holdings),
-            parts=tuple(parts),
-            aliases=weight.aliases,
+        name = weight.name
+        dtype = str(weight.dtype).removeprefix("torch.")
+        layout = tuple(holdings)
+        tensors[name] = TensorRecord(
+            name, weight.shape, dtype, layout, parts=tuple(parts), aliases=weight.aliases
         )
     hosts = {rank: socket.gethostname()}
     return Manifest(tensors, hosts, world, rename=rename or {}, per_rank=per_rank)

@@ -290,17 +290,14 @@ def _merge_records(
 
 def _holding_from_json(value: list[Any]) -> Holding:
     rank, box, offset, strides, part = value
-    return Holding(
-        rank, tuple((start, stop) for start, stop in box), offset, tuple(strides), part=part
-    )
+    bounds = tuple((start, stop) for start, stop in box)
+    return Holding(rank, bounds, offset, tuple(strides), part=part)
 
 
 def _record_from_json(value: dict[str, Any], holdings: tuple[Holding, ...]) -> TensorRecord:
+    shape = tuple(value["shape"])
+    parts = tuple(value["parts"])
+    aliases = tuple(value.get("aliases", ()))
     return TensorRecord(
-        value["name"],
-        tuple(value["shape"]),
-        value["dtype"],
-        holdings,
-        parts=tuple(value["parts"]),
-        aliases=tuple(value.get("aliases", ())),
+        value["name"], shape, value["dtype"], holdings, parts=parts, aliases=aliases
     )

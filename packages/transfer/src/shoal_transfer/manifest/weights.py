@@ -58,9 +58,8 @@ class Weight:
         """Yield the boxes that this rank holds; empty ones too."""
         entry = self.entry
         for held in local_boxes(entry.source, entry.tensor):
-            rows = [
-                (start + entry.first_row, stop + entry.first_row) for start, stop in held.box[:1]
-            ]
+            first = entry.first_row
+            rows = [(start + first, stop + first) for start, stop in held.box[:1]]
             box = (*rows, *held.box[1:])
             view = held.view
             if entry.transposed:

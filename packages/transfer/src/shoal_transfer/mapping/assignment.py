@@ -75,8 +75,10 @@ class Assignment:
         if self.fill is not None:
             raise MappingError(f"{self}: has a source and a fill value; pass one of them")
         advanced = [dim for dim in self.dims if dim is not None]
-        fits = len(self.dims) == len(self.region) and len({*advanced}) == len(advanced)
-        if not fits or not {*advanced} <= {*range(len(self.source_region))}:
+        is_complete = len(self.dims) == len(self.region)
+        is_injective = len({*advanced}) == len(advanced)
+        is_inside = {*advanced} <= {*range(len(self.source_region))}
+        if not is_complete or not is_injective or not is_inside:
             raise MappingError(
                 f"{self}: dims {self.dims} are to give each target dim a source dim of its own, "
                 "or None"
@@ -118,10 +120,10 @@ class Assignment:
             if not common:
                 return None
             shared.append(common)
-        positions = [
-            range(len(indices)) if dim is None else shared[dim]
-            for indices, dim in zip(self.region, self.dims, strict=True)
-        ]
+        positions = [range(len(indices)) for indices in self.region]
+        for target_dim, dim in enumerate(self.dims):
+            if dim is not None:
+                positions[target_dim] = shared[dim]
         return self._at(positions)
 
     def after(self, earlier: Assignment) -> Assignment | None:
@@ -226,8 +228,9 @@ class Strided:
         rest = offset
         start = []
         for stride in unit:
-            start.append(rest // stride if stride else 0)
-            rest = rest % stride if stride else 0
+            # a dim without elements behind it has stride 0
+            index, rest = divmod(rest, stride) if stride else (0, 0)
+            start.append(index)
         self.start = tuple(start)
         steps = [self._step(unit, *loop) for loop in zip(self.sizes, strides, strict=True)]
         self.steps: tuple[tuple[int, int] | None, ...] = tuple(steps)

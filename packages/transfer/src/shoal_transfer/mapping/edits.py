@@ -250,8 +250,9 @@ def _require(shapes: Shapes, names: Sequence[str], target: str) -> None:
 
 
 def _some(shapes: Shapes) -> str:
-    names = [*shapes]
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    text = ", ".join([*shapes][:6])
+    left_out = len(shapes) - 6
+    return f"{text} and {left_out} more" if left_out > 0 else text
 
 
 # --- shapes --------------------------------------------------------------------------------------

@@ -366,14 +366,11 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: tuple[Assignment, ...
     regions = [part.region for part in parts]
     twice = first_overlap(regions)
     if twice is not None:
-        both = intersect_regions(regions[twice[0]], regions[twice[1]])
-        raise MappingError(
-            f"{name!r} {shape}: {format_region(both or ())} has two sources, {parts[twice[0]]} and "
-            f"{parts[twice[1]]}"
-        )
+        one, other = (parts[number] for number in twice)
+        both = format_region(intersect_regions(one.region, other.region) or ())
+        raise MappingError(f"{name!r} {shape}: {both} has two sources, {one} and {other}")
     if sum(map(count_elements, regions)) != count_elements(whole_region(shape)):
-        gap = first_gap(regions, shape)
+        gap = format_region(first_gap(regions, shape) or ())
         raise MappingError(
-            f"{name!r} {shape}: {format_region(gap or ())} has no source; assign one, a fill value, "
-            "or keep"
+            f"{name!r} {shape}: {gap} has no source; assign one, a fill value, or keep"
         )

@@ -69,10 +69,10 @@ class CellIndex:
 
 
 def _meets(box: Box, region: Region) -> bool:
-    return all(
-        indices[0] < stop and indices[-1] >= start
-        for (start, stop), indices in zip(box, region, strict=True)
-    )
+    for (start, stop), indices in zip(box, region, strict=True):
+        if indices[0] >= stop or indices[-1] < start:
+            return False
+    return True
 
 
 def _cut_by_edges(

@@ -112,32 +112,41 @@ class TensorPlan(NamedTuple):
             return self._fill_of(route, receiver)
         sizes = tuple(map(len, part.source_region))
         strides = _by_source_dims(part, receiver.strides)
+        sender = self._sender(route)
+        memory = self._target_memory(route.receiver, receiver.offset, strides)
         return Copy(
             self.sources[route.source],
             self.target,
             part.region,
             stage=route.stage,
-            sender=self._sender(route),
-            receiver=self._target_memory(route.receiver, receiver.offset, strides),
+            sender=sender,
+            receiver=memory,
             sizes=sizes,
-            dtype=self.table.record.dtype,
+            dtype=self.dtype,
             nbytes=prod(sizes) * self.table.itemsize,
         )
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the target tensor, which is that of the wire."""
+        return self.table.record.dtype
+
     def _fill_of(self, route: Route, receiver: _Address) -> Copy:
         """Return the copy of a route without a source."""
+        part = route.part
         memory = self._target_memory(route.receiver, receiver.offset, receiver.strides)
+        sizes = tuple(map(len, part.region))
         return Copy(
             None,
             self.target,
-            route.part.region,
+            part.region,
             stage=0,
             sender=None,
             receiver=memory,
-            sizes=tuple(map(len, route.part.region)),
-            dtype=self.table.record.dtype,
+            sizes=sizes,
+            dtype=self.dtype,
             nbytes=0,
-            fill=route.part.fill,
+            fill=part.fill,
         )
 
     def _target_memory(

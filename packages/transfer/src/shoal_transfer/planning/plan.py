@@ -77,13 +77,10 @@ def plan_transfer(
             tables[key] = table
         number = instances.get(key, 0)
         instances[key] = number + 1
+        names = tuple(one.name for one in sources.values())
+        source_parts = tuple(one.parts for one in sources.values())
         tensor = TensorPlan(
-            record.name,
-            tuple(one.name for one in sources.values()),
-            target_parts=record.parts,
-            source_parts=tuple(one.parts for one in sources.values()),
-            table=tables[key],
-            instance=number,
+            record.name, names, record.parts, source_parts, table=tables[key], instance=number
         )
         tensors.append(tensor)
     return TransferPlan(source, target, mapping, tuple(tensors), max_bytes=max_bytes)

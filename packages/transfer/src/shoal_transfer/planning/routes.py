@@ -300,10 +300,9 @@ def _reads_twice(parts: Sequence[Assignment]) -> bool:
         if part.source is None:
             continue
         by_source[part.source].append(part.source_region)
-        if any(
-            dim is None and len(one) > 1 for dim, one in zip(part.dims, part.region, strict=True)
-        ):
-            return True
+        for dim, indices in zip(part.dims, part.region, strict=True):
+            if dim is None and len(indices) > 1:
+                return True
     return any(first_overlap(regions) is not None for regions in by_source.values())
 
 

@@ -154,13 +154,9 @@ class TransferPlan:
             hosts = (self.source if side == "source" else self.target).hosts
             if hosts[sender] != self.target.hosts[receiver]:
                 between_hosts += nbytes
-        return Traffic(
-            total=pairs.total(),
-            local=local,
-            most_sent=max(sent.values(), default=0),
-            most_received=max(received.values(), default=0),
-            between_hosts=between_hosts,
-        )
+        most_sent = max(sent.values(), default=0)
+        most_received = max(received.values(), default=0)
+        return Traffic(pairs.total(), local, most_sent, most_received, between_hosts=between_hosts)
 
     def gather_and_broadcast(self) -> Traffic:
         """Return the bytes of the usual way: whole tensors gathered on a rank and broadcast."""
@@ -205,12 +201,13 @@ class TransferPlan:
         usual_total = format_bytes(usual.total)
         usual_received = format_bytes(usual.most_received)
         ranks = f"{len(self.source.hosts)} ranks to {len(self.target.hosts)} ranks"
-        lines = [
-            f"{len(self.tensors)} tensors from {ranks}: {total} between ranks, {local} inside ranks",
-            f"proven; mapping {witness}",
-            f"busiest sender {sent}, busiest receiver {received}, {between_hosts} between hosts",
-            f"gather and broadcast: {usual_total} between ranks, busiest receiver {usual_received}",
-        ]
+        tensors = f"{len(self.tensors)} tensors from {ranks}"
+        busiest = f"busiest sender {sent}, busiest receiver {received}"
+        usual_bytes = f"{usual_total} between ranks, busiest receiver {usual_received}"
+        lines = [f"{tensors}: {total} between ranks, {local} inside ranks"]
+        lines.append(f"proven; mapping {witness}")
+        lines.append(f"{busiest}, {between_hosts} between hosts")
+        lines.append(f"gather and broadcast: {usual_bytes}")
         by_pair, _ = self._pairs()
         for (side, sender, receiver), nbytes in by_pair.most_common(pairs):
             lines.append(f"  {side} {sender} -> target {receiver}: {format_bytes(nbytes)}")

@@ -35,10 +35,11 @@ class LocalMemories:
             return False
         self.tensors = memories_of(weights_of(self._model))
         before = self._addresses
-        self._addresses = {
-            name: (one.data_ptr(), one.device, tuple(one.shape), one.stride(), one.dtype)
-            for name, one in self.tensors.items()
-        }
+        self._addresses = {}
+        for name, tensor in self.tensors.items():
+            address = (tensor.data_ptr(), tensor.device)
+            shape = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            self._addresses[name] = (*address, *shape)
         return bool(before) and before != self._addresses
 
     def shapes_changed(self) -> bool:

@@ -82,7 +82,9 @@ class Runner:
             for stage, exchange in enumerate(step.exchanges):
                 place = 2 * number + stage
                 flats = [one.pack() for one in exchange.outgoing]
-                if number == len(steps) - 1 and stage == len(step.exchanges) - 1:
+                is_last = step is steps[-1] and exchange is step.exchanges[-1]
+                if is_last:
+                    # copies, because a block that is contiguous is not packed
                     flats = [flat.clone() for flat in flats]
                     self.finish_reading()
                 self._note_sent(sent, exchange, flats, place)

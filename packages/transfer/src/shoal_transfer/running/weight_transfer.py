@@ -55,8 +55,6 @@ class _Report(NamedTuple):
     version: int | None
     # of the weights that arrived last; None if they are not whole
     base: int | None
-    holds_source: bool
-    holds_target: bool
     shapes_changed: bool
     error: str | None
 
@@ -302,15 +300,9 @@ class WeightTransfer:
         changed = [self._source.shapes_changed(), self._target.shapes_changed()]
         if moved:
             self._forget_program()
-        report = _Report(
-            self.plan.digest,
-            version,
-            self._base,
-            holds_source=self._seat.source_rank is not None,
-            holds_target=self._seat.target_rank is not None,
-            shapes_changed=any(changed),
-            error=self._refuse(version),
-        )
+        digest = self.plan.digest
+        error = self._refuse(version)
+        report = _Report(digest, version, self._base, any(changed), error=error)
         reports: list[_Report] = self._wire.gather(report)
         agreed = _compare(reports)
         if any(one.shapes_changed for one in reports):
