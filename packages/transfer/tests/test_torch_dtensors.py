@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -65,8 +66,7 @@ def test_pending_sums_of_torch_are_refused() -> None:
 
 @on_ranks(2, timeout=200)
 def test_sharded_tensors_of_torch() -> None:
-    from torch.distributed._shard import sharded_tensor
-
+    sharded_tensor: Any = importlib.import_module("torch.distributed._shard.sharded_tensor")
     rank = dist.get_rank()
     rows = torch.arange(8.0).reshape(4, 2)[2 * rank : 2 * rank + 2].clone()
     metadata = sharded_tensor.ShardMetadata([2 * rank, 0], [2, 2], f"rank:{rank}/cpu")

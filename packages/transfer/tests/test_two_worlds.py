@@ -51,7 +51,8 @@ def test_a_message_is_a_safetensors_file(tmp_path: Path) -> None:
 
 
 def test_a_joint_group_gathers_on_its_device() -> None:
-    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    torch_distributed: Any = dist
+    group = torch_distributed.ProcessGroupGloo(torch_distributed.HashStore(), 0, 1)
     assert JointWire(group).gather({"a": 1}) == [{"a": 1}]
     with pytest.raises(RuntimeError, match="meta"):
         JointWire(group, device="meta").gather(1)

@@ -165,6 +165,7 @@ class WeightTransfer:
         """Begin `run` in the background; `wait` returns its result.
 
         The source's weights must not change before they are read: `guard` lets an optimizer wait.
+        Over the ranks of one world, one transfer at a time is in flight.
 
         Args:
             version: as for `run`.
