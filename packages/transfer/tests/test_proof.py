@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shoal_dtensor.errors import StyleTypeError
 from shoal_transfer import (
     Assignment,
     Holding,
@@ -17,6 +18,7 @@ from shoal_transfer import (
     ProofError,
     TensorRecord,
     WeightMapping,
+    describe,
     plan_transfer,
 )
 from shoal_transfer.planning.proof import prove
@@ -134,6 +136,15 @@ def test_mappings_that_do_not_fit_the_manifests_are_refused() -> None:
         plan_transfer(manifest({"up": [rows(0, 0, 4)]}, "trainer"), TARGET, MAPPING)
     with pytest.raises(MappingError, match=r"'gate_up' is \(8, 2\) in the mapping, the source has"):
         plan_transfer(SOURCE, TARGET)
+
+
+def test_arguments_of_wrong_types_are_named() -> None:
+    with pytest.raises(StyleTypeError, match="plan_transfer: expected source to be Manifest"):
+        plan_transfer({}, TARGET)  # type: ignore[arg-type]  # refused
+    with pytest.raises(StyleTypeError, match="expected mapping to be WeightMapping"):
+        plan_transfer(SOURCE, TARGET, {})  # type: ignore[arg-type]  # refused
+    with pytest.raises(StyleTypeError, match=r"describe: expected model to be an nn\.Module"):
+        describe([])  # type: ignore[arg-type]  # refused
 
 
 def test_a_cast_is_said_in_the_mapping() -> None:

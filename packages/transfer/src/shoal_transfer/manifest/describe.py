@@ -9,8 +9,9 @@ from os import PathLike, fspath
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-from shoal_dtensor.internal import volume, whole_box
+from shoal_dtensor.internal import takes, volume, whole_box
 from shoal_mesh import comm_over
 from shoal_mesh.internal import agree
 
@@ -25,6 +26,7 @@ FILE_DTYPES = {
 }  # fmt: skip
 
 
+@takes(model=(nn.Module, Mapping))
 def describe(
     model: Model,
     mesh: Any = None,
@@ -56,6 +58,7 @@ def describe(
         The same manifest on every rank of the mesh.
 
     Raises:
+        StyleTypeError: the model is neither a module nor a mapping.
         ManifestError: on all ranks of the mesh: a tensor is a pending sum, ranks disagree about a
             shape, or no rank holds some elements.
 

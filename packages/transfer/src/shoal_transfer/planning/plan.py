@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import NoneType
 from typing import Any
+
+from shoal_dtensor.internal import takes
 
 from ..errors import MappingError
 from ..manifest.records import Manifest, TensorRecord
@@ -16,6 +19,7 @@ from .routes import Loads, RouteTable, Sides
 from .transfer_plan import TransferPlan
 
 
+@takes(source=Manifest, target=Manifest, mapping=(WeightMapping, NoneType))
 def plan_transfer(
     source: Manifest,
     target: Manifest,
@@ -44,6 +48,7 @@ def plan_transfer(
         wrong mapping proves itself.
 
     Raises:
+        StyleTypeError: an argument of a wrong type.
         MappingError: the mapping does not fit the manifests, or does not define each target
             element once; the message names the tensor and the region.
         ProofError: the plan is not what the mapping says: an error of this package.
