@@ -120,11 +120,13 @@ def test_elements_without_or_with_two_sources_are_named() -> None:
 
 def test_a_witness_needs_both_mappings() -> None:
     same = WeightMapping.same_names({"a": (2,)})
-    assert same.witness == "same names"
-    assert same.then(same).witness == "same names, then same names"
+    assert same.witness is None
     assert same.rename({"a": "b"}).witness is None, "an edit says what its author believes"
     recorded = same.rename({"a": "b"}).witnessed_by("recorded loader")
-    assert same.then(recorded).witness == "same names, then recorded loader"
+    assert recorded.witness == "recorded loader"
+    assert same.then(recorded).witness is None
+    seen = same.witnessed_by("version 0")
+    assert seen.then(recorded).witness == "version 0, then recorded loader"
 
 
 def test_strided_views_become_regions() -> None:

@@ -68,6 +68,8 @@ class WeightMapping:
     def same_names(cls, shapes: Mapping[str, Iterable[int]]) -> WeightMapping:
         """Return the mapping of tensors to themselves.
 
+        It does not have a witness: two models may order the elements of a name differently.
+
         Args:
             shapes: by name.
 
@@ -77,7 +79,7 @@ class WeightMapping:
         """
         fixed = {name: tuple(shape) for name, shape in shapes.items()}
         copies = (copy_of(name, name, shape) for name, shape in fixed.items())
-        return cls(fixed, fixed, tuple(copies), witness="same names")
+        return cls(fixed, fixed, tuple(copies))
 
     def check(self) -> None:
         """Check that regions are in their tensors and define each target element exactly once.

@@ -62,7 +62,7 @@ class TransferPlan:
         >>> manifest = describe({"w": torch.zeros(2, 3)})
         >>> plan = plan_transfer(manifest, manifest)
         >>> plan.is_verified, plan.traffic()
-        (True, Traffic(total=0, local=24, most_sent=0, most_received=0, between_hosts=0))
+        (False, Traffic(total=0, local=24, most_sent=0, most_received=0, between_hosts=0))
     """
 
     source: Manifest
@@ -185,7 +185,7 @@ class TransferPlan:
             >>> one = describe({"w": torch.zeros(2, 3)}, world="one")
             >>> print(plan_transfer(one, describe({"w": torch.zeros(2, 3)}, world="other")).explain())
             1 tensors from 1 ranks to 1 ranks: 24 B between ranks, 0 B inside ranks
-            proven; mapping witnessed: same names
+            proven; mapping unverified
             busiest sender 24 B, busiest receiver 24 B, 0 B between hosts
             gather and broadcast: 48 B between ranks, busiest receiver 24 B
               source 0 -> target 0: 24 B
