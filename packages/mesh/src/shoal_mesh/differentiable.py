@@ -65,6 +65,35 @@ class _Linear(torch.autograd.Function):
         return None if ctx.adjoint == (_copy,) else ctx.comm.ranks
 
 
+linear_collective = _Linear
+"""The autograd function behind all collectives of this module."""
+
+
+def adjoint_types(run: Map, adjoint: Map) -> tuple[str, str] | None:
+    """Return the types of the argument and the result of `_Linear.apply`; None if they have none.
+
+    Args:
+        run: the collective with its arguments.
+        adjoint: the collective of the gradient.
+    """
+    function, *arguments = run
+    if "avg" in arguments:
+        return None
+    if function is _copy:
+        return ("I", "R")
+    if function is even.all_reduce:
+        return ("P", "I" if adjoint == (_copy,) else "R")
+    if function is even.all_gather:
+        return (f"S({arguments[0]})", "R")
+    if function is even.reduce_scatter:
+        return ("P", f"S({arguments[0]})")
+    if function is even.all_to_all:
+        return (f"S({arguments[1]})", f"S({arguments[0]})")
+    if function in (uneven.all_to_all_v, uneven.permute):
+        return ("V", "V")
+    return None
+
+
 def _apply(tensor: Tensor, comm: Along, run: Map, adjoint: Map) -> Tensor:
     comm = resolve(comm)
     if type(tensor) is not Tensor or not is_dense(tensor):

@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, accelerator, argument_types, collectives, events, facades, groups, mesh, observers,
+May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades, groups, mesh, observers,
 scoped_value, shared_memory, topology, transport.
 """
 
@@ -18,6 +18,7 @@ from .collectives.even import all_reduce_
 from .collectives.graph_dependences import bound, contribution
 from .collectives.packed import start_packed
 from .collectives.reductions import sums_are_in_tree, tree_sum
+from .differentiable import adjoint_types, linear_collective
 from .events import Event, is_observed, observe, observing, unobserve, unobserved
 from .facades import facade
 from .groups.process_groups import comm_for, comm_of_threads
