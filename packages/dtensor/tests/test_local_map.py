@@ -19,8 +19,8 @@ from shoal_dtensor import (
     distribute_tensor,
     local_map,
 )
-from shoal_dtensor.errors import PlacementError
-from shoal_mesh import CommDebugMode, init_device_mesh, lockstep
+from shoal_dtensor.errors import PlacementError, SpmdTypeError
+from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh, lockstep
 from shoal_mesh.testing import on_ranks
 
 
@@ -182,3 +182,41 @@ def test_from_local_of_other_sizes_is_found_in_debug_modes() -> None:
             assert DTensor.from_local(torch.ones(2), mesh, [Shard(0)]).shape == (8,)
             with pytest.raises(PlacementError, match="differ"):
                 DTensor.from_local(torch.ones(2) * dist.get_rank(), mesh, [Replicate()])
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_types_of_plain_tensors_are_checked_in_place_of_values(shape: tuple[int, ...]) -> None:
+    # no collective compares ranks, so one process is enough
+    mesh = abstract_mesh(shape, ("tp", "dp")[: len(shape)])
+    others = [Replicate()] * (len(shape) - 1)
+    x = DTensor.from_local(torch.ones(4, 6), mesh, [Replicate(), *others], run_check=False)
+    up = DTensor.from_local(torch.ones(6, 4), mesh, [Shard(1), *others], run_check=False)
+    down = DTensor.from_local(torch.ones(4, 6), mesh, [Shard(0), *others], run_check=False)
+
+    def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return (x @ up).relu() @ down
+
+    entries = ([Partial(), *others], None, None)
+    right = local_map(
+        feed_forward,
+        out_placements=[Partial(), *others],
+        in_grad_placements=entries,
+        spmd_types=True,
+    )
+    assert right(x, up, down).placements[0] == Partial()
+    for wrong, message in (
+        (local_map(feed_forward, [Replicate(), *others], None, entries, spmd_types=True), "P over"),
+        (local_map(feed_forward, [Partial(), *others], spmd_types=True), "I cannot be combined"),
+        (
+            local_map(
+                lambda x, *_: (x @ up.to_local()).relu(),
+                [Shard(0), *others],
+                None,
+                entries,
+                spmd_types=True,
+            ),
+            "S",
+        ),
+    ):
+        with pytest.raises(SpmdTypeError, match=message):
+            wrong(x.detach().requires_grad_(), up, down)

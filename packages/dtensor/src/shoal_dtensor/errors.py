@@ -75,6 +75,10 @@ class CheckpointError(ShoalTensorError, ValueError, RuntimeError):
     """
 
 
+class SpmdTypeError(ShoalTensorError, RuntimeError):
+    """The types of plain local tensors do not fit an operator, a collective or an assertion."""
+
+
 # --- of parallel modules: raised by the packages above --------------------------------------------
 
 

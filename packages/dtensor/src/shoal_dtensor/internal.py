@@ -3,7 +3,7 @@
 They may change with any release; all packages are released together.
 
 May import: _torch, api, argument_types, crossings, host_memory, layout, modules, random_layouts, redistribute,
-tensor.
+spmd, tensor.
 """
 
 # mypy: implicit-reexport
@@ -79,6 +79,8 @@ from .redistribute.blocks import Blocks, Shards, exchange_blocks, move_blocks
 from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, given_away, redistribute_shards
 from .redistribute.steps import format_bytes
+from .spmd import interface as spmd
+from .spmd.axis_types import I, P, R, Shard as ShardType, V
 from .tensor.autograd import FromLocal
 from .tensor.dtensor import local_shard
 from .tensor.gradients import (

@@ -8,8 +8,8 @@ which the frames of the first run refer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import unwrap
@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
+
+from .tensors import INTERCEPTED
 
 _COMPILED = ("cond", "while_loop", "scan", "map")
 # Autograd's keys of the devices that meshes are on, and of tensors without memory.
@@ -411,3 +413,34 @@ def recomputed_in(scope: Hashable, enter: Enter, outside: Collection[object]) ->
             function = _InScopes(function, {})
             setattr(record, name, function)
         function.scopes.setdefault(scope, enter)
+
+
+# --- autograd functions ---------------------------------------------------------------------------
+
+_Handler = Callable[[type[torch.autograd.Function], Callable[..., Any], tuple[Any, ...]], Any]
+
+
+@contextmanager
+def intercept_autograd_functions(handler: _Handler) -> Iterator[None]:
+    """Call `handler(function, apply, args)` for autograd functions while the block is open.
+
+    Torch's modes do not see autograd functions. `Function.apply` is replaced while any thread is in
+    such a block, so the handler itself compares threads.
+    """
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        run = partial(_APPLY.__func__, cls, **kwargs)
+        return handler(cls, run, args) if INTERCEPTED else run(*args)
+
+    if not INTERCEPTED:
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]  # of its own kind
+    INTERCEPTED.append(handler)
+    try:
+        yield
+    finally:
+        INTERCEPTED.pop()
+        if not INTERCEPTED:
+            torch.autograd.Function.apply = _APPLY
+
+
+_APPLY: Any = torch.autograd.Function.__dict__["apply"]

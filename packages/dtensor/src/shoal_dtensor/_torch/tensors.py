@@ -160,9 +160,13 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     )
 
 
+# not empty while a block intercepts `Function.apply`
+INTERCEPTED: list[object] = []
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Run an autograd function; outside of functorch, save the 3 us that `Function.apply` takes."""
-    if torch._C._are_functorch_transforms_active():
+    if INTERCEPTED or torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
 

@@ -23,6 +23,9 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
 from ..rules.language.rule import DuplicateRuleError, Entry, OpCall, R, Row, Rule, S
 from ..scopes import SCOPES
+from ..spmd.checker import typecheck
+from ..spmd.local_map_types import check_outputs, declare_inputs
+from ..spmd.mesh_axes import set_current_mesh
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import layout_of_ranks
 
@@ -38,6 +41,7 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
     *,
     redistribute_inputs: bool = False,
     run_check: bool = True,
+    spmd_types: bool = False,
 ) -> Callable[..., Any]:
     """Return `func`, which works on local tensors, as a function on DTensors.
 
@@ -57,17 +61,27 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             output; threads may call in any order. If False, replicas are assumed to be equal, and
             all ranks to have shapes as on this rank, or as `Shard(dim, sizes=...)` declares.
             Compiled code does not compare; it refuses unevenly sharded inputs unless this is False.
+        spmd_types: check the types of plain tensors in `func` (the guide "Write it by hand, have
+            it checked") instead of comparing ranks: a local tensor has the type of its placement,
+            I for a replicated one whose gradient arrives replicated, R if `in_grad_placements` has
+            a partial gradient; outputs must have the types of `out_placements`.
 
     Raises:
         PlacementError: (when called) if an input has other placements, if the number of placements
             does not fit, or on all ranks, if the outputs' shapes fit no sharding or replicas
             differ.
         MixedTensorError: (when called) if a placement is given for a plain tensor.
+        SpmdTypeError: (when called) with `spmd_types`, if types do not fit an operator of `func`,
+            or the placements of its outputs.
     """
     if func is None:
         options = (out_placements, in_placements, in_grad_placements, device_mesh)
         return lambda func: local_map(
-            func, *options, redistribute_inputs=redistribute_inputs, run_check=run_check
+            func,
+            *options,
+            redistribute_inputs=redistribute_inputs,
+            run_check=run_check,
+            spmd_types=spmd_types,
         )
     check_callable("local_map", "func", func)
     for name, entries in (
@@ -102,7 +116,14 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             _refuse_uneven(specs)
         first_mesh = specs[0].device_mesh if specs else None
         mesh = device_mesh or first_mesh
-        result = func(*pytree.tree_unflatten(local, structure), **kwargs)
+        arguments = pytree.tree_unflatten(local, structure)
+        if spmd_types and mesh is not None and not is_tracing():
+            with set_current_mesh(mesh), typecheck(local=False):
+                declare_inputs(local, flat, in_grad_placements)
+                result = func(*arguments, **kwargs)
+                check_outputs(result, out_placements, mesh)
+            return _outputs(result, out_placements, mesh, None)
+        result = func(*arguments, **kwargs)
         is_compared = run_check and not is_tracing()
         about = functools.partial(_output_of, func, specs) if is_compared else None
         return _outputs(result, out_placements, mesh, about)

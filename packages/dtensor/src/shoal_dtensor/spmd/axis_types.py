@@ -1,0 +1,171 @@
+"""Types of a plain tensor along one mesh axis: R, I, V, P or S(i).
+
+The type of a tensor implies the type of its gradient (`backward_type`), so a checked forward
+determines the types of the backward.
+
+| type | values along the axis | gradient |
+|---|---|---|
+| R, replicated | equal; each rank may use them differently | P |
+| I, invariant | equal, and so is the computation that uses them | I |
+| V, varying | may differ | V |
+| P, partial | addends of a pending sum | R |
+| S(i) | V, and shard i of a global tensor | S(i) |
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+from ..errors import ArgumentTypeError
+from ..layout.placements import Interned, Partial, Placement, Replicate, Shard as ShardPlacement
+
+
+class AxisType(Interned):
+    """A type without a dim: one of R, I, V and P, or a pending reduction other than a sum.
+
+    Attributes:
+        name: `"R"`, `"I"`, `"V"` or `"P"`.
+        reduce_op: the pending reduction of P, `"sum"` for the type `P` itself; empty otherwise.
+    """
+
+    __slots__ = ("name", "reduce_op")
+    name: str
+    reduce_op: str
+
+    def __init__(self, name: str, reduce_op: str = "") -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "reduce_op", reduce_op)
+
+    def backward_type(self) -> AxisType:
+        """Return the type of the gradient of a tensor of this type."""
+        if self is R:
+            return P
+        return R if self.name == "P" else self
+
+    def __repr__(self) -> str:
+        return self.name if self.reduce_op in ("", "sum") else f"P({self.reduce_op})"
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return _type_named, (self.name, self.reduce_op)
+
+
+class Shard(Interned):
+    """The type S(dim): a varying tensor that is a shard along `dim` of a global tensor.
+
+    Negative dims count from the end; `resolve` makes them positive.
+
+    Attributes:
+        dim: the tensor dim that the axis shards.
+    """
+
+    __slots__ = ("dim",)
+    dim: int
+
+    def __new__(cls, dim: int) -> Shard:
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise ArgumentTypeError(f"S(dim): expected an int, got {dim!r}")
+        return _shard(dim)
+
+    def backward_type(self) -> Shard:
+        """Return the type of the gradient, which is sharded alike."""
+        return self
+
+    def resolve(self, ndim: int) -> Shard:
+        """Return the type with a dim that counts from the front, for a tensor of `ndim` dims."""
+        return Shard(self.dim + ndim) if self.dim < 0 else self
+
+    def __repr__(self) -> str:
+        return f"S({self.dim})"
+
+    def __reduce__(self) -> tuple[type[Shard], tuple[int]]:
+        return Shard, (self.dim,)
+
+
+@cache
+def _shard(dim: int) -> Shard:
+    shard = object.__new__(Shard)
+    object.__setattr__(shard, "dim", dim)
+    return shard
+
+
+class FoldedShard(Interned):
+    """The type of a shard whose dim a reshape folded behind another one; inferred, never written.
+
+    (batch, heads, length) by heads, reshaped to (batch * heads, length), has such a dim 0: each
+    rank holds one run of it per batch.
+
+    Attributes:
+        placement: the placement along the axis, which counts the runs.
+        dim: the tensor dim.
+    """
+
+    __slots__ = ("dim", "placement")
+    placement: Placement
+    dim: int
+
+    def __new__(cls, placement: Placement, dim: int) -> FoldedShard:
+        return _folded(placement, dim)
+
+    def backward_type(self) -> FoldedShard:
+        """Return the type of the gradient, which is sharded alike."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"S({self.dim}) in runs"
+
+
+@cache
+def _folded(placement: Placement, dim: int) -> FoldedShard:
+    folded = object.__new__(FoldedShard)
+    object.__setattr__(folded, "placement", placement)
+    object.__setattr__(folded, "dim", dim)
+    return folded
+
+
+R: Final = AxisType("R")
+I: Final = AxisType("I")  # noqa: E741  # the public name of the type
+V: Final = AxisType("V")
+P: Final = AxisType("P", "sum")
+S = Shard
+AnyAxisType = AxisType | Shard | FoldedShard
+SHARDS = (Shard, FoldedShard)
+
+
+@cache
+def pending(reduce_op: str) -> AxisType:
+    """Return the type of addends of a reduction that is still to be done.
+
+    Args:
+        reduce_op: `"sum"` for `P` itself, or `"max"`, `"min"`, `"avg"`, ...
+    """
+    return P if reduce_op == "sum" else AxisType("P", reduce_op)
+
+
+def _type_named(name: str, reduce_op: str) -> AxisType:
+    return pending(reduce_op) if name == "P" else {"R": R, "I": I, "V": V}[name]
+
+
+def local_type(axis_type: AnyAxisType) -> AxisType:
+    """Return the type without its dim: V for S(i), otherwise the type itself."""
+    return axis_type if isinstance(axis_type, AxisType) else V
+
+
+def placement_of(axis_type: AnyAxisType) -> Placement | None:
+    """Return the placement that a type stands for in the rule tables; None for V."""
+    if isinstance(axis_type, FoldedShard):
+        return axis_type.placement
+    if isinstance(axis_type, Shard):
+        return ShardPlacement(axis_type.dim)
+    if axis_type.name == "P":
+        return Partial(axis_type.reduce_op)
+    return None if axis_type is V else Replicate()
+
+
+def type_of_placement(placement: Placement) -> AnyAxisType | None:
+    """Return the type of a placement; None for placements that no type describes."""
+    if isinstance(placement, Partial):
+        return pending(placement.reduce_op)
+    if type(placement) is ShardPlacement:
+        return Shard(placement.dim)
+    return R if placement.is_replicate() else None

@@ -1,0 +1,418 @@
+"""The checker: a mode under which every operator on typed tensors is compared with its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_mesh.internal import Event, ScopedValue, observing
+
+from .._torch.interception import (
+    FunctionMode,
+    TorchDispatchMode,
+    intercept_autograd_functions,
+)
+from .._torch.operators import OpOverload, decomposition_of
+from ..dispatch.propagate import rule_of
+from ..errors import SpmdTypeError
+from ..layout.tensor_meta import mapped
+from ..rules.language.op_call import schema_of
+from ..scopes import current as current_scope
+from ..tensor.dtensor import DTensor
+from .assertions import on_current_mesh
+from .axis_types import V
+from .declared import (
+    DECOMPOSITIONS,
+    LOCAL_FUNCTIONS,
+    declaration_of,
+    declare_local,
+    tensors_in,
+)
+from .infer import Leading, infer_types
+from .mesh_axes import MESH, MeshAxis
+from .messages import user_line
+from .operator_call import LocalOperatorCall, Operand, local_meta
+from .state import CHECKER, TRACE_LOG, TRACES, active_checker, paused, varying_axes
+from .tensor_types import TensorType, is_constant, mark_constant, set_type, type_of
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "shoal_mesh"})
+
+
+class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """The mode that infers types of operators' results.
+
+    Attributes:
+        strict: whether an operand without a type among operands with types is an error.
+        is_local: whether every axis is local, so that S(i) counts as V.
+    """
+
+    def __init__(self, strict: bool, is_local: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.strict = strict
+        self.is_local = is_local
+        self._results: dict[Any, list[TensorType]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if active_checker() is None:
+            return func(*args, **kwargs)
+        if any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs))):
+            with paused():
+                return func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        if not any(type_of(tensor) is not None for tensor in tensors):
+            return _run_untyped(func, args, kwargs, tensors)
+        if func.namespace in _COLLECTIVES:
+            raise SpmdTypeError(
+                f"{user_line()}: {func} on a typed tensor: this collective has no types and no "
+                "gradient. Way out: the typed collectives (all_reduce, all_gather, "
+                "reduce_scatter, all_to_all with src and dst), or no_typecheck with out_types"
+            )
+        return self._run_typed(func, args, kwargs, tensors)
+
+    def _run_typed(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+    ) -> Any:
+        where = f"{user_line()}: {func._schema.name}" if not self._has_types(tensors) else ""
+        untyped = [tensor for tensor in tensors if type_of(tensor) is None]
+        if any(not _counts_as_constant(tensor) for tensor in untyped):
+            if self.strict:
+                raise SpmdTypeError(
+                    f"{user_line()}: {func._schema.name.removeprefix('aten::')}: an operand of "
+                    f"shape {_shape_without_type(untyped)} has no type, and others have: "
+                    f"{[type_of(tensor) for tensor in tensors]}. Way out: assert_type(x, ...) "
+                    "where the tensor enters the program"
+                )
+            return func(*args, **kwargs)
+        if rule_of(func, current_scope()) is None:
+            decomposed = decomposition_of(func)
+            if decomposed is not None and not _all_replicated(tensors):
+                with self:
+                    return decomposed(*args, **kwargs)
+        for tensor in tensors:
+            if type_of(tensor) is not None:
+                on_current_mesh(tensor, where or func._schema.name)
+        before = [(tensor, type_of(tensor)) for tensor in _written(func, args, kwargs)]
+        result = func(*args, **kwargs)
+        outputs = tensors_in(result)
+        inferred = self._infer(func, args, kwargs, outputs)
+        for output, tensor_type in zip(outputs, inferred, strict=True):
+            _give_type(output, tensor_type, before)
+        if TRACES.own():
+            operands = [type_of(tensor) for tensor in tensors]
+            TRACE_LOG.info("%s: %s%s -> %s", user_line(), func, operands, inferred)
+        return result
+
+    def _has_types(self, tensors: Sequence[Tensor]) -> bool:
+        mesh = MESH.get()
+        if mesh is None:
+            return True
+        found = [type_of(tensor) for tensor in tensors]
+        return all(one is None or one.by_axis.keys() == {*mesh.axes} for one in found)
+
+    def _infer(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        outputs: Sequence[Tensor],
+    ) -> list[TensorType]:
+        """Return the types of the outputs; equal calls are inferred once."""
+        grad = torch.is_grad_enabled()
+        operands: list[Operand] = []
+
+        def read(tensor: Tensor) -> Operand:
+            differentiable = tensor.is_floating_point() or tensor.is_complex()
+            takes_gradient = grad and tensor.requires_grad and differentiable
+            operand = Operand(local_meta(tensor), type_of(tensor), takes_gradient)
+            operands.append(operand)
+            return operand
+
+        described, named = mapped((args, {**kwargs}), Tensor, read)
+        axes = _common_axes(func, operands)
+        is_varying = varying_axes()
+        varying = frozenset([axis for axis in axes if is_varying(axis)])
+        metas = tuple([local_meta(output) for output in outputs])
+        leading = _LEADING.own()
+        key = (func, _frozen(described), _frozen(named), varying, axes, metas, leading)
+        found = self._results.get(key)
+        if found is None:
+            if not self.is_local:
+                _refuse_varying(func, operands, varying)
+            call = LocalOperatorCall(
+                func, described, named, operands=tuple(operands), outputs=metas
+            )
+            found = infer_types(call, axes, varying, leading)
+            self._results[key] = found
+        return found
+
+
+# Functions whose operators merge leading dims of their operands, and divide them again.
+_ON_BATCHES = frozenset(
+    {"linear", "matmul", "__matmul__", "__rmatmul__", "scaled_dot_product_attention"}
+)
+_LEADING: ScopedValue[Leading | None] = ScopedValue(
+    "shoal_spmd_leading", default=None, in_backward=False
+)
+
+
+class _LeadingDims(FunctionMode):
+    """The mode that notes how functions on batches shard their leading dims."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in _ON_BATCHES or active_checker() is None:
+            return func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        operand = max(tensors, key=lambda tensor: tensor.ndim)
+        present = type_of(operand)
+        if present is None:
+            return func(*args, **kwargs)
+        kept = 2 if func.__name__ == "scaled_dot_product_attention" else operand.ndim - 1
+        dims = tuple([present.dims.get(dim, ()) for dim in range(kept)])
+        with _LEADING.entered(Leading(dims)):
+            return func(*args, **kwargs)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Operand):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple([(name, _frozen(item)) for name, item in value.items()])
+    # 1 and 1.0 and True are equal, and make different dtypes
+    return (type(value), value) if isinstance(value, int | float) else value
+
+
+def _run_untyped(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> Any:
+    """Run an operator on tensors without types; what follows from numbers alone is a constant."""
+    result = func(*args, **kwargs)
+    schema = schema_of(func)
+    made_of_constants = all(map(is_constant, tensors)) or func is torch.ops.aten.lift_fresh.default
+    if schema.is_random or not made_of_constants:
+        for tensor in _written(func, args, kwargs):
+            mark_constant(tensor, False)
+            if tensor._base is not None:
+                mark_constant(tensor._base, False)
+        return result
+    for output in tensors_in(result):
+        mark_constant(output, True)
+    return result
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that a call writes to."""
+    schema = schema_of(func)
+    if not schema.written and not schema.outs:
+        return []
+    bound = {**dict(zip(schema.positional, args, strict=False)), **kwargs}
+    return tensors_in([bound.get(name) for name in (*schema.written, *schema.outs)])
+
+
+def _counts_as_constant(tensor: Tensor) -> bool:
+    return is_constant(tensor) and not tensor.requires_grad
+
+
+def _shape_without_type(untyped: Sequence[Tensor]) -> tuple[int, ...]:
+    return next(tuple(tensor.shape) for tensor in untyped if not _counts_as_constant(tensor))
+
+
+def _all_replicated(tensors: Sequence[Tensor]) -> bool:
+    types = [found for tensor in tensors if (found := type_of(tensor)) is not None]
+    return all(repr(kind) in "RI" for found in types for kind in found.by_axis.values())
+
+
+def _give_type(
+    output: Tensor, tensor_type: TensorType, before: Sequence[tuple[Tensor, TensorType | None]]
+) -> None:
+    """Give an output its type; a tensor that was written in place must keep the type that it has."""
+    for tensor, present in before:
+        if tensor is not output:
+            continue
+        if present is None or present != tensor_type:
+            was = "a constant without a type" if present is None else repr(present)
+            raise SpmdTypeError(
+                f"{user_line()}: a write in place would change the type of a tensor from {was} to "
+                f"{tensor_type!r}; write to a new tensor, or assert the type of the target first"
+            )
+    set_type(output, tensor_type)
+
+
+def _common_axes(func: OpOverload, operands: Sequence[Operand]) -> tuple[MeshAxis, ...]:
+    """Return the axes of the operands' types, which must be the same."""
+    types = [operand.tensor_type for operand in operands if operand.tensor_type is not None]
+    axes = dict.fromkeys(axis for tensor_type in types for axis in tensor_type.by_axis)
+    for tensor_type in types:
+        if tensor_type.by_axis.keys() != axes.keys():
+            missing = [axis for axis in axes if axis not in tensor_type.by_axis]
+            raise SpmdTypeError(
+                f"{user_line()}: {func._schema.name.removeprefix('aten::')}: an operand has types "
+                f"over {[*tensor_type.by_axis]}, and others also over {missing}; assert its type "
+                "over these axes too"
+            )
+    return tuple(axes)
+
+
+def _refuse_varying(
+    func: OpOverload, operands: Sequence[Operand], varying: frozenset[MeshAxis]
+) -> None:
+    for operand in operands:
+        if operand.tensor_type is None:
+            continue
+        for axis, kind in operand.tensor_type.by_axis.items():
+            if kind is V and axis not in varying:
+                raise SpmdTypeError(
+                    f"{user_line()}: {func._schema.name.removeprefix('aten::')}: an operand is V "
+                    f"over {axis!r}, so it is not known to be a shard of a global tensor. Way out: "
+                    "assert_type(x, S(dim)) or a PartitionSpec, or compute in local() or local_map"
+                )
+
+
+# --- autograd functions ---------------------------------------------------------------------------
+
+
+# functions whose own `typecheck_forward` is running, and calls `apply` in turn
+_RUNNING_CHECKS: list[type] = []
+
+
+def apply_checked(
+    function: type[torch.autograd.Function], apply: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    """Run an autograd function as one operation, and give its outputs the types that it declares.
+
+    Raises:
+        SpmdTypeError: if it has a typed argument and declares no types (strict mode).
+    """
+    checker = active_checker()
+    if checker is None:
+        return apply(*args)
+    own_check = getattr(function, "typecheck_forward", None)
+    if own_check is not None and function not in _RUNNING_CHECKS:
+        _RUNNING_CHECKS.append(function)
+        try:
+            return own_check(*args)
+        finally:
+            _RUNNING_CHECKS.remove(function)
+    reference = DECOMPOSITIONS.get(function)
+    expected = tensors_in(reference(*args)) if reference is not None else []
+    with paused():
+        outputs = apply(*args)
+        if reference is not None:
+            for output, like in zip(tensors_in(outputs), expected, strict=True):
+                set_type(output, type_of(like))
+            return outputs
+        declaration = declaration_of(function)
+        if declaration is not None:
+            declaration(outputs, args)
+            return outputs
+    if own_check is not None:
+        return outputs
+    if function in LOCAL_FUNCTIONS:
+        declare_local(outputs, args)
+        return outputs
+    if checker.strict and any(type_of(tensor) is not None for tensor in tensors_in(args)):
+        raise SpmdTypeError(
+            f"{user_line()}: the autograd function {function.__name__} does not declare its types. "
+            "Way out: give it a static method spmd_typecheck, or register it with "
+            "register_local_autograd_function, register_decomposition or register_no_typecheck"
+        )
+    return outputs
+
+
+def _refuse_collective(event: Event) -> None:
+    """Refuse a collective of shoal_mesh that has no gradient, on a typed tensor."""
+    if active_checker() is None:
+        return
+    if any(type_of(tensor) is not None for tensor in event.tensors):
+        raise SpmdTypeError(
+            f"{user_line()}: {event.op} on a typed tensor: this collective has no gradient, so its "
+            "result has no type. Way out: the typed collectives with src and dst, or "
+            "shoal_mesh.differentiable"
+        )
+
+
+# --- the block ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def typecheck(strict_mode: str | None = None, *, local: bool | None = None) -> Iterator[None]:
+    """Check the types of the operators inside the block.
+
+    Args:
+        strict_mode: "strict": an operand without a type is an error; "permissive": its results
+            have no type. In a block inside of another one, None keeps the mode.
+        local: True checks R, I, V and P only; False also that S(i) shards stay shards of global
+            tensors (global mode). None keeps the setting; outside of a block it is True.
+
+    Raises:
+        SpmdTypeError: for another mode.
+    """
+    if strict_mode not in (None, "strict", "permissive"):
+        raise SpmdTypeError(
+            f"typecheck: strict_mode is 'strict' or 'permissive', got {strict_mode!r}"
+        )
+    present = CHECKER.own()
+    if present is not None:
+        strict = present.strict if strict_mode is None else strict_mode == "strict"
+        with settings(strict, present.is_local if local is None else local):
+            yield
+        return
+    checker = Checker(strict_mode != "permissive", True if local is None else local)
+    with ExitStack() as stack:
+        stack.enter_context(CHECKER.entered(checker))
+        stack.enter_context(intercept_autograd_functions(apply_checked))
+        stack.enter_context(observing(before=_refuse_collective))
+        stack.enter_context(_LeadingDims())
+        stack.enter_context(checker)
+        yield
+
+
+@contextmanager
+def settings(strict: bool, is_local: bool) -> Iterator[None]:
+    """Change the settings of the active checker inside a block."""
+    checker = CHECKER.own()
+    if checker is None:
+        yield
+        return
+    before = (checker.strict, checker.is_local)
+    checker.strict = strict
+    checker.is_local = is_local
+    try:
+        yield
+    finally:
+        checker.strict = before[0]
+        checker.is_local = before[1]
+
+
+@contextmanager
+def local() -> Iterator[None]:
+    """Count shards as V inside the block: every rank computes on its own.
+
+    Nothing happens if no checker is active.
+    """
+    checker = CHECKER.own()
+    with settings(checker.strict if checker is not None else True, True):
+        yield

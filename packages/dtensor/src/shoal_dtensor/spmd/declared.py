@@ -1,0 +1,172 @@
+"""Types that autograd functions declare: the registries, and the functions of shoal_mesh.
+
+A checker sees an autograd function as one operation: its backward is code of its own, so the
+operators of its forward do not determine the types of its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from shoal_mesh.internal import adjoint_types, linear_collective
+
+from .._torch.tensors import pytree
+from ..errors import SpmdTypeError
+from ..layout.placements import Partial, Placement
+from ..layout.spec import Spec
+from ..tensor.autograd import FromLocal, ToLocal
+from .assertions import check_source, moved_type
+from .axis_types import AnyAxisType, I, P, R, Shard, V, local_type, type_of_placement
+from .mesh_axes import MeshAxis, axis_over, normalize_axis
+from .messages import user_line
+from .tensor_types import DimOrder, TensorType, set_type, type_of
+
+Declaration = Callable[[Any, tuple[Any, ...]], None]
+"""What gives the outputs of a function their types: (outputs, arguments of `apply`)."""
+
+_DECLARATIONS: WeakKeyDictionary[type, Declaration] = WeakKeyDictionary()
+# looked up by a class, for declarations that classes have as methods
+FINDERS: list[Callable[[type], Declaration | None]] = []
+LOCAL_FUNCTIONS: WeakSet[type] = WeakSet()
+DECOMPOSITIONS: WeakKeyDictionary[type, Callable[..., Any]] = WeakKeyDictionary()
+
+
+def declare_types(function: type[torch.autograd.Function], declaration: Declaration) -> None:
+    """Register the declaration of an autograd function's types.
+
+    Args:
+        function: the class of the function.
+        declaration: called with the outputs and the arguments of `apply`; it gives the outputs
+            their types.
+    """
+    _DECLARATIONS[function] = declaration
+
+
+def declaration_of(function: type) -> Declaration | None:
+    """Return the declaration of an autograd function or of a base class; None without one."""
+    for base in function.__mro__:
+        found = _DECLARATIONS.get(base)
+        if found is not None:
+            return found
+    found_by_method = [finder(function) for finder in FINDERS]
+    return next(filter(None, found_by_method), None)
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested arguments or results, in order."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def declare_local(outputs: Any, args: tuple[Any, ...]) -> None:
+    """Give the outputs of a function that every rank computes on its own their types.
+
+    R and V make V, all R make R, and all I make I.
+
+    Raises:
+        SpmdTypeError: if I is among other types, or an argument is P.
+    """
+    types = [found for tensor in tensors_in(args) if (found := type_of(tensor)) is not None]
+    if not types:
+        return
+    axes = dict.fromkeys(axis for tensor_type in types for axis in tensor_type.by_axis)
+    by_axis = {axis: _local_result(axis, types) for axis in axes}
+    for output in tensors_in(outputs):
+        set_type(output, TensorType(by_axis))
+
+
+def _local_result(axis: MeshAxis, types: Iterable[TensorType]) -> AnyAxisType:
+    kinds = {local_type(tensor_type.by_axis[axis]) for tensor_type in types}
+    if kinds in ({R}, {I}, {V}):
+        return kinds.pop()
+    if kinds == {R, V}:
+        return V
+    raise SpmdTypeError(
+        f"{user_line()}: a local autograd function takes R and V, or I alone, over {axis!r}, got "
+        f"{', '.join(sorted(map(repr, kinds)))}; convert or reduce the others first"
+    )
+
+
+def _declare_linear(outputs: Any, args: tuple[Any, ...]) -> None:
+    """Give the result of a collective of `shoal_mesh.differentiable` its type."""
+    tensor = args[0]
+    comm = args[1]
+    found = adjoint_types(args[2], args[3])
+    if type_of(tensor) is None:
+        return
+    if found is None:
+        raise SpmdTypeError(
+            f"{user_line()}: shoal_mesh.differentiable: this collective has no type; call it in a "
+            "function with declared types, or use a sum, a gather, a scatter or an all-to-all"
+        )
+    src, dst = [_named(name) for name in found]
+    axis = normalize_axis(comm)
+    check_source(tensor, axis, src, "shoal_mesh.differentiable")
+    set_type(outputs, moved_type(tensor, axis, dst, outputs.ndim))
+
+
+def type_of_local(spec: Spec, grads: Sequence[Placement] | None) -> TensorType:
+    """Return the type of the local tensor of a DTensor.
+
+    Args:
+        spec: the layout of the DTensor.
+        grads: the placements of the gradient; None for the placements of the DTensor itself. They
+            select R or I for a replicated tensor.
+    """
+    by_axis: dict[MeshAxis, AnyAxisType] = {}
+    listed = (None,) * spec.mesh.ndim if grads is None else tuple(grads)
+    for index, (placement, grad) in enumerate(zip(spec.placements, listed, strict=True)):
+        axis = axis_over(spec.mesh.ranks_along(index), spec.mesh.axis_names[index])
+        kind = type_of_placement(placement)
+        if kind is R and not isinstance(grad, Partial):
+            kind = I
+        if axis.size() > 1:
+            by_axis[axis] = V if kind is None or not spec.even else kind
+    return TensorType(by_axis, _order_of(spec))
+
+
+def _declare_to_local(outputs: Any, args: tuple[Any, ...]) -> None:
+    """Give the local tensor of a DTensor its type."""
+    set_type(outputs, type_of_local(args[0]._spec, args[1]))
+
+
+def _order_of(spec: Spec) -> DimOrder:
+    axes = [
+        axis_over(spec.mesh.ranks_along(index), name)
+        for index, name in enumerate(spec.mesh.axis_names)
+    ]
+    order: list[tuple[int, tuple[MeshAxis, ...]]] = []
+    for dim, sharding in spec.shard_order:
+        if len(sharding) > 1 and spec.even:
+            listed = map(axes.__getitem__, sharding)
+            order.append((dim, tuple(listed)))
+    return tuple(order)
+
+
+def _declare_from_local(outputs: Any, args: tuple[Any, ...]) -> None:
+    """Compare the type of a tensor that becomes a DTensor with its placements."""
+    local = args[0]
+    spec: Spec = args[2]
+    if type_of(local) is None or not local.requires_grad:
+        return
+    for index, placement in enumerate(spec.placements):
+        axis = axis_over(spec.mesh.ranks_along(index), spec.mesh.axis_names[index])
+        kind = type_of_placement(placement)
+        if kind is not None:
+            # the gradient of a replicated DTensor arrives complete
+            check_source(local, axis, I if kind is R else kind, "DTensor.from_local")
+
+
+def _named(name: str) -> AnyAxisType:
+    """Return the type of a text: `"R"`, `"P"`, `"I"`, `"V"` or `"S(1)"`."""
+    if name.startswith("S"):
+        return Shard(int(name[2:-1]))
+    return {"R": R, "I": I, "P": P, "V": V}[name]
+
+
+declare_types(linear_collective, _declare_linear)
+declare_types(ToLocal, _declare_to_local)
+declare_types(FromLocal, _declare_from_local)

@@ -1,0 +1,443 @@
+"""Types of an operator's results, from the rule that DTensors follow.
+
+Along one mesh axis the types of the operands select a row of the operator's rule, in which R and I
+are replicated. A call for which the rule would have to move an operand is a type error. The
+gradient sides of R and I decide which of the two a result is, and where they cannot be combined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+from shoal_mesh import DeviceMesh, abstract_mesh
+
+from ..dispatch.assign import Sharding, ShardingProblem, assign, unmoved
+from ..dispatch.global_call import by_few_elements, by_meta_kernel, specs_in
+from ..dispatch.propagate import elements_of, rule_of
+from ..errors import ShoalTensorError, SpmdTypeError
+from ..layout.dim_sharding import StridedDimSharding
+from ..layout.placements import Placement, Replicate
+from ..layout.spec import Spec
+from ..layout.tensor_meta import mapped
+from ..rules.language.op_call import OpCall, schema_of
+from ..rules.language.rule import LocalCall, Rule
+from ..scopes import current as current_scope
+from .axis_types import (
+    SHARDS,
+    AnyAxisType,
+    FoldedShard,
+    I,
+    R,
+    Shard,
+    V,
+    local_type,
+    pending,
+    placement_of,
+)
+from .local_calls import is_the_operator
+from .mesh_axes import MeshAxis
+from .messages import describe_call, ways_out
+from .operator_call import LocalOperatorCall, Operand
+from .tensor_types import TensorType
+
+# Arguments that are lists of sizes: a program on shards passes local sizes.
+_SIZES = frozenset({"size", "normalized_shape", "output_size"})
+
+
+def infer_types(
+    call: LocalOperatorCall,
+    axes: Sequence[MeshAxis],
+    varying: frozenset[MeshAxis],
+    leading: Leading | None = None,
+) -> list[TensorType]:
+    """Return the type of each output of a call.
+
+    Args:
+        call: the call; every operand with a type has one on all of `axes`.
+        axes: the mesh axes.
+        varying: the axes along which shards count as V: every rank computes on its own.
+        leading: the sharded leading dims of the function that runs the operator; they decide
+            where local sizes fit several global tensors.
+
+    Raises:
+        SpmdTypeError: if the types do not fit the operator.
+    """
+    found: dict[MeshAxis, list[AnyAxisType]] = {}
+    by_rule: list[MeshAxis] = []
+    for axis in axes:
+        kinds = {operand.on(axis) for operand in call.operands}
+        shards = {kind for kind in kinds if isinstance(kind, SHARDS)}
+        if V in kinds or (shards and axis in varying):
+            found[axis] = [_varying_result(call, axis)] * len(call.outputs)
+        elif kinds <= {R, I}:
+            found[axis] = [_replicated_result(call, axis)] * len(call.outputs)
+        else:
+            _refuse_invariant(call, axis)
+            by_rule.append(axis)
+    if not by_rule:
+        by_output = zip(*[found[axis] for axis in axes], strict=True)
+        return [TensorType(dict(zip(axes, kinds, strict=True))) for kinds in by_output]
+    outcomes = _results_by_rule(call, tuple(by_rule), leading)
+    typed = [_types_of_outcome(found, outcome, by_rule, axes) for outcome in outcomes]
+    return [_common_type(readings) for readings in zip(*typed, strict=True)]
+
+
+def _types_of_outcome(
+    found: Mapping[MeshAxis, Sequence[AnyAxisType]],
+    specs: Sequence[Spec],
+    by_rule: Sequence[MeshAxis],
+    axes: Sequence[MeshAxis],
+) -> list[TensorType]:
+    """Return the types of outputs with these layouts along `by_rule`."""
+    results = []
+    for index, spec in enumerate(specs):
+        by_axis, order = _types_of_spec(spec, by_rule)
+        every = {axis: by_axis[axis] if axis in by_axis else found[axis][index] for axis in axes}
+        several = [(dim, listed) for dim, listed in sorted(order.items()) if len(listed) > 1]
+        results.append(TensorType(every, tuple(several)))
+    return results
+
+
+def _common_type(types: Sequence[TensorType]) -> TensorType:
+    """Return the type that several readings of a result share: V on an axis where they differ."""
+    first = types[0]
+    if all(other == first for other in types):
+        return first
+    by_axis: dict[MeshAxis, AnyAxisType] = {}
+    for axis, kind in first.by_axis.items():
+        agrees = all(other.by_axis[axis] is kind for other in types)
+        by_axis[axis] = kind if agrees else V
+    ambiguous = {axis for axis, kind in by_axis.items() if kind is V}
+    kept = [(dim, listed) for dim, listed in first.order if ambiguous.isdisjoint(listed)]
+    return TensorType(by_axis, tuple(kept))
+
+
+def _replicated_result(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType:
+    """Return R or I for operands that are R or I; the ones that take gradients decide."""
+    kinds = {operand.on(axis) for operand in call.operands if operand.tensor_type is not None}
+    if len(kinds) == 1:
+        return kinds.pop()
+    deciding = {
+        operand.on(axis)
+        for operand in call.operands
+        if operand.takes_gradient and operand.tensor_type is not None
+    }
+    if len(deciding) > 1:
+        raise SpmdTypeError(
+            f"{describe_call(call, axis)}: R and I cannot be combined. The gradient of R is a "
+            "partial sum and the gradient of I is complete, so one of the two would be wrong. Way "
+            f"out: convert the I operand, convert(x, {axis!r}, src=I, dst=R), whose backward sums "
+            "the ranks' gradients"
+        )
+    return deciding.pop() if deciding else R
+
+
+def _refuse_invariant(call: LocalOperatorCall, axis: MeshAxis) -> None:
+    """Refuse I operands among operands that differ between ranks."""
+    for operand in call.operands:
+        if operand.tensor_type is None or not operand.takes_gradient:
+            continue
+        if operand.on(axis) is I:
+            raise SpmdTypeError(
+                f"{describe_call(call, axis)}: I cannot be combined with types that differ between "
+                "ranks. The gradient of the I operand would be one rank's addend of the sum that "
+                f"it must be. Way out: convert(x, {axis!r}, src=I, dst=R), whose backward sums the "
+                "ranks' gradients"
+            )
+
+
+def _varying_result(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType:
+    _refuse_invariant(call, axis)
+    if any(local_type(operand.on(axis)) not in (R, I, V) for operand in call.operands):
+        raise SpmdTypeError(
+            f"{describe_call(call, axis)}: P cannot be combined with V, because every rank would "
+            "use its own addend as if it were the sum. Way out: reduce the P operand first, "
+            f"all_reduce(x, {axis!r}, src=P, dst=R) or reduce_scatter(x, {axis!r}, src=P, dst=V)"
+        )
+    return V
+
+
+# --- by the rule table ----------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def mesh_over(axes: tuple[MeshAxis, ...]) -> DeviceMesh:
+    """Return an abstract mesh with these axes, as its last rank sees it.
+
+    The last rank differs from rank 0 in everything that rules do on one rank only.
+    """
+    sizes = [axis.size() for axis in axes]
+    names = [f"{index}:{axis!r}" for index, axis in enumerate(axes)]
+    return abstract_mesh(sizes, names, rank=prod(sizes) - 1)
+
+
+def spec_of_operand(operand: Operand, axes: tuple[MeshAxis, ...]) -> Spec:
+    """Return the layout of the global tensor behind a local operand.
+
+    Args:
+        operand: whose type is R, I, P or S(i) on each of the axes.
+        axes: the mesh axes.
+    """
+    mesh = mesh_over(axes)
+    shape = [*operand.meta.shape]
+    if operand.tensor_type is None:
+        everywhere = [Replicate()] * len(axes)
+        return Spec(mesh, everywhere, shape, None, operand.meta.dtype)
+    placements: list[Placement] = []
+    folded: dict[int, Placement] = {}
+    for index, axis in enumerate(axes):
+        axis_type = operand.on(axis)
+        if isinstance(axis_type, SHARDS):
+            shape[axis_type.dim] *= axis.size()
+        if isinstance(axis_type, FoldedShard):
+            folded[index] = axis_type.placement
+            placements.append(Replicate())
+        else:
+            placements.append(placement_of(axis_type) or Replicate())
+    order = []
+    for dim, sharding in operand.tensor_type.dims.items():
+        indices = tuple([axes.index(axis) for axis in sharding if axis in axes])
+        if indices:
+            order.append((dim, indices))
+    # Contiguous: strides only decide whether a view exists, and on local tensors it did.
+    spec = Spec(mesh, placements, shape, None, operand.meta.dtype, tuple(order))
+    if not folded:
+        return spec
+    # The placements of a spec alone determine its layout.
+    combined = [folded.get(index, placement) for index, placement in enumerate(spec.placements)]
+    return Spec(mesh, combined, shape, None, operand.meta.dtype)
+
+
+def _types_of_spec(
+    spec: Spec, axes: Sequence[MeshAxis]
+) -> tuple[dict[MeshAxis, AnyAxisType], dict[int, tuple[MeshAxis, ...]]]:
+    """Return the types of a layout by axis, and the axes of its sharded dims, outermost first."""
+    pendings = dict(spec.partials)
+    dim_of = {index: dim for dim, sharding in spec.shard_order for index in sharding}
+    found: dict[MeshAxis, AnyAxisType] = {}
+    for index, axis in enumerate(axes):
+        dim = dim_of.get(index)
+        if dim is not None and isinstance(spec.dim_shardings[dim], StridedDimSharding):
+            found[axis] = FoldedShard(spec.placements[index], dim)
+        elif dim is not None:
+            found[axis] = Shard(dim)
+        elif index in pendings:
+            found[axis] = pending(pendings[index])
+        else:
+            found[axis] = R
+    order: dict[int, tuple[MeshAxis, ...]] = {}
+    for dim, sharding in spec.shard_order:
+        if not isinstance(spec.dim_shardings[dim], StridedDimSharding):
+            order[dim] = tuple(map(axes.__getitem__, sharding))
+    return found, order
+
+
+def _count_runs(specs: Sequence[Spec]) -> int:
+    """Count the axes whose shards are several runs of a dim."""
+    counts = [
+        len(sharding)
+        for spec in specs
+        for dim, sharding in spec.shard_order
+        if isinstance(spec.dim_shardings[dim], StridedDimSharding)
+    ]
+    return sum(counts)
+
+
+class Leading(NamedTuple):
+    """The axes that shard the leading dims of an operand of a function on batches.
+
+    Attributes:
+        dims: for each leading dim the axes that shard it, outermost first.
+    """
+
+    dims: tuple[tuple[MeshAxis, ...], ...]
+
+    def agrees(self, specs: Sequence[Spec], axes: Sequence[MeshAxis]) -> bool:
+        """Tell whether layouts over `axes` shard their leading dims in this way."""
+        for spec in specs:
+            _, order = _types_of_spec(spec, axes)
+            for dim, sharding in enumerate(self.dims[: spec.ndim]):
+                if order.get(dim, ()) != tuple([axis for axis in sharding if axis in axes]):
+                    return False
+        return True
+
+
+class _Refusal(NamedTuple):
+    """Why a call has no row, with the layouts that the rule would move its operands to."""
+
+    reason: str
+    wanted: tuple[Spec, ...] | None
+
+
+def _results_by_rule(
+    call: LocalOperatorCall, axes: tuple[MeshAxis, ...], leading: Leading | None
+) -> list[tuple[Spec, ...]]:
+    """Return the layouts of the outputs along `axes`, by the row that the operands follow.
+
+    There are several if local sizes fit several global tensors.
+    """
+    rule = rule_of(call.op, current_scope())
+    if rule is None:
+        raise SpmdTypeError(
+            f"{describe_call(call, *axes)}: the operator has no sharding rule. Way out: "
+            "shoal_dtensor.register_rule gives it one; or make the operands R; or call it in "
+            "local_map with declared types"
+        )
+    operands = {operand: spec_of_operand(operand, axes) for operand in call.operands}
+    named = dict(call.kwargs)
+    # with the sizes that had to be multiplied
+    outcomes: dict[tuple[Spec, ...], int] = {}
+    refusals: list[_Refusal] = []
+    for args, multiplied in _global_arguments(call, axes):
+        given = mapped((args, named), Operand, operands.__getitem__)
+        outcome = _by_row(call, rule, *given)
+        if isinstance(outcome, _Refusal):
+            refusals.append(outcome)
+        else:
+            outcomes.setdefault(outcome, multiplied)
+    runs = {outcome: _count_runs(outcome) for outcome in outcomes}
+    preferred = [outcome for outcome in outcomes if runs[outcome] == min(runs.values())]
+    for dims in (leading, _unchanged_dims(call)):
+        if len(preferred) > 1 and dims is not None:
+            like = [outcome for outcome in preferred if dims.agrees(outcome, axes)]
+            preferred = like or preferred
+    if len(preferred) > 1 and any(-1 in sizes for sizes in _size_lists(call)):
+        # Sizes beside a -1 are the program's own numbers, such as the size of a head.
+        fewest = min(outcomes[outcome] for outcome in preferred)
+        preferred = [outcome for outcome in preferred if outcomes[outcome] == fewest]
+    if preferred:
+        return preferred
+    refusal = next((refusal for refusal in refusals if refusal.wanted), refusals[0])
+    moves = ways_out(call, axes, [*operands.values()], refusal.wanted)
+    raise SpmdTypeError(f"{describe_call(call, *axes)}: {refusal.reason}{moves}")
+
+
+def _unchanged_dims(call: LocalOperatorCall) -> Leading | None:
+    """Return the sharding of the leading dims whose sizes an operator does not change."""
+    operand = call.operands[0]
+    if operand.tensor_type is None or len(call.outputs) != 1:
+        return None
+    dims = []
+    for dim, (before, after) in enumerate(
+        zip(operand.meta.shape, call.outputs[0].shape, strict=False)
+    ):
+        if before != after:
+            break
+        dims.append(operand.tensor_type.dims.get(dim, ()))
+    return Leading(tuple(dims))
+
+
+def _is_sharded(call: LocalOperatorCall, axis: MeshAxis) -> bool:
+    return any(isinstance(operand.on(axis), SHARDS) for operand in call.operands)
+
+
+def _size_places(call: LocalOperatorCall) -> list[int]:
+    """Return the positions of the arguments that are lists of sizes."""
+    positional = schema_of(call.op).positional
+    named = enumerate(zip(positional, call.args, strict=False))
+    return [
+        place
+        for place, (name, value) in named
+        if name in _SIZES and isinstance(value, list | tuple)
+    ]
+
+
+def _size_lists(call: LocalOperatorCall) -> list[Sequence[int]]:
+    return [call.args[place] for place in _size_places(call)]
+
+
+def _global_arguments(
+    call: LocalOperatorCall, axes: Sequence[MeshAxis]
+) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yield the positional arguments of global calls whose local call this may be.
+
+    Each comes with the number of sizes that were multiplied.
+
+    A list of local sizes may stand for global sizes in which each sharding axis multiplies one
+    size: (4, 8) on two ranks for (4, 8), (8, 8) or (4, 16).
+    """
+    sharding = [axis for axis in axes if _is_sharded(call, axis)]
+    lists = _size_places(call)
+    if not lists or not sharding:
+        yield call.args, 0
+        return
+    place = lists[0]
+    local: Sequence[int] = call.args[place]
+    choices = [None, *[dim for dim, size in enumerate(local) if size not in (-1, 0)]]
+    for dims in product(choices, repeat=len(sharding)):
+        sizes = [*local]
+        for axis, dim in zip(sharding, dims, strict=True):
+            if dim is not None:
+                sizes[dim] *= axis.size()
+        multiplied = len(dims) - dims.count(None)
+        yield (*call.args[:place], sizes, *call.args[place + 1 :]), multiplied
+
+
+def _by_row(
+    local: LocalOperatorCall, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Spec, ...] | _Refusal:
+    """Return the layouts of the outputs of one global call, or why it is refused."""
+    inputs = (*specs_in(args), *specs_in(kwargs.values()))
+    try:
+        shown = by_few_elements(local.op, rule, args, kwargs, specs=inputs)
+        metas, _ = shown or by_meta_kernel(local.op, args, kwargs, inputs)
+    except (ShoalTensorError, RuntimeError, IndexError) as error:
+        return _Refusal(f"the global tensors do not fit the operator ({error})", None)
+    given, named = mapped((tuple(args), {**kwargs}), Spec, lambda spec: spec.tensor_meta)
+    metas_in = tuple([spec.tensor_meta for spec in inputs])
+    call = OpCall(local.op, given, named, metas_in, outputs=metas)
+    if call.has_data_dependent_shape or rule.kind == "dynamic":
+        return _Refusal("the shape of its result depends on values", None)
+    sharding = _unmoved(rule, call, inputs)
+    if isinstance(sharding, _Refusal):
+        return sharding
+    for spec, output in zip(sharding.outputs, local.outputs, strict=True):
+        if not spec.even or tuple(spec.local_shape) != tuple(output.shape):
+            return _Refusal(
+                "on shards the operator computes something else than the shard of the global "
+                f"result: its result is {tuple(output.shape)} on each rank, and the global result "
+                f"is {spec!r}, of which a rank would have {tuple(spec.local_shape)}",
+                None,
+            )
+    if not is_the_operator(rule, LocalCall(call, sharding.inputs, sharding.outputs)):
+        return _Refusal(
+            "on shards the global result needs another computation than the operator itself (an "
+            "offset, a mask, or a divisor that counts all elements)",
+            None,
+        )
+    return sharding.outputs
+
+
+def _unmoved(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _Refusal:
+    """Return the sharding in which no operand moves, or the moves that the rule would make."""
+    if rule.kind == "each":
+        return _unmoved_each(rule, call, inputs)
+    mesh = inputs[0].mesh
+    problem = ShardingProblem(inputs, call.outputs, call.fixed, (), unordered=rule.unordered)
+    rows = rule.rows_of(call)
+    sharding = unmoved(rows, problem, mesh)
+    if sharding is not None:
+        return sharding
+    quiet = [row for row in rows if row.traffic is None]
+    moved = assign(quiet, problem, mesh)
+    return _Refusal(
+        "no row of the operator's sharding rule has these types, so the result is not a tensor of "
+        "the global computation",
+        None if moved is None else moved.inputs,
+    )
+
+
+def _unmoved_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _Refusal:
+    outputs: dict[int, Spec] = {}
+    for element, indices, results in elements_of(call):
+        specs = tuple([inputs[index] for index in indices])
+        problem = ShardingProblem(specs, element.outputs, element.fixed, (), unordered=True)
+        sharding = unmoved(rule.rows_of(element), problem, specs[0].mesh)
+        if sharding is None:
+            return _Refusal(f"element {indices[0]} has types that no row of the rule has", None)
+        outputs.update(zip(results, sharding.outputs, strict=True))
+    return Sharding(inputs, tuple([outputs[index] for index in sorted(outputs)]))

@@ -1,0 +1,65 @@
+"""Names of this folder for the packages above, under one name."""
+
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
+from .._torch.process_groups import group_name, group_ranks
+from .assertions import (
+    assert_tensor_type,
+    check_source,
+    moved_type,
+    on_current_mesh,
+    reinterpreted,
+    type_on,
+)
+from .axis_types import (
+    AnyAxisType,
+    AxisType,
+    FoldedShard,
+    I,
+    P,
+    R,
+    Shard,
+    V,
+    local_type,
+    pending,
+    placement_of,
+    type_of_placement,
+)
+from .checker import Checker, local, typecheck
+from .declared import (
+    DECOMPOSITIONS,
+    FINDERS,
+    LOCAL_FUNCTIONS,
+    Declaration,
+    declare_local,
+    declare_types,
+    tensors_in,
+)
+from .infer import infer_types
+from .mesh_axes import (
+    MESH,
+    AxisLike,
+    CurrentMesh,
+    MeshAxis,
+    axis_over,
+    flatten_axes,
+    normalize_axis,
+    normalize_mesh,
+    read_mesh,
+    set_current_mesh,
+)
+from .messages import hide_frames_of, user_line
+from .operator_call import LocalOperatorCall, Operand, local_meta
+from .state import (
+    active_checker,
+    is_active,
+    is_strict,
+    is_type_checking,
+    leave_unchecked,
+    paused,
+    resumed,
+    tracing,
+    varying_axes,
+)
+from .tensor_types import TensorType, axes_of_entry, is_constant, read_type, set_type, type_of

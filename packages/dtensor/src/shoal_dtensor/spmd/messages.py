@@ -1,0 +1,122 @@
+"""Texts of type errors: the line of the program, the operator, the types met and the way out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+from ..layout.spec import Spec
+from .axis_types import I, P, R, Shard, pending, type_of_placement
+from .mesh_axes import MeshAxis
+from .operator_call import LocalOperatorCall
+
+# Frames of these folders are not lines of a user's program.
+_OWN_FOLDERS = [
+    str(Path(__file__).parent.parent),
+    str(Path(torch.__file__).parent),
+    "<frozen",
+    "<string>",
+]
+
+
+def hide_frames_of(folder: str) -> None:
+    """Leave the files of a folder out when the line of the user's program is looked up.
+
+    Args:
+        folder: a folder of a package that calls the checker.
+    """
+    if folder not in _OWN_FOLDERS:
+        _OWN_FOLDERS.append(folder)
+
+
+def user_line() -> str:
+    """Return file and line of the innermost frame that belongs to the user's program."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code: CodeType = frame.f_code
+        if not code.co_filename.startswith(tuple(_OWN_FOLDERS)):
+            return f"{code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "<unknown line>"
+
+
+def describe_call(call: LocalOperatorCall, *axes: MeshAxis) -> str:
+    """Return the operator with shapes and types of its operands, and the line of the program.
+
+    Args:
+        call: the call.
+        axes: the mesh axes whose types are shown.
+    """
+    operands = []
+    for operand in call.operands:
+        shape = "x".join(map(str, operand.meta.shape)) or "scalar"
+        if operand.tensor_type is None:
+            operands.append(f"{shape} constant")
+            continue
+        types = ", ".join([f"{operand.on(axis)}@{axis!r}" for axis in axes])
+        operands.append(f"{shape} {types}")
+    name = call.op._schema.name.removeprefix("aten::")
+    return f"{user_line()}: {name}({'; '.join(operands)})"
+
+
+def ways_out(
+    call: LocalOperatorCall,
+    axes: Sequence[MeshAxis],
+    specs: Sequence[Spec],
+    wanted: Sequence[Spec] | None,
+) -> str:
+    """Return the moves of operands after which the operator would be right, as calls to write.
+
+    Args:
+        call: the refused call.
+        axes: the mesh axes of the specs.
+        specs: the layouts of the distinct operands.
+        wanted: the layouts that the cheapest row requires, one per operand; None if unknown.
+    """
+    if wanted is None:
+        return ""
+    lines = []
+    by_operand = dict(zip(dict.fromkeys(call.operands), specs, strict=True))
+    for position, (operand, target) in enumerate(zip(call.operands, wanted, strict=True)):
+        source = by_operand[operand]
+        for index, axis in enumerate(axes):
+            line = _move(f"operand {position}", axis, (source, target), index)
+            if line:
+                lines.append(line)
+    return f". Way out: {'; '.join(lines)}" if lines else ""
+
+
+def _move(name: str, axis: MeshAxis, layouts: tuple[Spec, Spec], index: int) -> str:
+    source, target = layouts
+    before = _type_at(source, index)
+    after = _type_at(target, index)
+    if before is after:
+        return ""
+    if before is P and after is R:
+        return (
+            f"{name} is P over {axis!r}: all_reduce(x, {axis!r}, src=P, dst=R), or reduce_scatter "
+            f"it; without that each rank uses its addend, and its gradient would be counted "
+            f"{axis.size()} times"
+        )
+    if isinstance(before, Shard) and after is R:
+        return f"{name}: all_gather(x, {axis!r}, src={before}, dst=R)"
+    if isinstance(before, Shard) and isinstance(after, Shard):
+        return f"{name}: all_to_all(x, {axis!r}, src={before}, dst={after})"
+    if before in (R, I) and after is not None:
+        return f"{name}: convert(x, {axis!r}, src={before}, dst={after})"
+    return f"{name}: {before} -> {after} over {axis!r}"
+
+
+def _type_at(spec: Spec, index: int) -> object:
+    """Return the type of a layout on one axis; its placement if no type describes it."""
+    for dim, sharding in spec.shard_order:
+        if index in sharding:
+            return Shard(dim)
+    pendings = dict(spec.partials)
+    if index in pendings:
+        return pending(pendings[index])
+    return type_of_placement(spec.placements[index]) or spec.placements[index]

@@ -1,0 +1,54 @@
+"""Calls of operators on typed local tensors, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .._torch.operators import OpOverload
+from ..layout.tensor_meta import TensorMeta
+from .axis_types import AnyAxisType, R
+from .mesh_axes import MeshAxis
+from .tensor_types import TensorType
+
+
+class Operand(NamedTuple):
+    """A tensor argument of a call.
+
+    Attributes:
+        meta: its local shape, stride and dtype.
+        tensor_type: its type; None for a constant, which is equal on all ranks.
+        takes_gradient: whether a gradient may flow to it.
+    """
+
+    meta: TensorMeta
+    tensor_type: TensorType | None
+    takes_gradient: bool
+
+    def on(self, axis: MeshAxis) -> AnyAxisType:
+        """Return its type on an axis; R for a constant."""
+        return R if self.tensor_type is None else self.tensor_type.by_axis[axis]
+
+
+class LocalOperatorCall(NamedTuple):
+    """A call of an operator on local tensors.
+
+    Attributes:
+        op: the overload.
+        args, kwargs: its arguments, with an `Operand` in place of each tensor.
+        operands: the tensor arguments in order.
+        outputs: shape, stride and dtype of the local outputs, flattened.
+    """
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: tuple[Operand, ...]
+    outputs: tuple[TensorMeta, ...]
+
+
+def local_meta(tensor: torch.Tensor) -> TensorMeta:
+    """Return shape, stride and dtype of a local tensor."""
+    return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
