@@ -10,7 +10,7 @@ from shoal_dtensor.errors import (
 )
 from shoal_mesh.internal import facade
 
-from . import losses
+from . import declared_types as declared_types, losses
 from .__about__ import __version__
 from .errors import UnmatchedPlanWarning
 from .losses import sampling as choose

@@ -90,11 +90,12 @@ def own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
     return tensor.narrow(dim, start, sizes[comm.rank]).contiguous()
 
 
-def _unchanged(tensor: Tensor, comm: Comm) -> Tensor:
+def unchanged(tensor: Tensor, comm: Comm) -> Tensor:
+    """Return the tensor: the move of a gradient that is complete."""
     return tensor
 
 
-class _ReversibleMove(Function):
+class ReversibleMove(Function):
     """A move of a tensor; `back`, another move, brings its gradient back."""
 
     @staticmethod
@@ -109,7 +110,7 @@ class _ReversibleMove(Function):
 
     @staticmethod
     def gradient_shares(ctx: Any) -> Sequence[int] | None:
-        if ctx.back in (split, _unchanged):
+        if ctx.back in (split, unchanged):
             return None
         comm: Comm = ctx.where[0]
         return comm.ranks
@@ -122,14 +123,14 @@ def apply_move(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
     """
     is_watched = not is_compiling() and selectively_checkpointed()
     with unwatched() if is_watched else nullcontext():
-        out: Tensor = apply(_ReversibleMove, tensor, move, back, where)
+        out: Tensor = apply(ReversibleMove, tensor, move, back, where)
         return out
 
 
 @whole_when_compiled
 def reduce(tensor: Tensor, comm: Comm) -> Tensor:
     """Sum over the axis (`P -> R`); the backward does nothing."""
-    return apply_move(tensor, all_reduce, _unchanged, comm)
+    return apply_move(tensor, all_reduce, unchanged, comm)
 
 
 @whole_when_compiled

@@ -116,7 +116,7 @@ def _adds_to(accumulated: Tensor, spec: Spec) -> bool:
 # --- parameters of any function of plain tensors --------------------------------------------------
 
 
-class _DeliveredShards(Function):
+class DeliveredShards(Function):
     """Function from parameters to their local shards.
 
     Backward returns gradients with the parameters' specs, summed over `comm`.
@@ -164,7 +164,7 @@ def _delivered_shards(comm: Comm | None, *params: Tensor) -> tuple[Tensor, ...]:
 
     Gradients leave the node as DTensors, as in eager mode.
     """
-    shards: tuple[Tensor, ...] = apply(_DeliveredShards, comm, *params)
+    shards: tuple[Tensor, ...] = apply(DeliveredShards, comm, *params)
     return shards
 
 
