@@ -92,6 +92,15 @@ with fake_world(4):
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{i}/cpu" for i in range(4)])
     assert spec.dim == 0
 """,
+    "spmd-types": """
+from acme._vendor.shoal_mesh import abstract_mesh
+from acme._vendor.shoal_spmd_types import P, R, all_reduce, assert_type, get_local_type
+from acme._vendor.shoal_spmd_types import set_current_mesh, typecheck
+import torch
+with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+    x = assert_type(torch.ones(2, device="meta"), {"tp": P})
+    assert [*get_local_type(all_reduce(x, "tp", dst=R)).values()] == [R]
+""",
 }
 ALONE = """
 import sys

@@ -33,6 +33,10 @@ _NAMES_BY_PACKAGE = {
         "accumulate_in_tree check_arithmetic compare_runs invariant_arithmetic record_run"
     ),
     "shoal_shard_api": "ShardedTensor ShardingPlan shard_module shard_parameter",
+    "shoal_spmd_types": (
+        "assert_type convert get_local_type invariant_to_replicate reinterpret set_current_mesh "
+        "typecheck unshard"
+    ),
     "shoal_transfer": "Manifest TransferPlan WeightMapping describe plan_transfer",
 }
 

@@ -1,0 +1,58 @@
+"""Dtypes of moves from the options that users pass: op_dtype, out_dtype and backward_options.
+
+May import: _moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shoal_dtensor.errors import ArgumentValueError
+
+from ._moves import Dtypes, Step
+
+# A conversion before these moves changes no value that is reduced, and sends no more bytes.
+_EARLY = frozenset({"all_gather", "all_to_all", "keep_first", "pad"})
+_REDUCES = frozenset({"all_reduce", "reduce_scatter"})
+_ALLOWED = ("op_dtype", "out_dtype", "async_op", "backward_options")
+
+
+def read_dtypes(
+    steps: tuple[Step, Step],
+    op_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    backward_options: Mapping[str, Any] | None,
+) -> Dtypes:
+    """Return the dtypes of a move and of its gradient's move.
+
+    Args:
+        steps: the move, and the move of its gradient.
+        op_dtype: the dtype of the move; `out_dtype` follows it if left out.
+        out_dtype: the dtype of the result; moves that send no less after a conversion are done in
+            it if `op_dtype` is left out.
+        backward_options: the same options for the gradient's move.
+
+    Raises:
+        ArgumentValueError: for other options, or for a move in low precision whose gradient is
+            reduced in a dtype that is not given.
+    """
+    backward = dict(backward_options or {})
+    unknown = [name for name in backward if name not in _ALLOWED]
+    if unknown:
+        raise ArgumentValueError(
+            f"backward_options has {', '.join(unknown)}; it takes {', '.join(_ALLOWED)}"
+        )
+    backward_op: torch.dtype | None = backward.get("op_dtype")
+    lowest = [dtype for dtype in (op_dtype, out_dtype) if dtype not in (None, torch.float32)]
+    if lowest and steps[1].kind in _REDUCES and backward_op is None:
+        raise ArgumentValueError(
+            f"the move is done in {lowest[0]}, and its backward reduces gradients "
+            f"({steps[1].kind}): say in which dtype, "
+            "backward_options={'op_dtype': torch.float32}"
+        )
+    if op_dtype is None and out_dtype is not None and steps[0].kind in _EARLY:
+        op_dtype = out_dtype
+    return Dtypes(op_dtype, out_dtype or op_dtype, backward_op, backward.get("out_dtype"))

@@ -1,0 +1,225 @@
+"""Moves of local tensors along one mesh axis, each with the move of its gradient.
+
+May import: _line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from shoal_dtensor.errors import ArgumentValueError
+from shoal_dtensor.internal import apply, spmd
+from shoal_mesh import (
+    Comm,
+    all_gather,
+    all_gather_v,
+    all_reduce,
+    all_to_all,
+    all_to_all_v,
+    reduce_scatter,
+    reduce_scatter_v,
+)
+
+from ._line import Line
+
+Kind = Literal[
+    "keep", "keep_first", "slice", "pad", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
+]
+Sizes = tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move, as data.
+
+    Attributes:
+        kind: `keep` returns the tensor; `keep_first` is zero except on the first rank; `slice`
+            returns this rank's shard; `pad` puts the shard in its place among zeros; the others
+            are collectives.
+        dim: the dim that is sharded or gathered; for `all_to_all` the dim that is split.
+        stacks: whether the ranks' tensors are entries of a dim of their own, which `slice`
+            and `reduce_scatter` remove, and `pad` and `all_gather` add.
+        concat_dim: for `all_to_all`, the dim along which blocks are joined.
+        sizes: sizes of the ranks' shards along `dim`; None for equal ones.
+        received: for `all_to_all` with sizes, the sizes of the received blocks.
+        reduce_op: the reduction of `all_reduce`.
+        in_place: whether `all_reduce` writes to its argument.
+    """
+
+    kind: Kind
+    dim: int = 0
+    stacks: bool = False
+    concat_dim: int = 0
+    sizes: Sizes = None
+    received: Sizes = None
+    reduce_op: str = "sum"
+    in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """Dtypes of a move and of the move of its gradient; None leaves a dtype as it is.
+
+    Attributes:
+        op: the dtype in which the move is done.
+        out: the dtype of its result.
+        backward_op: the dtype in which the gradient's move is done.
+        backward_out: the dtype of the gradient.
+        second: the dtypes of the gradient of the gradient.
+    """
+
+    op: torch.dtype | None = None
+    out: torch.dtype | None = None
+    backward_op: torch.dtype | None = None
+    backward_out: torch.dtype | None = None
+
+
+class Move(torch.autograd.Function):
+    """A move along an axis whose gradient is moved by another step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, line: Line, steps: tuple[Step, Step], dtypes: Dtypes
+    ) -> Tensor:
+        ctx.line = line
+        ctx.steps = steps
+        ctx.dtypes = dtypes
+        ctx.dtype = x.dtype
+        step = steps[0]
+        if step.in_place:
+            ctx.mark_dirty(x)
+            return x.copy_(run_step(step, x, line))
+        moved = run_step(step, x if dtypes.op is None else x.to(dtypes.op), line)
+        return moved if dtypes.out is None else moved.to(dtypes.out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        forward_step, back = ctx.steps
+        of_gradient: Dtypes = ctx.dtypes
+        dtypes = Dtypes(of_gradient.backward_op, of_gradient.backward_out or ctx.dtype)
+        again = Step("all_reduce") if forward_step.in_place else forward_step
+        return apply(Move, grads[0], ctx.line, (back, again), dtypes), None, None, None
+
+
+def move(x: Tensor, line: Line, steps: tuple[Step, Step], dtypes: Dtypes | None = None) -> Tensor:
+    """Run a move with its gradient; its operators are not checked.
+
+    Args:
+        x: this rank's tensor.
+        line: the ranks.
+        steps: the move, and the move of the gradient.
+        dtypes: dtypes of both.
+    """
+    with spmd.paused():
+        result = apply(Move, x, line, steps, dtypes or Dtypes())
+    return cast(Tensor, result)
+
+
+def run_step(step: Step, x: Tensor, line: Line) -> Tensor:
+    """Return this rank's result of a step.
+
+    Args:
+        step: the step.
+        x: this rank's tensor.
+        line: the ranks.
+    """
+    if step.kind == "keep":
+        return x.view_as(x)
+    if step.kind == "keep_first":
+        return x.clone() if line.rank == 0 else torch.zeros_like(x)
+    if step.kind == "slice":
+        return _own_shard(step, x, line)
+    if step.kind == "pad":
+        return _padded(step, x, line)
+    if not line.sends(x):
+        return _of_equal_ranks(step, x, line)
+    assert line.comm is not None, "a line that sends has a communicator"
+    return _collective(step, x, line.comm)
+
+
+def _own_shard(step: Step, x: Tensor, line: Line) -> Tensor:
+    if step.stacks:
+        return x.select(step.dim, line.rank).clone()
+    sizes = _sizes(step, x, line)
+    return x.narrow(step.dim, sum(sizes[: line.rank]), sizes[line.rank]).clone()
+
+
+def _padded(step: Step, x: Tensor, line: Line) -> Tensor:
+    source = x.unsqueeze(step.dim) if step.stacks else x
+    sizes = step.sizes or (source.shape[step.dim],) * line.size
+    shape = [*source.shape]
+    shape[step.dim] = sum(sizes)
+    padded = source.new_zeros(shape)
+    padded.narrow(step.dim, sum(sizes[: line.rank]), sizes[line.rank]).copy_(source)
+    return padded
+
+
+def _sizes(step: Step, x: Tensor, line: Line) -> Sequence[int]:
+    """Return the sizes of the ranks' shards of a whole tensor."""
+    if step.sizes is not None:
+        return step.sizes
+    length = x.shape[step.dim]
+    if length % line.size:
+        raise ArgumentValueError(
+            f"dim {step.dim} of {tuple(x.shape)} is not a multiple of the {line.size} ranks along "
+            f"{line.axis!r}; pad it, or pass split_sizes to a collective that takes them"
+        )
+    return (length // line.size,) * line.size
+
+
+def _of_equal_ranks(step: Step, x: Tensor, line: Line) -> Tensor:
+    """Return the result as if all ranks had this tensor: for shapes, and for a single rank."""
+    if step.kind == "all_reduce":
+        return x.clone()
+    if step.kind == "all_gather":
+        if step.stacks:
+            return torch.stack([x] * line.size, step.dim)
+        if step.sizes is None:
+            return torch.cat([x] * line.size, step.dim)
+        shape = [*x.shape]
+        shape[step.dim] = sum(step.sizes)
+        return x.expand(shape).clone() if line.size == 1 else x.new_empty(shape)
+    if step.kind == "reduce_scatter":
+        return _own_shard(step, x, line)
+    if step.received is not None:
+        shape = [sum(step.received), *x.shape[1:]]
+        return x.clone() if line.size == 1 else x.new_empty(shape)
+    _check_divides(x, step.dim, line.size)
+    return torch.cat(x.chunk(line.size, step.dim), step.concat_dim)
+
+
+def _check_divides(x: Tensor, dim: int, size: int) -> None:
+    if x.shape[dim] % size:
+        raise ArgumentValueError(
+            f"all_to_all splits dim {dim} of {tuple(x.shape)}, which is not a multiple of {size}"
+        )
+
+
+def _collective(step: Step, x: Tensor, comm: Comm) -> Tensor:
+    if step.kind == "all_reduce":
+        return all_reduce(x, comm, step.reduce_op)
+    if step.kind == "all_gather":
+        if step.stacks:
+            return all_gather(x.unsqueeze(step.dim), comm, step.dim)
+        if step.sizes is not None:
+            return all_gather_v(x, comm, step.sizes, step.dim)
+        return all_gather(x, comm, step.dim)
+    if step.kind == "reduce_scatter":
+        if step.stacks:
+            return reduce_scatter(x, comm, step.dim).squeeze(step.dim)
+        if step.sizes is not None:
+            return reduce_scatter_v(x, comm, step.sizes, step.dim)
+        return reduce_scatter(x, comm, step.dim)
+    assert step.kind == "all_to_all", f"no collective {step.kind}"
+    if step.sizes is None or step.received is None:
+        return all_to_all(x, comm, step.dim, step.concat_dim)
+    inside = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
+    sent = [size * inside for size in step.sizes]
+    received = [size * inside for size in step.received]
+    flat = all_to_all_v(x.reshape(-1), comm, sent, received)
+    return flat.reshape(sum(step.received), *x.shape[1:])

@@ -1,0 +1,473 @@
+"""Collectives of typed tensors: the source and destination types select the gradient.
+
+The type lines read `P -> R`: from the source to the destination type, along one axis.
+
+May import: _dtypes, _line, _moves, conversions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_dtensor.errors import ArgumentValueError
+from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
+
+from ._dtypes import read_dtypes
+from ._line import Line, line_along
+from ._moves import Step, move
+from .conversions import convert, finish
+
+AxisType = spmd.AnyAxisType
+
+
+def all_reduce(  # noqa: PLR0913  # the public package's arguments
+    x: Tensor,
+    axis: Any,
+    *,
+    src: AxisType = P,
+    dst: AxisType,
+    inplace: bool = False,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """`P -> R`, backward `P -> R`; or `P -> I`, backward `I -> R`: sum the ranks' tensors.
+
+    Args:
+        x: this rank's addend, of one shape on all ranks.
+        axis: the mesh axis: a process group, or a name of the current mesh.
+        src: P, or V, which is taken for P; on a local axis a V tensor passes for P too. A pending
+            reduction other than a sum, such as
+            `pending("max")`, is reduced by its own operator; such a tensor has no gradient.
+        dst: R if each rank continues with its own computation, I if all continue with one.
+        inplace: write the sum to `x`.
+        op_dtype: the dtype of the sum; the result keeps it if `out_dtype` is left out.
+        out_dtype: the dtype of the result.
+        async_op: accepted; the result is complete on return.
+        backward_options: dtypes of the gradient's move.
+
+    Returns:
+        The sum, equal on all ranks.
+
+    Raises:
+        ArgumentValueError: for other types, `inplace` with dtypes, or a missing backward dtype.
+        SpmdTypeError: while types are checked, if `x` is not of type `src`.
+
+    Example:
+        >>> mesh = abstract_mesh((4,), ("tp",))
+        >>> with set_current_mesh(mesh), typecheck():
+        ...     x = assert_type(torch.zeros(2, device="meta"), {"tp": P})
+        ...     get_local_type(all_reduce(x, "tp", dst=R))
+        {tp: R}
+    """
+    line = line_along(axis)
+    reduce_op = getattr(src, "reduce_op", "") or "sum"
+    if not (src is V or getattr(src, "name", "") == "P"):
+        raise ArgumentValueError(
+            f"all_reduce: src is P or V, got {src}. A sum of equal tensors is one of them times "
+            f"{line.size}: if that is meant, reinterpret(x, axis, src={src}, dst=P) first"
+        )
+    if dst not in (R, I):
+        raise ArgumentValueError(f"all_reduce: dst is R or I, got {dst}")
+    if inplace and (op_dtype is not None or out_dtype is not None):
+        raise ArgumentValueError("all_reduce: inplace writes to x, so it takes no dtypes")
+    if reduce_op != "sum" and x.requires_grad and torch.is_grad_enabled():
+        raise ArgumentValueError(
+            f"all_reduce: the reduction {reduce_op!r} has no gradient; pass x.detach()"
+        )
+    _check(x, line, src, "all_reduce")
+    step = Step("all_reduce", reduce_op=reduce_op, in_place=inplace)
+    back = Step("all_reduce" if dst is R else "keep")
+    dtypes = read_dtypes((step, back), op_dtype, out_dtype, backward_options)
+    return finish(move(x, line, (step, back), dtypes), x, line.axis, dst)
+
+
+def all_gather(  # noqa: PLR0913  # the public package's arguments
+    x: Tensor,
+    axis: Any,
+    *,
+    src: AxisType = V,
+    dst: AxisType,
+    gather_dim: int | None = None,
+    split_sizes: Sequence[int] | None = None,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """`S(i) -> R`, backward `P -> S(i)`; or `S(i) -> I`, backward `I -> S(i)`: gather shards.
+
+    From V, the ranks' tensors are stacked in a new dim.
+
+    Args:
+        x: this rank's shard.
+        axis: the mesh axis: a process group, or a name of the current mesh.
+        src: S(i) joins the shards along dim i; V stacks them.
+        dst: R if each rank continues with its own computation, I if all continue with one.
+        gather_dim: the dim; with S(i) it is i, with V it is 0 if left out.
+        split_sizes: sizes of the ranks' shards along dim i, if they are not equal; only with S(i).
+        op_dtype: the dtype that is sent; the result keeps it if `out_dtype` is left out.
+        out_dtype: the dtype of the result.
+        async_op: accepted; the result is complete on return.
+        backward_options: dtypes of the gradient's move.
+
+    Returns:
+        The shards of all ranks.
+
+    Raises:
+        ArgumentValueError: for other types, a dim that contradicts them, or a missing backward
+            dtype.
+        SpmdTypeError: while types are checked, if `x` is not of type `src`.
+
+    Example:
+        >>> mesh = abstract_mesh((4,), ("tp",))
+        >>> with set_current_mesh(mesh):
+        ...     all_gather(torch.zeros(2, 3, device="meta"), "tp", src=S(1), dst=R).shape
+        torch.Size([2, 12])
+    """
+    line = line_along(axis)
+    if dst not in (R, I):
+        raise ArgumentValueError(f"all_gather: dst is R or I, got {dst}")
+    dim = _dim_of("all_gather: src", src, gather_dim, x.ndim + (src is V))
+    sizes = _read_sizes("all_gather", "src", src, split_sizes)
+    _check(x, line, src, "all_gather")
+    stacks = src is V
+    step = Step("all_gather", dim, stacks, sizes=sizes)
+    back = Step("reduce_scatter" if dst is R else "slice", dim, stacks, sizes=sizes)
+    dtypes = read_dtypes((step, back), op_dtype, out_dtype, backward_options)
+    return finish(move(x, line, (step, back), dtypes), x, line.axis, dst)
+
+
+def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
+    x: Tensor,
+    axis: Any,
+    *,
+    src: AxisType = P,
+    dst: AxisType = V,
+    scatter_dim: int | None = None,
+    split_sizes: Sequence[int] | None = None,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """`P -> S(i)`, backward `S(i) -> R`: sum the ranks' tensors, and return this rank's shard.
+
+    To V, the shard is one entry of a dim, which the result does not have.
+
+    Args:
+        x: this rank's addend, of one shape on all ranks.
+        axis: the mesh axis: a process group, or a name of the current mesh.
+        src: P, or V, which is taken for P.
+        dst: S(i) shards dim i; V takes one entry of a dim of as many entries as ranks.
+        scatter_dim: the dim; with S(i) it is i, with V it is 0 if left out.
+        split_sizes: sizes of the ranks' shards along dim i, if they are not equal; only with S(i).
+        op_dtype: the dtype of the sum; the result keeps it if `out_dtype` is left out.
+        out_dtype: the dtype of the result.
+        async_op: accepted; the result is complete on return.
+        backward_options: dtypes of the gradient's move.
+
+    Returns:
+        This rank's shard of the sum.
+
+    Raises:
+        ArgumentValueError: for other types, a dim that contradicts them or does not divide.
+        SpmdTypeError: while types are checked, if `x` is not of type `src`.
+
+    Example:
+        >>> mesh = abstract_mesh((4,), ("tp",))
+        >>> with set_current_mesh(mesh):
+        ...     reduce_scatter(torch.zeros(8, 3, device="meta"), "tp", dst=S(0)).shape
+        torch.Size([2, 3])
+    """
+    line = line_along(axis)
+    if src not in (P, V):
+        raise ArgumentValueError(
+            f"reduce_scatter: src is P or V, got {src}. A sum of equal tensors is one of them "
+            f"times {line.size}: if that is meant, reinterpret(x, axis, src={src}, dst=P) first"
+        )
+    dim = _dim_of("reduce_scatter: dst", dst, scatter_dim, x.ndim)
+    sizes = _read_sizes("reduce_scatter", "dst", dst, split_sizes)
+    stacks = dst is V
+    if stacks and x.shape[dim] != line.size:
+        raise ArgumentValueError(
+            f"reduce_scatter to V: dim {dim} of {tuple(x.shape)} has one entry for each of "
+            f"{line.size} ranks; S({dim}) takes several"
+        )
+    _check(x, line, src, "reduce_scatter")
+    step = Step("reduce_scatter", dim, stacks, sizes=sizes)
+    back = Step("all_gather", dim, stacks, sizes=sizes)
+    dtypes = read_dtypes((step, back), op_dtype, out_dtype, backward_options)
+    return finish(move(x, line, (step, back), dtypes), x, line.axis, _even(dst, sizes))
+
+
+def all_to_all(  # noqa: PLR0913  # the public package's arguments
+    x: Tensor,
+    axis: Any,
+    *,
+    src: AxisType = V,
+    dst: AxisType = V,
+    split_dim: int | None = None,
+    concat_dim: int | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """`S(i) -> S(j)`, backward `S(j) -> S(i)`: move the sharding from one dim to another.
+
+    From V to V, entry j of a dim goes to rank j, and the received entries are stacked there.
+
+    Args:
+        x: this rank's shard.
+        axis: the mesh axis: a process group, or a name of the current mesh.
+        src: S(i), or V.
+        dst: S(j), or V.
+        split_dim: the dim that is split: j for S(i) -> S(j), otherwise 0 if left out.
+        concat_dim: the dim along which blocks are joined: i for S(i) -> S(j), otherwise 0 if left
+            out.
+        output_split_sizes: rows that each rank sends to this one; only S(0) -> S(0).
+        input_split_sizes: rows that this rank sends to each; only S(0) -> S(0).
+        op_dtype: the dtype that is sent; the result keeps it if `out_dtype` is left out.
+        out_dtype: the dtype of the result.
+        async_op: accepted; the result is complete on return.
+        backward_options: dtypes of the gradient's move.
+
+    Returns:
+        The blocks that all ranks sent to this one, joined in the order of the ranks.
+
+    Raises:
+        ArgumentValueError: for other types, or dims that contradict them or do not divide.
+        SpmdTypeError: while types are checked, if `x` is not of type `src`.
+
+    Example:
+        >>> mesh = abstract_mesh((4,), ("tp",))
+        >>> with set_current_mesh(mesh):
+        ...     all_to_all(torch.zeros(2, 8, device="meta"), "tp", src=S(0), dst=S(1)).shape
+        torch.Size([8, 2])
+    """
+    line = line_along(axis)
+    for name, axis_type in (("src", src), ("dst", dst)):
+        if axis_type is not V and not isinstance(axis_type, Shard):
+            raise ArgumentValueError(f"all_to_all: {name} is V or S(i), got {axis_type}")
+    is_uneven = output_split_sizes is not None or input_split_sizes is not None
+    if is_uneven and (src is not Shard(0) or dst is not Shard(0)):
+        raise ArgumentValueError(
+            f"all_to_all: split sizes are for src=S(0) and dst=S(0), got {src} and {dst}"
+        )
+    _check(x, line, src, "all_to_all")
+    if is_uneven or (src is dst and isinstance(src, Shard) and src.resolve(x.ndim).dim == 0):
+        steps = _uneven_exchange(x, line, input_split_sizes, output_split_sizes)
+        after: AxisType = V
+    else:
+        first, second = _exchange_dims(x.ndim, (src, dst), split_dim, concat_dim)
+        steps = (
+            Step("all_to_all", first, concat_dim=second),
+            Step("all_to_all", second, concat_dim=first),
+        )
+        after = dst
+    dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
+    return finish(move(x, line, steps, dtypes), x, line.axis, after)
+
+
+def _uneven_exchange(
+    x: Tensor, line: Line, sent: Sequence[int] | None, received: Sequence[int] | None
+) -> tuple[Step, Step]:
+    """Return the exchange of rows between all ranks, and of their gradients."""
+    even = (x.shape[0] // line.size,) * line.size
+    rows = tuple(sent) if sent is not None else even
+    incoming = tuple(received) if received is not None else even
+    for name, sizes in (("input_split_sizes", rows), ("output_split_sizes", incoming)):
+        if len(sizes) != line.size:
+            raise ArgumentValueError(
+                f"all_to_all: {name} has one entry for each of {line.size} ranks, got {sizes}"
+            )
+    if sum(rows) != x.shape[0]:
+        raise ArgumentValueError(
+            f"all_to_all: input_split_sizes {rows} add up to {sum(rows)}, and x has {x.shape[0]} "
+            "rows"
+        )
+    return (
+        Step("all_to_all", sizes=rows, received=incoming),
+        Step("all_to_all", sizes=incoming, received=rows),
+    )
+
+
+def _exchange_dims(
+    ndim: int, types: tuple[AxisType, AxisType], split_dim: int | None, concat_dim: int | None
+) -> tuple[int, int]:
+    """Return the dim that is split and the dim along which blocks are joined."""
+    src, dst = types
+    if isinstance(src, Shard) and isinstance(dst, Shard):
+        wanted = (dst.resolve(ndim).dim, src.resolve(ndim).dim)
+    else:
+        first = src.resolve(ndim).dim if isinstance(src, Shard) else _or_zero(split_dim, ndim)
+        second = dst.resolve(ndim).dim if isinstance(dst, Shard) else _or_zero(concat_dim, ndim)
+        wanted = (first, second)
+    for name, given, expected in (
+        ("split_dim", split_dim, wanted[0]),
+        ("concat_dim", concat_dim, wanted[1]),
+    ):
+        if given is not None and given % ndim != expected:
+            raise ArgumentValueError(
+                f"all_to_all {src} -> {dst}: {name} is {expected}, got {given}; leave it out"
+            )
+    return wanted
+
+
+def _or_zero(dim: int | None, ndim: int) -> int:
+    return 0 if dim is None else dim % ndim
+
+
+def redistribute(  # noqa: PLR0913  # the public package's arguments
+    x: Tensor,
+    axis: Any,
+    *,
+    src: AxisType,
+    dst: AxisType,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """`src -> dst`: change the type and keep the meaning, by a collective where one is needed.
+
+    The backward is the backward of the collective or conversion that this function calls.
+
+    Args:
+        x: this rank's tensor.
+        axis: the mesh axis: a process group, or a name of the current mesh.
+        src: the type that the tensor has.
+        dst: the type that the result has.
+        op_dtype: the dtype of the move; the result keeps it if `out_dtype` is left out.
+        out_dtype: the dtype of the result.
+        async_op: accepted; the result is complete on return.
+        backward_options: dtypes of the gradient's move.
+
+    Returns:
+        A tensor with the same meaning and the type `dst`.
+
+    Raises:
+        ArgumentValueError: if no move leads from `src` to `dst`.
+        SpmdTypeError: while types are checked, if `x` is not of type `src`.
+
+    Example:
+        >>> mesh = abstract_mesh((4,), ("tp",))
+        >>> with set_current_mesh(mesh):
+        ...     redistribute(torch.zeros(2, 3, device="meta"), "tp", src=S(0), dst=R).shape
+        torch.Size([8, 3])
+    """
+    options: dict[str, Any] = {
+        "op_dtype": op_dtype,
+        "out_dtype": out_dtype,
+        "async_op": async_op,
+        "backward_options": backward_options,
+    }
+    sharded = isinstance(src, Shard) or src is V
+    if sharded and dst in (R, I):
+        return all_gather(x, axis, src=src, dst=dst, **options)
+    if isinstance(src, Shard) and isinstance(dst, Shard) and src is not dst:
+        return all_to_all(x, axis, src=src, dst=dst, **options)
+    if src is P and dst in (R, I):
+        return all_reduce(x, axis, src=src, dst=dst, **options)
+    if src is P and (isinstance(dst, Shard) or dst is V):
+        return reduce_scatter(x, axis, src=src, dst=dst, **options)
+    return convert(x, axis, src=src, dst=dst, expert_mode=True, **options)
+
+
+def unshard(  # noqa: PLR0913  # the public package's arguments
+    x: Tensor,
+    axis: Any,
+    *,
+    src: AxisType,
+    dst: AxisType,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """`S(i) -> R` or `S(i) -> I`: `all_gather` of shards, under the name of its purpose.
+
+    Args:
+        x: this rank's shard.
+        axis: the mesh axis: a process group, or a name of the current mesh.
+        src: S(i).
+        dst: R or I.
+        op_dtype: the dtype that is sent.
+        out_dtype: the dtype of the result.
+        async_op: accepted; the result is complete on return.
+        backward_options: dtypes of the gradient's move.
+
+    Returns:
+        The shards of all ranks, joined along dim i.
+
+    Raises:
+        ArgumentValueError: for other types.
+        SpmdTypeError: while types are checked, if `x` is not of type `src`.
+
+    Example:
+        >>> mesh = abstract_mesh((4,), ("tp",))
+        >>> with set_current_mesh(mesh):
+        ...     unshard(torch.zeros(2, device="meta"), "tp", src=S(0), dst=I).shape
+        torch.Size([8])
+    """
+    if not isinstance(src, Shard):
+        raise ArgumentValueError(f"unshard: src is S(i), got {src}")
+    return all_gather(
+        x,
+        axis,
+        src=src,
+        dst=dst,
+        op_dtype=op_dtype,
+        out_dtype=out_dtype,
+        async_op=async_op,
+        backward_options=backward_options,
+    )
+
+
+def _check(x: Tensor, line: Line, src: AxisType, where: str) -> None:
+    """Compare the tensor's type with the source type; V passes for P in a reduction."""
+    if not spmd.is_type_checking():
+        return
+    if spmd.type_of(x) is None and not spmd.is_strict():
+        return
+    present = spmd.type_of(x)
+    kind = None if present is None else present.local.get(line.axis)
+    if src is P and kind is V and spmd.varying_axes()(line.axis):
+        # where ranks compute on their own, a reduction takes any tensors for addends
+        return
+    spmd.check_source(x, line.axis, src, where)
+
+
+def _dim_of(where: str, axis_type: AxisType, dim: int | None, ndim: int) -> int:
+    """Return the dim of a gather or scatter."""
+    if isinstance(axis_type, Shard):
+        wanted = axis_type.resolve(ndim).dim
+        if dim is not None and dim % ndim != wanted:
+            raise ArgumentValueError(f"{where} is {axis_type}, which the dim {dim} contradicts")
+        return wanted
+    if axis_type is not V:
+        raise ArgumentValueError(f"{where} is V or S(i), got {axis_type}")
+    return _or_zero(dim, ndim)
+
+
+def _read_sizes(
+    where: str, name: str, axis_type: AxisType, sizes: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    if sizes is None:
+        return None
+    if not isinstance(axis_type, Shard):
+        raise ArgumentValueError(f"{where}: split_sizes are for {name}=S(i), got {axis_type}")
+    return tuple(sizes)
+
+
+def _even(dst: AxisType, sizes: tuple[int, ...] | None) -> AxisType:
+    """Return V for shards of different sizes: S(i) claims equal ones."""
+    return V if sizes is not None and len({*sizes}) > 1 else dst

@@ -1,0 +1,324 @@
+"""Changes of the type that send nothing in the forward: `convert` and `reinterpret`.
+
+May import: _dtypes, _line, _moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_dtensor.errors import ArgumentValueError
+from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
+
+from ._dtypes import read_dtypes
+from ._line import Line, line_along
+from ._moves import Kind, Step, move
+
+AxisType = spmd.AnyAxisType
+_FOR_EXPERTS = {
+    ("R", "I"): "the gradient of R is partial, so the backward keeps it on the first rank only",
+    ("I", "P"): "all ranks but the first become zero; it is the backward of convert(R, I)",
+    ("V", "P"): "the shard is padded with zeros; it is the backward of convert(R, V)",
+}
+_FOR_EXPERTS_OF_BYTES = {
+    ("R", "I"): "use convert where it is meant",
+    ("I", "R"): "use convert(I, R), which says that the meaning stays",
+    (
+        "R",
+        "P",
+    ): "the meaning becomes that of the tensor times the number of ranks; convert(R, P) keeps it",
+    ("R", "V"): "every rank has the whole tensor; convert(R, S(i)) shards it",
+}
+
+
+def convert(  # noqa: PLR0913  # the public package's arguments
+    x: Tensor,
+    axis: Any,
+    *,
+    src: AxisType,
+    dst: AxisType,
+    expert_mode: bool = False,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """`src -> dst`: change the type and keep the meaning, without sending anything.
+
+    | | backward |
+    |---|---|
+    | I -> R, R -> I | all_reduce to I; zero except on the first rank |
+    | R -> S(i), R -> V: this rank's shard | the gradient padded with zeros |
+    | I -> S(i), I -> V: this rank's shard | all_gather to I |
+    | R -> P, I -> P: zero except on the first rank | the same; nothing |
+    | S(i) -> P, V -> P: padded with zeros | this rank's shard |
+
+    Args:
+        x: this rank's tensor.
+        axis: the mesh axis: a process group, or a name of the current mesh.
+        src: the type that the tensor has.
+        dst: the type that the result has. With V, the shard is one entry of dim 0.
+        expert_mode: allow R -> I, I -> P and V -> P, which forwards rarely need.
+        op_dtype: the dtype of the conversion; the result keeps it if `out_dtype` is left out.
+        out_dtype: the dtype of the result.
+        async_op: accepted; nothing is sent in the forward.
+        backward_options: dtypes of the gradient's move.
+
+    Returns:
+        A tensor with the same meaning and the type `dst`.
+
+    Raises:
+        ArgumentValueError: if the change needs a collective, or the expert mode.
+        SpmdTypeError: while types are checked, if `x` is not of type `src`.
+
+    Example:
+        >>> mesh = abstract_mesh((4,), ("tp",))
+        >>> with set_current_mesh(mesh):
+        ...     convert(torch.zeros(8, 3, device="meta"), "tp", src=R, dst=S(0)).shape
+        torch.Size([2, 3])
+    """
+    line = line_along(axis)
+    kinds = (spmd.local_type(src).name, spmd.local_type(dst).name)
+    if kinds in _FOR_EXPERTS and not expert_mode:
+        raise ArgumentValueError(
+            f"convert({src}, {dst}) is rarely meant in a forward: {_FOR_EXPERTS[kinds]}. Pass "
+            "expert_mode=True if it is"
+        )
+    _check_source(x, line, src, "convert")
+    if src is dst:
+        return x
+    steps = _conversion(src, dst, x.ndim)
+    if steps is None:
+        raise ArgumentValueError(
+            f"convert({src}, {dst}) would have to send something: use {_collective_for(src, dst)}, "
+            "or redistribute"
+        )
+    dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
+    return finish(move(x, line, steps, dtypes), x, line.axis, dst)
+
+
+def _conversion(src: AxisType, dst: AxisType, ndim: int) -> tuple[Step, Step] | None:
+    """Return the steps of a conversion and of its gradient; None if it would send something."""
+    keep = Step("keep")
+    first = Step("keep_first")
+    if (src, dst) == (I, R):
+        return keep, Step("all_reduce")
+    if (src, dst) == (R, I):
+        return keep, first
+    if dst is P and src in (R, I):
+        back_of_partial = first if src is R else keep
+        return first, back_of_partial
+    if src in (R, I) and spmd.local_type(dst) is V:
+        dim = dst.resolve(ndim).dim if isinstance(dst, Shard) else 0
+        back: Kind = "pad" if src is R else "all_gather"
+        return Step("slice", dim, dst is V), Step(back, dim, dst is V)
+    if dst is P and spmd.local_type(src) is V:
+        dim = src.resolve(ndim).dim if isinstance(src, Shard) else 0
+        return Step("pad", dim, src is V), Step("slice", dim, src is V)
+    return None
+
+
+def _collective_for(src: AxisType, dst: AxisType) -> str:
+    if src is P:
+        return "all_reduce" if dst in (R, I) else "reduce_scatter"
+    return "all_gather" if dst in (R, I) else "all_to_all"
+
+
+def reinterpret(  # noqa: PLR0913  # the public package's arguments
+    x: Tensor,
+    axis: Any,
+    *,
+    src: AxisType,
+    dst: AxisType,
+    expert_mode: bool = False,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """`src -> dst`: change the type and keep the bytes; the meaning may change.
+
+    | | backward |
+    |---|---|
+    | V -> P: the sum of the ranks' tensors is meant | R -> V, the same bytes |
+    | R -> V, R -> P | V -> P, R -> P, the same bytes |
+    | I -> R, and I -> V, I -> P by way of R | all_reduce to I |
+    | R -> I | zero except on the first rank |
+
+    Args:
+        x: this rank's tensor.
+        axis: the mesh axis: a process group, or a name of the current mesh.
+        src: R, I, V or P: the type that the tensor has.
+        dst: R, I, V or P: the type that the result has.
+        expert_mode: allow R -> I, I -> R, R -> V and R -> P, which forwards rarely need.
+        op_dtype: the dtype of the result if `out_dtype` is left out.
+        out_dtype: the dtype of the result.
+        async_op: accepted; nothing is sent in the forward.
+        backward_options: dtypes of the gradient's move.
+
+    Returns:
+        A tensor with the same bytes and the type `dst`.
+
+    Raises:
+        ArgumentValueError: for S(i), for a change to a type that claims more than `src`, or if it
+            needs the expert mode.
+        SpmdTypeError: while types are checked, if `x` is not of type `src`.
+
+    Example:
+        >>> mesh = abstract_mesh((4,), ("tp",))
+        >>> with set_current_mesh(mesh), typecheck():
+        ...     x = assert_type(torch.zeros(2, device="meta"), {"tp": V})
+        ...     get_local_type(reinterpret(x, "tp", src=V, dst=P))
+        {tp: P}
+    """
+    line = line_along(axis)
+    if isinstance(src, Shard) or isinstance(dst, Shard):
+        raise ArgumentValueError(
+            f"reinterpret keeps the bytes, so it takes V in place of S(i), got {src} and {dst}; "
+            "convert keeps the meaning"
+        )
+    kinds = (spmd.local_type(src).name, spmd.local_type(dst).name)
+    if kinds in _FOR_EXPERTS_OF_BYTES and not expert_mode:
+        raise ArgumentValueError(
+            f"reinterpret({src}, {dst}) is rarely meant: {_FOR_EXPERTS_OF_BYTES[kinds]}. Pass "
+            "expert_mode=True if it is"
+        )
+    _check_source(x, line, src, "reinterpret")
+    if src is dst:
+        return x
+    backs: dict[tuple[str, str], Step] = {
+        ("R", "I"): Step("keep_first"),
+        ("R", "V"): Step("keep"),
+        ("R", "P"): Step("keep"),
+        ("V", "P"): Step("keep"),
+        ("I", "R"): Step("all_reduce"),
+        ("I", "V"): Step("all_reduce"),
+        ("I", "P"): Step("all_reduce"),
+    }
+    back = backs.get(kinds)
+    if back is None:
+        raise ArgumentValueError(
+            f"reinterpret({src}, {dst}) would claim more than {src} does; use "
+            f"{_collective_for(src, dst)}"
+        )
+    steps = (Step("keep"), back)
+    dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
+    return finish(move(x, line, steps, dtypes), x, line.axis, dst)
+
+
+def shard(  # noqa: PLR0913  # the public package's arguments
+    x: Tensor,
+    axis: Any,
+    *,
+    src: AxisType,
+    dst: AxisType,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """`R -> S(i)` or `I -> S(i)`: `convert` to a shard, under the name of its purpose.
+
+    Args:
+        x: the whole tensor, equal on all ranks.
+        axis: the mesh axis: a process group, or a name of the current mesh.
+        src: R or I.
+        dst: S(i).
+        op_dtype: the dtype of the result if `out_dtype` is left out.
+        out_dtype: the dtype of the result.
+        async_op: accepted; nothing is sent in the forward.
+        backward_options: dtypes of the gradient's move.
+
+    Returns:
+        This rank's shard along dim i.
+
+    Raises:
+        ArgumentValueError: for other types, or a dim that does not divide.
+        SpmdTypeError: while types are checked, if `x` is not of type `src`.
+
+    Example:
+        >>> mesh = abstract_mesh((4,), ("tp",))
+        >>> with set_current_mesh(mesh):
+        ...     shard(torch.zeros(8, 3, device="meta"), "tp", src=I, dst=S(0)).shape
+        torch.Size([2, 3])
+    """
+    if not isinstance(dst, Shard):
+        raise ArgumentValueError(f"shard: dst is S(i), got {dst}")
+    return convert(
+        x,
+        axis,
+        src=src,
+        dst=dst,
+        op_dtype=op_dtype,
+        out_dtype=out_dtype,
+        async_op=async_op,
+        backward_options=backward_options,
+    )
+
+
+def invariant_to_replicate(
+    x: Tensor,
+    axis: Any,
+    *,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """`I -> R`, backward `P -> I`: `convert(I, R)`, Megatron's copy to the parallel region.
+
+    Args:
+        x: this rank's tensor, equal on all ranks.
+        axis: the mesh axis: a process group, or a name of the current mesh.
+        op_dtype: the dtype of the result if `out_dtype` is left out.
+        out_dtype: the dtype of the result.
+        async_op: accepted; nothing is sent in the forward.
+        backward_options: dtypes of the gradient's sum.
+
+    Returns:
+        The tensor; its gradient is summed over the ranks.
+
+    Raises:
+        ArgumentValueError: if a backward dtype is missing.
+        SpmdTypeError: while types are checked, if `x` is not I.
+
+    Example:
+        >>> mesh = abstract_mesh((4,), ("tp",))
+        >>> with set_current_mesh(mesh), typecheck():
+        ...     x = assert_type(torch.zeros(2, device="meta"), {"tp": I})
+        ...     get_local_type(invariant_to_replicate(x, "tp"))
+        {tp: R}
+    """
+    return convert(
+        x,
+        axis,
+        src=I,
+        dst=R,
+        op_dtype=op_dtype,
+        out_dtype=out_dtype,
+        async_op=async_op,
+        backward_options=backward_options,
+    )
+
+
+def _check_source(x: Tensor, line: Line, src: AxisType, where: str) -> None:
+    if spmd.is_type_checking() and (spmd.type_of(x) is not None or spmd.is_strict()):
+        spmd.check_source(x, line.axis, src, where)
+
+
+def finish(result: Tensor, x: Tensor, axis: spmd.MeshAxis, dst: AxisType) -> Tensor:
+    """Give the result of a move its type, and return it.
+
+    Args:
+        result: the result.
+        x: the tensor before the move.
+        axis: the axis.
+        dst: the type after the move.
+    """
+    if spmd.is_type_checking() and spmd.type_of(x) is not None:
+        spmd.set_type(result, spmd.moved_type(x, axis, dst, result.ndim))
+    return result

@@ -1,0 +1,330 @@
+"""`rulecheck`: compares the types that an autograd function declares with the values it computes.
+
+The function runs on simulated ranks, which are threads of this process, and once in one process.
+
+May import: rules, types.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal_dtensor.errors import ArgumentValueError, ShoalTensorError, SpmdTypeError
+from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
+from shoal_dtensor.testing import simulate_ranks
+from shoal_mesh import DeviceMesh, abstract_mesh
+
+from .rules import check_arguments, run_declaration
+from .types import SpmdType
+
+__all__ = [
+    "RuleCheckError",
+    "RuleCheckPlacement",
+    "RuleCheckRejection",
+    "RuleCheckReport",
+    "rulecheck",
+]
+
+RuleCheckPlacement = dict[str, dict[str, Any]]
+
+
+class RuleCheckError(ShoalTensorError, AssertionError):
+    """The types that a function declares do not describe the values that it computes."""
+
+
+class RuleCheckRejection(NamedTuple):
+    """A combination of types that a declaration refuses.
+
+    Attributes:
+        placement: the types of each tensor argument, by axis.
+        reason: the text of the refusal.
+    """
+
+    placement: RuleCheckPlacement
+    reason: str
+
+
+@dataclass
+class RuleCheckReport:
+    """The combinations of types that `rulecheck` tried.
+
+    Attributes:
+        checked: the combinations whose values agree with the declared types.
+        rejected: the combinations that the declaration refuses.
+    """
+
+    checked: list[RuleCheckPlacement] = field(default_factory=list)
+    rejected: list[RuleCheckRejection] = field(default_factory=list)
+
+
+class _RankResult(NamedTuple):
+    """The outputs of one rank, with their types."""
+
+    coordinate: tuple[int, ...]
+    outputs: list[Tensor]
+    types: list[dict[str, Any]]
+
+
+def rulecheck(  # noqa: PLR0913  # the public package's arguments
+    cls: type,
+    args: Sequence[Any],
+    placements: Mapping[str, Any] | None = None,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    local_tensor_mode: bool = False,
+) -> RuleCheckReport | None:
+    """Compare the declared types of an autograd function with the values that it computes.
+
+    Args:
+        cls: an autograd function with `spmd_typecheck`.
+        args: arguments of `apply`, with global tensors. A string that is the name of an axis is
+            passed on: shoal's collectives take it for the axis of the current mesh.
+        placements: for each tensor argument, by its name in `forward`, types by axis or an
+            `SpmdType`. None tries all combinations: replicated, dims of one size sharded together,
+            partial, invariant.
+        mesh: sizes by axis names; two ranks on the axis that `args` names, or on "shard".
+        rtol: relative tolerance for values; values of R and I must be equal on all ranks.
+        atol: absolute tolerance.
+        local_tensor_mode: accepted; ranks are always simulated.
+
+    Returns:
+        A report if combinations were tried, otherwise None.
+
+    Raises:
+        RuleCheckError: if values do not agree with the types, or the declaration refuses every
+            combination.
+        SpmdTypeError: if the declaration refuses `placements`.
+        ArgumentValueError: if several arguments are strings and `mesh` is left out.
+
+    Example:
+        >>> class Double(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return 2 * x
+        ...     @staticmethod
+        ...     def spmd_typecheck(*, x):
+        ...         return rules.einsum("...->...", x, linear_in=(0,))
+        >>> len(rulecheck.rulecheck(Double, [torch.randn(4, 6)]).checked)
+        5
+    """
+    axes = dict(mesh) if mesh is not None else _default_axes(args)
+    trial = _Trial(cls, args, axes, tolerances={"rtol": rtol, "atol": atol})
+    if placements is not None:
+        trial.check({name: _by_name(types) for name, types in placements.items()})
+        return None
+    report = RuleCheckReport()
+    for placement in trial.combinations():
+        try:
+            trial.check(placement)
+        except SpmdTypeError as error:
+            report.rejected.append(RuleCheckRejection(placement, str(error)))
+        else:
+            report.checked.append(placement)
+    if not report.checked:
+        reasons = {rejection.reason for rejection in report.rejected}
+        raise RuleCheckError(
+            f"{cls.__name__}.spmd_typecheck refuses every combination of types: {sorted(reasons)}"
+        )
+    return report
+
+
+def _default_axes(args: Sequence[Any]) -> dict[str, int]:
+    names = [item for item in args if isinstance(item, str)]
+    if len(names) > 1:
+        raise ArgumentValueError(
+            f"rulecheck: several arguments are strings, {names}; say which are axes, mesh={{...}}"
+        )
+    return {names[0]: 2} if names else {"shard": 2}
+
+
+def _by_name(types: Any) -> dict[str, Any]:
+    if not isinstance(types, SpmdType):
+        return dict(types)
+    found = dict(types.local_type)
+    for dim, entry in enumerate(types.partition_spec or ()):
+        found.update(dict.fromkeys(spmd.axes_of_entry(entry), Shard(dim)))
+    return found
+
+
+class _Trial:
+    """A function with global arguments, run with local ones on simulated ranks."""
+
+    def __init__(
+        self,
+        cls: Any,
+        args: Sequence[Any],
+        axes: Mapping[str, int],
+        *,
+        tolerances: Mapping[str, float],
+    ) -> None:
+        self.cls = cls
+        self.args = tuple(args)
+        self.axes = dict(axes)
+        self.tolerances: dict[str, Any] = dict(tolerances)
+        forward = inspect.signature(self.cls.forward).parameters
+        has_context = "setup_context" not in vars(cls)
+        self.names = [*forward][1:] if has_context else [*forward]
+        whole = abstract_mesh((1,) * len(self.axes), tuple(self.axes))
+        with spmd.set_current_mesh(whole):
+            results = simulate_ranks(whole, lambda one: self._apply(one, self.args))
+        self.expected: list[Tensor] = results[0]
+
+    def _apply(self, mesh: DeviceMesh, args: Sequence[Any]) -> list[Tensor]:
+        with spmd.set_current_mesh(mesh):
+            return spmd.tensors_in(self.cls.apply(*args))
+
+    def combinations(self) -> Iterator[RuleCheckPlacement]:
+        """Yield types for all tensor arguments: every combination of one choice per axis."""
+        tensors = {
+            name: value
+            for name, value in zip(self.names, self.args, strict=False)
+            if isinstance(value, Tensor)
+        }
+        choices = [*_choices(tensors)]
+        for chosen in product(choices, repeat=len(self.axes)):
+            placement: RuleCheckPlacement = {name: {} for name in tensors}
+            for axis, by_tensor in zip(self.axes, chosen, strict=True):
+                for name, axis_type in by_tensor.items():
+                    placement[name][axis] = axis_type
+            if _has_one_axis_per_dim(placement):
+                yield placement
+
+    def check(self, placement: RuleCheckPlacement) -> None:
+        """Compare declared types with values for one combination."""
+        mesh = abstract_mesh([*self.axes.values()], tuple(self.axes))
+        results = simulate_ranks(mesh, lambda one: self._on_rank(one, placement))
+        for index, expected in enumerate(self.expected):
+            parts = {result.coordinate: result.outputs[index] for result in results}
+            types = results[0].types[index]
+            self._compare(parts, types, expected, placement)
+
+    def _on_rank(self, mesh: DeviceMesh, placement: RuleCheckPlacement) -> _RankResult:
+        coordinate = mesh.get_coordinate() or ()
+        with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+            local_args = []
+            for name, value in zip(self.names, self.args, strict=False):
+                types = placement.get(name)
+                if types is None or not isinstance(value, Tensor):
+                    local_args.append(value)
+                    continue
+                with spmd.paused():
+                    part = self._part(value, types, coordinate)
+                spmd.assert_tensor_type(part, {**types})
+                local_args.append(part)
+            with spmd.paused():
+                check_arguments(self.cls, tuple(local_args))
+                outputs = self.cls.apply(*local_args)
+                run_declaration(self.cls, outputs, tuple(local_args))
+            listed = spmd.tensors_in(outputs)
+            types_of_outputs = [self._named_types(output) for output in listed]
+        return _RankResult(coordinate, listed, types_of_outputs)
+
+    def _named_types(self, tensor: Tensor) -> dict[str, Any]:
+        found = spmd.type_of(tensor) or spmd.TensorType({})
+        named = {repr(axis): axis_type for axis, axis_type in found.by_axis.items()}
+        return {name: named.get(name, R) for name in self.axes}
+
+    def _part(self, value: Tensor, types: Mapping[str, Any], at: tuple[int, ...]) -> Tensor:
+        """Return a rank's tensor of a global one; addends of P add up to it."""
+        part = value
+        for position, (name, size) in enumerate(self.axes.items()):
+            kind = types[name]
+            if isinstance(kind, Shard):
+                part = part.chunk(size, kind.dim)[at[position]]
+            elif kind is P:
+                # addends 1 - n, 1, 1, ... of which each is different from the value
+                part = part * (2 - size if at[position] == 0 else 1)
+        return part.clone()
+
+    def _compare(
+        self,
+        parts: Mapping[tuple[int, ...], Tensor],
+        types: Mapping[str, Any],
+        expected: Tensor,
+        placement: RuleCheckPlacement,
+    ) -> None:
+        joined = dict(parts)
+        for position, name in reversed([*enumerate(self.axes)]):
+            joined = self._joined(joined, position, types[name], (name, placement))
+        result = joined[()]
+        same = result.shape == expected.shape and torch.allclose(
+            result, expected, **self.tolerances
+        )
+        if not same:
+            raise RuleCheckError(
+                f"{self.cls.__name__} with {placement}: the declared type {dict(types)} makes "
+                f"{tuple(result.shape)} of the ranks' outputs, which is not the result of one "
+                f"process, {tuple(expected.shape)}, or has other values"
+            )
+
+    def _joined(
+        self,
+        parts: Mapping[tuple[int, ...], Tensor],
+        position: int,
+        kind: Any,
+        where: tuple[str, RuleCheckPlacement],
+    ) -> dict[tuple[int, ...], Tensor]:
+        """Join the parts along the last remaining axis."""
+        lines: dict[tuple[int, ...], list[Tensor]] = {}
+        for coordinate in sorted(parts):
+            lines.setdefault(coordinate[:position], []).append(parts[coordinate])
+        joined = {}
+        for coordinate, line in lines.items():
+            if kind in (R, I):
+                if not all(torch.equal(line[0], other) for other in line):
+                    raise RuleCheckError(
+                        f"{self.cls.__name__} with {where[1]}: an output is declared {kind} over "
+                        f"{where[0]!r}, and its values differ between ranks"
+                    )
+                joined[coordinate] = line[0]
+            elif kind is P:
+                joined[coordinate] = torch.stack(line).sum(0)
+            elif kind is V:
+                raise RuleCheckError(
+                    f"{self.cls.__name__}: an output is declared V over {where[0]!r}, which says "
+                    "nothing about its values; declare S(i), or assert it in the caller"
+                )
+            else:
+                joined[coordinate] = torch.cat(line, kind.dim)
+        return joined
+
+
+def _choices(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    """Yield types of all tensors on one axis: R, dims of one size together, P, and I."""
+    yield dict.fromkeys(tensors, R)
+    sizes = {size for tensor in tensors.values() for size in tensor.shape if size > 1}
+    for size in sorted(sizes):
+        places = [
+            (name, dim)
+            for name, tensor in tensors.items()
+            for dim in range(tensor.ndim)
+            if tensor.shape[dim] == size
+        ]
+        for count in range(1, len(places) + 1):
+            for some in combinations(places, count):
+                if len({name for name, _ in some}) == count:
+                    yield {**dict.fromkeys(tensors, R), **{name: Shard(dim) for name, dim in some}}
+    floating = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+    for name in floating:
+        yield {**dict.fromkeys(tensors, R), name: P}
+    if len(floating) > 1:
+        yield {**dict.fromkeys(tensors, R), **dict.fromkeys(floating, P)}
+    yield dict.fromkeys(tensors, I)
+
+
+def _has_one_axis_per_dim(placement: RuleCheckPlacement) -> bool:
+    """Tell whether no two axes shard one dim, whose order would be unknown."""
+    for types in placement.values():
+        dims = [kind.dim for kind in types.values() if isinstance(kind, Shard)]
+        if len({*dims}) < len(dims):
+            return False
+    return True

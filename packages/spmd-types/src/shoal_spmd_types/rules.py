@@ -1,0 +1,582 @@
+"""Operations on types alone, of which `spmd_typecheck` declarations of autograd functions consist.
+
+Each takes typed tensors, or `NdimWithSpmdType` in their place, and returns `NdimWithSpmdType`.
+
+May import: nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal_dtensor.errors import ArgumentTypeError, ArgumentValueError, SpmdTypeError
+from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
+
+__all__ = [
+    "NdimWithSpmdType",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "convert",
+    "einsum",
+    "ignore",
+    "output",
+    "reduce_scatter",
+    "reinterpret",
+]
+
+
+class NdimWithSpmdType:
+    """A number of dims and a type, in place of a tensor.
+
+    Args:
+        ndim: the number of dims.
+
+    Example:
+        >>> NdimWithSpmdType(2).ndim
+        2
+    """
+
+    def __init__(self, ndim: int) -> None:
+        self.ndim = ndim
+
+    def __repr__(self) -> str:
+        return f"NdimWithSpmdType({self.ndim}, {spmd.type_of(self)})"
+
+
+Operand = torch.Tensor | NdimWithSpmdType
+
+
+class _Declaration:
+    """The tensors that a running declaration has accounted for."""
+
+    running: _Declaration | None = None
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+
+def touch(*operands: Any) -> None:
+    """Count operands as accounted for by the running declaration.
+
+    Args:
+        operands: tensors.
+    """
+    if _Declaration.running is not None:
+        _Declaration.running.seen += operands
+
+
+def ignore(*tensors: Any) -> None:
+    """Declare tensors that do not influence the result, such as ones kept for the backward.
+
+    Args:
+        tensors: arguments of the function.
+
+    Example:
+        >>> ignore(torch.zeros(2))
+    """
+    touch(*tensors)
+
+
+def _typed(ndim: int, tensor_type: spmd.TensorType, out: torch.Tensor | None) -> Any:
+    if out is not None:
+        if out.ndim != ndim:
+            raise SpmdTypeError(f"out has {out.ndim} dims, and the type is for {ndim}")
+        spmd.set_type(out, tensor_type)
+        return out
+    result = NdimWithSpmdType(ndim)
+    spmd.set_type(result, tensor_type)
+    return result
+
+
+def _move(
+    where: str,
+    x: Operand,
+    axis: Any,
+    types: tuple[Any, Any],
+    *,
+    out: torch.Tensor | None,
+    change: int = 0,
+) -> Any:
+    """Return the type of a move along an axis; `change` is the change of the number of dims."""
+    touch(x)
+    src, dst = types
+    line = spmd.normalize_axis(axis)
+    spmd.check_source(x, line, src, f"rules.{where}")
+    ndim = x.ndim + change
+    return _typed(ndim, spmd.moved_type(x, line, dst, ndim), out)
+
+
+def all_reduce(
+    x: Operand, axis: Any, *, src: Any = P, dst: Any, out: torch.Tensor | None = None
+) -> Any:
+    """Return the type of `all_reduce(x, axis, src=, dst=)`.
+
+    Args:
+        x: a typed operand.
+        axis: the mesh axis.
+        src: P or V.
+        dst: R or I.
+        out: a tensor that gets the type.
+
+    Returns:
+        A `NdimWithSpmdType`, or `out`.
+
+    Raises:
+        SpmdTypeError: if `x` is not of type `src`.
+        ArgumentValueError: for other types.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     rules.all_reduce(assert_type(torch.zeros(4), {"tp": P}), "tp", dst=I)
+        NdimWithSpmdType(1, {tp: I})
+    """
+    if src not in (P, V) or dst not in (R, I):
+        raise ArgumentValueError(f"rules.all_reduce: P or V to R or I, got {src} -> {dst}")
+    return _move("all_reduce", x, axis, (src, dst), out=out)
+
+
+def all_gather(
+    x: Operand, axis: Any, *, src: Any = V, dst: Any, out: torch.Tensor | None = None
+) -> Any:
+    """Return the type of `all_gather(x, axis, src=, dst=)`.
+
+    Args:
+        x: a typed operand.
+        axis: the mesh axis.
+        src: S(i), or V, which is stacked.
+        dst: R or I.
+        out: a tensor that gets the type.
+
+    Returns:
+        A `NdimWithSpmdType`, or `out`.
+
+    Raises:
+        SpmdTypeError: if `x` is not of type `src`.
+        ArgumentValueError: for other types.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     rules.all_gather(assert_type(torch.zeros(4), {"tp": V}), "tp", dst=R)
+        NdimWithSpmdType(2, {tp: R})
+    """
+    if not _is_varying(src) or dst not in (R, I):
+        raise ArgumentValueError(f"rules.all_gather: V or S(i) to R or I, got {src} -> {dst}")
+    return _move("all_gather", x, axis, (src, dst), out=out, change=int(src is V))
+
+
+def reduce_scatter(
+    x: Operand, axis: Any, *, src: Any = P, dst: Any = V, out: torch.Tensor | None = None
+) -> Any:
+    """Return the type of `reduce_scatter(x, axis, src=, dst=)`.
+
+    Args:
+        x: a typed operand.
+        axis: the mesh axis.
+        src: P or V.
+        dst: S(i), or V, which has one dim less.
+        out: a tensor that gets the type.
+
+    Returns:
+        A `NdimWithSpmdType`, or `out`.
+
+    Raises:
+        SpmdTypeError: if `x` is not of type `src`.
+        ArgumentValueError: for other types.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     rules.reduce_scatter(assert_type(torch.zeros(4), {"tp": P}), "tp", dst=S(0))
+        NdimWithSpmdType(1, {tp: V})
+    """
+    if src not in (P, V) or not _is_varying(dst):
+        raise ArgumentValueError(f"rules.reduce_scatter: P or V to V or S(i), got {src} -> {dst}")
+    return _move("reduce_scatter", x, axis, (src, dst), out=out, change=-int(dst is V))
+
+
+def all_to_all(
+    x: Operand, axis: Any, *, src: Any = V, dst: Any = V, out: torch.Tensor | None = None
+) -> Any:
+    """Return the type of `all_to_all(x, axis, src=, dst=)`.
+
+    Args:
+        x: a typed operand.
+        axis: the mesh axis.
+        src: S(i) or V.
+        dst: S(j) or V.
+        out: a tensor that gets the type.
+
+    Returns:
+        A `NdimWithSpmdType`, or `out`.
+
+    Raises:
+        SpmdTypeError: if `x` is not of type `src`.
+        ArgumentValueError: for other types.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck(local=False):
+        ...     x = assert_type(torch.zeros(4, 2), {"tp": S(0)})
+        ...     rules.all_to_all(x, "tp", src=S(0), dst=S(1))
+        NdimWithSpmdType(2, {tp: S(1)})
+    """
+    if not _is_varying(src) or not _is_varying(dst):
+        raise ArgumentValueError(f"rules.all_to_all: V or S(i) to V or S(j), got {src} -> {dst}")
+    return _move("all_to_all", x, axis, (src, dst), out=out)
+
+
+def convert(x: Operand, axis: Any, *, src: Any, dst: Any, out: torch.Tensor | None = None) -> Any:
+    """Return the type of `convert(x, axis, src=, dst=)`.
+
+    Args:
+        x: a typed operand.
+        axis: the mesh axis.
+        src: R, I, V, P or S(i).
+        dst: R, I, V, P or S(i).
+        out: a tensor that gets the type.
+
+    Returns:
+        A `NdimWithSpmdType`, or `out`.
+
+    Raises:
+        SpmdTypeError: if `x` is not of type `src`.
+        ArgumentValueError: if the change would send something.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     rules.convert(assert_type(torch.zeros(4), {"tp": I}), "tp", src=I, dst=R)
+        NdimWithSpmdType(1, {tp: R})
+    """
+    sends = src is P or (_is_varying(src) and dst is not P)
+    if sends and src is not dst:
+        raise ArgumentValueError(f"rules.convert: {src} -> {dst} would send something")
+    change = int(src is V and dst is P) - int(dst is V and src in (R, I))
+    return _move("convert", x, axis, (src, dst), out=out, change=change)
+
+
+def reinterpret(
+    x: Operand, axis: Any, *, src: Any, dst: Any, out: torch.Tensor | None = None
+) -> Any:
+    """Return the type of `reinterpret(x, axis, src=, dst=)`.
+
+    Args:
+        x: a typed operand.
+        axis: the mesh axis.
+        src: R, I, V or P.
+        dst: R, I, V or P.
+        out: a tensor that gets the type.
+
+    Returns:
+        A `NdimWithSpmdType`, or `out`.
+
+    Raises:
+        SpmdTypeError: if `x` is not of type `src`.
+        ArgumentValueError: for S(i), or if `dst` claims more than `src`.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     rules.reinterpret(assert_type(torch.zeros(4), {"tp": V}), "tp", src=V, dst=P)
+        NdimWithSpmdType(1, {tp: P})
+    """
+    claims_more = (src is P and dst is not P) or (src is V and dst not in (V, P))
+    if isinstance(src, Shard) or isinstance(dst, Shard) or claims_more:
+        raise ArgumentValueError(f"rules.reinterpret: {src} -> {dst} does not keep the bytes")
+    return _move("reinterpret", x, axis, (src, dst), out=out)
+
+
+def _is_varying(axis_type: Any) -> bool:
+    return axis_type is V or isinstance(axis_type, Shard)
+
+
+# --- einsum ---------------------------------------------------------------------------------------
+
+
+def einsum(
+    equation: str,
+    *operands: Operand,
+    linear_in: Sequence[int | Sequence[int]] = (),
+    out: torch.Tensor | None = None,
+) -> Any:
+    """Return the type of a computation whose dims behave as in an einsum.
+
+    A sharded label of the result stays sharded. A sharded label that the result does not have makes
+    it P. Operands without the label must be R there.
+
+    Args:
+        equation: labels of the operands and of the result, such as `"mk,nk->mn"`. `_` is a dim that
+            must not be sharded, `...` stands for leading dims that all have.
+        operands: typed operands.
+        linear_in: operands in which the computation is linear, so that they may be P: an index for
+            an operand alone, several indices for operands that are P together.
+        out: a tensor that gets the type.
+
+    Returns:
+        A `NdimWithSpmdType`, or `out`.
+
+    Raises:
+        SpmdTypeError: if the types do not fit the equation.
+        ArgumentValueError: if the equation does not fit the operands.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck(local=False):
+        ...     x = assert_type(torch.zeros(4, 2), {"tp": S(1)})
+        ...     w = assert_type(torch.zeros(3, 2), {"tp": S(1)})
+        ...     rules.einsum("mk,nk->mn", x, w)
+        NdimWithSpmdType(2, {tp: P})
+    """
+    touch(*operands)
+    inputs, result = _read_equation(equation, operands)
+    types = [_required_type(operand) for operand in operands]
+    axes = dict.fromkeys(axis for tensor_type in types for axis in tensor_type.by_axis)
+    groups = [(item,) if isinstance(item, int) else tuple(item) for item in linear_in]
+    is_local = spmd.varying_axes()
+    by_axis: dict[spmd.MeshAxis, Any] = {}
+    for axis in axes:
+        kinds = [_on(tensor_type, axis, equation) for tensor_type in types]
+        if is_local(axis):
+            kinds = [spmd.local_type(kind) for kind in kinds]
+        by_axis[axis] = _einsum_type(equation, axis, kinds, labels=(inputs, result), groups=groups)
+    ordered = [_dims_of_label(label, types, inputs) for label in result]
+    order = [(dim, listed) for dim, listed in enumerate(ordered) if len(listed) > 1]
+    kept = tuple([(dim, listed) for dim, listed in order if _shards(by_axis, dim, listed)])
+    return _typed(len(result), spmd.TensorType(by_axis, kept), out)
+
+
+def _shards(by_axis: Mapping[Any, Any], dim: int, axes: Iterable[Any]) -> bool:
+    return all(by_axis[axis] is Shard(dim) for axis in axes)
+
+
+def _dims_of_label(
+    label: str, types: Sequence[spmd.TensorType], inputs: Sequence[str]
+) -> tuple[spmd.MeshAxis, ...]:
+    """Return the axes that shard a label, outermost first."""
+    for tensor_type, labels in zip(types, inputs, strict=True):
+        position = labels.find(label)
+        if position >= 0 and position in tensor_type.dims:
+            return tensor_type.dims[position]
+    return ()
+
+
+def _required_type(operand: Operand) -> spmd.TensorType:
+    found = spmd.type_of(operand)
+    if found is None:
+        raise SpmdTypeError(f"{spmd.user_line()}: rules.einsum: an operand has no type")
+    return found
+
+
+def _on(tensor_type: spmd.TensorType, axis: spmd.MeshAxis, equation: str) -> Any:
+    if axis not in tensor_type.by_axis:
+        raise SpmdTypeError(f"rules.einsum {equation!r}: an operand has no type over {axis!r}")
+    return tensor_type.by_axis[axis]
+
+
+def _einsum_type(
+    equation: str,
+    axis: spmd.MeshAxis,
+    kinds: Sequence[Any],
+    *,
+    labels: tuple[Sequence[str], str],
+    groups: Sequence[Sequence[int]],
+) -> Any:
+    """Return the type of the result on one axis."""
+    inputs, result = labels
+
+    def refuse(reason: str) -> SpmdTypeError:
+        return SpmdTypeError(
+            f"{spmd.user_line()}: rules.einsum {equation!r} over {axis!r}: {reason}; the operands "
+            f"are {list(kinds)}"
+        )
+
+    sharded = [
+        (position, kind.dim) for position, kind in enumerate(kinds) if isinstance(kind, Shard)
+    ]
+    if sharded:
+        names = {inputs[position][dim] for position, dim in sharded}
+        if len(names) > 1:
+            raise refuse(f"the axis shards the labels {sorted(names)}")
+        label = names.pop()
+        if label == "_":
+            raise refuse("a dim that must be whole is sharded")
+        for position, kind in enumerate(kinds):
+            if isinstance(kind, Shard):
+                continue
+            if label in inputs[position] or kind is not R:
+                raise refuse(f"operand {position} must be sharded with {label!r}, or R without it")
+        return Shard(result.index(label)) if label in result else P
+    partial = [position for position, kind in enumerate(kinds) if kind is P]
+    if partial:
+        is_linear = any({*partial} <= {*group} for group in groups)
+        whole = [kind for position, kind in enumerate(kinds) if position not in partial]
+        group = next((group for group in groups if {*partial} <= {*group}), ())
+        if not is_linear or {*group} != {*partial} or any(kind is not R for kind in whole):
+            raise refuse(f"P in the operands {partial} does not pass through; reduce it first")
+        return P
+    found = {*kinds}
+    if found == {R, V}:
+        return V
+    if len(found) != 1:
+        raise refuse("these types cannot be combined")
+    return found.pop()
+
+
+def _read_equation(equation: str, operands: Sequence[Operand]) -> tuple[list[str], str]:
+    """Return the labels of the operands and of the result, with `...` written out."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    inputs = left.split(",")
+    if not arrow or len(inputs) != len(operands):
+        raise ArgumentValueError(
+            f"rules.einsum: {equation!r} does not name {len(operands)} operands and a result"
+        )
+    spare = "".join(chr(code) for code in range(0x391, 0x391 + 26) if chr(code).isalpha())
+    leading = ""
+    written: list[str] = []
+    for labels, operand in zip(inputs, operands, strict=True):
+        if "..." in labels:
+            count = operand.ndim - len(labels) + 3
+            leading = leading if len(leading) >= count else spare[:count]
+            labels = labels.replace("...", spare[:count])
+        if len(labels) != operand.ndim:
+            raise ArgumentValueError(
+                f"rules.einsum: {labels!r} in {equation!r} is for {len(labels)} dims, and the "
+                f"operand has {operand.ndim}"
+            )
+        written.append(labels)
+    return written, right.replace("...", leading)
+
+
+# --- declarations ---------------------------------------------------------------------------------
+
+
+def output(out: Any, typed: Any) -> None:
+    """Give the outputs of a function the types of operands, in the same structure.
+
+    Args:
+        out: a tensor, or a list or tuple of tensors; None for an output that is left out.
+        typed: a typed operand for each.
+
+    Raises:
+        SpmdTypeError: if the structures, or numbers of dims, differ.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     x = assert_type(torch.zeros(4), {"tp": P})
+        ...     y = torch.zeros(4)
+        ...     rules.output(y, rules.all_reduce(x, "tp", dst=R))
+        ...     get_local_type(y)
+        {tp: R}
+    """
+    if out is None:
+        return
+    if isinstance(out, list | tuple):
+        if not isinstance(typed, list | tuple) or len(typed) != len(out):
+            raise SpmdTypeError(f"rules.output: {len(out)} outputs, and the types of {typed!r}")
+        for one, its_type in zip(out, typed, strict=True):
+            output(one, its_type)
+        return
+    found = spmd.type_of(typed)
+    if found is None:
+        raise SpmdTypeError("rules.output: the operand has no type")
+    _typed(typed.ndim, found, out)
+
+
+def run_declaration(function: type, outputs: Any, args: tuple[Any, ...]) -> None:
+    """Give the outputs of an autograd function the types that its `spmd_typecheck` declares.
+
+    Args:
+        function: the class.
+        outputs: the result of `apply`.
+        args: the arguments of `apply`.
+
+    Raises:
+        SpmdTypeError: if the declaration leaves out a tensor argument, or an output.
+    """
+    named = _bound_arguments(function, args)
+    declaration, keywords = _call_of(function, named)
+    takes_outputs = _takes_outputs(declaration)
+    before = _Declaration.running
+    running = _Declaration()
+    _Declaration.running = running
+    try:
+        if takes_outputs:
+            declaration(outputs, **keywords)
+            running.seen += keywords.values()
+        else:
+            typed = declaration(**keywords)
+            output(outputs, typed)
+    finally:
+        _Declaration.running = before
+    _check_coverage(function, named, running.seen, outputs)
+
+
+def check_arguments(function: type, args: tuple[Any, ...]) -> None:
+    """Run a declaration that returns types, without the function.
+
+    A declaration that takes the outputs is not run.
+
+    Args:
+        function: the class.
+        args: the arguments of `apply`.
+
+    Raises:
+        SpmdTypeError: if the declaration refuses the types of the arguments.
+    """
+    declaration, keywords = _call_of(function, _bound_arguments(function, args))
+    if not _takes_outputs(declaration):
+        declaration(**keywords)
+
+
+def _takes_outputs(declaration: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(declaration).parameters.values()
+    return any(one.kind is not inspect.Parameter.KEYWORD_ONLY for one in parameters)
+
+
+def _call_of(function: type, named: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the declaration of a class, and the keywords that it takes."""
+    declaration: Callable[..., Any] = getattr(function, "spmd_typecheck")  # noqa: B009  # not in the type
+    parameters = inspect.signature(declaration).parameters.values()
+    wanted = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    unknown = [name for name in wanted if name not in named]
+    if unknown:
+        raise ArgumentTypeError(
+            f"{function.__name__}.spmd_typecheck names {', '.join(unknown)}, which forward does "
+            "not take"
+        )
+    return declaration, {name: named[name] for name in wanted}
+
+
+def _bound_arguments(function: type, args: tuple[Any, ...]) -> dict[str, Any]:
+    forward: Callable[..., Any] = getattr(function, "forward")  # noqa: B009  # not in the type
+    names = [*inspect.signature(forward).parameters]
+    has_context = "setup_context" not in vars(function)
+    return dict(zip(names[1:] if has_context else names, args, strict=False))
+
+
+def _check_coverage(
+    function: type, named: Mapping[str, Any], seen: Sequence[Any], outputs: Any
+) -> None:
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor) and not any(value is one for one in seen):
+            raise SpmdTypeError(
+                f"{function.__name__}.spmd_typecheck does not account for {name}: use it in a rule "
+                "or an assert_type, or declare it by rules.ignore"
+            )
+    for tensor in spmd.tensors_in(outputs):
+        if spmd.type_of(tensor) is None:
+            raise SpmdTypeError(
+                f"{function.__name__}.spmd_typecheck leaves an output of shape "
+                f"{tuple(tensor.shape)} without a type"
+            )
+
+
+def declare_by_method(function: type) -> Callable[[Any, tuple[Any, ...]], None] | None:
+    """Return the declaration that a class has as a method; None without one.
+
+    Args:
+        function: the class of an autograd function.
+    """
+    if not hasattr(function, "spmd_typecheck"):
+        return None
+    return lambda outputs, args: run_declaration(function, outputs, args)

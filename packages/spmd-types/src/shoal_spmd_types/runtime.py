@@ -1,0 +1,820 @@
+"""Assertions, queries and boundaries of types: functions that send nothing and change no values.
+
+May import: scalar, types.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, overload
+
+import torch
+
+from shoal_dtensor.errors import ArgumentTypeError, SpmdTypeError
+from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, pytree, spmd
+
+from .scalar import Scalar
+from .types import PartitionSpec, SpmdType, entry_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+TypeArgument = SpmdType | Mapping[Any, Any] | spmd.AxisType | PartitionSpec | None
+_BARE = (R, I, V, P)
+
+
+# --- reading types --------------------------------------------------------------------------------
+
+
+def has_local_type(tensor: Any) -> bool:
+    """Tell whether a tensor has a type.
+
+    Args:
+        tensor: a tensor, or a `Scalar`.
+
+    Example:
+        >>> has_local_type(torch.zeros(2))
+        False
+    """
+    return isinstance(tensor, Scalar) or spmd.type_of(tensor) is not None
+
+
+def get_local_type(value: Any) -> dict[spmd.MeshAxis, spmd.AxisType]:
+    """Return the type of a tensor on each axis, with V for shards.
+
+    Args:
+        value: a tensor with a type, or a `Scalar`.
+
+    Raises:
+        SpmdTypeError: if it does not have a type.
+
+    Example:
+        >>> mesh = abstract_mesh((2, 4), ("dp", "tp"))
+        >>> with set_current_mesh(mesh), typecheck():
+        ...     get_local_type(assert_type(torch.zeros(4), {"dp": S(0), "tp": R}))
+        {dp: V, tp: R}
+    """
+    if isinstance(value, Scalar):
+        return value.local_type
+    return {**_type_of(value).local}
+
+
+def get_axis_local_type(tensor: Any, axis: Any) -> spmd.AxisType:
+    """Return the type of a tensor on one axis, with V for shards.
+
+    Args:
+        tensor: a tensor with a type.
+        axis: a name of the current mesh, a process group or a `MeshAxis`.
+
+    Raises:
+        SpmdTypeError: if it does not have a type on the axis.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     get_axis_local_type(assert_type(torch.zeros(4), {"tp": P}), "tp")
+        P
+    """
+    found = maybe_get_axis_local_type(tensor, axis)
+    if found is None:
+        raise SpmdTypeError(
+            f"the tensor has no type over {spmd.normalize_axis(axis)!r}: {spmd.type_of(tensor)}"
+        )
+    return found
+
+
+def maybe_get_axis_local_type(tensor: Any, axis: Any) -> spmd.AxisType | None:
+    """Return the type of a tensor on one axis, with V for shards; None without one.
+
+    Args:
+        tensor: a tensor.
+        axis: a name of the current mesh, a process group or a `MeshAxis`.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))):
+        ...     maybe_get_axis_local_type(torch.zeros(4), "tp") is None
+        True
+    """
+    present = spmd.type_of(tensor)
+    return None if present is None else present.local.get(spmd.normalize_axis(axis))
+
+
+def get_partition_spec(tensor: Any) -> PartitionSpec | None:
+    """Return the axes that shard each dim of a tensor; None if no axis does.
+
+    Args:
+        tensor: a tensor.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((2, 4), ("dp", "tp"))), typecheck():
+        ...     get_partition_spec(assert_type(torch.zeros(4, 2), {"dp": S(0), "tp": R}))
+        PartitionSpec(dp, None)
+    """
+    present = spmd.type_of(tensor)
+    if present is None or not present.dims:
+        return None
+    return PartitionSpec(*[entry_of(present.dims.get(dim, ())) for dim in range(tensor.ndim)])
+
+
+def _type_of(tensor: Any) -> spmd.TensorType:
+    present = spmd.type_of(tensor)
+    if present is None:
+        raise SpmdTypeError(
+            "the tensor has no type; assert_type(x, {axis: R, ...}) gives it one while types are "
+            "checked"
+        )
+    return present
+
+
+# --- asserting types ------------------------------------------------------------------------------
+
+
+def merge_types(*types: TypeArgument) -> SpmdType:
+    """Return partial types as one; a bare type fills the axes that no other names.
+
+    Args:
+        types: dicts by axis, `SpmdType`s, `PartitionSpec`s, one bare type such as R, or None.
+
+    Raises:
+        SpmdTypeError: if they contradict each other, or a bare type is given without a current
+            mesh.
+        ArgumentTypeError: for two bare types, or other arguments.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((2, 4), ("dp", "tp"))):
+        ...     merge_types(R, {"tp": V}).local_type
+        {'tp': V, dp: R}
+    """
+    merged: dict[Any, Any] = {}
+    spec: PartitionSpec | None = None
+    bare: spmd.AxisType | None = None
+    for item in types:
+        if item is None:
+            continue
+        if isinstance(item, spmd.AxisType):
+            if bare is not None:
+                raise ArgumentTypeError(
+                    f"merge_types: one bare type fills the other axes, got {bare} and {item}"
+                )
+            bare = item
+            continue
+        by_axis, its_spec = _parts(item)
+        for axis, axis_type in by_axis.items():
+            if merged.setdefault(axis, axis_type) is not axis_type:
+                raise SpmdTypeError(
+                    f"merge_types: {axis!r} is {merged[axis]} in one argument and {axis_type} in "
+                    "another"
+                )
+        if its_spec is not None:
+            if spec is not None and spec != its_spec:
+                raise SpmdTypeError(f"merge_types: {spec} and {its_spec} differ")
+            spec = its_spec
+    if bare is not None:
+        merged = _filled(merged, spec, bare)
+    return SpmdType(merged, spec)
+
+
+def _parts(item: Any) -> tuple[Mapping[Any, Any], PartitionSpec | None]:
+    if isinstance(item, SpmdType):
+        return item.local_type, item.partition_spec
+    if isinstance(item, PartitionSpec):
+        return {}, item
+    if isinstance(item, Mapping):
+        return item, None
+    raise ArgumentTypeError(
+        "a type is a dict by axis, an SpmdType, a PartitionSpec, or one of R, I, V and P, got "
+        f"{item!r}"
+    )
+
+
+def _filled(
+    merged: dict[Any, Any], spec: PartitionSpec | None, bare: spmd.AxisType
+) -> dict[Any, Any]:
+    mesh = spmd.MESH.get()
+    if mesh is None:
+        raise SpmdTypeError(
+            f"the bare type {bare} stands for all axes of the current mesh, and there is none; "
+            "enter one with set_current_mesh(mesh)"
+        )
+    named = {spmd.normalize_axis(axis) for axis in merged}
+    if spec is not None:
+        named |= spec.axes_with_partition_spec()
+    return {**merged, **{axis: bare for axis in mesh.axes if axis not in named}}
+
+
+def assert_type(
+    tensor: Any, *types: TypeArgument, partition_spec: PartitionSpec | None = None
+) -> Any:
+    """Give a tensor a type, or compare with the type that it has.
+
+    S(i) refines V; other types must be equal. Outside of `typecheck` it does nothing, except that
+    a parameter without a type gets one, because parameters are made before they are checked.
+
+    Args:
+        tensor: a tensor, or a list or tuple of tensors.
+        types: dicts by axis, an `SpmdType`, a `PartitionSpec`, a bare type for all other axes of
+            the current mesh, or None; they are merged.
+        partition_spec: the axes that shard each dim, in place of S(i).
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        SpmdTypeError: if the types contradict each other, the tensor's dims or its type.
+        ArgumentTypeError: for other arguments.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((2, 4), ("dp", "tp"))), typecheck():
+        ...     x = assert_type(torch.zeros(4, 2), {"tp": R}, PartitionSpec("dp", None))
+        ...     assert_type(x, {"tp": I})
+        Traceback (most recent call last):
+        shoal_dtensor.errors.SpmdTypeError: ...
+    """
+    if isinstance(tensor, list | tuple):
+        kind: Any = type(tensor)
+        return kind([assert_type(item, *types, partition_spec=partition_spec) for item in tensor])
+    if not spmd.is_active() and not _is_new_parameter(tensor):
+        return tensor
+    try:
+        merged = merge_types(*types, partition_spec)
+    except SpmdTypeError as error:
+        raise SpmdTypeError(f"{spmd.user_line()}: assert_type: {error}") from None
+    spmd.assert_tensor_type(tensor, merged.local_type, merged.partition_spec)
+    return tensor
+
+
+def _is_new_parameter(tensor: Any) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and spmd.type_of(tensor) is None
+
+
+def assert_local_type(tensor: torch.Tensor, type: Mapping[Any, Any]) -> torch.Tensor:
+    """Call `assert_type`, under its former name.
+
+    Args:
+        tensor: a tensor.
+        type: types by axis.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        SpmdTypeError: if the types contradict the tensor's dims or its type.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     get_local_type(assert_local_type(torch.zeros(4), {"tp": P}))
+        {tp: P}
+    """
+    asserted: torch.Tensor = assert_type(tensor, type)
+    return asserted
+
+
+def assert_type_like(
+    tensor: torch.Tensor, source: torch.Tensor, overrides: Mapping[Any, Any] | None = None
+) -> None:
+    """Assert that a tensor has the type of another one, with other types on some axes.
+
+    Args:
+        tensor: a tensor.
+        source: a tensor with a type, with as many dims unless it is not sharded.
+        overrides: types by axis.
+
+    Raises:
+        SpmdTypeError: if the tensor has another type, or `source` has none.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((2, 4), ("dp", "tp"))), typecheck():
+        ...     x = assert_type(torch.zeros(4), {"dp": S(0), "tp": P})
+        ...     y = torch.zeros(4)
+        ...     assert_type_like(y, x, {"tp": R})
+        ...     get_local_type(y)
+        {dp: V, tp: R}
+    """
+    if not spmd.is_active():
+        return
+    wanted = _type_of(source)
+    for axis, axis_type in (overrides or {}).items():
+        wanted = wanted.with_axis(spmd.normalize_axis(axis), axis_type)
+    _assert_exact(tensor, wanted)
+
+
+def assert_local_type_like(
+    tensor: torch.Tensor, source: torch.Tensor, overrides: Mapping[Any, Any] | None = None
+) -> None:
+    """Assert that a tensor has the type of another one, with V in place of its shards.
+
+    Args:
+        tensor: a tensor.
+        source: a tensor with a type.
+        overrides: types by axis.
+
+    Raises:
+        SpmdTypeError: if the tensor has another type, or `source` has none.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     x = assert_type(torch.zeros(4), {"tp": S(0)})
+        ...     y = torch.zeros(2, 2)
+        ...     assert_local_type_like(y, x)
+        ...     get_partition_spec(y) is None
+        True
+    """
+    if not spmd.is_active():
+        return
+    wanted = _type_of(source).without_dims()
+    for axis, axis_type in (overrides or {}).items():
+        wanted = wanted.with_axis(spmd.normalize_axis(axis), axis_type)
+    _assert_exact(tensor, wanted)
+
+
+def _assert_exact(tensor: Any, wanted: spmd.TensorType) -> None:
+    entries = []
+    for dim in range(tensor.ndim):
+        axes = wanted.dims.get(dim, ())
+        entries.append(axes or None)
+    local: dict[Any, Any] = {
+        axis: axis_type
+        for axis, axis_type in wanted.by_axis.items()
+        if not isinstance(axis_type, Shard)
+    }
+    spec = PartitionSpec(*entries) if wanted.dims else None
+    spmd.assert_tensor_type(tensor, local, spec)
+
+
+def mutate_type(tensor: torch.Tensor, axis: Any = None, *, src: Any, dst: Any) -> torch.Tensor:
+    """Replace the type of a tensor on some axes, which must have the types `src`.
+
+    Args:
+        tensor: a tensor with a type, such as a buffer that a collective has filled.
+        axis: the axis, if `src` and `dst` are single types; None for all axes of the tensor.
+        src: the present type, or the present types by axis.
+        dst: the new type, or the new types by axis.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        SpmdTypeError: if the tensor has other types, or the axes of `src` and `dst` differ.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     x = assert_type(torch.zeros(4), {"tp": V})
+        ...     get_local_type(mutate_type(x, "tp", src=V, dst=R))
+        {tp: R}
+    """
+    present = spmd.type_of(tensor)
+    if present is None and not spmd.is_type_checking():
+        return tensor
+    present = _type_of(tensor)
+    before = _by_axis(src, axis, dst, [*present.by_axis])
+    after = _by_axis(dst, axis, src, [*present.by_axis])
+    if before.keys() != after.keys():
+        raise SpmdTypeError(
+            f"mutate_type: src has the axes {[*before]}, and dst {[*after]}; name the same in both"
+        )
+    for one, expected in before.items():
+        found = present.local.get(one)
+        if one.size() > 1 and found is not spmd.local_type(expected):
+            raise SpmdTypeError(
+                f"{spmd.user_line()}: mutate_type: the tensor is {found} over {one!r}, not "
+                f"{expected}: {present}"
+            )
+    for one, axis_type in after.items():
+        if one.size() > 1:
+            present = present.with_axis(one, spmd.local_type(axis_type))
+    spmd.set_type(tensor, present)
+    return tensor
+
+
+def _by_axis(
+    types: Any, axis: Any, others: Any, every: Sequence[spmd.MeshAxis]
+) -> dict[spmd.MeshAxis, Any]:
+    """Return types by axis: given so, for one axis, for the axes of `others`, or for all."""
+    if isinstance(types, Mapping):
+        return {spmd.normalize_axis(one): axis_type for one, axis_type in types.items()}
+    if axis is not None:
+        return {spmd.normalize_axis(axis): types}
+    if isinstance(others, Mapping):
+        return dict.fromkeys([spmd.normalize_axis(one) for one in others], types)
+    return dict.fromkeys(every, types)
+
+
+def reinterpret_no_grad(tensor: torch.Tensor, axis: Any, *, dst: Any) -> torch.Tensor:
+    """Take R for I, or I for R, of a tensor to which no gradient can flow.
+
+    Args:
+        tensor: a tensor that does not require grad.
+        axis: the axis.
+        dst: R or I.
+
+    Returns:
+        A tensor with the same memory and the type `dst`.
+
+    Raises:
+        SpmdTypeError: if the tensor requires grad, or is neither R nor I.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     x = assert_type(torch.zeros(4), {"tp": R})
+        ...     get_local_type(reinterpret_no_grad(x, "tp", dst=I))
+        {tp: I}
+    """
+    if not spmd.is_type_checking() and spmd.type_of(tensor) is None:
+        return tensor
+    if tensor.requires_grad:
+        raise SpmdTypeError(
+            f"{spmd.user_line()}: reinterpret_no_grad: the tensor requires grad; use convert"
+        )
+    one = spmd.normalize_axis(axis)
+    present = _type_of(tensor)
+    if dst not in (R, I) or (one.size() > 1 and present.by_axis.get(one) not in (R, I)):
+        raise SpmdTypeError(
+            f"{spmd.user_line()}: reinterpret_no_grad is between R and I, got {dst} for a tensor "
+            f"of type {present}"
+        )
+    with spmd.paused():
+        result = tensor.view_as(tensor)
+    spmd.set_type(result, present if one.size() == 1 else present.with_axis(one, dst))
+    return result
+
+
+def reinterpret_mesh(tensor: torch.Tensor, type: Any, *, inplace: bool = False) -> torch.Tensor:
+    """Give a tensor the type that it has in terms of other axes over the same ranks.
+
+    Args:
+        tensor: a tensor with a type.
+        type: a mesh, its axes, or types by axis of the other mesh.
+        inplace: change the type of `tensor` itself.
+
+    Returns:
+        A tensor with the same memory; `tensor` with `inplace`.
+
+    Raises:
+        SpmdTypeError: if the axes do not join the same ranks, or axes that are joined into one have
+            different types.
+
+    Example:
+        >>> flat = abstract_mesh((8,), ("ep",))
+        >>> with set_current_mesh(abstract_mesh((2, 4), ("dp", "tp"))), typecheck():
+        ...     x = assert_type(torch.zeros(4), {"dp": V, "tp": V})
+        ...     get_local_type(reinterpret_mesh(x, flat))
+        {ep: V}
+    """
+    if not spmd.is_type_checking() and spmd.type_of(tensor) is None:
+        return tensor
+    present = _type_of(tensor)
+    if isinstance(type, Mapping):
+        wanted: spmd.TensorType | None = spmd.read_type(type, tensor.ndim)
+        axes = [*wanted.by_axis] if wanted is not None else []
+    else:
+        wanted = None
+        axes = [*spmd.read_mesh(type).axes]
+    found = spmd.reinterpreted(present, axes)
+    if found is None or (wanted is not None and found.local != wanted.local):
+        raise SpmdTypeError(
+            f"{spmd.user_line()}: reinterpret_mesh: a tensor of type {present} has no type "
+            f"{'' if wanted is None else f'{wanted} '}over {axes}: the axes must join the same "
+            "ranks, and axes that become one must have one type"
+        )
+    if inplace:
+        spmd.set_type(tensor, wanted or found)
+        return tensor
+    with spmd.paused():
+        result = tensor.view_as(tensor)
+    spmd.set_type(result, wanted or found)
+    return result
+
+
+# --- boundaries -----------------------------------------------------------------------------------
+
+
+class _InferType:
+    """The type of `Infer`."""
+
+    def __repr__(self) -> str:
+        return "Infer"
+
+
+Infer = _InferType()
+
+
+def local() -> AbstractContextManager[None]:
+    """Return a block in which shards count as V, so that every rank computes on its own.
+
+    Nothing happens while types are unchecked.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck(local=False):
+        ...     x = assert_type(torch.zeros(4, 2), {"tp": S(0)})
+        ...     with local():
+        ...         get_local_type(x.flatten().sort().values)
+        {tp: V}
+    """
+    return spmd.local()
+
+
+def local_map(*, in_types: Any = Infer, out_types: Any) -> Callable[[F], F]:
+    """Return a decorator of functions whose body is checked on local types only.
+
+    Args:
+        in_types: for each positional argument a type, in the structure of the arguments: a dict by
+            axis, a `PartitionSpec`, a pair of both, or None for an argument that is not a tensor.
+            `Infer` does not check the arguments.
+        out_types: the types of the results, in their structure.
+
+    Raises:
+        SpmdTypeError: (when called) if an argument or a result has another type, or the structures
+            differ.
+
+    Example:
+        >>> @local_map(in_types=({"tp": S(0)},), out_types={"tp": S(0)})
+        ... def rank_of_each(x):
+        ...     return x.argsort(0).argsort(0)
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck(local=False):
+        ...     x = assert_type(torch.zeros(4, 2), {"tp": S(0)})
+        ...     get_partition_spec(rank_of_each(x))
+        PartitionSpec(tp, None)
+    """
+    _refuse_infer("out_types", out_types)
+    if in_types is not Infer:
+        _refuse_infer("in_types", in_types)
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            if not spmd.is_type_checking():
+                return function(*args, **kwargs)
+            if in_types is not Infer:
+                _assert_leaves(f"{function.__qualname__}: in_types", args, in_types)
+            with spmd.local():
+                outputs = function(*args, **kwargs)
+            _assert_leaves(f"{function.__qualname__}: out_types", outputs, out_types)
+            return outputs
+
+        return mapped  # type: ignore[return-value]  # has the signature of the function
+
+    return decorate
+
+
+def _is_leaf(spec: Any) -> bool:
+    if spec is None or spec is Infer or isinstance(spec, Mapping | PartitionSpec | SpmdType):
+        return True
+    if isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], Mapping):
+        return spec[1] is None or isinstance(spec[1], PartitionSpec)
+    return False
+
+
+def _refuse_infer(where: str, types: Any) -> None:
+    if any(leaf is Infer for leaf in pytree.tree_leaves(types, is_leaf=_is_leaf)):
+        raise SpmdTypeError(f"local_map: Infer inside {where}; name the type of each leaf")
+
+
+def _assert_leaves(where: str, values: Any, types: Any) -> None:
+    """Assert the types of tensors in nested values, whose structure the types have."""
+    if isinstance(values, Mapping):
+        if not isinstance(types, Mapping) or types.keys() != values.keys():
+            raise SpmdTypeError(f"{where}: {types!r} does not have the keys {[*values]}")
+        for name, value in values.items():
+            _assert_leaves(where, value, types[name])
+        return
+    if not isinstance(values, list | tuple):
+        _assert_leaf(where, values, types)
+        return
+    if not isinstance(types, list | tuple) or isinstance(types, PartitionSpec):
+        raise SpmdTypeError(
+            f"{where}: {types!r} does not have the structure of {len(values)} values"
+        )
+    if len(values) != len(types):
+        raise SpmdTypeError(f"{where}: {len(types)} types for {len(values)} values")
+    for value, its_types in zip(values, types, strict=True):
+        _assert_leaves(where, value, its_types)
+
+
+def _assert_leaf(where: str, value: Any, leaf: Any) -> None:
+    is_tensor = isinstance(value, torch.Tensor)
+    if leaf is None:
+        if is_tensor:
+            raise SpmdTypeError(f"{where}: None is the type of a value that is not a tensor")
+        return
+    if not is_tensor:
+        raise SpmdTypeError(
+            f"{where}: {leaf!r} is the type of a tensor, got {type(value).__name__}"
+        )
+    parts = leaf if isinstance(leaf, tuple) and not isinstance(leaf, PartitionSpec) else (leaf,)
+    assert_type(value, *parts)
+
+
+class _NoTypecheck(AbstractContextManager[None]):
+    """A block, or a decorator without arguments, in which nothing is checked."""
+
+    def __enter__(self) -> None:
+        self._block = spmd.paused()
+        self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._block.__exit__(*error)
+
+    def __call__(self, function: F) -> F:
+        return no_typecheck(function)
+
+
+@overload
+def no_typecheck() -> _NoTypecheck: ...
+@overload
+def no_typecheck(fn: F, /) -> F: ...
+@overload
+def no_typecheck(*, out_types: Any, in_types: Any = ...) -> Callable[[F], F]: ...
+def no_typecheck(fn: Any = None, /, **kwargs: Any) -> Any:
+    """Leave a block or a function unchecked, as a block or as a decorator.
+
+    Args:
+        fn: the function; left out, the result is a block and a decorator.
+        kwargs: `out_types`, and `in_types` if arguments are compared, as for `local_map`: the
+            function is unchecked, and its results get these types.
+
+    Returns:
+        The function, a decorator, or the block.
+
+    Raises:
+        ArgumentTypeError: for other keywords, or `in_types` alone.
+        SpmdTypeError: (when called) if an argument has another type than declared.
+
+    Example:
+        >>> @no_typecheck(out_types={"tp": R})
+        ... def kernel(x):
+        ...     return x.sort().values
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     get_local_type(kernel(assert_type(torch.zeros(4), {"tp": R})))
+        {tp: R}
+    """
+    if kwargs:
+        if "out_types" not in kwargs or not kwargs.keys() <= {"out_types", "in_types"}:
+            raise ArgumentTypeError(
+                f"no_typecheck takes out_types, with or without in_types, got {sorted(kwargs)}"
+            )
+        return functools.partial(_typed_boundary, **kwargs)
+    if fn is None:
+        return _NoTypecheck()
+
+    @functools.wraps(fn)
+    def unchecked(*args: Any, **kwargs: Any) -> Any:
+        with spmd.paused():
+            return fn(*args, **kwargs)
+
+    return unchecked
+
+
+def _typed_boundary(function: F, *, out_types: Any, in_types: Any = Infer) -> F:
+    @functools.wraps(function)
+    def unchecked(*args: Any, **kwargs: Any) -> Any:
+        if not spmd.is_type_checking():
+            return function(*args, **kwargs)
+        if in_types is not Infer:
+            _assert_leaves(f"{function.__qualname__}: in_types", args, in_types)
+        with spmd.paused():
+            outputs = function(*args, **kwargs)
+        _assert_leaves(f"{function.__qualname__}: out_types", outputs, out_types)
+        return outputs
+
+    return unchecked  # type: ignore[return-value]  # has the signature of the function
+
+
+def register_no_typecheck(fn: F) -> F:
+    """Leave operators unchecked while a function is running, however it is called.
+
+    Args:
+        fn: a function or a method; wrappers are followed to the function inside.
+
+    Returns:
+        `fn` itself.
+
+    Example:
+        >>> def logging(x):
+        ...     return x.sort().values
+        >>> register_no_typecheck(logging) is logging
+        True
+    """
+    spmd.leave_unchecked(fn)
+    return fn
+
+
+# --- registries -----------------------------------------------------------------------------------
+
+
+def register_autograd_function(cls: type) -> type:
+    """Register an autograd function that declares its types in `spmd_typecheck`.
+
+    The registration is not needed: a function with this static method is found.
+
+    Args:
+        cls: the class, with a static method `spmd_typecheck` (or `typecheck_forward`, which is
+            called in place of `apply`).
+
+    Returns:
+        `cls`.
+
+    Raises:
+        ArgumentTypeError: if it has neither.
+
+    Example:
+        >>> @register_autograd_function
+        ... class Double(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def spmd_typecheck(outputs, *, x):
+        ...         assert_type_like(outputs, x)
+    """
+    if not hasattr(cls, "spmd_typecheck") and not hasattr(cls, "typecheck_forward"):
+        raise ArgumentTypeError(
+            f"register_autograd_function: {cls.__name__} has no static method spmd_typecheck that "
+            "declares its types"
+        )
+    return cls
+
+
+def register_local_autograd_function(cls: type) -> type:
+    """Register an autograd function that each rank computes on its own, without collectives.
+
+    R and V make V, all R make R, all I make I; P and other combinations are errors.
+
+    Args:
+        cls: the class.
+
+    Returns:
+        `cls`.
+
+    Example:
+        >>> @register_local_autograd_function
+        ... class Double(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return 2 * x
+    """
+    spmd.LOCAL_FUNCTIONS.add(cls)
+    return cls
+
+
+_BACKWARD_HOOKS: set[Callable[..., Any]] = set()
+
+
+def register_local_backward_hook(fn: F) -> F:
+    """Declare that a backward hook sends nothing and does not change the type of a gradient.
+
+    Operators of a backward pass are not checked, so the declaration is for readers.
+
+    Args:
+        fn: the hook.
+
+    Returns:
+        `fn`.
+
+    Example:
+        >>> @register_local_backward_hook
+        ... def count(grad):
+        ...     return grad
+    """
+    _BACKWARD_HOOKS.add(fn)
+    return fn
+
+
+def register_decomposition(cls: type, ref_impl: Callable[..., Any] | None = None) -> Any:
+    """Register a reference in torch's operators, whose types an autograd function has.
+
+    While types are checked, the reference runs beside the function, for its types alone.
+
+    Args:
+        cls: the class of the function.
+        ref_impl: a function with the arguments of `cls.apply`; without it, the result is a
+            decorator.
+
+    Returns:
+        `ref_impl`, or the decorator.
+
+    Example:
+        >>> class Fused(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return x.exp() * x
+        >>> @register_decomposition(Fused)
+        ... def reference(x):
+        ...     return x.exp() * x
+    """
+    if ref_impl is None:
+        return functools.partial(register_decomposition, cls)
+    spmd.DECOMPOSITIONS[cls] = ref_impl
+    return ref_impl
+
+
+@contextmanager
+def trace(enabled: bool = True) -> Iterator[None]:
+    """Log operators with the types of their operands and results inside the block.
+
+    The logger is `shoal_spmd_types.trace`, at level INFO.
+
+    Args:
+        enabled: False turns the log off inside the block.
+
+    Example:
+        >>> with trace():
+        ...     pass
+    """
+    with spmd.tracing(enabled):
+        yield

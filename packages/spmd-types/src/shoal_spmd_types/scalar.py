@@ -1,0 +1,86 @@
+"""`Scalar`: a number of the program that may differ between ranks.
+
+May import: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal_dtensor.errors import ArgumentTypeError, SpmdTypeError
+from shoal_dtensor.internal import pytree, spmd
+
+
+class Scalar:
+    """A number with a type; plain numbers count as equal on all ranks.
+
+    While types are unchecked it stands for its value.
+
+    Args:
+        value: an int, a float or a complex number.
+        spmd_type: types by axis: R, I, V or P.
+
+    Raises:
+        ArgumentTypeError: for another value, or a bool.
+        SpmdTypeError: for other types.
+
+    Example:
+        >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
+        ...     x = assert_type(torch.zeros(4), {"tp": R})
+        ...     get_local_type(x * Scalar(0.5, {"tp": V}))
+        {tp: V}
+    """
+
+    def __init__(self, value: int | float | complex, spmd_type: Mapping[Any, Any]) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float | complex):
+            raise ArgumentTypeError(f"Scalar: a number, got {value!r}")
+        for axis, axis_type in spmd_type.items():
+            if not isinstance(axis_type, spmd.AxisType):
+                raise SpmdTypeError(f"Scalar: R, I, V or P over {axis!r}, got {axis_type!r}")
+        self._value = value
+        self._type = spmd.read_type(spmd_type, 0)
+
+    @property
+    def value(self) -> int | float | complex:
+        """The number."""
+        return self._value
+
+    @property
+    def local_type(self) -> dict[spmd.MeshAxis, spmd.AxisType]:
+        """The type on each axis."""
+        return {**self._type.local}
+
+    def operand(self) -> Any:
+        """Return the number as a tensor with the type, or as it is while types are unchecked."""
+        if not spmd.is_type_checking():
+            return self._value
+        with spmd.paused():
+            tensor = torch.tensor(self._value, dtype=_widest(self._value))
+        spmd.set_type(tensor, self._type)
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        def replaced(value: Any) -> Any:
+            return value.operand() if isinstance(value, Scalar) else value
+
+        args, named = pytree.tree_map(replaced, (args, dict(kwargs or {})))
+        return func(*args, **named)
+
+    def __repr__(self) -> str:
+        return f"Scalar({self._value!r}, {self._type})"
+
+
+def _widest(value: int | float | complex) -> torch.dtype:
+    if isinstance(value, complex):
+        return torch.complex128
+    return torch.int64 if isinstance(value, int) else torch.float64
