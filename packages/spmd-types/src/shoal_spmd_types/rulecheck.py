@@ -218,7 +218,8 @@ class _Trial:
                     continue
                 with spmd.paused():
                     part = self._part(value, types, coordinate)
-                spmd.assert_tensor_type(part, {**types})
+                types_by_axis: dict[Any, Any] = dict(types)
+                spmd.assert_tensor_type(part, types_by_axis)
                 local_args.append(part)
             with spmd.paused():
                 check_arguments(self.cls, tuple(local_args))

@@ -440,7 +440,7 @@ def intercept_autograd_functions(handler: _Handler) -> Iterator[None]:
     finally:
         INTERCEPTED.pop()
         if not INTERCEPTED:
-            torch.autograd.Function.apply = _APPLY
+            torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]  # restored
 
 
 _APPLY: Any = torch.autograd.Function.__dict__["apply"]

@@ -102,7 +102,7 @@ def outputs_by_probe(
 ) -> GlobalOutputs | None:
     """Derive the outputs of a call from the outputs of a smaller call; None if sizes matter.
 
-    The arguments are the arguments of `by_meta_kernel`.
+    The arguments are the arguments of `outputs_by_meta_kernel`.
     """
     value_names = rule.sizes
     schema = schema_of(op)

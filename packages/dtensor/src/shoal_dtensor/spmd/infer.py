@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from shoal_mesh import DeviceMesh, abstract_mesh
 
-from ..dispatch.assign import Sharding, ShardingProblem, assign, unmoved
-from ..dispatch.global_call import by_few_elements, by_meta_kernel, specs_in
+from ..dispatch.assign import Sharding, ShardingProblem, assign, assign_without_moves
+from ..dispatch.global_call import outputs_by_meta_kernel, outputs_by_probe, specs_in
 from ..dispatch.propagate import elements_of, rule_of
 from ..errors import ShoalTensorError, SpmdTypeError
 from ..layout.dim_sharding import StridedDimSharding
@@ -383,8 +383,9 @@ def _by_row(
     """Return the layouts of the outputs of one global call, or why it is refused."""
     inputs = (*specs_in(args), *specs_in(kwargs.values()))
     try:
-        shown = by_few_elements(local.op, rule, args, kwargs, specs=inputs)
-        metas, _ = shown or by_meta_kernel(local.op, args, kwargs, inputs)
+        probed = outputs_by_probe(local.op, rule, args, kwargs, specs=inputs)
+        outputs = probed or outputs_by_meta_kernel(local.op, args, kwargs, inputs)
+        metas = outputs.metas
     except (ShoalTensorError, RuntimeError, IndexError) as error:
         return _Refusal(f"the global tensors do not fit the operator ({error})", None)
     given, named = mapped((tuple(args), {**kwargs}), Spec, lambda spec: spec.tensor_meta)
@@ -419,7 +420,7 @@ def _unmoved(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _
     mesh = inputs[0].mesh
     problem = ShardingProblem(inputs, call.outputs, call.fixed, (), unordered=rule.unordered)
     rows = rule.rows_of(call)
-    sharding = unmoved(rows, problem, mesh)
+    sharding = assign_without_moves(rows, problem, mesh)
     if sharding is not None:
         return sharding
     quiet = [row for row in rows if row.traffic is None]
@@ -436,7 +437,7 @@ def _unmoved_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Shardin
     for element, indices, results in elements_of(call):
         specs = tuple([inputs[index] for index in indices])
         problem = ShardingProblem(specs, element.outputs, element.fixed, (), unordered=True)
-        sharding = unmoved(rule.rows_of(element), problem, specs[0].mesh)
+        sharding = assign_without_moves(rule.rows_of(element), problem, specs[0].mesh)
         if sharding is None:
             return _Refusal(f"element {indices[0]} has types that no row of the rule has", None)
         outputs.update(zip(results, sharding.outputs, strict=True))
