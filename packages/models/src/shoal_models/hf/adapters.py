@@ -15,10 +15,10 @@ from shoal_dtensor import DTensor, full_tensor, implicit_replication
 from shoal_dtensor.errors import UnsupportedModuleError
 from shoal_dtensor.internal import local_of, unwatch_draws, watch_draws
 from shoal_tp_styles.internal import ColumnLinear, RowLinear, apply_sharding, shardings_of
+from shoal_transfer.internal import own_rank
 
 from ..errors import CheckpointError
 from ..weights.loading import boxes_of, stored_in
-from ..weights.saving import own_rank
 
 Model = TypeVar("Model", bound=nn.Module)
 

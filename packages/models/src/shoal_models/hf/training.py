@@ -29,9 +29,10 @@ from torch import Tensor
 
 from shoal_dtensor import clip_grad_norm_, get_optimizer_state_dict, set_optimizer_state_dict
 from shoal_dtensor.errors import PlanError
+from shoal_transfer.internal import own_rank
 
 from ..weights.loading import load_sharded
-from ..weights.saving import on_first, own_rank, save_sharded
+from ..weights.saving import on_first, save_sharded
 from .adapters import load_adapters, save_adapters
 from .checkpoint_files import find_files, source_of
 
