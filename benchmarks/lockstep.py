@@ -13,7 +13,7 @@ import torch
 from _timing import report
 
 from shoal_mesh import all_reduce, init_device_mesh, launch, lockstep
-from shoal_mesh.shared_memory.recorder import ENTRIES, note, record
+from shoal_mesh.watch.recorder import ENTRIES, note, record
 
 CALLS, ROUNDS = 20, 200
 

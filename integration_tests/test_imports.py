@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from integration_tests.processes import two_at_a_time
 
-from shoal_mesh.shared_memory.recorder import LIBRARIES
+from shoal_mesh.watch.recorder import LIBRARIES
 
 # 60 ms where torch itself takes 1.4 s: a share of torch's own import, for machines, and one
 # machine's minutes, differ.

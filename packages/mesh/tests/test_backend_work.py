@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from shoal_mesh import Comm, PeerError, all_gather, all_reduce, comm_over, launch, restart_world
 from shoal_mesh.errors import RankError
-from shoal_mesh.shared_memory import backend_work
 from shoal_mesh.shared_memory.channel import OPT_OUT
 from shoal_mesh.testing import on_ranks
+from shoal_mesh.watch import backend_work
 
 TIMEOUT = 2.0
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from shoal_mesh import all_gather, all_reduce, comm_over, launch
 from shoal_mesh.errors import PeerError, RankError
 from shoal_mesh.internal import start_packed
-from shoal_mesh.shared_memory.deadlocks import Address, describe_deadlock, processes_that_wait
 from shoal_mesh.testing import on_ranks
+from shoal_mesh.watch.deadlocks import Address, describe_deadlock, processes_that_wait
 
 State = Mapping[str, Any]
 

@@ -38,8 +38,8 @@ from shoal_mesh.errors import CollectiveError, PeerError
 from shoal_mesh.internal import all_reduce_
 from shoal_mesh.shared_memory import channel
 from shoal_mesh.shared_memory.channel import OPT_OUT
-from shoal_mesh.shared_memory.recorder import DTYPES
 from shoal_mesh.testing import on_ranks
+from shoal_mesh.watch.recorder import DTYPES
 
 
 def both(size: int, slot_bytes: int) -> tuple[Comm, Comm]:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from shoal_mesh.errors import CollectiveError
-from shoal_mesh.shared_memory.peers import BROKEN, Peers, head_bytes
-from shoal_mesh.shared_memory.recorder import request
 from shoal_mesh.testing import on_ranks
+from shoal_mesh.watch.peers import BROKEN, Peers, head_bytes
+from shoal_mesh.watch.recorder import request
 
 
 def peers_of(group: dist.ProcessGroup) -> Peers:

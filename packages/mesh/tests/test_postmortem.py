@@ -16,7 +16,7 @@ from shoal_mesh import PeerError, all_reduce, init_device_mesh, purpose, restart
 from shoal_mesh.commands import main, report
 from shoal_mesh.errors import RankError
 from shoal_mesh.local_ranks.pool import RankPool
-from shoal_mesh.shared_memory.recorder import ENTRIES
+from shoal_mesh.watch.recorder import ENTRIES
 
 
 def _lose_one(kept: str, transport: str, fault: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal_mesh.shared_memory.recorder import (
+from shoal_mesh.watch.recorder import (
     DTYPES,
     ENTRIES,
     OPS,

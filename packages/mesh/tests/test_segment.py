@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from shoal_mesh.shared_memory import channel
 from shoal_mesh.shared_memory.channel import OPT_OUT, map_segment
-from shoal_mesh.shared_memory.deadlocks import board_of_process
 from shoal_mesh.testing import on_ranks
+from shoal_mesh.watch.deadlocks import board_of_process
+from shoal_mesh.watch.processes import machine, processes_of
 
 
 @on_ranks(3)
@@ -25,7 +26,7 @@ def test_all_ranks_map_the_same_memory_and_leave_nothing() -> None:
     before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
     shared = map_segment(group, 1 << 16)
     assert shared is not None
-    assert channel.processes_of(group)[rank] == (channel.machine(), os.getpid())
+    assert processes_of(group)[rank] == (machine(), os.getpid())
     shared[100 + rank] = 7 + rank
     dist.barrier()
     assert list(shared[100:103]) == [7, 8, 9]

@@ -3,7 +3,7 @@
 `torchrun --nproc-per-node 8 -m shoal_mesh topology --mesh 2x4` measures the machines that torchrun
 runs on; without torchrun, local ranks are started.
 
-May import: __about__, accelerator, local_ranks, mesh, shared_memory, topology.
+May import: __about__, accelerator, local_ranks, mesh, topology, watch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .accelerator import accelerator, device_count, module_of
 from .local_ranks.launch import launch
 from .mesh.create import init_device_mesh, measured_order
 from .mesh.rank_order import RankOrder
-from .shared_memory.recorder import LIBRARIES, folder
 from .topology import Link, measure
+from .watch.recorder import LIBRARIES, folder
 
 PREFIXES = ("NCCL_", "GLOO_", "SHOAL", "TORCH_", "OMP_", "MKL_", "CUDA_", "SLURM_JOB_NUM")
 NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")

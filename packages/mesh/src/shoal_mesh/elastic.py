@@ -5,7 +5,8 @@ a list of members that is written once. Every process that arrives registers. Th
 sees that all members of the last world have arrived or are gone writes the list. A process that is
 not on the list waits for the next round.
 
-May import: _torch, argument_types, collectives, errors, groups, shared_memory.
+May import: _torch, argument_types, collectives, errors, groups, shared_memory,
+watch.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from .collectives.even import all_reduce
 from .errors import BackendError, MeshError, NewcomerError, PeerError
 from .groups.process_groups import comm_over, forget_groups
 from .groups.world import device_of, require_world
-from .shared_memory.backend_work import settle
-from .shared_memory.channel import give_up, machine
-from .shared_memory.peers import state_of
+from .shared_memory.channel import give_up
+from .watch.backend_work import settle
+from .watch.processes import machine, state_of
 
 R = TypeVar("R")
 Member = dict[str, Any]  # id, machine and process

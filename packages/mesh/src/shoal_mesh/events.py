@@ -4,7 +4,7 @@ CommDebugMode, `lockstep` and profiler annotations are observers. They are calle
 collective, however many calls of the backend it takes: calls inside of an observed collective are
 not reported again (`in_observed`).
 
-May import: _torch, argument_types, errors, shared_memory, transport.
+May import: _torch, argument_types, errors, transport, watch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from ._torch import is_compiling
 from .argument_types import kind_of, require
 from .errors import CollectiveError, CollectiveTypeError
-from .shared_memory.recorder import PURPOSES, Text
 from .transport import Handle
+from .watch.recorder import PURPOSES, Text
 
 R = TypeVar("R")
 

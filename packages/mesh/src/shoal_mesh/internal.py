@@ -3,7 +3,7 @@
 They may change with any release; all packages are released together.
 
 May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades, groups, mesh, observers,
-scoped_value, shared_memory, topology, transport.
+scoped_value, topology, transport, watch.
 """
 
 # mypy: implicit-reexport
@@ -26,6 +26,6 @@ from .groups.world import agree
 from .mesh.device_mesh import with_own_groups
 from .observers.lockstep import in_lockstep
 from .scoped_value import ScopedValue, value_when_traced
-from .shared_memory.recorder import note
 from .topology import Topology, topology_version
 from .transport import Flat, Pending, Sizes
+from .watch.recorder import note

@@ -21,11 +21,11 @@ from .. import _torch
 from .._torch import ReduceOp, Work, call_of, on_plain_kernels
 from ..errors import PeerError
 from ..groups.process_groups import Comm, comm_for
-from ..shared_memory.backend_work import BackendWork, first_failure
 from ..shared_memory.channel import Channel, all_have, channel_of
 from ..shared_memory.exchange import SharedMemoryTransport, is_carried, reduce_rows
-from ..shared_memory.recorder import CARRIED_DTYPES, OPS, record
 from ..transport import Handle, Pending, Transport, as_bytes, split_divisor
+from ..watch.backend_work import BackendWork, first_failure
+from ..watch.recorder import CARRIED_DTYPES, OPS, record
 
 REDUCE = {op: getattr(ReduceOp, op.upper()) for op in OPS if op}
 PLAIN = CARRIED_DTYPES | {torch.bool}  # what every backend sends and reduces
@@ -109,8 +109,10 @@ class C10dTransport(Transport):
             raise
 
     def _watched(self, work: Work, tensor: Tensor) -> Handle:
-        watched = self._gloo and tensor.is_cpu
-        return BackendWork(work, self._group, self._channel, self._part_of) if watched else work
+        if not self._gloo or not tensor.is_cpu:
+            return work
+        peers = None if self._channel is None else self._channel.peers
+        return BackendWork(work, self._group, peers, self._part_of)
 
     def _moves_only(self, tensor: Tensor) -> bool:
         """Return whether the tensor's backend has no reductions on bits.

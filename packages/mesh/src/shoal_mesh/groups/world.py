@@ -97,7 +97,7 @@ def restart_world(
         )
     del world
     # This module is below most of this layer, so it imports this one only when it is needed.
-    from ..shared_memory.backend_work import settle
+    from ..watch.backend_work import settle
 
     settle(span.total_seconds() if span is not None else 0.0)
     dist.destroy_process_group()
@@ -332,7 +332,7 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
     Dispatch modes neither see the tensors nor replace them by fake ones.
     """
     # Imported here for the same reason as `settle` above.
-    from ..shared_memory.backend_work import BackendWork
+    from ..watch.backend_work import BackendWork
 
     kind: Any = type(group)
     size = len(data)

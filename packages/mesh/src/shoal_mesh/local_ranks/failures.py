@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ..argument_types import by_ranks, name_ranks
 from ..errors import PeerError
-from ..shared_memory.recorder import LIBRARIES, SWITCH
+from ..watch.recorder import LIBRARIES, SWITCH
 from .pickle_functions import dump
 
 # of the text about one traceback, its heading among them

@@ -31,7 +31,7 @@ from .._torch import PrefixStore, TCPStore
 from ..accelerator import set_own_device
 from ..groups.world import meet
 from ..shared_memory.channel import give_up
-from ..shared_memory.peers import name_process
+from ..watch.processes import name_process
 from .failures import Failure, failure_of
 from .pickle_functions import dump
 

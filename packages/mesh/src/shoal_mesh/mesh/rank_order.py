@@ -18,7 +18,7 @@ import torch
 
 from .._torch import ProcessGroup
 from ..groups.world import all_gather_objects
-from ..shared_memory.backend_work import BackendWork
+from ..watch.backend_work import BackendWork
 
 # Size of the measured message.
 _BYTES = 1 << 20

@@ -1,4 +1,5 @@
 """Observers of collectives: counts and traces, comparisons of ranks, ranges in profiles.
 
-May import: _torch, argument_types, collectives, errors, events, groups, shared_memory, transport.
+May import: _torch, argument_types, collectives, errors, events, groups, shared_memory,
+transport, watch.
 """

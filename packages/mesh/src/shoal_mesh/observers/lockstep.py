@@ -37,11 +37,11 @@ from ..errors import CollectiveTypeError, LockstepError, MeshError, PeerError
 from ..events import Event, observe, observers, unobserve
 from ..groups.process_groups import Comm
 from ..groups.world import all_gather_objects, bytes_of, device_of, require_world
-from ..shared_memory.backend_work import lost_ranks
 from ..shared_memory.channel import channel_of
-from ..shared_memory.peers import minority, wait_until
-from ..shared_memory.recorder import LIBRARIES
 from ..transport import Pending
+from ..watch.backend_work import lost_ranks
+from ..watch.peers import minority, wait_until
+from ..watch.recorder import LIBRARIES
 
 Numbers = tuple[int, int, int]
 

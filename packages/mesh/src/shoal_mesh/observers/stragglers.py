@@ -13,7 +13,7 @@ import torch
 
 from ..events import Event, observing
 from ..groups.world import all_gather_objects, require_world
-from ..shared_memory.channel import machine
+from ..watch.processes import machine
 from .lockstep import line_of_program
 
 # Gathers at the beginning of the block. All ranks leave a gather at about the same moment, which

@@ -22,7 +22,6 @@ A collective is a generator of steps: it writes its slot and yields its request;
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import platform
@@ -30,7 +29,6 @@ import secrets
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,9 +36,10 @@ from torch import Tensor
 from .. import _torch
 from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, on_plain_kernels
 from ..errors import PeerError
-from .deadlocks import Watcher, board_of_process, note_addresses
-from .peers import BROKEN, Peers, head_bytes, minority
-from .recorder import record
+from ..watch.deadlocks import Watcher, board_of_process, note_addresses
+from ..watch.peers import BROKEN, Peers, head_bytes, minority
+from ..watch.processes import machine, note_processes, processes_of
+from ..watch.recorder import record
 
 # of one rank in one round in the foreground; two per rank. Larger messages take several rounds.
 SLOT_BYTES = 1 << 20
@@ -60,10 +59,6 @@ FREE = -1
 Steps = Iterator[int]
 # of slots, by dtype, length and blocks, kept because making them takes longer than copying 1 KiB
 _MOST_VIEWS = 1024
-# Declared mutable state: an entry goes with its group.
-_PROCESSES: weakref.WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int], ...]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 class Stream:
@@ -337,7 +332,7 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
         of_all = torch.empty(group.size(), len(facts), dtype=facts.dtype, device="cpu")
         group._allgather_base(of_all.view(-1), facts, AllgatherOptions()).wait()
         hosts, pids, files, tokens, machines, boards = of_all.t().tolist()
-        _PROCESSES[group] = tuple(zip(machines, pids, strict=True))
+        note_processes(group, tuple(zip(machines, pids, strict=True)))
         memory = None
         if hosts[0] and len(set(hosts)) == 1 and files[0] >= 0:
             path = f"/proc/{pids[0]}/fd/{files[0]}"
@@ -381,14 +376,6 @@ def all_have(this: object, group: ProcessGroup) -> bool:
     return bool(have.item())
 
 
-def processes_of(group: ProcessGroup) -> tuple[tuple[int, int], ...]:
-    """Return (machine, process id) of the ranks of a group, in its order.
-
-    Returns () before the group's first collective on CPU tensors.
-    """
-    return _PROCESSES.get(group, ())
-
-
 def ranks_per_host(group: ProcessGroup) -> int:
     """Return how many consecutive ranks of a group each of several hosts has.
 
@@ -402,16 +389,3 @@ def ranks_per_host(group: ProcessGroup) -> int:
         return 0
     positions = [*_torch.group_ranks(group).items()]
     return count if sorted(positions) == positions else 0
-
-
-def machine() -> int:
-    """Return a number that two processes share if one sees the other in /proc.
-
-    Returns 0 if there is no /proc.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        processes = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-    return int.from_bytes(hashlib.sha256(f"{boot}{processes}".encode()).digest()[:7], "little") + 1

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..transport import Flat, Handle, Receive, Sizes, Transport, as_bytes
+from ..watch.recorder import CARRIED_DTYPES, CARRIED_OPS, name_of, number_of, request
 from .channel import FREE, Channel, ReceiveError, Steps, Stream, Underway
-from .recorder import CARRIED_DTYPES, CARRIED_OPS, name_of, number_of, request
 
 # With more bytes than this, three or more ranks reduce one part each and read the parts of the
 # others: less memory moves, in two rounds.

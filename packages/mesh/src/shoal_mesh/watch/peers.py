@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
-import sys
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -20,6 +17,7 @@ from .. import _torch
 from .._torch import ProcessGroup
 from ..errors import LockstepError, PeerError
 from .deadlocks import WAITS, addresses, note_wait
+from .processes import state_of
 from .recorder import current_purpose, describe, dump, last_of_backend, request
 
 # words of 8 bytes to a cache line, so that ranks do not write into one another's
@@ -30,7 +28,6 @@ BROKEN = 1 << 62
 REASON_BYTES = 1 << 12
 # of each rank's last calls of the backend
 ANNOUNCED = 16
-_SET_NAME = 15  # of prctl
 # times that a waiting rank offers its core before it sleeps, about half a millisecond
 _YIELDS = 1000
 # from one look of a sleeping rank at the others to the next
@@ -390,35 +387,3 @@ def minority(values: Mapping[int, object]) -> tuple[int, ...]:
         if times * 2 > len(values)
         else ()
     )
-
-
-# declared mutable state: the number of the job that a pool of ranks has this process run
-_job = 0
-
-
-def name_process(job: int, *, returned: bool) -> None:
-    """Set the name of a pool rank's process (Linux).
-
-    The name tells whether the rank runs a job, or has returned from it.
-    """
-    global _job  # noqa: PLW0603  # of the process, as its name is
-    _job = job
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_NAME, f"returned {job}".encode() if returned else b"python")
-
-
-def state_of(pid: int) -> str:
-    """Return the state of a process: "running", "stopped", "ended" or "returned".
-
-    A process is stopped by a signal. It has ended also if it is not yet reaped. A rank of a pool
-    has returned if it has returned from the job that this rank runs.
-    """
-    try:
-        head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-    except OSError:
-        return "ended"
-    _, returned, job = head.partition("(returned ")
-    if returned and int(job) >= _job:
-        return "returned"
-    state = rest.split()[0]
-    return "ended" if state in "ZX" else "stopped" if state == "T" else "running"

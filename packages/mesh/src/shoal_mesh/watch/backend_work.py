@@ -13,8 +13,8 @@ from .. import _torch
 from .._torch import ProcessGroup, Store, Work
 from ..argument_types import name_ranks
 from ..errors import PeerError
-from .channel import Channel, machine, processes_of
-from .peers import different_collectives, state_of, wait_until
+from .peers import Peers, different_collectives, wait_until
+from .processes import machine, processes_of, state_of
 from .recorder import dump, last_of_backend
 
 # how long the end of a process may show up after that of its connections
@@ -47,28 +47,28 @@ class BackendWork:
     """The work of a collective of gloo, with the interface of c10d's Work.
 
     `wait` raises a PeerError if a rank has ended, has given up or runs another collective, or if
-    the timeout is over. The ranks of the channel are watched meanwhile, and are notified of a
+    the timeout is over. The `peers` are watched meanwhile, and are notified of a
     failure. Ranks of the group that this group is `part_of` raise the same error.
     """
 
-    __slots__ = ("_call", "_channel", "_group", "_part_of", "_work")
+    __slots__ = ("_call", "_group", "_part_of", "_peers", "_work")
 
     def __init__(
-        self, work: Work, group: ProcessGroup, channel: Channel | None, part_of: str = ""
+        self, work: Work, group: ProcessGroup, peers: Peers | None, part_of: str = ""
     ) -> None:
         self._work = work
         self._group = group
-        self._channel = channel
+        self._peers = peers
         self._part_of = part_of
         # the number of the call that was announced for it
-        self._call = 0 if channel is None else channel.peers.calls
+        self._call = 0 if peers is None else peers.calls
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
-        if self._channel is not None:
-            peers = self._channel.peers
+        peers = self._peers
+        if peers is not None:
             try:
                 wait_until(self._work.is_completed, lambda _: peers.check_others(self._call))
             except PeerError:
@@ -77,10 +77,10 @@ class BackendWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise _explained(self._group, str(error), self._channel, self._part_of) from error
+            raise _explained(self._group, str(error), peers, self._part_of) from error
 
 
-def _explained(group: ProcessGroup, said: str, channel: Channel | None, part_of: str) -> PeerError:
+def _explained(group: ProcessGroup, said: str, peers: Peers | None, part_of: str) -> PeerError:
     """Return the error that names the ranks at fault.
 
     Processes of this machine are inspected; all other processes are requested to report.
@@ -96,9 +96,9 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None, part_of:
     error = f"a collective of gloo failed on rank {me}: {text} ({said})"
     if part_of:
         error, culprits = first_failure(part_of, error, culprits)
-    if channel is None:
+    if peers is None:
         return PeerError(error + dump(me, error, culprits, {}), culprits)
-    return channel.peers.fail(error, culprits)
+    return peers.fail(error, culprits)
 
 
 def first_failure(name: str, text: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
