@@ -1,0 +1,78 @@
+"""Processes of ranks: their machines, and whether they run, are stopped, have ended or returned."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import sys
+import weakref
+from pathlib import Path
+
+from .._torch import ProcessGroup
+
+# Option of prctl.
+_SET_NAME = 15
+# Declared mutable state: machine and process id of the ranks of each group, in its order. An entry
+# goes with its group.
+_PROCESSES: weakref.WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int], ...]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def note_processes(group: ProcessGroup, processes: tuple[tuple[int, int], ...]) -> None:
+    """Keep (machine, process id) of the ranks of a group."""
+    _PROCESSES[group] = processes
+
+
+def processes_of(group: ProcessGroup) -> tuple[tuple[int, int], ...]:
+    """Return (machine, process id) of the ranks of a group, in its order.
+
+    Returns () before the group's first collective on CPU tensors.
+    """
+    return _PROCESSES.get(group, ())
+
+
+def machine() -> int:
+    """Return a number that two processes share if one sees the other in /proc.
+
+    Returns 0 if there is no /proc.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        processes = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+    return int.from_bytes(hashlib.sha256(f"{boot}{processes}".encode()).digest()[:7], "little") + 1
+
+
+# declared mutable state: the number of the job that a pool of ranks has this process run
+_job = 0
+
+
+def name_process(job: int, *, returned: bool) -> None:
+    """Set the name of a pool rank's process (Linux).
+
+    The name tells whether the rank runs a job, or has returned from it.
+    """
+    global _job  # noqa: PLW0603  # of the process, as its name is
+    _job = job
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_NAME, f"returned {job}".encode() if returned else b"python")
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process: "running", "stopped", "ended" or "returned".
+
+    A process is stopped by a signal. It has ended also if it is not yet reaped. A rank of a pool
+    has returned if it has returned from the job that this rank runs.
+    """
+    try:
+        head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    except OSError:
+        return "ended"
+    _, returned, job = head.partition("(returned ")
+    if returned and int(job) >= _job:
+        return "returned"
+    state = rest.split()[0]
+    return "ended" if state in "ZX" else "stopped" if state == "T" else "running"
