@@ -1,4 +1,4 @@
-"""Covers: comm_debug.py."""
+"""Covers: comm_debug.py, module_places.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shoal_mesh import (
     CommDebugMode,
@@ -90,6 +91,102 @@ def test_counts_of_a_module_are_those_of_the_modules_inside_too(mesh: DeviceMesh
         path: passes["forward"][OPS.all_reduce] for path, passes in comm.comm_module_counts.items()
     }
     assert counted == {"Global": 1, "Sequential": 1, "Sequential.1": 1}
+
+
+class Reduces(torch.autograd.Function):
+    """The identity, with a collective in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_reduce(grads[0], (ctx.mesh, "tp")), None
+
+
+class Layer(torch.nn.Module):
+    """A Linear whose backward reduces."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reduced: Any = Reduces.apply(x, self.mesh)  # type: ignore[no-untyped-call]  # torch
+        out: Tensor = self.linear(reduced)
+        return out
+
+
+def modules_of_backward(comm: CommDebugMode) -> list[str]:
+    return [record.module for record in comm.trace if record.backward]
+
+
+def test_backwards_that_ask_for_leaves_have_modules(mesh: DeviceMesh) -> None:
+    """Torch's module tracker raised in `torch.autograd.grad` of a leaf."""
+    model = torch.nn.Sequential(Layer(mesh), torch.nn.Sequential(torch.nn.ReLU(), Layer(mesh)))
+    x = torch.ones(3, 2, requires_grad=True)
+    expected = ["Sequential.1.1", "Sequential.0"]
+    with CommDebugMode() as comm:
+        loss = model(x).sum()
+        assert torch.autograd.grad(loss, [*model.parameters(), x], retain_graph=True)
+    assert modules_of_backward(comm) == expected
+    # a later block does not know the modules of a forward before it
+    with CommDebugMode() as comm:
+        loss.backward()
+    assert modules_of_backward(comm) == ["Global", "Global"]
+    with CommDebugMode() as comm:
+        model(x).sum().backward()
+        all_reduce(x.detach(), (mesh, "tp"))
+    assert modules_of_backward(comm) == expected
+    assert comm.trace[-1].module == "Global"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_modules_that_are_computed_again(mesh: DeviceMesh, reentrant: bool) -> None:
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Layer(mesh)
+            self.last = Layer(mesh)
+
+        def forward(self, x: Tensor) -> Any:
+            x = checkpoint(self.first, x, use_reentrant=reentrant)
+            return checkpoint(
+                self.last, x + all_reduce(x.detach(), (mesh, "tp")), use_reentrant=reentrant
+            )
+
+    x = torch.ones(3, 2, requires_grad=True)
+    with CommDebugMode() as comm:
+        Outer()(x * 1).sum().backward()
+    assert [record.module for record in comm.trace] == ["Outer", "Outer.last", "Outer.first"]
+
+
+def test_a_backward_inside_of_a_forward_has_its_own_modules(mesh: DeviceMesh) -> None:
+    class Trainer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer(mesh)
+
+        def forward(self, x: Tensor) -> None:
+            self.layer(x).sum().backward()
+            all_reduce(x.detach(), (mesh, "tp"))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("on purpose")
+
+    model = Trainer()
+    with CommDebugMode() as comm:
+        model(torch.ones(3, 2, requires_grad=True))
+        # a forward that raises leaves no module behind
+        handle = model.layer.linear.register_forward_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            model(torch.ones(3, 2))
+        handle.remove()
+        all_reduce(torch.ones(2), (mesh, "tp"))
+    assert [record.module for record in comm.trace] == ["Trainer.layer", "Trainer", "Global"]
 
 
 def test_collectives_of_others_count_too(mesh: DeviceMesh) -> None:

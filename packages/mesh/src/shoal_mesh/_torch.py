@@ -385,6 +385,22 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+# The number of the backward that this thread is running; -1 outside of backwards.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+# The number of the next autograd node that this thread creates.
+number_of_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def number_of_running_node() -> int | None:
+    """Return the number of the autograd node that runs; None for the node of a leaf, or for none."""
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    number: int = node._sequence_nr()
+    # nodes of leaves have the largest numbers, so that they run first
+    return None if number >= torch.iinfo(torch.int64).max else number
+
+
 def without_importing_dynamo(mode: Class) -> Class:
     """Let the decorated dispatch mode run without an import of torch.compile.
 

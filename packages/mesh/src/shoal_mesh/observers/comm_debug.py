@@ -21,12 +21,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.module_tracker import ModuleTracker
 
 from .. import _torch
 from ..argument_types import require
 from ..errors import MeshError
 from ..events import Event, in_observed, observing
+from .module_places import ModulePlaces
 
 _FUNCTIONAL = {
     name: functional_name
@@ -153,17 +153,15 @@ class CommDebugMode(_torch.TorchDispatchMode):
         self.trace: list[Record] = []
         self.modules: dict[str, ModuleRecord] = {}
         self._open: dict[int, Record] = {}
-        # of the modules that ran; empty outside of the block
-        self._names: dict[nn.Module, str] = {}
-        self._tracker = ModuleTracker()
+        self._places = ModulePlaces()
         self._began = 0.0
         self._ends = ExitStack()
 
     def __enter__(self) -> CommDebugMode:
-        self.trace, self.modules, self._tracker = [], {}, ModuleTracker()
+        self.trace = []
+        self.modules = {}
         self._began = time.perf_counter()
-        self._ends.callback(self._names.clear)  # keep no module alive
-        self._ends.enter_context(self._tracker)
+        self._places = self._ends.enter_context(ModulePlaces())
         self._ends.callback(
             nn.modules.module.register_module_forward_pre_hook(self._record_module).remove
         )
@@ -342,7 +340,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
             )
         if sends:
             return self._run_foreign(func, name, args, kwargs or {})
-        self._record_of(self._module()).ops[str(func), _torch.in_backward()] += 1
+        self._record_of(self._places.current()).ops[str(func), _torch.in_backward()] += 1
         return func(*args, **(kwargs or {}))
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -380,7 +378,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
             dtype=str(event.tensors[0].dtype).removeprefix("torch.") if event.tensors else "",
             nbytes=event.nbytes,
             reduce_op=event.reduce_op,
-            module=self._module(),
+            module=self._places.current(),
             backward=_torch.in_backward(),
             started=event.started - self._began,
         )
@@ -388,23 +386,11 @@ class CommDebugMode(_torch.TorchDispatchMode):
         self._record_of(record.module)
         return record
 
-    def _module(self) -> str:
-        """Return the path of the innermost module that runs, forward or backward."""
-        return max(
-            self._tracker.parents,
-            key=lambda path: (path != "Global", path.count("."), path),
-            default="Global",
-        )
-
     def _record_of(self, module: str) -> ModuleRecord:
         return self.modules.setdefault(module, ModuleRecord())
 
     def _record_module(self, module: nn.Module, args: Any) -> None:
-        if module not in self._names:
-            root = type(module).__name__
-            for path, inner in module.named_modules():
-                self._names.setdefault(inner, f"{root}.{path}" if path else root)
-        record = self._record_of(self._names[module])
+        record = self._record_of(self._places.name_of(module))
         for name, parameter in module.named_parameters(recurse=False):
             record.parameters[name] = parameter.detach()
             placements = getattr(parameter, "placements", None)
