@@ -422,6 +422,28 @@ def test_requires_all_reduce() -> None:
 
 
 @on_ranks(4)
+def test_what_is_kept_is_reduced_over_replicas_too() -> None:
+    """It stayed a sum over the shards, and no parameter had a gradient."""
+    mesh = two_axes()
+    plain, model = replicated(mesh)
+    model.set_requires_gradient_sync(False)
+    for step in range(2):
+        tokens, targets = batch(step)
+        loss_of(plain, tokens, targets).backward()
+        loss_of(model, *rows(mesh, tokens, targets)).backward()
+    model.reduce_gradients()
+    same_gradients(plain, model)
+    # while a sum over the shards stays one, if the user wants that
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    with model.no_sync():
+        loss_of(model, *rows(mesh, *batch(0))).backward()
+    model.set_requires_all_reduce(False)
+    model.reduce_gradients()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(4)
 def test_sums_over_shards_that_a_fault_gives_back() -> None:
     mesh = two_axes()
     plain, model = replicated(mesh)

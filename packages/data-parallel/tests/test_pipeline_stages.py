@@ -134,6 +134,12 @@ GATHERS: dict[str, tuple[int, int]] = {
 SPLITS = ("ZeroBubble", "DualPipe")
 
 
+KINDS: dict[str, Callable[[Any, DeviceMesh], object]] = {
+    **MADE,
+    "shards of replicas": lambda model, mesh: fully_shard(model, mesh),
+}
+
+
 class Pipeline:
     """A rank's stages of a model of blocks of 6 features, and the same model on one device."""
 
@@ -160,8 +166,8 @@ class Pipeline:
         stages = self.stages if len(self.stages) > 1 else self.stages[0]
         return kind(stages, n_microbatches=microbatches, loss_fn=loss_of, scale_grads=scale_grads)
 
-    def step(self, schedule: Any, number: int, rows: int = 32) -> None:
-        """One step of both: gradients are averaged over the data axis."""
+    def step(self, schedule: Any, number: int, rows: int = 32, **options: Any) -> None:
+        """Run one step of both: gradients are averaged over the data axis."""
         generator = torch.Generator().manual_seed(number)
         x, y = torch.randn(2, rows, 6, generator=generator, dtype=torch.float64)
         loss: Any = loss_of(self.plain(x), y)
@@ -169,7 +175,7 @@ class Pipeline:
         x, y = (t.chunk(2)[self.mesh.get_local_rank("data")] for t in (x, y))
         inputs = (x,) if self.is_first else ()
         targets: dict[str, Any] = {"target": y} if self.is_last else {}
-        schedule.step(*inputs, **targets)
+        schedule.step(*inputs, **targets, **options)
 
     def check_gradients(self) -> None:
         for stage in self.stages:
@@ -208,6 +214,64 @@ def test_prepared_schedules_gather_as_often_as_torch(name: str) -> None:
         held = [unit for stage in pipeline.stages for unit in units_of(stage.submod)]
         assert not any(unit.current.has_values for unit in held)
     assert tuple(found) == GATHERS[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GATHERS)
+@on_ranks(4, timeout=120)
+def test_prepared_stages_of_all_kinds_reduce_once(name: str, kind: str) -> None:
+    """Replicas reduced in every microbatch, in every part of a backward that is split.
+
+    CommDebugMode raised in each of these schedules, and the other ranks waited for the time-out.
+    """
+    if torch.__version__ < "2.12" and any(word in name for word in SPLITS):
+        pytest.skip("torch 2.11 cannot split the backward of an autograd.Function")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    axes = mesh
+    if kind == "shards of replicas":
+        axes = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", "copies", "shards"))
+        axes = axes["copies", "shards"]
+    pipeline = Pipeline(name, lambda model: KINDS[kind](model, axes), mesh)
+    schedule = pipeline.schedule(name, MICROBATCHES)
+    prepare_pipeline(schedule)
+    for number in range(2):
+        with CommDebugMode() as counted:
+            pipeline.step(schedule, number)
+        pipeline.check_gradients()
+        found = counts(counted)
+        units = 2 if kind == "shards" else 1
+        assert found.get("reduce_scatter", 0) + found.get("all_reduce", 0) == units * len(
+            pipeline.stages
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4, timeout=120)
+def test_gradients_of_steps_that_are_not_finalized_are_kept(kind: str) -> None:
+    """Torch 2.15's `step(finalize_gradients=False)`, on every torch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    axes = mesh
+    if kind == "shards of replicas":
+        axes = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", "copies", "shards"))
+        axes = axes["copies", "shards"]
+    for name in ("Schedule1F1B", "ScheduleInterleaved1F1B"):
+        pipeline = Pipeline(name, lambda model: KINDS[kind](model, axes), mesh)
+        schedule = pipeline.schedule(name, MICROBATCHES, scale_grads=True)
+        prepare_pipeline(schedule)
+        for number in range(2):
+            with CommDebugMode() as counted:
+                pipeline.step(schedule, number, finalize_gradients=False)
+            assert "reduce_scatter" not in counts(counted)
+            assert "all_reduce" not in counts(counted)
+            params = [p for stage in pipeline.stages for p in stage.submod.parameters()]
+            assert all(param.grad is None for param in params)
+        pipeline.step(schedule, 2)
+        # and a step of its own afterwards
+        pipeline.step(schedule, 3)
+        for param in pipeline.plain.parameters():
+            assert param.grad is not None
+            param.grad /= MICROBATCHES
+        pipeline.check_gradients()
 
 
 @pytest.mark.parametrize("prepares", [True, False])

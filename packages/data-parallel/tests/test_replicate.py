@@ -626,11 +626,11 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 
 @SHARDED
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", ["", "for a backward", "for a reduction"])
 @pytest.mark.parametrize("case", [*WRITES, "an embedding with max_norm", "frozen"])
 @on_ranks(2)
 def test_a_forward_that_writes_its_ranks_values_is_an_error(
-    case: str, kept: bool, shard_optimizer: bool
+    case: str, kept: str, shard_optimizer: bool
 ) -> None:
     """Replicas drifted apart for good, in silence."""
     mesh = mesh_of(2, 1)
@@ -646,12 +646,15 @@ def test_a_forward_that_writes_its_ranks_values_is_an_error(
     replicate(model, mesh["data"], shard_optimizer=shard_optimizer)
     model.set_requires_gradient_sync(not kept)
     loss = model(x).sum()
+    finish: Callable[[], object] = loss.backward
     if kept:
         loss.backward()
         model.set_requires_gradient_sync(True)
-        loss = model(x).sum()
+        finish = model.reduce_gradients
+    if kept == "for a backward":
+        finish = model(x).sum().backward
     with pytest.raises(StyleError, match="wrote different values to parameters"):
-        loss.backward()
+        finish()
 
 
 @SHARDED
@@ -693,3 +696,35 @@ def test_buffers_are_each_ranks_own_or_the_first_ranks(broadcast_buffers: bool) 
         norm(model[0](batch_).detach())
     torch.testing.assert_close(model[1].running_mean, norm.running_mean)
     assert model[1].num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+@on_ranks(4)
+def test_kept_gradients_are_reduced_without_a_backward(shard_optimizer: bool) -> None:
+    """Also those of a rank that has kept none, and zeros for torch.autograd.grad meanwhile."""
+    mesh = mesh_of(4, 1)
+    plain, model = twins()
+    replicate(model.blocks[0], mesh["data"], shard_optimizer=shard_optimizer)
+    replicate(model, mesh["data"], shard_optimizer=shard_optimizer)
+    model.set_requires_gradient_sync(False)
+    for step in range(2):
+        backward_of_each(plain, model, mesh, step)
+    model.reduce_gradients()
+    same_gradients(plain, model)
+    # nothing is kept any more
+    model.reduce_gradients()
+    same_gradients(plain, model)
+    rank = torch.distributed.get_rank()
+    hidden = torch.randn(3, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for one in (plain, model):
+        one.zero_grad()
+    plain_loss = plain.blocks[0](hidden).square().sum()
+    (plain_loss / 4).backward()
+    if rank == 1:
+        model.blocks[0](hidden).square().sum().backward()
+    model.blocks[0].reduce_gradients()
+    same_gradients(plain.blocks[0], model.blocks[0])
+    hooked = model.blocks[0](hidden).square().sum()
+    hooked.register_hook(lambda _: model.reduce_gradients())
+    with pytest.raises(StyleError, match="a backward is running"):
+        hooked.backward()

@@ -240,7 +240,7 @@ class FSDPModule(ReducingModule):
         units = self._reducers()
         _check_finished("reduce_gradients", units)
         context_of_units = [unit.schedule.context for unit in units]
-        started = [GroupReduction.start(unit, {}) for unit in units if unit.holds_gradients]
+        started = [_start_over_all_axes(unit) for unit in units if unit.holds_gradients]
         pending = [
             reduction for context in dict.fromkeys(context_of_units) for reduction in context.take()
         ]
@@ -462,6 +462,16 @@ class FSDPModule(ReducingModule):
             "and shoal gathers from and to the parameters' own memory. A custom collective with an "
             "`allocate` of its own can use them: set_custom_all_gather, set_custom_reduce_scatter"
         )
+
+
+def _start_over_all_axes(unit: Unit) -> GroupReduction:
+    """Start to reduce kept gradients, over replicas too if backwards keep all gradients."""
+    all_reduces = unit.all_reduces
+    unit.all_reduces = all_reduces or not unit.syncs
+    try:
+        return GroupReduction.start(unit, {})
+    finally:
+        unit.all_reduces = all_reduces
 
 
 def _check_stream(unit: Unit, stream: Any | None) -> None:

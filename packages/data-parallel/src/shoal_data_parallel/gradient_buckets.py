@@ -338,6 +338,10 @@ class GradientBuckets:
         if backward_number() != self._number:
             # the pass around this one reduces what is made of it
             return None
+        if not self.owner.syncs and self.owner.returns_zero_gradients:
+            bucket, i = self._place[id(parameter.leaf)]
+            self.buckets[bucket].add_to_kept(i, grad)
+            return torch.zeros_like(parameter.held.detach())
         first_order_only(
             "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: the "
             "mean over ranks has no derivative. Ask for gradients of inputs, or differentiate the "
@@ -372,6 +376,18 @@ class GradientBuckets:
         ).gradients()
         for at, mean in zip(asked, means, strict=True):
             local_of(self._given[at][1]).copy_(mean)
+
+    def reduce_kept(self) -> None:
+        """Reduce the gradients that passes have kept, and deliver them; all ranks call it."""
+        for bucket in self.buckets:
+            bucket.check_kept()
+            bucket.divisor = self.owner.divisor
+        # also buckets of which this rank has kept nothing
+        reductions = [GroupReduction.start(bucket, {}) for bucket in self.buckets]
+        for reduction in reductions:
+            reduction.wait()
+            self._check_writes(reduction)
+        deliver(reductions)
 
     def _reduce(self, at: int) -> None:
         bucket = self.buckets[at]

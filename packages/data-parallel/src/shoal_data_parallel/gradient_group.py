@@ -131,6 +131,16 @@ class ReducingModule(nn.Module):
         # the methods of the module's own class, which is a base of its class too
         def __getattr__(self, name: str) -> Any: ...
 
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that were kept, without another backward.
+
+        All ranks call it.
+
+        Raises:
+            StyleError: a backward is running, or one that added to them raised.
+        """
+        raise NotImplementedError("each kind of module has one")
+
     def extra_repr(self) -> str:
         """Return the text of the module for its printed form."""
         return ", ".join(filter(None, [super().extra_repr(), self._made_by]))

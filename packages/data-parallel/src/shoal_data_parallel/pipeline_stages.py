@@ -13,13 +13,14 @@ runs as follows:
 
 Schedules with one stage per rank have no UNSHARD and RESHARD: the first microbatch gathers.
 
-May import: _torch, fsdp_module, stage_borders, unit.
+May import: _torch, fsdp_module, gradient_group, reducer, stage_borders, unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -29,11 +30,15 @@ from shoal_dtensor.internal import submodule_of
 
 from ._torch import is_torch_fsdp, pipeline_actions, stages_of
 from .fsdp_module import FSDPModule
+from .gradient_group import ReducingModule
+from .reducer import Reducer
 from .stage_borders import GetMesh, watch_borders
 from .unit import Unit, units_of
 
 # of schedules and stages
 _PREPARED = "_shoal_prepared"
+# of stages: the step that runs keeps its gradients
+_KEEPS = "_shoal_keeps_gradients"
 
 
 def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
@@ -42,16 +47,20 @@ def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
     The schedule is from `torch.distributed.pipelining`. Units stay gathered from one microbatch to
     the next, as far as `reshard_after_forward=False` allows it, and gradients are reduced after the
     last microbatch. Schedules with several stages per rank gather and free whole stages ahead of
-    time. Without this call each microbatch gathers and reduces, with the same values.
+    time. Stages of `replicate` reduce after the last microbatch, too. Without this call each
+    microbatch gathers and reduces, with the same values.
 
     DTensors that a stage returns arrive as DTensors at the next one, in the same layout on the mesh
     of its ranks.
+
+    `schedule.step(..., finalize_gradients=False)` keeps the gradients of a step, as torch 2.15's
+    does: the next step that finalizes them reduces and scales their sum.
 
     Call it once, when the schedule has been made, on all of its ranks.
 
     Args:
         schedule: a schedule; it and its stages are changed in place. Stages whose `submod` is not
-            an `FSDPModule` only send and receive DTensors.
+            an `FSDPModule` or a `ReplicateModule` only send and receive DTensors.
         get_mesh: given the names of the axes of an arriving DTensor, returns the mesh of this
             rank's stage with these axes; by default the mesh of a parameter of the stage.
 
@@ -86,8 +95,11 @@ def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
         return
     setattr(schedule, _PREPARED, True)
     watch_borders(stages, get_mesh)
-    for stage in sharded:
+    reducing = [stage for stage in stages if isinstance(stage.submod, ReducingModule)]
+    for stage in reducing:
         _reduce_at_end(stage)
+    _let_steps_keep_gradients(schedule, reducing)
+    for stage in sharded:
         stage.submod.set_reshard_after_backward(False)
     units = {stage.stage_index: units_of(stage.submod) for stage in sharded}
     register = getattr(schedule, "register_custom_function", None)
@@ -105,10 +117,11 @@ def reduce_after_last_microbatch(stage: Any) -> None:
     this for all stages of a schedule, and also has units stay gathered.
 
     Args:
-        stage: a pipeline stage whose `submod` is an `FSDPModule`; changed in place.
+        stage: a pipeline stage whose `submod` is an `FSDPModule` or a `ReplicateModule`; changed in
+            place.
 
     Raises:
-        LayoutError: if its module is not sharded.
+        LayoutError: if its module is neither sharded nor replicated.
 
     Example:
         >>> from torch import nn
@@ -123,10 +136,10 @@ def reduce_after_last_microbatch(stage: Any) -> None:
         ...     reduce_after_last_microbatch(stage)
     """
     module = submodule_of("reduce_after_last_microbatch", stage)
-    if not isinstance(module, FSDPModule):
+    if not isinstance(module, ReducingModule):
         raise LayoutError(
             "reduce_after_last_microbatch: expected a stage whose submod fully_shard was called "
-            f"on, got a stage of {type(module).__name__}"
+            f"on, or replicate, got a stage of {type(module).__name__}"
         )
     _reduce_at_end(stage)
 
@@ -136,11 +149,14 @@ def _reduce_at_end(stage: Any) -> None:
     if getattr(stage, _PREPARED, False):
         return
     setattr(stage, _PREPARED, True)
-    module: FSDPModule = stage.submod
+    module: ReducingModule = stage.submod
+    reducers = module._reducers()
     scale: Callable[..., None] = stage.perform_reduce_grad
 
     def perform_reduce_grad(grad_scale_factor: int, *args: Any, **kwargs: Any) -> None:
-        earlier = _take_gradients(units_of(module))
+        if getattr(stage, _KEEPS, False):
+            return
+        earlier = _take_gradients(reducers)
         try:
             module.reduce_gradients()
             scale(grad_scale_factor, *args, **kwargs)
@@ -150,17 +166,31 @@ def _reduce_at_end(stage: Any) -> None:
             unit.reshard()
 
     module.set_requires_gradient_sync(False)
-    for unit in units_of(module):
-        unit.settings.return_zero_gradients = True
+    for reducer in reducers:
+        reducer.returns_zero_gradients = True
     stage.perform_reduce_grad = perform_reduce_grad
 
 
-def _take_gradients(units: Sequence[Unit]) -> list[tuple[Any, Tensor]]:
+def _let_steps_keep_gradients(schedule: Any, stages: Sequence[Any]) -> None:
+    """Add the option `finalize_gradients` to the steps of a schedule, if torch has none."""
+    run_step = schedule.step
+    is_known = "finalize_gradients" in signature(run_step).parameters
+
+    def step(*args: Any, finalize_gradients: bool = True, **kwargs: Any) -> Any:
+        for stage in stages:
+            setattr(stage, _KEEPS, not finalize_gradients)
+        if is_known:
+            kwargs["finalize_gradients"] = finalize_gradients
+        return run_step(*args, **kwargs)
+
+    schedule.step = step
+
+
+def _take_gradients(reducers: Sequence[Reducer]) -> list[tuple[Any, Tensor]]:
     """Remove and return the gradients in `.grad` from earlier steps, which are scaled already."""
     taken = []
-    for unit in units:
-        for parameter in unit.parameters:
-            leaf: Any = parameter.leaf
+    for reducer in reducers:
+        for leaf in reducer.leaves():
             if leaf.grad is not None:
                 taken.append((leaf, leaf.grad))
                 leaf.grad = None

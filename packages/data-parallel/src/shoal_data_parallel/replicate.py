@@ -24,6 +24,7 @@ from shoal_dtensor.internal import (
     check_plain_tensors,
     complete_forms,
     extended,
+    in_backward,
     in_groups,
     is_compiling,
     leaf_route,
@@ -564,6 +565,19 @@ class ReplicateModule(ReducingModule):
             for owner in (self.modules() if recurse else [self])
             if _STATE in vars(owner)
         ]
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that were kept, without another backward.
+
+        All ranks call it.
+
+        Raises:
+            StyleError: a backward is running, or one that added to them raised.
+        """
+        if in_backward():
+            raise StyleError("reduce_gradients: a backward is running; it is to be called after it")
+        for state in reversed(cast(Sequence[Replicas], self._reducers())):
+            state.gradients.reduce_kept()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients.

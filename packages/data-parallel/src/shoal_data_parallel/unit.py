@@ -117,8 +117,6 @@ class UnitSettings:
     prefetch_in_forward: Sequence[Unit] | None = None
     # the same for its backward; None: the one whose forward ended before
     prefetch_in_backward: Sequence[Unit] | None = None
-    # while gradients are kept, torch.autograd.grad returns zeros: pipeline stages split a backward so
-    return_zero_gradients: bool = False
     # whether a backward frees what it gathered
     reshard_after_backward: bool = True
     # whether a backward gathers before anything reads the parameters
@@ -193,6 +191,7 @@ class Unit(Group):
         copied.divisor = self.divisor
         copied.frees_after_forward = self.frees_after_forward
         copied.syncs = self.syncs
+        copied.returns_zero_gradients = self.returns_zero_gradients
         copied.is_on_data_axes = self.is_on_data_axes
         copied.all_reduces = self.all_reduces
         copied.communication = self.communication

@@ -119,7 +119,7 @@ class UnitBackward:
             routes[i] = grad_route(node, leaf)
             if routes[i] == "return" and not grad_hooked(leaf):
                 captured.add(i)
-        may_keep = unit.settings.return_zero_gradients or not captured
+        may_keep = unit.returns_zero_gradients or not captured
         return GradientRoutes(routes, captured, are_kept=not unit.syncs and may_keep)
 
     def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
