@@ -54,7 +54,8 @@ def extremes_of_ranks(
         columns = zip(*rows_of_ranks(mesh, about, numbers), strict=True)
         return [(min(column), max(column)) for column in columns]
     both = torch.stack([-numbers, numbers])
-    lowest, highest = all_reduce(both, mesh.comm(tuple(range(mesh.ndim))), "max").tolist()
+    comm = mesh.comm(tuple(range(mesh.ndim)))
+    lowest, highest = all_reduce(both, comm, "max").tolist()
     return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
 
 

@@ -145,7 +145,8 @@ def fill_whole(
         fill(whole, generator, odds)
     else:
         dims = memory.restored()
-        fill(whole.permute(dims), generator, None if odds is None else odds.permute(dims))
+        odds_in_order = None if odds is None else odds.permute(dims)
+        fill(whole.permute(dims), generator, odds_in_order)
     if memory.has(local):
         memory.arranged(local).copy_(whole[own])
 
@@ -246,10 +247,12 @@ def law_of(
     def draw_divided(*ends: int) -> tuple[Tensor, Tensor]:
         """Return the values and the end state of a draw that is divided at `ends`."""
         generator = _primed()
-        values = _scratch((ends[-1],), torch.empty(0, dtype=dtype, device="cpu"), contiguous)
+        like = torch.empty(0, dtype=dtype, device="cpu")
+        values = _scratch((ends[-1],), like, contiguous)
         odds = None if operand is None else torch.full_like(values, 0.5, dtype=operand)
         for start, stop in pairwise((0, *ends)):
-            fill(values[start:stop], generator, None if odds is None else odds[start:stop])
+            part_odds = None if odds is None else odds[start:stop]
+            fill(values[start:stop], generator, part_odds)
         return values, generator.get_state()
 
     whole, end_state = draw_divided(_PROBE)
@@ -363,7 +366,8 @@ def rounds_of(
     if step <= 0 or advance(_LARGEST) == step:
         return None
     # The fewest elements that take a second round, less one.
-    size = bisect_left(range(_LARGEST), True, lo=1, key=lambda numel: advance(numel) != step) - 1
+    fewest = bisect_left(range(_LARGEST), True, lo=1, key=lambda numel: advance(numel) != step)
+    size = fewest - 1
     # of 3 rounds, the last of them short
     rest = 1024 + (residue if fill.granule > 1 else 3)
     numel = 2 * size + min(size, rest)
@@ -378,7 +382,8 @@ def rounds_of(
     for k in (2, 0, 1):
         generator.set_offset(start + k * step)
         fill(alone, generator)
-        part = scratch[k * size : min((k + 1) * size, numel)]
+        end = min((k + 1) * size, numel)
+        part = scratch[k * size : end]
         if not torch.equal(part, alone[: part.numel()]):
             return None
     return Rounds(size, step)

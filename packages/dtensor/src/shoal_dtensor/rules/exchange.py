@@ -110,7 +110,9 @@ class Relocation:
         # How much more is wanted at the start and at the end, where nothing moves: 3:9 of 4:8: (1,
         # 1); 5:7: (-1, -1).
         place = own_places[0]
-        self._widths: dict[int, Interval] = {dim: (place - start, stop - place - self.size)}
+        before = place - start
+        after = stop - place - self.size
+        self._widths: dict[int, Interval] = {dim: (before, after)}
 
     def forwards(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Exchange shards; return the range that this rank wants, `fill` where nothing is put."""
@@ -228,7 +230,8 @@ class Windows(ShardingMap):
             return first, last + self.reach + 1
         before = start + self.padding - self.reach
         first = -(-before // self.stride) - self.beside
-        last = (stop - 1 + self.padding) // self.stride + 1 + self.beside
+        last_output = stop - 1 + self.padding
+        last = last_output // self.stride + 1 + self.beside
         # kernel 3, stride 2, padding 1, outputs 0:4: inputs 0:3
         return self.clipped((first, last))
 
@@ -243,7 +246,8 @@ class Windows(ShardingMap):
         # inputs 0:3, stride 2, padding 1: -1
         start = first * self.stride - self.padding
         # -1 + 2 * 2 + 3 = 6
-        start_of_last = start + (last - first - 1) * self.stride
+        steps = last - first - 1
+        start_of_last = start + steps * self.stride
         return start, start_of_last + self.reach + 1
 
 
@@ -323,8 +327,10 @@ def _needs_halo(windows: Windows) -> bool:
 def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
     """Tell whether any shard reads inputs that the shard does not hold."""
     reads = map(windows.clipped, _wanted(windows, sharding))
-    for (first, last), (start, stop) in zip(spans(sharding.sizes), reads, strict=True):
-        if start < stop and (start < first or last < stop):
+    pairs = zip(spans(sharding.sizes), reads, strict=True)
+    for (first, last), (start, stop) in pairs:
+        reaches_out = start < first or last < stop
+        if start < stop and reaches_out:
             return True
     return False
 

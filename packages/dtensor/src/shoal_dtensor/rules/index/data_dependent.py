@@ -156,7 +156,8 @@ def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
         mask = mask.expand(spec.shape)
         _check_count(mask, source)
         # the position in the source of the element for each true element of the mask
-        taken = (mask.reshape(-1).cumsum(0) - 1).view(spec.shape)
+        counts = mask.reshape(-1).cumsum(0)
+        taken = (counts - 1).view(spec.shape)
         local_mask = mask[here]
         local_taken = taken[here]
         result = x if is_written else x.expand(spec.local_shape).clone()
@@ -222,7 +223,8 @@ def _histc(local_call: LocalCall) -> LocalFunction | None:
     axes = sharding_axes(spec)
     op = call.op
     bins = call["bins"]
-    if not axes or not spec.shape.numel() or call["min"] != call["max"]:
+    has_bounds = call["min"] != call["max"]
+    if has_bounds or not axes or not spec.shape.numel():
         return None
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +258,10 @@ def _bincount(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
     """Sum the counts of the shards, for as many bins as the shard with the largest value needs."""
 
     def run(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-        top = x.max() + 1 if x.numel() else torch.zeros((), dtype=x.dtype, device=x.device)
+        if x.numel():
+            top = x.max() + 1
+        else:
+            top = torch.zeros((), dtype=x.dtype, device=x.device)
         needed = all_reduced(top.to(torch.int64), spec, axes, "max")
         length = max(minlength, int(needed.item()))
         counts = torch.bincount(x, weights, length)

@@ -98,7 +98,8 @@ def _by_index(call: OpCall, *along: Row) -> Iterator[Row]:
         if per_element and len({sizes[d] for sizes in operands}) > 1:
             continue
         entries = {source: S(d)} if source else {}
-        yield call.row(entries, self=S(d), index=S(d) if per_element else R, out=S(d))
+        index_entry = S(d) if per_element else R
+        yield call.row(entries, self=S(d), index=index_entry, out=S(d))
     yield from along
 
 
@@ -109,7 +110,8 @@ def gather(call: OpCall) -> Iterator[Row]:
     if call["index"].ndim:
         index_dim = dim if _per_element(call) else 0
         rows.append(call.row(index=S(index_dim), out=S(dim)))
-    rows.append(call.row(self=S(dim), out=lookup_partial(call["self"])))
+    found_in_shard = lookup_partial(call["self"])
+    rows.append(call.row(self=S(dim), out=found_in_shard))
     return _by_index(call, *rows)
 
 
@@ -123,7 +125,8 @@ def _gather(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 def scatter(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `scatter`, `index_copy` and similar operators."""
-    return _by_index(call, call.row(self=S(call.dim()), out=S(call.dim())))
+    whole_dim = S(call.dim())
+    return _by_index(call, call.row(self=whole_dim, out=whole_dim))
 
 
 def _source(call: OpCall) -> str:
@@ -140,14 +143,15 @@ def scatter_add(call: OpCall) -> Iterator[Row]:
     source = _source(call)
     per_element = _per_element(call)
     yield from scatter(call)
-    yield call.row({source: P("sum")}, self=P("sum"), out=P("sum"))
+    partial_sum = P("sum")
+    yield call.row({source: partial_sum}, self=partial_sum, out=partial_sum)
     if not (call["self"].ndim and index.ndim and call[source].ndim):
         return
     d = call.dim()
     if per_element and index.shape[d] != call[source].shape[d]:
         return
     index_dim = d if per_element else 0
-    yield call.row({source: S(d)}, self=P("sum"), index=S(index_dim), out=P("sum"))
+    yield call.row({source: S(d)}, self=partial_sum, index=S(index_dim), out=partial_sum)
 
 
 @along_dim
@@ -166,7 +170,8 @@ def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         shape = [*x.shape]
         shape[dim] = 1
         wide = torch.cat([x, x.new_ones(shape)], dim)
-        write(wide, dim, positions.masked_fill(~is_local, size), *args, **kwargs)
+        local_index = positions.masked_fill(~is_local, size)
+        write(wide, dim, local_index, *args, **kwargs)
         return wide.narrow(dim, 0, size).contiguous()
 
     return run
@@ -187,7 +192,8 @@ def _write_slices(local_call: LocalCall) -> LocalFunction | None:
     from_end = not has_source
 
     def run(x: Tensor, dim_: int, index: Tensor, value: Any, **kwargs: Any) -> Any:
-        positions, is_local = local_positions(index.reshape(-1), spec, dim, from_end=from_end)
+        flat_index = index.reshape(-1)
+        positions, is_local = local_positions(flat_index, spec, dim, from_end=from_end)
         if has_source:
             source = value if value.ndim else value.reshape([1] * x.ndim)
             value = source.index_select(dim, is_local.nonzero().squeeze(1))
@@ -269,7 +275,8 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
         # is not counted.
         positions = positions.masked_fill(~is_local, size)
         positions = positions.masked_fill(indices == padding, size + 1)
-        padded = torch.cat([table, table.new_zeros((2, table.shape[1]))])
+        zeros = table.new_zeros((2, table.shape[1]))
+        padded = torch.cat([table, zeros])
         return run_bags(*args[:place], padded, positions, *args[place + 2 :], **kwargs)
 
     return run

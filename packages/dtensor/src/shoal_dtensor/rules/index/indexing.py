@@ -42,6 +42,7 @@ from ..language.rule import (
     Table,
     adds_up,
     family,
+    is_empty_shard,
 )
 from .data_dependent import assumed_result_bytes, selected_by
 from .gather_scatter import lookup, lookup_partial
@@ -134,7 +135,8 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
 
     def to_local(indices: Sequence[Any]) -> tuple[list[Any], Tensor]:
         positions = list(indices)
-        is_local = torch.ones((), dtype=torch.bool, device=indices[sharded[0]].device)
+        device = indices[sharded[0]].device
+        is_local = torch.ones((), dtype=torch.bool, device=device)
         for d in sharded:
             positions[d], is_in_dim = local_positions(indices[d], spec, d)
             is_local = is_local & is_in_dim
@@ -145,7 +147,11 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
     # Left partial, it would read as another result by `to_local`.
     axes = sharding_axes(spec, sharded)
     reduction = lookup_partial(call["self"]).reduce_op
-    return _checked(local_call, lambda x, *args: all_reduced(read(x, *args), spec, axes, reduction))
+
+    def reduce_found(x: Tensor, *args: Any) -> Tensor:
+        return all_reduced(read(x, *args), spec, axes, reduction)
+
+    return _checked(local_call, reduce_found)
 
 
 def _index_by_mask(local_call: LocalCall) -> LocalFunction | None:
@@ -182,7 +188,7 @@ def _checked(local_call: LocalCall, function: LocalFunction | None) -> LocalFunc
 
     Kernels do not compare indices with the size of the dim if the shard is empty.
     """
-    if not any(0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs):
+    if not any(is_empty_shard(spec) for spec in local_call.inputs):
         return function
     call = local_call.call
     read_or_write = call.op if function is None else function
@@ -203,7 +209,8 @@ def index_put(call: OpCall) -> Iterator[Row]:
     dims = indexed_dims(source, call["indices"])
     ndim = source.ndim - len(dims.all_indexed) + dims.ndim
     for d, o in dims.kept:
-        yield call.row(self=S(d), values=aligned(values, o, ndim), out=S(d))
+        value_entry = aligned(values, o, ndim)
+        yield call.row(self=S(d), values=value_entry, out=S(d))
     if _same_everywhere(call, dims):
         for j, d in enumerate(dims.indexed[0]):
             yield call.row(self=S(d), indices=S(j), out=S(d))
@@ -211,16 +218,22 @@ def index_put(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(d), out=S(d))
     if not call["accumulate"]:
         return
-    yield call.row(self=P("sum"), values=P("sum"), out=P("sum"))
+    partial_sum = P("sum")
+    yield call.row(self=partial_sum, values=partial_sum, out=partial_sum)
     has_all_values = values.ndim == ndim and not any(map(_is_mask, indices))
     if not has_all_values:
         return
     # Indices and values sharded alike: each rank adds its own, a partial sum.
     for j in range(dims.ndim):
         value_dim = dims.first + j
-        have_dim = all(index.ndim == dims.ndim and index.shape[j] != 1 for index in indices)
+        have_dim = all(_has_dim(index, j, dims.ndim) for index in indices)
         if have_dim and values.shape[value_dim] != 1:
-            yield call.row(self=P("sum"), indices=S(j), values=S(value_dim), out=P("sum"))
+            yield call.row(self=partial_sum, indices=S(j), values=S(value_dim), out=partial_sum)
+
+
+def _has_dim(index: TensorMeta, dim: int, ndim: int) -> bool:
+    """Tell whether an index has all common dims, and this one not broadcast."""
+    return index.ndim == ndim and index.shape[dim] != 1
 
 
 def _same_everywhere(call: OpCall, dims: IndexedDims) -> bool:
@@ -230,7 +243,9 @@ def _same_everywhere(call: OpCall, dims: IndexedDims) -> bool:
         return False
     (masked,) = dims.indexed
     dims_behind = source.ndim - masked[-1] - 1
-    return values.ndim <= dims_behind or values.shape[-1 - dims_behind] == 1
+    if values.ndim <= dims_behind:
+        return True
+    return values.shape[-1 - dims_behind] == 1
 
 
 def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
@@ -284,8 +299,10 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
         common = [*range(first, first + len(shape))]
         wide = [1] * (ndim - values.ndim) + list(values.shape)
         wide[first : first + len(shape)] = shape
-        rows = values.expand(wide).movedim(common, [*range(len(shape))])
-        rows = rows.reshape(shape.numel(), *rows.shape[len(shape) :])
+        common_first = [*range(len(shape))]
+        rows = values.expand(wide).movedim(common, common_first)
+        value_shape = rows.shape[len(shape) :]
+        rows = rows.reshape(shape.numel(), *value_shape)
         flat = [position.reshape(-1) for position in positions]
         writes = _Writes(dims, flat, rows, is_local.reshape(-1), first=first)
         local_writes = writes.added_in(x) if adds else writes.put_in(x)
@@ -343,7 +360,8 @@ class _Writes(NamedTuple):
         count = torch.arange(len(self.is_local), device=x.device)
         positions = []
         for position, dim in zip(self.positions, self.dims, strict=True):
-            positions.append(torch.where(self.is_local, position, count % x.shape[dim]))
+            elsewhere = count % x.shape[dim]
+            positions.append(torch.where(self.is_local, position, elsewhere))
         # -0.0 + -0.0 is -0.0
         nothing = self.rows.new_full((), -0.0)
         rows = torch.where(self._column(), self.rows, nothing)
@@ -366,7 +384,8 @@ class _Writes(NamedTuple):
         positions = []
         for position, last_position in zip(self.positions, last_positions, strict=True):
             positions.append(torch.where(is_local, position, last_position))
-        return self._replace(positions=positions, rows=torch.where(self._column(), self.rows, row))
+        rows = torch.where(self._column(), self.rows, row)
+        return self._replace(positions=positions, rows=rows)
 
     def _is_nothing(self, x: Tensor) -> bool:
         return 0 in x.shape or not len(self.is_local)
@@ -417,7 +436,8 @@ def _put(local_call: LocalCall) -> LocalFunction | None:
 
     def run(x: Tensor, index: Tensor, source: Tensor, *args: Any) -> Any:
         position, is_local = _flat_positions(index, spec)
-        return op(x, position[is_local], source.reshape(index.shape)[is_local], *args)
+        local_source = source.reshape(index.shape)[is_local]
+        return op(x, position[is_local], local_source, *args)
 
     return run
 

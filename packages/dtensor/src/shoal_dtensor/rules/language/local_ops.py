@@ -27,6 +27,7 @@ from .rule import (
     Row,
     Traffic,
     in_every_form as in_every_form,
+    is_empty_shard,
 )
 
 
@@ -44,12 +45,14 @@ def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, .
         (0, 2)
     """
     chosen = range(spec.ndim) if dims is None else dims
-    return tuple(sorted({axis for dim in chosen for axis in spec.dim_shardings[dim].axes}))
+    axes = {axis for dim in chosen for axis in spec.dim_shardings[dim].axes}
+    return tuple(sorted(axes))
 
 
 def shard_index(spec: Spec, dim: int) -> int:
     """Return the index of this rank's shard of a sharded dim; 0 outside the mesh."""
-    return spec.dim_sharding(dim).index(spec.coordinate or (0,) * spec.mesh.ndim)
+    coordinate = spec.coordinate or (0,) * spec.mesh.ndim
+    return spec.dim_sharding(dim).index(coordinate)
 
 
 def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "sum") -> Tensor:
@@ -151,7 +154,8 @@ def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
     """Return the operator with the arguments named in `changes` replaced."""
     op = call.op
     # view(self, size): size is 1
-    places = {name: i for i, name in enumerate((*call.schema.inputs, *call.schema.outs))}
+    names = (*call.schema.inputs, *call.schema.outs)
+    places = {name: i for i, name in enumerate(names)}
     positions = tuple((places[name], name, value) for name, value in changes.items())
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -194,10 +198,14 @@ def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Local:
 
     The function receives the spec of the first tensor and that dim.
     """
-    return where_sharded(
-        lambda local_call, spec, axes: local(local_call, spec, local_call.call.dim()),
-        lambda call: () if call.get("dim") is None else call.dims(),
-    )
+
+    def along(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
+        return local(local_call, spec, local_call.call.dim())
+
+    def dims(call: OpCall) -> Sequence[int]:
+        return () if call.get("dim") is None else call.dims()
+
+    return where_sharded(along, dims)
 
 
 # --- global indices, on a rank that holds an interval of the indexed dim --------------------------
@@ -228,7 +236,8 @@ def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
     if index.device.type != "cpu" or isinstance(index, TRACED):
         torch.ops.aten._assert_async.msg(is_valid.all(), f"index {message}")
     elif not is_valid.all():
-        raise OperatorIndexError(f"index {index[~is_valid].reshape(-1)[0].item()} is {message}")
+        first = index[~is_valid].reshape(-1)[0].item()
+        raise OperatorIndexError(f"index {first} is {message}")
 
 
 def check_indices(index: Tensor, length: int, *, from_end: bool = False) -> None:
@@ -272,9 +281,7 @@ def compares_indices(
         op = call.op
         count = length(call)
         place = call.schema.positional.index(argument)
-        has_nothing = any(
-            0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs
-        )
+        has_nothing = any(is_empty_shard(spec) for spec in local_call.inputs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if has_nothing:

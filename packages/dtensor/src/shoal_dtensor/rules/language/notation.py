@@ -70,7 +70,9 @@ def parse(text: str) -> Pattern:
 def _operand(part: str, text: str) -> tuple[Dim, ...]:
     # "b (h d)": ("", "b"), ("h d", "")
     tokens = re.findall(r"\(([^()]*)\)|([^\s()]+|[()])", part)
-    dims = tuple((name,) if name else tuple(group.split()) for group, name in tokens)
+    dims: list[Dim] = []
+    for group, name in tokens:
+        dims.append((name,) if name else tuple(group.split()))
     names = [name for dim in dims for name in dim]
     problem = "" if len(names) == len(set(names)) else "a factor is repeated"
     for name in names:
@@ -80,7 +82,7 @@ def _operand(part: str, text: str) -> tuple[Dim, ...]:
             problem = f"{name!r} is not a factor name"
     if problem:
         raise NotationError(f"pattern {text!r}: {problem} in {part.strip()!r}")
-    return dims
+    return tuple(dims)
 
 
 def _spread(dims: tuple[Dim, ...], ndim: int, pattern: Pattern) -> list[Dim]:
@@ -128,10 +130,11 @@ def factor_rows(
     Raises:
         NotationError: if the pattern does not fit the operands.
     """
-    if len(inputs) != len(pattern.inputs) or len(outputs) != len(pattern.outputs):
+    inputs_fit = len(inputs) == len(pattern.inputs)
+    if not inputs_fit or len(outputs) != len(pattern.outputs):
+        expected = f"{len(pattern.inputs)} inputs and {len(pattern.outputs)} outputs"
         raise NotationError(
-            f"pattern {pattern.text!r}: fits {len(pattern.inputs)} inputs and "
-            f"{len(pattern.outputs)} outputs, got {len(inputs)} and {len(outputs)}"
+            f"pattern {pattern.text!r}: fits {expected}, got {len(inputs)} and {len(outputs)}"
         )
     operands = _spread_all(pattern.inputs, inputs, pattern)
     results = _spread_all(pattern.outputs, outputs, pattern)
@@ -180,7 +183,8 @@ def _factor_sizes(
                     f"pattern {pattern.text!r}: factor {name!r} has sizes {size} and {n}"
                 )
             sizes[name] = n if size == 1 else size
-    for dim, n in sorted(pairs, key=lambda pair: sum(name not in sizes for name in pair[0])):
+    by_unknown = sorted(pairs, key=lambda pair: sum(name not in sizes for name in pair[0]))
+    for dim, n in by_unknown:
         unknown = [name for name in dim if name not in sizes]
         if len(unknown) == 1:
             # (h d) of 12 with d = 4: h = 3
@@ -292,14 +296,16 @@ def product(
 def aligned(meta: TensorMeta, dim: int, ndim: int, unit: int = 1) -> Entry:
     """Return the entry of a tensor that is broadcast to `ndim` dims of which `dim` is sharded."""
     own = dim - (ndim - meta.ndim)
-    return S(own, unit) if own >= 0 and meta.shape[own] != 1 else R
+    has_dim = own >= 0 and meta.shape[own] != 1
+    return S(own, unit) if has_dim else R
 
 
 def alike(call: OpCall, *fixed: int) -> Iterator[Row]:
     """Yield one row per dim that is not `fixed`, which shards it in all operands and results."""
     for d in range(call.outputs[0].ndim):
         if d not in fixed:
-            yield call.row(dict.fromkeys((*call.places, "out"), S(d)))
+            tensors = (*call.places, "out")
+            yield call.row(dict.fromkeys(tensors, S(d)))
 
 
 Partials = Callable[[OpCall], Sequence[tuple[tuple[Entry, ...], Entry]]]
@@ -343,7 +349,9 @@ def pointwise(
         ops = ["sum", "avg"] if jointly else []
         if monotone and inputs == 1:
             ops += ["max", "min"]
-        rows += [Row((P(op),) * inputs, (P(op),) * outputs) for op in ops]
+        for op in ops:
+            partial_op = P(op)
+            rows.append(Row((partial_op,) * inputs, (partial_op,) * outputs))
         if partial:
             rows += [Row(entries, (output,) * outputs) for entries, output in partial(call)]
         return rows

@@ -366,7 +366,10 @@ class OpCall:
         none = (None,) * len(self.outputs)
         if not any(self.schema.returned_inputs):
             return none
-        index = {name: place[0] for name, place in self.places.items() if len(place) == 1}
+        index = {}
+        for name, place in self.places.items():
+            if len(place) == 1:
+                index[name] = place[0]
         for i, name in enumerate(self.schema.outs):
             index[name] = len(self.tensors) + i
         owners = [index.get(owner) if owner else None for owner in self.schema.returned_inputs]
@@ -417,10 +420,11 @@ class OpCall:
         entries = {**(entries or {}), **named}
         if not entries.keys() <= self.schema.entry_names:
             unknown = ", ".join(sorted(entries.keys() - self.schema.entry_names))
+            arguments = ", ".join(self.schema.inputs)
+            result_names = ", ".join(self.results) or "none"
             raise RowError(
-                f"{self.op}: a row names {unknown}, but the arguments are "
-                f"{', '.join(self.schema.inputs)} and the results "
-                f"{', '.join(self.results) or 'none'}"
+                f"{self.op}: a row names {unknown}, but the arguments are {arguments} and the "
+                f"results {result_names}"
             )
         inputs: list[Entry] = []
         for name, place in self.places.items():

@@ -153,7 +153,9 @@ def reducible_later(rows: list[Row], call: OpCall) -> list[Row]:
     dtype. Sums are not left partial for dtypes that torch can move but not add.
     """
     sources = [meta.dtype for meta in call.tensors]
-    results = [meta.dtype for meta in call.outputs] or [sources[i] for i in call.written]
+    results = [meta.dtype for meta in call.outputs]
+    if not results:
+        results = [sources[i] for i in call.written]
     kinds = {*sources, *results}
     if len(kinds) == 1 and _has_fractions(*kinds) and all(map(adds_up, kinds)):
         return rows
@@ -245,13 +247,13 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
     if rule.skip_empty and not communicates and local_call.outputs:
         # Of (3, 5) by rows over 4 ranks, rank 3 has (0, 5): its rows of an output are empty, and to
         # a sum it adds 0. A list is faster here than a generator.
-        lacks_input = any([_is_empty_shard(spec) for spec in local_call.inputs])  # noqa: C419  # see above
+        lacks_input = any([is_empty_shard(spec) for spec in local_call.inputs])  # noqa: C419  # see above
         if all(_adds_nothing(spec, lacks_input) for spec in local_call.outputs):
             return contribution(local_call)
     return rule.local(local_call) if rule.local is not None else None
 
 
-def _is_empty_shard(spec: Spec) -> bool:
+def is_empty_shard(spec: Spec) -> bool:
     """Tell whether this rank has no elements of a tensor that has some."""
     return 0 in spec.local_shape and 0 not in spec.shape
 
@@ -403,6 +405,11 @@ def _matching_overloads(name: str, chosen: str) -> list[OpOverload]:
     return [getattr(packet, overload) for overload in matching]
 
 
+def _is_dim_name(name: str, name_of_type: str) -> bool:
+    """Tell whether an argument takes a dim by its name."""
+    return name == "dim" and "str" in name_of_type
+
+
 def _tensor_overloads(name: str) -> Iterator[Any]:
     """Yield the overloads that take tensors, fill no list and take no dim by its name."""
     packet = getattr(torch.ops.aten, name, None)
@@ -415,10 +422,10 @@ def _tensor_overloads(name: str) -> Iterator[Any]:
         op = getattr(packet, overload)
         types = [(argument, str(argument.type)) for argument in op._schema.arguments]
         takes_tensors = any("Tensor" in name_of_type for _, name_of_type in types)
-        fills_list = any(argument.is_out and "List" in type_name for argument, type_name in types)
-        by_name = any(
-            argument.name == "dim" and "str" in type_name for argument, type_name in types
+        fills_list = any(
+            argument.is_out and "List" in name_of_type for argument, name_of_type in types
         )
+        by_name = any(_is_dim_name(argument.name, name_of_type) for argument, name_of_type in types)
         if takes_tensors and not (fills_list or by_name):
             yield op
 

@@ -157,7 +157,11 @@ def multinomial(call: OpCall) -> Iterator[Row]:
     """
     if call["self"].ndim == 2:
         size = bytes_of(call["self"])
-        yield call.row(self=S(0), out=S(0), traffic=lambda ranks: size * (ranks - 1) / ranks)
+
+        def traffic(ranks: int) -> float:
+            return size * (ranks - 1) / ranks
+
+        yield call.row(self=S(0), out=S(0), traffic=traffic)
 
 
 @where_sharded

@@ -128,15 +128,17 @@ def kron(call: OpCall) -> Iterator[Row]:
     left = _dims_at_the_right("a", first.ndim, ndim)
     right = _dims_at_the_right("b", second.ndim, ndim)
     # 1 and 2 dims: "( b0) (a1 b1)"
-    result = " ".join([f"({a} {b})" for a, b in zip(left, right, strict=True)])
-    pattern = f"{' '.join(left)}, {' '.join(right)} -> {result}"
+    merged = [f"({a} {b})" for a, b in zip(left, right, strict=True)]
+    operands = f"{' '.join(left)}, {' '.join(right)}"
+    pattern = f"{operands} -> {' '.join(merged)}"
     yield from product(pattern, linear=(0, 1)).rows(call)
 
 
 def _dims_at_the_right(name: str, count: int, ndim: int) -> list[str]:
     """Return names for the last `count` of `ndim` dims, empty ones before: ["", "a1"]."""
     lacking = ndim - count
-    return [""] * lacking + [f"{name}{i}" for i in range(lacking, ndim)]
+    names = [f"{name}{i}" for i in range(lacking, ndim)]
+    return [""] * lacking + names
 
 
 def batched(call: OpCall) -> Iterator[Row]:
@@ -169,7 +171,8 @@ def _trace(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFun
 
 def linalg_cross(call: OpCall) -> Iterator[Row]:
     """Yield elementwise rows, except for the dim of three."""
-    dim = call.dim("dim", 0 if call["self"].ndim >= call["other"].ndim else 1)
+    first_dim = 0 if call["self"].ndim >= call["other"].ndim else 1
+    dim = call.dim("dim", first_dim)
     elementwise = product("..., ... -> ...", linear=(0, 1))
     for row in elementwise.rows(call):
         if row.outputs[0] != S(dim):
@@ -188,7 +191,8 @@ def trilinear(call: OpCall) -> Iterator[Row]:
         names = [f"d{d}" for d in dims if d not in call[lacking]]
         texts.append(" ".join(names))
     *operands, out = texts
-    yield from product(f"{', '.join(operands)} -> {out}", linear=(0, 1, 2)).rows(call)
+    pattern = f"{', '.join(operands)} -> {out}"
+    yield from product(pattern, linear=(0, 1, 2)).rows(call)
 
 
 _BATCHED = Rule(batched, unordered=True, skip_empty=True)

@@ -110,7 +110,8 @@ def topk(call: OpCall) -> Iterator[Row]:
 
     A candidate is a value and its index.
     """
-    candidates = prod(call.outputs[0].shape) * (call["self"].dtype.itemsize + 8)
+    candidate_bytes = call["self"].dtype.itemsize + 8
+    candidates = prod(call.outputs[0].shape) * candidate_bytes
     yield from rows_along(call, R, lambda ranks: candidates * (ranks - 1), ordered=True)
 
 
@@ -123,7 +124,8 @@ def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     offers = [min(k, n) for n in spec.sizes(dim)]
 
     def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        values, places = torch.topk(x, min(k, x.shape[dim]), dim, **options)
+        most = min(k, x.shape[dim])
+        values, places = torch.topk(x, most, dim, **options)
         indices = places + spec.offset(dim)
         comm = spec.mesh.comm(axes)
         values = all_gather_v(values.contiguous(), comm, offers, dim)
@@ -247,7 +249,8 @@ def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         if before:
             scan = combine(reduce(combine, before), scan)
         else:
-            scan = tuple(bound(scanned, total) for scanned, total in zip(scan, totals, strict=True))
+            pairs = zip(scan, totals, strict=True)
+            scan = tuple(bound(scanned, total) for scanned, total in pairs)
         return scan if len(scan) == 2 else scan[0]
 
     return run

@@ -58,7 +58,10 @@ def _partial(call: OpCall, ops: Iterable[str], *groups: tuple[int, ...]) -> Part
 def _number_operands(call: OpCall) -> int:
     """Count the numbers among the first two operands (lists for `foreach` operators)."""
     values = [call.get(name) for name in call.schema.inputs[:2]]
-    firsts = [value[0] if isinstance(value, list) and value else value for value in values]
+    firsts = []
+    for value in values:
+        is_list_with_items = isinstance(value, list) and value
+        firsts.append(value[0] if is_list_with_items else value)
     return sum(isinstance(value, Number) for value in firsts)
 
 
@@ -86,7 +89,8 @@ def _sums(call: OpCall) -> PartialRows:
     # partial (`_offset`).
     is_in_place = name.endswith("_") and not name.startswith("_foreach")
     adds_number = bool(_number_operands(call))
-    rows = _partial(call, ["avg"] if adds_number and not is_in_place else ["sum", "avg"], ())
+    ops = ["avg"] if adds_number and not is_in_place else ["sum", "avg"]
+    rows = _partial(call, ops, ())
     if len(call.tensors) == 2 and name != "rsub":
         rows += _partial(call, ["avg"], (0,), (1,))
     return rows
@@ -98,7 +102,9 @@ def _negated(call: OpCall) -> PartialRows:
     The smallest integer has no negative, and unsigned integers wrap.
     """
     is_floating = call.tensors[0].dtype.is_floating_point
-    return [((P("max"),), P("min")), ((P("min"),), P("max"))] if is_floating else []
+    if not is_floating:
+        return []
+    return [((P("max"),), P("min")), ((P("min"),), P("max"))]
 
 
 def _chosen(call: OpCall) -> PartialRows:
@@ -107,7 +113,8 @@ def _chosen(call: OpCall) -> PartialRows:
     The choice does not depend on the values of these operands.
     """
     chosen = range(1, len(call.tensors))
-    is_number = len(chosen) < 2 and any(isinstance(value, Number) for value in call.bound.values())
+    has_number = any(isinstance(value, Number) for value in call.bound.values())
+    is_number = len(chosen) < 2 and has_number
     single = [(i,) for i in chosen]
     rows = _partial(call, () if is_number else REDUCE_OPS, tuple(chosen))
     rows += _partial(call, IDEMPOTENT, *single)
@@ -117,7 +124,8 @@ def _chosen(call: OpCall) -> PartialRows:
 def _masked_fill(call: OpCall) -> PartialRows:
     if len(call.tensors) == 2:
         return _partial(call, [*IDEMPOTENT, "sum"], (0,))
-    return _partial(call, REDUCE_OPS, (0, 2)) + _partial(call, IDEMPOTENT, (0,), (2,))
+    both = _partial(call, REDUCE_OPS, (0, 2))
+    return both + _partial(call, IDEMPOTENT, (0,), (2,))
 
 
 def _replaced(call: OpCall) -> PartialRows:
@@ -188,7 +196,8 @@ def equal(call: OpCall) -> Iterator[Row]:
 def _equal(local_call: LocalCall) -> LocalFunction:
     """Tell whether the shards of all ranks are equal."""
     is_exact = local_call.call.op is torch.ops.aten.equal.default
-    axes = tuple(sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}))
+    axes_of_inputs = {axis for spec in local_call.inputs for axis in sharding_axes(spec)}
+    axes = tuple(sorted(axes_of_inputs))
 
     def run(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
         if is_exact and a.shape != b.shape:

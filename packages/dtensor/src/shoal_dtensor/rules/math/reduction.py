@@ -100,7 +100,8 @@ def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
 
 def _count(local_call: LocalCall) -> int:
     """Return the number of global elements that are reduced to one result."""
-    return prod(local_call.inputs[0].shape[dim] for dim in reduced_dims(local_call.call))
+    shape = local_call.inputs[0].shape
+    return prod(shape[dim] for dim in reduced_dims(local_call.call))
 
 
 def mean(call: OpCall) -> Iterator[Row]:
@@ -116,12 +117,18 @@ def _mean(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunc
     """Run the operator itself over even shards; over uneven ones, add local sum / global count."""
     dims = list(reduced_dims(local_call.call))
     count = _count(local_call)
-    if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
+    partials = local_call.outputs[0].partials
+    if all((axis, "avg") in partials for axis in axes):
         return None
     keepdim = bool(local_call.call.get("keepdim", False))
     dtype = wide_dtype(local_call.outputs[0].dtype)
     finish = mean_of_sums(local_call, axes)
-    return lambda x, *_, **__: finish(torch.sum(x, dims, keepdim, dtype=dtype) / count)
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        total = torch.sum(x, dims, keepdim, dtype=dtype)
+        return finish(total / count)
+
+    return run
 
 
 def var(call: OpCall) -> Iterator[Row]:
@@ -190,7 +197,8 @@ def norm(call: OpCall) -> Iterator[Row]:
     # rank's part.
     order = _order(call)
     simple = {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
-    yield from rows_along(call, P(simple.get(order) or f"norm{order!r}"))
+    partial_op = simple.get(order) or f"norm{order!r}"
+    yield from rows_along(call, P(partial_op))
 
 
 def _norm(local_call: LocalCall) -> LocalFunction:
@@ -209,7 +217,7 @@ def _norm(local_call: LocalCall) -> LocalFunction:
                 "torch.nn.utils.clip_grad_norm_ there"
             )
         if has_empty:
-            shards = [shard if shard.numel() else shard.new_full((1,), neutral) for shard in shards]
+            shards = [s if s.numel() else s.new_full((1,), neutral) for s in shards]
         return op(shards, *args, **kwargs)
 
     return run
@@ -227,7 +235,8 @@ def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Loca
         x = x.to(wide)
         top = _largest(x, spec, dims)
         top = torch.where(top.isfinite(), top, 0)
-        total = all_reduced((x - top).exp().sum(dims, keepdim=True), spec, axes)
+        weights = (x - top).exp()
+        total = all_reduced(weights.sum(dims, keepdim=True), spec, axes)
         return (total.log() + top).squeeze(gone).to(dtype)
 
     return run
@@ -236,7 +245,10 @@ def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Loca
 def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
     """Return the maximum along dims of which some are sharded; -inf if there are no elements."""
     shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
-    largest = x.amax(tuple(dims), keepdim=True) if x.numel() else x.new_full(shape, -inf)
+    if x.numel():
+        largest = x.amax(tuple(dims), keepdim=True)
+    else:
+        largest = x.new_full(shape, -inf)
     return all_reduced(largest, spec, sharding_axes(spec, dims), "max")
 
 

@@ -66,7 +66,8 @@ def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
         return
     for d in range(sequence):
         have_one_size = key[d] == value[d] and key[d] and query[d] % key[d] == 0
-        if have_one_size and (query[d] == key[d] or d == heads):
+        is_batch_or_heads = query[d] == key[d] or d == heads
+        if have_one_size and is_batch_or_heads:
             yield d, query[d] // key[d]
     # other kernels take the longest sequence as a number or pad the log-sum
     if "logsumexp" in call.bound:

@@ -73,10 +73,13 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
             axes.update(sharding_axes(spec))
     is_gradient = "grad_output" in call.places
     has_samples = "multi" in call.op.__name__
-    if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
+    partials = local_call.outputs[0].partials
+    if all((axis, "avg") in partials for axis in axes):
         return None
     count = call["self"].shape[0] if has_samples else _broadcast_count(call)
-    finish = (lambda part: part) if is_gradient else mean_of_sums(local_call, tuple(sorted(axes)))
+    finish: Callable[[Tensor], Tensor] = _unchanged
+    if not is_gradient:
+        finish = mean_of_sums(local_call, tuple(sorted(axes)))
     if wide_dtype(call.outputs[0].dtype) is not call.outputs[0].dtype:
         return _loss_of_half_type(local_call, count, finish)
     has_nothing = 0 in local_call["self"].local_shape
@@ -93,6 +96,10 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
         return (total, *rest) if rest else total
 
     return run
+
+
+def _unchanged(part: Tensor) -> Tensor:
+    return part
 
 
 def _broadcast_count(call: OpCall) -> int:
@@ -138,7 +145,8 @@ def sample_loss(call: OpCall) -> Iterator[Row]:
     if is_backward and reduces:
         inputs["grad_output"] = R
     is_sum = reduces and not is_backward
-    row = call.row(inputs, out0=P("sum") if is_sum else S(0), out=S(0))
+    loss_entry = P("sum") if is_sum else S(0)
+    row = call.row(inputs, out0=loss_entry, out=S(0))
     if call["reduction"] == MEAN and not is_backward:
         yield from mean_rows(call, row)
     else:
@@ -158,7 +166,8 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
     source = call["self"]
     reduces = call["reduction"] != NONE
     is_gradient = "grad_output" in call.places
-    traffic = all_reduce_traffic(source.dtype.itemsize) if reduces or source.ndim == 1 else None
+    returns_weight = reduces or source.ndim == 1
+    traffic = all_reduce_traffic(source.dtype.itemsize) if returns_weight else None
     both = all_reduce_traffic(bytes_of(*call.outputs))
     for d in range(source.ndim):
         # (N, C, H) scores have (N, H) targets

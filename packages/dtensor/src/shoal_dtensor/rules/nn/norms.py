@@ -100,7 +100,8 @@ def norm(call: OpCall) -> Iterator[Row]:
         statistics_metas = (call.get("rstd") or per_channel,) * 2
     traffic = all_reduce_traffic(bytes_of(*statistics_metas)) if is_training else None
     # Tensors beside the input and the gradient; reserved outputs of some overloads are empty.
-    vectors = [name for name, place in call.places.items() if place and call[name].shape != (0,)]
+    present = [name for name, place in call.places.items() if place]
+    vectors = [name for name in present if call[name].shape != (0,)]
     for source, parameters, statistics in _shardings(call):
         entries: dict[str, Entry] = {"input": source, "out0": source}
         for name in vectors:
@@ -194,7 +195,9 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
     names = call.schema.positional
     parameters = statistics.parameters
     outputs = local_call.outputs
-    eps = torch.finfo(local_call["input"].dtype).eps if call["eps"] is None else call["eps"]
+    eps = call["eps"]
+    if eps is None:
+        eps = torch.finfo(local_call["input"].dtype).eps
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -235,7 +238,8 @@ def _update_running(
     for name, value in (("running_mean", mean), ("running_var", unbiased)):
         running = arguments.get(name)
         if running is not None:
-            running.lerp_(value.reshape(-1).to(running.dtype), arguments["momentum"])
+            new = value.reshape(-1).to(running.dtype)
+            running.lerp_(new, arguments["momentum"])
 
 
 def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalFunction:

@@ -207,7 +207,8 @@ def _windowed(local_call: LocalCall) -> LocalFunction | None:
         # behind all arguments are the places of the maxima
         if takes_maximum:
             *others, places = args
-            local_places, _ = moved_between_boxes(places, whole, local, [-n for n in first])
+            shift = [-n for n in first]
+            local_places, _ = moved_between_boxes(places, whole, local, shift)
             args = (*others, local_places)
         # nothing but the shape of the input is read
         if "self" in call.places:
@@ -265,15 +266,10 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
         unit = first // groups
         inputs = unit if call["transposed"] else second
         outputs = second if call["transposed"] else unit
-        yield (
-            {
-                "input": S(channel, inputs),
-                "bias": S(0, outputs),
-                "out": S(channel, outputs),
-                "weight": S(0, unit),
-            },
-            None,
-        )
+        case: Case = {"input": S(channel, inputs), "bias": S(0, outputs)}
+        case["out"] = S(channel, outputs)
+        case["weight"] = S(0, unit)
+        yield case, None
     for dim, windows in _convolved(call).items():
         yield {"input": S(dim), "out": S(dim, map=windows)}, halo_traffic(windows, source, dim)
 
@@ -284,7 +280,8 @@ def _convolved(call: OpCall) -> dict[int, Windows]:
     The targets would have to be of the size of shards with halos.
     """
     result = call.get("grad_output") or call.outputs[0]
-    has_targets = bool(call.schema.outs) and (call["transposed"] or "output_mask" in call.bound)
+    may_have_targets = call["transposed"] or "output_mask" in call.bound
+    has_targets = bool(call.schema.outs) and may_have_targets
     if has_targets or 0 in call["weight"].shape:
         return {}
     kernel = call["weight"].shape[2:]
@@ -393,13 +390,10 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
             return None
         return with_arguments(call, groups=groups, bias_sizes=bias_sizes)
     sums_bias_apart = is_empty or (call["transposed"] and bool(halos))
-    back = with_arguments(
-        call,
-        output_mask=[wants_input, wants_weight, wants_bias and not sums_bias_apart],
-        groups=groups,
-        bias_sizes=bias_sizes,
-        **halos.unpadded(call, weight.ndim - 2),
-    )
+    kernel_mask = [wants_input, wants_weight, wants_bias and not sums_bias_apart]
+    unpadded = halos.unpadded(call, weight.ndim - 2)
+    sizes = {"groups": groups, "bias_sizes": bias_sizes}
+    back = with_arguments(call, output_mask=kernel_mask, **sizes, **unpadded)
     other_dims = [d for d in range(gradient.ndim) if d != channel]
 
     def run(

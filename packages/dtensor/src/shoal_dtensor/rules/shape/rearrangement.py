@@ -52,11 +52,14 @@ def cat(call: OpCall) -> Iterator[Row]:
     positions = range(len(tensors))
     for d in range(result.ndim):
         if d != dim:
-            yield call.row(tensors=[S(d) if i in joined else R for i in positions], out=S(d))
+            entries = [S(d) if i in joined else R for i in positions]
+            yield call.row(tensors=entries, out=S(d))
     lengths = [t.shape[dim] if i in joined else 0 for i, t in enumerate(tensors)]
     for i in joined:
         # lengths 2, 4, 1, i = 1: -2:5
-        padded = SliceMap(-sum(lengths[:i]), sum(lengths[i:]), exclusive=True)
+        before = sum(lengths[:i])
+        after = sum(lengths[i:])
+        padded = SliceMap(-before, after, exclusive=True)
         entries = [S(dim) if j == i else R for j in positions]
         yield call.row(tensors=entries, out=S(dim, map=padded))
 
@@ -68,7 +71,8 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
     (result,) = local_call.outputs
     dim = int(local_call.call["dim"]) % max(result.ndim, 1)
     joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
-    is_sharded = result.ndim and any(local_call.inputs[i].dim_shardings[dim].axes for i in joined)
+    parts_are_sharded = [local_call.inputs[i].dim_shardings[dim].axes for i in joined]
+    is_sharded = result.ndim and any(parts_are_sharded)
     if not is_sharded:
         return None
     op = local_call.call.op
