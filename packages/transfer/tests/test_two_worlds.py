@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from shoal_transfer import FolderWire, JointWire, TransferError, WeightTransfer
-from transfer_members import member_of_transfer, plan
+from transfer_members import (
+    member_of_transfer,
+    one_to_one,
+    plan,
+    trainer_that_dies,
+    whole,
+)
 
 
 @pytest.mark.parametrize("kind", ["folder", "joint"])
@@ -26,6 +32,26 @@ def test_four_processes_without_a_common_world(kind: str, tmp_path: Path) -> Non
     assert [process.exitcode for process in processes] == [0] * 4
     left = [*(tmp_path / "messages").glob("*")] if kind == "folder" else []
     assert left == [], "messages are removed"
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+def test_a_trainer_that_dies_leaves_the_server_on_its_version(mode: Any, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=trainer_that_dies, args=(str(tmp_path),)
+    )
+    process.start()
+    target = {"w": torch.zeros(6, 4)}
+    wire = FolderWire(tmp_path, 1, 2, timeout=30)
+    transfer = WeightTransfer(one_to_one(), target=target, wire=wire, mode=mode)
+    assert transfer.run().version == 1
+    wire.timeout = 5.0
+    with pytest.raises(TransferError, match=r"version 2 did not arrive .* its sender died"):
+        transfer.run()
+    process.join(60)
+    assert process.exitcode == 9
+    assert transfer.version == 1
+    assert transfer.is_valid == (mode == "staged")
+    assert torch.equal(target["w"], whole(1))
 
 
 def test_a_folder_of_an_earlier_run_and_a_lost_message(tmp_path: Path) -> None:

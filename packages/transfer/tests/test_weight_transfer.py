@@ -7,6 +7,7 @@ running/memories.py, running/messages.py, running/wires.py.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from shoal_transfer import (
     WeightMapping,
     WeightTransfer,
     describe,
+    describe_rank,
+    merge_manifests,
     plan_transfer,
 )
 from shoal_transfer.running.messages import apply_delta, digest_of, encode_delta
@@ -294,6 +297,53 @@ def test_tensors_of_each_rank_that_change_their_strides_are_planned_again() -> N
         served["server.w"] = torch.zeros(3, 2).t() if version == 2 else served["server.w"]
         transfer.run(version)
         assert torch.equal(served["server.w"], trained["w"][2 * rank : 2 * rank + 2])
+
+
+@on_ranks(4, timeout=200)
+@pytest.mark.parametrize("deltas", [False, True])
+def test_replicas_on_another_host_forward_to_each_other(deltas: bool) -> None:
+    rank = dist.get_rank()
+    trains = rank < 2
+    state = {"w": torch.zeros(4, 6)}
+    own = describe_rank(state)
+    manifests: list[Any] = [None] * 4
+    dist.all_gather_object(manifests, own)
+    hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
+    source = replace(merge_manifests(manifests[:2]), hosts=hosts)
+    target = replace(merge_manifests(manifests[2:]), hosts=hosts)
+    mapping = WeightMapping.same_names(source.shapes)
+    plan = plan_transfer(source, target, mapping)
+    assert {copy.stage for copy in plan.regions()} == {0, 1}
+    assert plan.traffic().between_hosts == state["w"].nbytes
+    transfer = WeightTransfer(
+        plan,
+        source=state if trains else None,
+        target=None if trains else state,
+        deltas=deltas,
+    )
+    for version in (1, 2, 3):
+        if trains:
+            state["w"][version] += version
+        sync = transfer.run(version if trains else None)
+        assert sync.was_delta == (deltas and version > 1)
+        expected = torch.zeros(4, 6)
+        for step_number in range(1, version + 1):
+            expected[step_number] += step_number
+        assert torch.equal(state["w"], expected)
+
+
+def test_repeated_heads_are_copied_in_the_rank_that_has_them() -> None:
+    trained = {"k": torch.arange(8.0).reshape(4, 2)}
+    served = {"k": torch.zeros(8, 2)}
+    source = describe(trained, world="trainer")
+    mapping = WeightMapping.same_names(source.shapes).repeat(["k"], times=2, block=2)
+    plan = plan_transfer(source, describe(served, world="server"), mapping)
+    assert plan.traffic().total == trained["k"].nbytes, "each element is sent once"
+    assert [copy.stage for copy in plan.regions()] == [0, 2, 0, 2]
+    here = plan_transfer(replace(source, world="one"), replace(plan.target, world="one"), mapping)
+    WeightTransfer(here, source=trained, target=served).run(1)
+    expected = trained["k"].reshape(2, 2, 2).repeat_interleave(2, 0).reshape(8, 2)
+    assert torch.equal(served["k"], expected)
 
 
 def test_elements_that_a_target_keeps_are_its_own() -> None:

@@ -5,6 +5,8 @@ Rows of w are on two ranks of a trainer, its transposed columns on two ranks of 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -64,3 +66,34 @@ def wire_of(member: int, kind: str, home: str) -> Wire:
         return FolderWire(f"{home}/messages", member, 4, timeout=60)
     store = FileStore(f"{home}/store", 4)
     return JointWire(dist.ProcessGroupGloo(store, member, 4, timedelta(seconds=60)))
+
+
+class DyingWire(FolderWire):
+    """A wire whose process ends in its n-th exchange."""
+
+    deaths_in = 2
+
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+        self.deaths_in -= 1
+        if not self.deaths_in:
+            os._exit(9)
+        super().exchange(sends, receives)
+
+
+def trainer_that_dies(home: str) -> None:
+    """Send version 1, and die while version 2 is sent."""
+    torch.set_num_threads(1)
+    source = {"w": whole(1)}
+    wire = DyingWire(home, 0, 2, timeout=60)
+    transfer = WeightTransfer(one_to_one(), source=source, wire=wire)
+    transfer.run(1)
+    source["w"].copy_(whole(2))
+    transfer.run(2)
+
+
+def one_to_one() -> TransferPlan:
+    """All of w from a trainer to a server."""
+    holding = Holding(0, ((0, 6), (0, 4)), 0, (4, 1))
+    record = TensorRecord("w", (6, 4), "float32", (holding,), ("w",))
+    sides = [Manifest({"w": record}, {0: "host"}, world) for world in ("trainer", "server")]
+    return plan_transfer(sides[0], sides[1])

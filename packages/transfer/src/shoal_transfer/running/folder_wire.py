@@ -38,6 +38,9 @@ class FolderWire:
         size: number of members.
         timeout: seconds after which a message counts as lost.
 
+    Attributes:
+        timeout: the seconds; may be changed between messages.
+
     Raises:
         TransferError: the folder has messages of an earlier run of this member.
 
@@ -53,7 +56,7 @@ class FolderWire:
     ) -> None:
         self.member = member
         self.size = size
-        self._timeout = timeout
+        self.timeout = timeout
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._count = 0
@@ -107,11 +110,11 @@ class FolderWire:
         path.unlink()
 
     def _wait_for(self, path: Path) -> None:
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         pause = _FIRST_PAUSE
         while not path.exists():
             if time.monotonic() > deadline:
-                raise TransferError(f"{path} did not appear in {self._timeout} s: its sender died?")
+                raise TransferError(f"{path} did not appear in {self.timeout} s: its sender died?")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
