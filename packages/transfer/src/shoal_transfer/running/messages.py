@@ -89,10 +89,16 @@ class Outgoing:
     dtype: torch.dtype
     last: Tensor | None = None
 
-    def pack(self) -> Tensor:
-        """Return the elements, cast to the dtype of the wire."""
-        blocks = [block.to(self.dtype) for block in self.blocks]
-        return pack_blocks(blocks)
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return sum(block.numel() for block in self.blocks)
+
+    def pack(self, flat: Tensor) -> None:
+        """Write the elements, cast to the dtype of the wire, to a flat tensor."""
+        sizes = [block.numel() for block in self.blocks]
+        for segment, block in zip(flat.split(sizes), self.blocks, strict=True):
+            segment.view(block.shape).copy_(block)
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ class Runner:
         self._wire = wire
         self._digests = digests
         self._deltas = deltas
-        self._buffers: dict[tuple[int, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
         self._reads_are_over = threading.Event()
         self._reads_are_over.set()
 
@@ -81,11 +81,8 @@ class Runner:
                 target.copy_(source)
             for stage, exchange in enumerate(step.exchanges):
                 place = 2 * number + stage
-                flats = [one.pack() for one in exchange.outgoing]
-                is_last = step is steps[-1] and exchange is step.exchanges[-1]
-                if is_last:
-                    # copies, because a block that is contiguous is not packed
-                    flats = [flat.clone() for flat in flats]
+                flats = self._pack(exchange, step.dtype)
+                if step is steps[-1] and exchange is step.exchanges[-1]:
                     self.finish_reading()
                 self._note_sent(sent, exchange, flats, place)
                 if is_delta:
@@ -97,6 +94,14 @@ class Runner:
                 target.copy_(source)
         self._compare_digests(steps, sent, arrived)
         return counts
+
+    def _pack(self, exchange: Exchange, dtype: torch.dtype) -> list[Tensor]:
+        """Return the elements of the outgoing messages, one behind the other in one buffer."""
+        sizes = [one.elements for one in exchange.outgoing]
+        flats = self._buffer("sends", sizes, dtype, _device_of(exchange))
+        for one, flat in zip(exchange.outgoing, flats, strict=True):
+            one.pack(flat)
+        return flats
 
     def _note_sent(
         self, sent: dict[_MessageKey, int], exchange: Exchange, flats: list[Tensor], place: int
@@ -126,8 +131,10 @@ class Runner:
             sends[one.member] = flat
             counts.sent += flat.nbytes
             counts.whole += flat.nbytes
-        for incoming in exchange.incoming:
-            receives[incoming.member] = self._buffer(incoming, device)
+        sizes = [one.elements for one in exchange.incoming]
+        places = self._buffer("receives", sizes, dtype, device)
+        for incoming, place in zip(exchange.incoming, places, strict=True):
+            receives[incoming.member] = place
         self._wire.exchange(sends, receives)
         for incoming in exchange.incoming:
             incoming.write(receives[incoming.member])
@@ -164,13 +171,18 @@ class Runner:
         for one, flat in zip(exchange.outgoing, flats, strict=True):
             _keep(one, flat)
 
-    def _buffer(self, incoming: Incoming, device: torch.device) -> Tensor:
-        """Return a buffer for the elements of a message, the same at each run."""
-        nbytes = incoming.elements * incoming.dtype.itemsize
-        key = (incoming.member, device)
+    def _buffer(
+        self, purpose: str, sizes: list[int], dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """Return flat tensors of these sizes in one buffer, the same at each run.
+
+        They are adjacent in the order of members, so that an all-to-all does not copy them.
+        """
+        nbytes = sum(sizes) * dtype.itemsize
+        key = (purpose, device)
         if key not in self._buffers or self._buffers[key].numel() < nbytes:
             self._buffers[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._buffers[key][:nbytes].view(incoming.dtype)
+        return list(self._buffers[key][:nbytes].view(dtype).split(sizes))
 
     def _compare_digests(
         self,
