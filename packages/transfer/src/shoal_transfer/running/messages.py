@@ -97,7 +97,7 @@ class Outgoing:
     def pack(self, flat: Tensor) -> None:
         """Write the elements, cast to the dtype of the wire, to a flat tensor."""
         sizes = [block.numel() for block in self.blocks]
-        for segment, block in zip(flat.split(sizes), self.blocks, strict=True):
+        for segment, block in zip(torch.split(flat, sizes), self.blocks, strict=True):
             segment.view(block.shape).copy_(block)
 
 

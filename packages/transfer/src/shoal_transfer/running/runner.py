@@ -182,7 +182,8 @@ class Runner:
         key = (purpose, device)
         if key not in self._buffers or self._buffers[key].numel() < nbytes:
             self._buffers[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return list(self._buffers[key][:nbytes].view(dtype).split(sizes))
+        buffer = self._buffers[key][:nbytes].view(dtype)
+        return list(torch.split(buffer, sizes))
 
     def _compare_digests(
         self,
