@@ -259,6 +259,43 @@ def test_overlaps_do_not_stop_some_ranks_only() -> None:
         assert torch.equal(many.full_tensor(), one)
 
 
+@pytest.mark.parametrize("rows", [3, 4, 6])
+@on_ranks(4)
+def test_a_tensor_may_be_written_from_a_view_of_all_of_its_elements(rows: int) -> None:
+    """Kernels compare strides, also of dims of one element, which a view of a shard may change.
+
+    Some ranks raised an error while the others waited.
+    """
+    mesh = init_device_mesh("cpu", (4,))
+    for write in WRITES_FROM_A_VIEW:
+        one = torch.arange(6.0 * rows).reshape(6, rows)
+        many = distribute_tensor(one.clone(), mesh, [Shard(1)], src_data_rank=None)
+        for x in (one, many):
+            x.t_()
+            write(x, x.view(rows, 6))
+        assert torch.equal(many.full_tensor(), one)
+
+
+WRITES_FROM_A_VIEW: list[Callable[[Any, Any], Any]] = [
+    lambda x, view: torch.add(view, view, out=x),
+    lambda x, view: torch.addcmul(view, view, view, out=x),
+    lambda x, view: x.add_(view),
+    lambda x, view: x.addcmul_(view, view),
+]
+
+
+@on_ranks(4)
+def test_out_of_uneven_shards_may_overlap_what_is_read() -> None:
+    """Ranks without a row returned, and the others raised an error."""
+    mesh = init_device_mesh("cpu", (4,))
+    one = torch.arange(36.0).reshape(6, 6)
+    rows = Shard(0, sizes=(1, 5, 0, 0))
+    many = distribute_tensor(one.clone(), mesh, [rows], src_data_rank=None)
+    torch.add(many[:, :-1], 1, out=many[:, 1:])
+    expected = torch.cat([one[:, :1], one[:, :-1] + 1], dim=1)
+    assert torch.equal(many.full_tensor(), expected)
+
+
 def test_out_of_another_shape_is_refused() -> None:
     mesh = abstract_mesh((4,), rank=0)
     with pytest.raises(InPlaceError, match="is not resized"):

@@ -423,10 +423,23 @@ def _choose_local_function(
         run = local_function(rule, local_call, bool(sharding.communicating))
     if run is None:
         run = binding()
-    is_in_place = result_kind(call) is ResultKind.FIRST
-    if is_in_place and len(specs) > 1 and not sharding.inputs[0].even:
-        return with_overlap_fallback(run)
-    return run
+    return _with_reads_first(sharded, run)
+
+
+def _with_reads_first(sharded: ShardedCall, run: LocalFunction) -> LocalFunction:
+    """Return the local function, prepared for overlaps that kernels refuse on some ranks only."""
+    _, call, specs, sharding = sharded
+    outs = specs[len(sharding.inputs) :]
+    in_place = specs[:1] if result_kind(call) is ResultKind.FIRST and not outs else ()
+    targets = (*outs, *in_place)
+    if len(specs) < 2 or not targets:
+        return run
+    shards_differ = not all(spec.even for spec in targets)
+    has_dims_of_one = any(1 in spec.local_shape for spec in targets)
+    if not shards_differ and not has_dims_of_one:
+        return run
+    written: Sequence[int | str] = call.schema.outs if outs else (0,)
+    return with_overlap_fallback(run, written, shards_differ=shards_differ)
 
 
 def _written_arguments(call: OpCall) -> tuple[int | str, ...]:

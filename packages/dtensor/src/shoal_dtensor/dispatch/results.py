@@ -255,23 +255,55 @@ def check_outs(op: OpOverload, outs: Sequence[Spec], results: Sequence[TensorMet
             )
 
 
-def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a local function that writes to its first argument even if another one overlaps it."""
-    # Kernels refuse overlaps, but not on a rank whose shard has at most one element, so that rank
-    # would continue while the other ranks stop. If shards differ in size, every rank reads the
-    # arguments before it writes to the first one.
-    refusal = "unsupported operation: some elements of the input tensor"
+def with_overlap_fallback(
+    call: Callable[..., Any], written: Sequence[int | str], *, shards_differ: bool
+) -> Callable[..., Any]:
+    """Return a local function that may write to tensors that its other arguments overlap.
 
-    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+    Kernels refuse overlaps by a rank's own sizes and strides, so they may refuse on some ranks only:
+    a shard of at most one element overlaps nothing, and a view of all elements has other strides
+    than its base if a dim has one element. The function then reads the arguments before it writes.
+
+    Args:
+        call: the local function of an operator.
+        written: the positions or names of the arguments that it writes to, none of them a list.
+        shards_differ: whether ranks have shards of different sizes, so that they may disagree about
+            any overlap; otherwise only views of all elements are read first.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return call(first, *args, **kwargs)
+            return call(*args, **kwargs)
         except RuntimeError as error:
-            if not str(error).startswith(refusal):
+            if not str(error).startswith(_OVERLAP):
                 raise
-        copies = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
-        return call(first, *copies, **kwargs)
+        targets = [
+            args[place] if isinstance(place, int) else kwargs.get(place) for place in written
+        ]
+
+        def read_first(value: Any) -> Any:
+            if not isinstance(value, Tensor) or any(value is target for target in targets):
+                return value
+            is_copied = shards_differ or any(_has_same_elements(value, one) for one in targets)
+            return value.clone() if is_copied else value
+
+        copies = {name: read_first(value) for name, value in kwargs.items()}
+        return call(*map(read_first, args), **copies)
 
     return run
+
+
+_OVERLAP = "unsupported operation: some elements of the input tensor"
+
+
+def _has_same_elements(one: Tensor, other: Any) -> bool:
+    """Tell whether two tensors have the same elements at the same places in memory."""
+    if not isinstance(other, Tensor) or one.shape != other.shape:
+        return False
+    if one.data_ptr() != other.data_ptr():
+        return False
+    steps = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(step == other_step for size, step, other_step in steps if size > 1)
 
 
 def bump_versions(
