@@ -3,7 +3,9 @@
 from shoal_mesh.internal import facade
 
 from .__about__ import __version__
-from .errors import ManifestError, MappingError, ProofError, TransferError
+from .errors import LoaderComputesError, ManifestError, MappingError, ProofError, TransferError
+from .learn.conversions import learn_conversion
+from .learn.loaders import learn_mapping
 from .manifest.describe import describe, describe_files, describe_rank
 from .manifest.records import Holding, Manifest, TensorRecord, merge_manifests
 from .mapping.assignment import Assignment, Strided, assign_strided
@@ -23,6 +25,7 @@ __all__ = [
     "GroupWire",
     "Holding",
     "JointWire",
+    "LoaderComputesError",
     "LocalWire",
     "Manifest",
     "ManifestError",
@@ -45,6 +48,8 @@ __all__ = [
     "describe",
     "describe_files",
     "describe_rank",
+    "learn_conversion",
+    "learn_mapping",
     "merge_manifests",
     "plan_transfer",
 ]

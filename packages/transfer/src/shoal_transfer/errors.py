@@ -19,3 +19,7 @@ class ProofError(PlanError):
 
 class TransferError(StyleError, RuntimeError):
     """A transfer that failed or was refused while it ran; the message says what the target holds."""
+
+
+class LoaderComputesError(MappingError):
+    """A loader that computes values instead of moving them; the message names the parameter."""

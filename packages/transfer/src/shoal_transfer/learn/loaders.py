@@ -1,0 +1,229 @@
+"""`learn_mapping`: the mapping that a server's own loader applies, recorded without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor.internal import takes
+from shoal_mesh.internal import agree
+
+from ..errors import LoaderComputesError, MappingError
+from ..manifest.describe import group_of
+from ..manifest.records import Manifest
+from ..manifest.weights import weights_of
+from ..mapping.assignment import Assignment
+from ..mapping.regions import format_region
+from ..mapping.weight_mapping import WeightMapping
+from .recorder import Recorder
+from .recordings import Source, assign_tensor, label_sources
+from .replay import ComputedError
+from .twins import meta_twins
+
+Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
+WITNESS = "recorded loader"
+
+
+@takes(model=nn.Module)
+def learn_mapping(
+    model: nn.Module,
+    load: Load,
+    sources: Manifest | Mapping[str, Tensor],
+    mesh: Any = None,
+    *,
+    keep: Collection[str] = (),
+) -> WeightMapping:
+    """Learn which elements of which source tensors a server's loader writes where.
+
+    Every rank of the server runs its own loader over meta tensors. Each write to a parameter or
+    buffer is recorded: offset, shape and strides of both sides are the mapping, and nothing is
+    written. Values that the loader copies on the way (`torch.cat`, `.to(device)`, `.item()`) are
+    replayed for that parameter alone, on two random numberings of the elements, which must agree.
+
+    The mapping's targets are the local tensors of each rank, named "name@rank", as
+    ``describe(model, mesh, per_rank=True)`` names them. The mapping has the witness "recorded
+    loader".
+
+    Args:
+        model: the server's model on this rank, with the layout that its loader fills. The model is
+            unchanged afterwards; its tensors may be on any device, meta included.
+        load: the model's loader: takes the pairs (name, tensor) of a checkpoint, for example
+            ``model.load_weights``.
+        sources: the checkpoint that the loader reads: a manifest, for example of
+            `describe_files`, or tensors by name, which may be on the meta device. No value is read.
+        mesh: the mesh whose ranks hold the model; by default all ranks of the world, or this
+            process alone if there is no world.
+        keep: patterns of names, as in `fnmatch`, of parameters and buffers that the loader does
+            not write, or not completely, and that keep their values in the server.
+
+    Returns:
+        The same mapping on every rank of the mesh.
+
+    Raises:
+        LoaderComputesError: on all ranks: the loader computes values of a parameter, for example
+            quantizes it. The message names the parameter and the operator.
+        MappingError: on all ranks: the loader leaves elements of a parameter without a source.
+
+    Example:
+        >>> class Server(nn.Module):
+        ...     def __init__(self) -> None:
+        ...         super().__init__()
+        ...         self.qkv = nn.Parameter(torch.empty(8, 4, device="meta"))
+        ...
+        ...     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        ...         rows = {"q": slice(0, 4), "k": slice(4, 6), "v": slice(6, 8)}
+        ...         for name, tensor in weights:
+        ...             self.qkv.data[rows[name]].copy_(tensor)
+        >>> checkpoint = {"q": torch.empty(4, 4), "k": torch.empty(2, 4), "v": torch.empty(2, 4)}
+        >>> server = Server()
+        >>> mapping = learn_mapping(server, server.load_weights, checkpoint)
+        >>> mapping.by_target["qkv@0"][1]
+        Assignment('qkv@0'[4:6, 0:4] = 'k'[0:2, 0:4])
+        >>> mapping.witness
+        'recorded loader'
+    """
+
+    def learn() -> WeightMapping:
+        return learn_on_rank(model, load, sources, keep=keep)
+
+    return merge_ranks(agree(learn, group_of(mesh), None, "learn_mapping"))
+
+
+def learn_on_rank(
+    model: nn.Module,
+    load: Load,
+    sources: Manifest | Mapping[str, Tensor],
+    *,
+    keep: Collection[str] = (),
+) -> WeightMapping:
+    """Learn the mapping of this rank's part of a model; `merge_ranks` merges those of all ranks.
+
+    Args:
+        model: as for `learn_mapping`.
+        load: as for `learn_mapping`.
+        sources: as for `learn_mapping`.
+        keep: as for `learn_mapping`.
+
+    Raises:
+        LoaderComputesError: the loader computes values of a parameter.
+        MappingError: the loader leaves elements of a parameter without a source.
+    """
+    described = _describe_sources(sources)
+    first = _record(model, load, described, side=0)
+    if first.reads_numbers:
+        # A number that the loader computed from a label looks like a constant; under the other
+        # numbering it has another value.
+        second = _record(model, load, described, side=1)
+        for name, parts in first.parts.items():
+            if second.parts.get(name) != parts:
+                raise LoaderComputesError(_computes(name, "computes numbers with .item()"))
+    assignments: list[Assignment] = []
+    for name, parts in first.parts.items():
+        _refuse_gaps(name, parts, keep)
+        assignments += parts
+    shapes = {source.name: tuple(source.tensor.shape) for source in described}
+    mapping = WeightMapping(shapes, first.shapes, tuple(assignments), WITNESS)
+    mapping.check()
+    return mapping
+
+
+def merge_ranks(mappings: Iterable[WeightMapping]) -> WeightMapping:
+    """Merge the mappings of ranks, whose targets have different names.
+
+    Args:
+        mappings: of the same sources.
+
+    Raises:
+        MappingError: the sources differ, or two mappings have a target of the same name.
+    """
+    first, *others = mappings
+    targets = dict(first.targets)
+    assignments = [*first.assignments]
+    for mapping in others:
+        if mapping.sources != first.sources:
+            raise MappingError("the ranks learned from different checkpoints; pass all the same")
+        both = targets.keys() & mapping.targets.keys()
+        if both:
+            raise MappingError(f"two ranks have a target {min(both)!r}")
+        targets.update(mapping.targets)
+        assignments += mapping.assignments
+    return WeightMapping(first.sources, targets, tuple(assignments), first.witness)
+
+
+class _LoaderRecord(NamedTuple):
+    """The record of one run of a loader.
+
+    Attributes:
+        shapes: of the targets after the run, by name.
+        parts: the assignments of each target.
+        reads_numbers: the loader read elements as Python numbers.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    parts: dict[str, list[Assignment]]
+    reads_numbers: bool
+
+
+def _record(model: nn.Module, load: Load, sources: list[Source], *, side: int) -> _LoaderRecord:
+    """Run the loader once and return the assignments of each parameter and persistent buffer."""
+    recorder = Recorder(side)
+    weights = weights_of(model, per_rank=True)
+    labelled = label_sources(recorder, sources)
+    shapes = {}
+    parts = {}
+    with meta_twins(model) as twins:
+        for original, twin in twins.pairs():
+            recorder.watch_twin(twin, original)
+        with torch.no_grad(), recorder:
+            load((source.name, source.tensor) for source in sources)
+        for weight in weights:
+            tensor = weight.entry.table[weight.entry.name]
+            try:
+                parts[weight.name] = assign_tensor(recorder, weight.name, tensor, labelled)
+            except ComputedError as error:
+                raise LoaderComputesError(_computes(weight.name, error.reason)) from error
+            shapes[weight.name] = tuple(tensor.shape)
+    return _LoaderRecord(shapes, parts, bool(recorder.scalars))
+
+
+def _describe_sources(sources: Manifest | Mapping[str, Tensor]) -> list[Source]:
+    """Return the tensors of a checkpoint on the meta device, contiguous."""
+    found = []
+    if isinstance(sources, Manifest):
+        for name, record in sources.tensors.items():
+            tensor = torch.empty(record.shape, dtype=record.torch_dtype, device="meta")
+            found.append(Source(name, tensor))
+        return found
+    for name, value in sources.items():
+        tensor = torch.empty(tuple(value.shape), dtype=value.dtype, device="meta")
+        found.append(Source(name, tensor))
+    return found
+
+
+def _computes(name: str, reason: str) -> str:
+    return (
+        f"{name!r}: the loader {reason}; a mapping only moves elements. Let the loader fill the "
+        "layout before such work, and do the work in the receiver's finish"
+    )
+
+
+def _refuse_gaps(name: str, parts: Iterable[Assignment], keep: Collection[str]) -> None:
+    """Refuse elements without a source, unless their tensor is to keep them.
+
+    Raises:
+        MappingError: the tensor is not among the patterns of `keep`.
+    """
+    plain, _, _ = name.rpartition("@")
+    if any(fnmatchcase(plain, pattern) for pattern in keep):
+        return
+    for part in parts:
+        if part.source is None and part.fill is None:
+            raise MappingError(
+                f"the loader does not write {name!r}{format_region(part.region)}; add the source "
+                "tensor that it waits for, or pass keep=[...] with the name if the server is to "
+                "keep its values"
+            )

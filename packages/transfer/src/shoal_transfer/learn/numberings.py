@@ -1,0 +1,82 @@
+"""Random numberings: labels that stand for the elements of tensors while a loader runs.
+
+A label is a number of 49 bits, which int64 and float64 hold exactly. Constants of a loader (0, 1,
+a scale) are not labels. The labels are pseudo-random, so arithmetic on labels does not give labels.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_BITS = 48
+_MASK = 2**_BITS - 1
+_HALF = _BITS // 2
+_BASE = 2**_BITS
+_FRACTION = 0.25
+
+
+class Numbering(NamedTuple):
+    """A random bijection between positions and labels.
+
+    Attributes:
+        key: is mixed into the position.
+        factors: two odd numbers.
+        sign: of all labels; two numberings of opposite signs show decisions on the sign.
+        size: number of positions; below 2**40.
+
+    Example:
+        >>> numbering = draw_numbering(seed=0, sign=-1, size=3)
+        >>> labels = numbering.label(torch.arange(3), torch.float64)
+        >>> numbering.position(labels).tolist(), numbering.position(labels + 1).tolist()
+        ([0, 1, 2], [-1, -1, -1])
+    """
+
+    key: int
+    factors: tuple[int, int]
+    sign: int
+    size: int
+
+    def label(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the labels of positions.
+
+        Args:
+            positions: int64, any shape.
+            dtype: int64 or float64. The fraction of a label in float64 is 1/4, so that a loader
+                that rounds gets values that are not labels.
+        """
+        mixed = positions ^ self.key
+        for factor in self.factors:
+            mixed = (mixed * factor) & _MASK
+            mixed = mixed ^ (mixed >> _HALF)
+        labels = mixed + _BASE
+        if dtype.is_floating_point:
+            labels = labels.to(dtype) + _FRACTION
+        signed: Tensor = self.sign * labels
+        return signed
+
+    def position(self, labels: Tensor) -> Tensor:
+        """Return the positions, int64; -1 where a value is not a label of a position."""
+        values = self.sign * labels
+        whole = values.to(torch.int64)
+        mixed = whole - _BASE
+        possible = (mixed >= 0) & (mixed <= _MASK)
+        if values.dtype.is_floating_point:
+            possible &= values - _FRACTION == whole.to(values.dtype)
+        mixed = mixed.clamp(0, _MASK)
+        for factor in reversed(self.factors):
+            mixed = mixed ^ (mixed >> _HALF)
+            mixed = (mixed * pow(factor, -1, _BASE)) & _MASK
+        positions = mixed ^ self.key
+        return torch.where(possible & (positions < self.size), positions, -1)
+
+
+def draw_numbering(seed: int, sign: int, size: int) -> Numbering:
+    """Draw a numbering of `size` positions."""
+    random = Random(seed)
+    first = random.randrange(_BASE // 2, _BASE) | 1
+    second = random.randrange(_BASE // 2, _BASE) | 1
+    return Numbering(random.randrange(_BASE), (first, second), sign, size)
