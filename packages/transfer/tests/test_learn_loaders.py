@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loaders import Load, Server, Shapes, Weights, loaded_values, mapped_values
+from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import parallelize_module
 from shoal_transfer import LoaderComputesError, MappingError, WeightMapping, learn_mapping
 
 LOADERS: dict[str, tuple[Shapes, Shapes, Load]] = {}
@@ -158,7 +160,8 @@ def replace_the_parameter(server: Server, weights: Weights) -> None:
 
 @loader({"p": (4, 6)}, {"w": (4, 6)})
 def set_storage(server: Server, weights: Weights) -> None:
-    server.p.set_(weights["w"].untyped_storage(), 0, (4, 6))
+    storage = weights["w"].untyped_storage()
+    server.p.set_(storage, 0, (4, 6), (6, 1))
 
 
 @loader({"p": (4, 6)}, {"w": (4, 6)})
@@ -437,6 +440,14 @@ def test_ranks_learn_their_own_tensors_and_get_one_mapping() -> None:
 def test_one_rank_that_computes_is_an_error_of_all() -> None:
     with pytest.raises(LoaderComputesError, match="'p@1'"):
         learn_rows_of_rank(wrong_rank=1)
+
+
+@on_ranks(2)
+def test_a_server_of_dtensors_is_described_instead() -> None:
+    server: Any = nn.Linear(4, 2)
+    parallelize_module(server, init_device_mesh("cpu", (2,)), "colwise")
+    with pytest.raises(MappingError, match=r"'weight' is a DTensor; describe"):
+        learn_mapping(server, server.load_state_dict, {"weight": torch.empty(2, 4)})
 
 
 def test_a_meta_tensor_of_unknown_values_is_refused() -> None:

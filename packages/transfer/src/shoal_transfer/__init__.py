@@ -6,6 +6,7 @@ from .__about__ import __version__
 from .errors import LoaderComputesError, ManifestError, MappingError, ProofError, TransferError
 from .learn.conversions import learn_conversion
 from .learn.loaders import learn_mapping
+from .learn.witness import verify_mapping
 from .manifest.describe import describe, describe_files, describe_rank
 from .manifest.records import Holding, Manifest, TensorRecord, merge_manifests
 from .mapping.assignment import Assignment, Strided, assign_strided
@@ -52,6 +53,7 @@ __all__ = [
     "learn_mapping",
     "merge_manifests",
     "plan_transfer",
+    "verify_mapping",
 ]
 
 __dir__, __getattr__ = facade(__name__, __all__)

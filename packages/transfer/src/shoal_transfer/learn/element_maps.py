@@ -56,7 +56,7 @@ def assign_elements(
         >>> for assignment in assign_elements("c", elements, tensors):
         ...     print(assignment)
         'c'[0:2] = 'a'[0:2, 0:1] along (0,)
-        'c'[2:3] = 'b'[1:2]
+        'c'[2:3] = 'b'[1:2] along (None,)
         'c'[3:5] = 0.0
     """
     positions = elements.positions.contiguous()

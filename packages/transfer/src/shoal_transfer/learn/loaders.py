@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal_dtensor import DTensor
 from shoal_dtensor.internal import takes
 from shoal_mesh.internal import agree
 
@@ -66,7 +67,8 @@ def learn_mapping(
     Raises:
         LoaderComputesError: on all ranks: the loader computes values of a parameter, for example
             quantizes it. The message names the parameter and the operator.
-        MappingError: on all ranks: the loader leaves elements of a parameter without a source.
+        MappingError: on all ranks: the loader leaves elements of a parameter without a source, or a
+            parameter is a DTensor.
 
     Example:
         >>> class Server(nn.Module):
@@ -112,6 +114,7 @@ def learn_on_rank(
         LoaderComputesError: the loader computes values of a parameter.
         MappingError: the loader leaves elements of a parameter without a source.
     """
+    _refuse_dtensors(model)
     described = _describe_sources(sources)
     first = _record(model, load, described, side=0)
     if first.reads_numbers:
@@ -188,6 +191,20 @@ def _record(model: nn.Module, load: Load, sources: list[Source], *, side: int) -
                 raise LoaderComputesError(_computes(weight.name, error.reason)) from error
             shapes[weight.name] = tuple(tensor.shape)
     return _LoaderRecord(shapes, parts, bool(recorder.scalars))
+
+
+def _refuse_dtensors(model: nn.Module) -> None:
+    """Refuse a model of DTensors, whose layout is data already.
+
+    Raises:
+        MappingError: a parameter is a DTensor.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise MappingError(
+                f"learn_mapping: {name!r} is a DTensor; describe(model, mesh) reads its layout, so "
+                "that no loader has to be recorded"
+            )
 
 
 def _describe_sources(sources: Manifest | Mapping[str, Tensor]) -> list[Source]:

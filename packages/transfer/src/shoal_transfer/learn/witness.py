@@ -1,0 +1,105 @@
+"""`verify_mapping`: a declared mapping beside a recorded one, element by element."""
+
+from __future__ import annotations
+
+from ..errors import MappingError
+from ..mapping.assignment import Assignment
+from ..mapping.regions import format_region
+from ..mapping.weight_mapping import WeightMapping
+
+
+def verify_mapping(declared: WeightMapping, recorded: WeightMapping) -> WeightMapping:
+    """Compare a mapping that somebody wrote with a recorded one, and take over its witness.
+
+    A mapping that exchanges gate and up is complete and free of overlaps, so no proof by algebra
+    finds the fault. The server's own loader does, before a byte moves.
+
+    Args:
+        declared: the mapping to check.
+        recorded: from `learn_mapping`, possibly composed with `learn_conversion`. Elements that it
+            keeps, because the loader does not write them, are not compared.
+
+    Returns:
+        The declared mapping with the witness of the recorded one.
+
+    Raises:
+        MappingError: an element of a target has another origin; the message names the target, the
+            region and both origins. Or a mapping has targets that the other one lacks, or the
+            recorded mapping has no witness.
+
+    Example:
+        >>> checkpoint = {"gate": torch.empty(2, 4), "up": torch.empty(2, 4)}
+        >>> class Server(torch.nn.Module):
+        ...     def __init__(self) -> None:
+        ...         super().__init__()
+        ...         self.both = torch.nn.Parameter(torch.empty(4, 4, device="meta"))
+        ...
+        ...     def load_weights(self, weights) -> None:
+        ...         for (_, tensor), rows in zip(weights, self.both.data.chunk(2)):
+        ...             rows.copy_(tensor)
+        >>> from shoal_transfer import learn_mapping
+        >>> server = Server()
+        >>> recorded = learn_mapping(server, server.load_weights, checkpoint)
+        >>> shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.items()}
+        >>> same = WeightMapping.same_names(shapes)
+        >>> verify_mapping(same.fuse({"both@0": ("gate", "up")}), recorded).witness
+        'recorded loader'
+        >>> verify_mapping(same.fuse({"both@0": ("up", "gate")}), recorded)
+        Traceback (most recent call last):
+        shoal_transfer.errors.MappingError: 'both@0'[0:2, 0:4] is 'up'[0:2, 0:4] in the mapping, the ...
+    """
+    if recorded.witness is None:
+        raise MappingError("verify_mapping compares with a mapping that has a witness")
+    only_one = declared.targets.keys() ^ recorded.targets.keys()
+    if only_one:
+        raise MappingError(
+            f"only one of the two mappings has the target {min(only_one)!r}; leave it out of both "
+            "or add it"
+        )
+    for name, parts in recorded.by_target.items():
+        if declared.targets[name] != recorded.targets[name]:
+            raise MappingError(
+                f"{name!r} is {declared.targets[name]} in the mapping, {recorded.targets[name]} in "
+                "the server"
+            )
+        for part in parts:
+            if part.source is not None or part.fill is not None:
+                _compare(part, declared.by_target.get(name, ()))
+    return declared.witnessed_by(recorded.witness)
+
+
+def _compare(recorded: Assignment, declared: tuple[Assignment, ...]) -> None:
+    """Compare one recorded assignment with the declared ones of the same target.
+
+    Raises:
+        MappingError: an element has another origin.
+    """
+    for other in declared:
+        own = recorded.restricted_to(other.region)
+        if own is None:
+            continue
+        common = other.restricted_to(own.region)
+        assert common is not None, "both have the elements of the region"
+        if _origin(own) != _origin(common):
+            place = f"{own.target!r}{format_region(own.region)}"
+            raise MappingError(
+                f"{place} is {_describe(common)} in the mapping, the witness has {_describe(own)}"
+            )
+
+
+def _origin(part: Assignment) -> tuple[object, ...]:
+    """Return a value that is equal for assignments of the same elements to the same region."""
+    if part.source is None:
+        return (None, part.fill)
+    start = tuple(indices.start for indices in part.source_region)
+    steps = []
+    for indices, dim in zip(part.region, part.dims, strict=True):
+        advances = dim is not None and len(indices) > 1
+        steps.append((dim, part.source_region[dim].step) if advances and dim is not None else None)
+    return (part.source, start, tuple(steps))
+
+
+def _describe(part: Assignment) -> str:
+    """Return the right side of an assignment."""
+    _, _, origin = str(part).partition(" = ")
+    return origin
