@@ -143,9 +143,9 @@ def assert_served(model_type: str, tied: bool, by_number: bool) -> None:
     tokens = torch.randint(3, 67, (4, 7), generator=torch.Generator().manual_seed(1))
     for version in (1, 2, 3):
         logits = logits_of(trainer, tokens)
-        nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-        ).backward()
+        predicted = logits[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(predicted, tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         optimizer.step()
         optimizer.zero_grad()
         transfer.run(version)

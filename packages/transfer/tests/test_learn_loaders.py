@@ -376,6 +376,37 @@ def test_elements_without_a_source_are_refused_unless_they_are_kept() -> None:
     assert values["scale"].tolist() == [-1, -1]
 
 
+def test_the_last_write_counts_even_if_the_counts_fit() -> None:
+    """Rows 0:2 are written twice and rows 2:4 never: as many elements as the tensor has."""
+
+    def load(server: Server, weights: Weights) -> None:
+        server.p.data[:2].copy_(weights["w"])
+        server.p.data[:2].copy_(weights["v"])
+
+    server = Server({"p": (4, 3)}, load)
+    checkpoint = {name: torch.zeros(2, 3).double() for name in ("w", "v")}
+    mapping = learn_mapping(server, server.load_weights, checkpoint, keep=["p"])
+    values = mapped_values(mapping)["p"]
+    assert values[:2].flatten().tolist() == [7, 8, 9, 10, 11, 12]
+    assert (values[2:] == -1).all()
+
+
+def test_memory_of_a_buffer_that_was_never_written_counts_as_zero() -> None:
+    def load(server: Server, weights: Weights) -> None:
+        buffer = torch.empty(3, dtype=torch.float64)
+        buffer[:2].copy_(weights["w"])
+        server.p.data.copy_(buffer)
+
+    server = Server({"p": (3,)}, load)
+    # torch then fills new memory with NaN
+    torch.use_deterministic_algorithms(True)
+    try:
+        mapping = learn_mapping(server, server.load_weights, {"w": torch.zeros(2).double()})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [part.fill for part in mapping.assignments] == [None, 0.0]
+
+
 def test_attributes_and_values_that_a_loader_reads_are_there() -> None:
     class Experts(nn.Module):
         """Loads the experts of rank 1 of 2 by a buffer with their local numbers."""

@@ -239,7 +239,7 @@ class Attention(nn.Module):
         out = functional.linear(hidden, fused.weight, getattr(fused, "bias", None))
         sizes = [heads * fused.width for heads in (fused.heads, fused.kv_heads, fused.kv_heads)]
         q, k, v = (
-            part.unflatten(-1, (-1, fused.width)).transpose(1, 2)
+            part.view(*part.shape[:2], -1, fused.width).transpose(1, 2)
             for part in torch.split_with_sizes(out, sizes, -1)
         )
         if hasattr(self, "q_norm"):
