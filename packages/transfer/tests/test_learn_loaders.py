@@ -1,7 +1,7 @@
 """Mappings learned from loaders are what the loaders do with real tensors.
 
 Covers: learn/loaders.py, learn/recordings.py, learn/recorder.py, learn/replay.py,
-learn/tape.py, learn/twins.py, learn/_torch.py.
+learn/tape.py, learn/twins.py, learn/definitions.py, learn/_torch.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import parallelize_module
 from shoal_transfer import LoaderComputesError, MappingError, WeightMapping, learn_mapping
+from shoal_transfer.learn.definitions import Definitions
+from shoal_transfer.learn.recorder import Recorder
 
 LOADERS: dict[str, tuple[Shapes, Shapes, Load]] = {}
 
@@ -104,6 +106,13 @@ def interleave_columns(server: Server, weights: Weights) -> None:
 @loader({"p": (3, 4, 6)}, {"e0": (4, 6), "e1": (4, 6), "e2": (4, 6)})
 def stack_experts(server: Server, weights: Weights) -> None:
     server.p.data.copy_(torch.stack([weights[f"e{expert}"] for expert in range(3)]))
+
+
+@loader({"p": (6, 4)}, {"w": (2, 4), "v": (2, 4)})
+def repeat_rows(server: Server, weights: Weights) -> None:
+    stacked = torch.stack([weights["w"], weights["v"]], dim=1).clone()
+    joined = torch.cat([stacked[:, 0], stacked[:, 1], weights["w"]])
+    server.p.data.copy_(joined)
 
 
 @loader({"p": (4, 6)}, {"w": (4, 6)})
@@ -254,6 +263,30 @@ def test_a_learned_mapping_is_what_the_loader_does(name: str) -> None:
     assert found.keys() == expected.keys()
     for target, value in expected.items():
         assert torch.equal(found[target], value), f"{target}: {mapping.by_target}"
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_replay_finds_what_algebra_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Definitions, "copy", lambda *_: None)
+    targets, sources, load = LOADERS[name]
+    expected = loaded_values(targets, load, sources)
+    found = mapped_values(learned(name))
+    for target, value in expected.items():
+        assert torch.equal(found[target], value), target
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["concatenate", "stack_experts", "copy_over_devices", "replace_data_by_a_copy", "repeat_rows"],
+)
+def test_copies_on_the_way_need_no_replay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = learned(name)
+
+    def replay(*_: Any) -> None:
+        raise AssertionError("labels were made")
+
+    monkeypatch.setattr(Recorder, "elements_of", replay)
+    assert learned(name) == expected
 
 
 @pytest.mark.parametrize(

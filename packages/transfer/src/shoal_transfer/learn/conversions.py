@@ -15,8 +15,9 @@ from ..manifest.describe import describe_rank
 from ..manifest.records import Manifest
 from ..mapping.assignment import Assignment
 from ..mapping.weight_mapping import WeightMapping
+from .definitions import Source
 from .recorder import Recorder
-from .recordings import Source, assign_tensor, label_sources
+from .recordings import Checkpoint, assign_tensor
 from .replay import ComputedError
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
@@ -83,14 +84,14 @@ def learn_function(convert: Convert, sources: list[Source], witness: str) -> Wei
         LoaderComputesError: the function computes values.
     """
     recorder = Recorder()
-    labelled = label_sources(recorder, sources)
+    checkpoint = Checkpoint(recorder, sources)
     with torch.no_grad(), recorder:
         converted = convert({source.name: source.tensor for source in sources})
     shapes = {}
     assignments: list[Assignment] = []
     for name, tensor in converted.items():
         try:
-            assignments += assign_tensor(recorder, name, tensor, labelled)
+            assignments += assign_tensor(recorder, name, tensor, checkpoint)
         except ComputedError as error:
             raise LoaderComputesError(f"{name!r}: the conversion {error.reason}") from error
         shapes[name] = tuple(tensor.shape)

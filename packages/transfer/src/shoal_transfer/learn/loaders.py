@@ -20,8 +20,9 @@ from ..manifest.weights import weights_of
 from ..mapping.assignment import Assignment
 from ..mapping.regions import format_region
 from ..mapping.weight_mapping import WeightMapping
+from .definitions import Source
 from .recorder import Recorder
-from .recordings import Source, assign_tensor, label_sources
+from .recordings import Checkpoint, assign_tensor
 from .replay import ComputedError
 from .twins import meta_twins
 
@@ -175,7 +176,7 @@ def _record(model: nn.Module, load: Load, sources: list[Source], *, side: int) -
     """Run the loader once and return the assignments of each parameter and persistent buffer."""
     recorder = Recorder(side)
     weights = weights_of(model, per_rank=True)
-    labelled = label_sources(recorder, sources)
+    checkpoint = Checkpoint(recorder, sources)
     shapes = {}
     parts = {}
     with meta_twins(model) as twins:
@@ -186,7 +187,7 @@ def _record(model: nn.Module, load: Load, sources: list[Source], *, side: int) -
         for weight in weights:
             tensor = weight.entry.table[weight.entry.name]
             try:
-                parts[weight.name] = assign_tensor(recorder, weight.name, tensor, labelled)
+                parts[weight.name] = assign_tensor(recorder, weight.name, tensor, checkpoint)
             except ComputedError as error:
                 raise LoaderComputesError(_computes(weight.name, error.reason)) from error
             shapes[weight.name] = tuple(tensor.shape)

@@ -5,39 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import MappingError
-from ..mapping.assignment import Assignment, Strided, assign_strided
+from ..mapping.assignment import Assignment, Strided
 from ..mapping.regions import count_elements, first_overlap
 from ._torch import operator_name
+from .definitions import Definitions, Place, Source, is_contiguous
 from .element_maps import ElementMap, LabelledTensor, assign_elements
 from .recorder import Recorder
 from .replay import ComputedError
 from .tape import Memory, Operand, Operation
 
 
-class Source(NamedTuple):
-    """A tensor of the checkpoint: its name and a contiguous meta tensor."""
+class Checkpoint:
+    """The tensors that a loader reads, watched by a recorder.
 
-    name: str
-    tensor: Tensor
+    Args:
+        recorder: of the loader's run; it labels the elements in order.
+        sources: the tensors.
 
+    Attributes:
+        by_memory: the tensors by the memories of their meta tensors.
+        by_name: the tensors by name.
+        definitions: of tensors that the loader made of them.
+    """
 
-Labelled = dict[Memory, Source]
-"""The sources by the memories of their meta tensors."""
-
-
-def label_sources(recorder: Recorder, sources: Sequence[Source]) -> Labelled:
-    """Watch the tensors of a checkpoint; their elements are labelled in order."""
-    return {recorder.watch(source.tensor, labelled=True): source for source in sources}
+    def __init__(self, recorder: Recorder, sources: Sequence[Source]) -> None:
+        self.by_memory: dict[Memory, Source] = {}
+        for source in sources:
+            self.by_memory[recorder.watch(source.tensor, labelled=True)] = source
+        self.by_name = {source.name: source for source in sources}
+        self.definitions = Definitions(recorder.tape, self.by_memory)
 
 
 def assign_tensor(
-    recorder: Recorder, name: str, tensor: Tensor, sources: Labelled
+    recorder: Recorder, name: str, tensor: Tensor, checkpoint: Checkpoint
 ) -> list[Assignment]:
     """Return the assignments that define a tensor after a loader has run.
 
@@ -46,20 +51,21 @@ def assign_tensor(
         name: of the target tensor.
         tensor: a parameter or buffer after the run: a twin, or a tensor that the loader put in its
             place.
-        sources: the tensors of the checkpoint.
+        checkpoint: the tensors that the loader read.
 
     Raises:
         ComputedError: the loader computes values of the tensor.
     """
-    target = _Target(recorder, name, recorder.adopt(tensor), sources)
+    target = _Target(recorder, name, recorder.adopt(tensor), checkpoint)
     parts = target.direct_assignments()
     if parts is None:
         parts = target.replayed_assignments()
-    dtypes = {source.name: source.tensor.dtype for source in sources.values()}
     found = []
     for part in parts:
-        casts = part.source is not None and dtypes[part.source] != tensor.dtype
-        found.append(replace(part, casts=casts))
+        if part.source is not None:
+            dtype = checkpoint.by_name[part.source].tensor.dtype
+            part = replace(part, casts=dtype != tensor.dtype)
+        found.append(part)
     return found
 
 
@@ -71,13 +77,13 @@ class _Target:
         recorder: of the loader's run.
         name: of the tensor.
         operand: its place in watched memory.
-        sources: the tensors of the checkpoint.
+        checkpoint: the tensors that the loader read.
     """
 
     recorder: Recorder
     name: str
     operand: Operand
-    sources: Labelled
+    checkpoint: Checkpoint
 
     # --- copies of views --------------------------------------------------------------------------
 
@@ -85,63 +91,67 @@ class _Target:
         """Return the assignments if copies of views of sources are all that wrote to the tensor.
 
         None if it was written in another way, or not completely, or an element twice.
+
+        Raises:
+            ComputedError: values are rounded twice.
         """
         memory = self.operand.memory
-        if not _is_contiguous(self.operand):
+        if not is_contiguous(self.operand):
             return None
-        if memory in self.sources:
-            # the loader put a view of a source in the place of the parameter
-            copy = self._copy_of_view(self.operand._replace(offset=0), self.operand)
-            return None if copy is None else [copy]
-        if memory.first_position is None:
-            return None
-        parts = []
+        if memory.first_position is None or memory in self.checkpoint.by_memory:
+            # the loader put a view of a source, or a tensor that it made, in the parameter's place
+            return self._copy(self.operand._replace(offset=0), self.operand)
+        parts: list[Assignment] = []
         for number in memory.writers:
-            part = self._direct_write(self.recorder.tape.operations[number])
-            if part is None:
+            written = self._direct_write(self.recorder.tape.operations[number])
+            if written is None:
                 return None
-            parts.append(part)
-        written = sum(count_elements(part.region) for part in parts)
-        is_complete = written == prod(self.operand.size)
+            parts += written
+        count = sum(count_elements(part.region) for part in parts)
+        is_complete = count == prod(self.operand.size)
         if not is_complete or first_overlap([part.region for part in parts]) is not None:
             return None
         return parts
 
-    def _direct_write(self, operation: Operation) -> Assignment | None:
-        """Return the assignment of one write if it copies a view of a source, or fills."""
+    def _direct_write(self, operation: Operation) -> list[Assignment] | None:
+        """Return the assignments of one write if it copies views of sources, or fills."""
         written = operation.written[0]
         if len(operation.written) > 1 or written.dtype != self.operand.dtype:
             return None
         kind = operator_name(operation.operator)
-        place = written._replace(offset=written.offset - self.operand.offset)
+        view = written._replace(offset=written.offset - self.operand.offset)
         if kind == "aten::copy_" and isinstance(operation.args[1], Operand):
-            return self._copy_of_view(place, operation.args[1])
+            return self._copy(view, operation.args[1])
         if kind not in ("aten::fill_", "aten::zero_"):
             return None
         value = 0.0 if kind == "aten::zero_" else operation.args[1]
         if isinstance(value, Operand) or value in self.recorder.scalars:
             return None
         try:
-            view = Strided(self.operand.size, place.offset, place.size, place.stride)
+            place = Strided(self.operand.size, view.offset, view.size, view.stride)
         except MappingError:
             return None
-        return Assignment(self.name, view.region, fill=float(value))
+        return [Assignment(self.name, place.region, fill=float(value))]
 
-    def _copy_of_view(self, place: Operand, source: Operand) -> Assignment | None:
-        """Return the assignment of a copy from a view of a source to a place in this tensor.
+    def _copy(self, view: Operand, source: Operand) -> list[Assignment] | None:
+        """Return the assignments of a copy to a view of this tensor; None if replay is needed."""
+        place = Place(self.name, self.operand.size, view)
+        copies = self.checkpoint.definitions.copy(place, source)
+        if copies is None:
+            return None
+        self._check_rounding(copies.parts, copies.dtypes)
+        return [*copies.parts]
 
-        None if it is not such a copy, or a dim of a view walks along two dims of a tensor.
+    def _check_rounding(
+        self, parts: Sequence[Assignment], intermediates: frozenset[torch.dtype]
+    ) -> None:
+        """Check that the values are rounded at most once on their way.
+
+        Raises:
+            ComputedError: they are rounded twice.
         """
-        origin = self.sources.get(source.memory)
-        if origin is None or source.memory.writers or source.dtype != source.memory.dtype:
-            return None
-        try:
-            to = Strided(self.operand.size, place.offset, place.size, place.stride)
-            strides = _broadcast_strides(source, place.size)
-            of = Strided(tuple(origin.tensor.shape), source.offset, place.size, strides)
-            return assign_strided(self.name, to, origin.name, of)
-        except MappingError:
-            return None
+        for name in {part.source for part in parts if part.source is not None}:
+            _check_casts(self.checkpoint.by_name[name], self.operand.dtype, intermediates)
 
     # --- replay -----------------------------------------------------------------------------------
 
@@ -154,10 +164,7 @@ class _Target:
         found = self.recorder.elements_of(self.operand)
         elements = ElementMap(found.positions, found.constants)
         parts = assign_elements(self.name, elements, self._labelled_tensors(found.positions))
-        used = {part.source for part in parts}
-        for source in self.sources.values():
-            if source.name in used:
-                _check_casts(source, self.operand.dtype, found.intermediates)
+        self._check_rounding(parts, found.intermediates)
         return parts
 
     def _labelled_tensors(self, positions: Tensor) -> list[LabelledTensor]:
@@ -172,7 +179,7 @@ class _Target:
             first = memory.first_position
             if first is None:
                 continue
-            source = self.sources.get(memory)
+            source = self.checkpoint.by_memory.get(memory)
             if source is not None:
                 tensors.append(LabelledTensor(source.name, tuple(source.tensor.shape), first))
                 continue
@@ -190,27 +197,6 @@ class _Target:
         places = torch.arange(memory.size)
         places = places.as_strided(operand.size, operand.stride, operand.offset)
         return torch.equal(indices[inside], places[inside])
-
-
-def _broadcast_strides(source: Operand, size: tuple[int, ...]) -> list[int]:
-    """Return the strides of a tensor that `copy_` broadcasts to a size."""
-    missing = len(size) - len(source.size)
-    lengths = (*([1] * missing), *source.size)
-    strides = [0] * missing
-    strides += source.stride
-    return [
-        stride if length == wanted else 0
-        for stride, length, wanted in zip(strides, lengths, size, strict=True)
-    ]
-
-
-def _is_contiguous(operand: Operand) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(operand.size), reversed(operand.stride), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 # --- casts ----------------------------------------------------------------------------------------
