@@ -17,7 +17,7 @@ from ..errors import MappingError
 from ..mapping.assignment import Assignment, Strided, assign_strided
 from ..mapping.regions import count_elements
 from ._torch import operator_name
-from .tape import Memory, Operand, Operation, Tape
+from .tape import Memory, MemoryView, Operation, Tape
 
 _COPIES = {"aten::clone", "aten::_to_copy"}
 
@@ -41,7 +41,7 @@ class Copies(NamedTuple):
     dtypes: frozenset[torch.dtype]
 
 
-class Place(NamedTuple):
+class TargetView(NamedTuple):
     """A strided view of a contiguous target.
 
     Attributes:
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    view: Operand
+    view: MemoryView
 
 
 class Definitions:
@@ -68,7 +68,7 @@ class Definitions:
         self._sources = sources
         self._found: dict[Memory, Copies | None] = {}
 
-    def copy(self, place: Place, source: Operand) -> Copies | None:
+    def copy(self, place: TargetView, source: MemoryView) -> Copies | None:
         """Return the assignments of a copy to a place; None if algebra cannot express it.
 
         Args:
@@ -116,20 +116,20 @@ class Definitions:
         if blocks is None:
             return None
         for view, source in blocks:
-            copies = self.copy(Place(_name_of(memory), output.size, view), source)
+            copies = self.copy(TargetView(_name_of(memory), output.size, view), source)
             if copies is None:
                 return None
             parts += copies.parts
             dtypes |= copies.dtypes
         return Copies(tuple(parts), frozenset(dtypes))
 
-    def _output_of(self, memory: Memory) -> Operand:
+    def _output_of(self, memory: Memory) -> MemoryView:
         output = self._tape.operations[memory.writers[0]].outputs[0]
         assert output is not None, "the memory has a definition"
         return output
 
 
-def is_contiguous(operand: Operand) -> bool:
+def is_contiguous(operand: MemoryView) -> bool:
     """Return whether the elements of a view follow each other in memory."""
     expected = 1
     for size, stride in zip(reversed(operand.size), reversed(operand.stride), strict=True):
@@ -143,7 +143,9 @@ def _name_of(memory: Memory) -> str:
     return f"memory {memory.number}"
 
 
-def _assign(place: Place, name: str, shape: tuple[int, ...], source: Operand) -> Assignment | None:
+def _assign(
+    place: TargetView, name: str, shape: tuple[int, ...], source: MemoryView
+) -> Assignment | None:
     """Return the assignment of one copy; None if a dim of a view walks along two dims."""
     view = place.view
     try:
@@ -154,7 +156,7 @@ def _assign(place: Place, name: str, shape: tuple[int, ...], source: Operand) ->
         return None
 
 
-def _broadcast_strides(source: Operand, size: tuple[int, ...]) -> list[int]:
+def _broadcast_strides(source: MemoryView, size: tuple[int, ...]) -> list[int]:
     """Return the strides of a tensor that `copy_` broadcasts to a size."""
     missing = len(size) - len(source.size)
     lengths = (*([1] * missing), *source.size)
@@ -169,7 +171,9 @@ def _broadcast_strides(source: Operand, size: tuple[int, ...]) -> list[int]:
 # --- operators that copy --------------------------------------------------------------------------
 
 
-def _blocks_of(operation: Operation, output: Operand) -> list[tuple[Operand, Operand]] | None:
+def _blocks_of(
+    operation: Operation, output: MemoryView
+) -> list[tuple[MemoryView, MemoryView]] | None:
     """Return the views of an output with the operands that they copy; None for other operators."""
     kind = operator_name(operation.operator)
     if kind in _COPIES:
@@ -177,7 +181,7 @@ def _blocks_of(operation: Operation, output: Operand) -> list[tuple[Operand, Ope
     if kind not in ("aten::cat", "aten::stack"):
         return None
     dim = _dim_of(operation) % max(len(output.size), 1)
-    tensors: list[Operand] = operation.args[0]
+    tensors: list[MemoryView] = operation.args[0]
     if kind == "aten::stack":
         return [*_stacked(output, tensors, dim)]
     return [*_concatenated(output, tensors, dim)]
@@ -190,8 +194,8 @@ def _dim_of(operation: Operation) -> int:
 
 
 def _concatenated(
-    output: Operand, tensors: list[Operand], dim: int
-) -> Iterator[tuple[Operand, Operand]]:
+    output: MemoryView, tensors: list[MemoryView], dim: int
+) -> Iterator[tuple[MemoryView, MemoryView]]:
     first = 0
     for tensor in tensors:
         # an empty tensor of one dim fits any others
@@ -203,8 +207,8 @@ def _concatenated(
 
 
 def _stacked(
-    output: Operand, tensors: list[Operand], dim: int
-) -> Iterator[tuple[Operand, Operand]]:
+    output: MemoryView, tensors: list[MemoryView], dim: int
+) -> Iterator[tuple[MemoryView, MemoryView]]:
     stride = (*output.stride[:dim], *output.stride[dim + 1 :])
     for index, tensor in enumerate(tensors):
         offset = output.offset + index * output.stride[dim]

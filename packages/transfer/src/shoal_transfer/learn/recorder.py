@@ -22,7 +22,7 @@ from ._torch import (
 )
 from .numberings import Numbering, draw_numbering
 from .replay import ComputedError, Elements, elements_of, results_of
-from .tape import Memory, Operand, Operation, Tape
+from .tape import Memory, MemoryView, Operation, Tape
 
 _READ_NUMBER = "aten::_local_scalar_dense"
 _SEEDS = (20_130_517, 71_993_021)
@@ -72,12 +72,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
         memory = self.tape.add_memory(twin, constant=flat.clone())
         self._by_storage[storage_key(twin)] = memory
 
-    def operand_of(self, tensor: Tensor) -> Operand | None:
+    def operand_of(self, tensor: Tensor) -> MemoryView | None:
         """Return a tensor as a view of a watched memory, None if it is not watched."""
         memory = self._by_storage.get(storage_key(tensor))
         if memory is None:
             return None
-        return Operand(
+        return MemoryView(
             memory,
             int(tensor.storage_offset()),
             tuple(tensor.size()),
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
             dtype=tensor.dtype,
         )
 
-    def elements_of(self, operand: Operand) -> Elements:
+    def elements_of(self, operand: MemoryView) -> Elements:
         """Return the content of a watched tensor.
 
         Raises:
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
     def _record(
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
     ) -> None:
-        outputs: list[Operand | None] = []
+        outputs: list[MemoryView | None] = []
         for result in _tensors_in(results):
             is_new = storage_key(result) not in self._by_storage
             if is_new:
@@ -198,12 +198,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
 
         return pytree.tree_map(to_meta, results)
 
-    def _watched(self, tensor: Tensor) -> Operand:
+    def _watched(self, tensor: Tensor) -> MemoryView:
         operand = self.operand_of(tensor)
         assert operand is not None, "arguments and results are watched before they are recorded"
         return operand
 
-    def adopt(self, tensor: Tensor) -> Operand:
+    def adopt(self, tensor: Tensor) -> MemoryView:
         """Return a tensor as a view of a watched memory; watch it if it is not."""
         return self._watched(self._on_meta(tensor))
 

@@ -13,11 +13,11 @@ from ..errors import MappingError
 from ..mapping.assignment import Assignment, Strided
 from ..mapping.regions import count_elements, first_overlap
 from ._torch import operator_name
-from .definitions import Definitions, Place, Source, is_contiguous
+from .definitions import Definitions, Source, TargetView, is_contiguous
 from .element_maps import ElementMap, LabelledTensor, assign_elements
 from .recorder import Recorder
 from .replay import ComputedError
-from .tape import Memory, Operand, Operation
+from .tape import Memory, MemoryView, Operation
 
 
 class Checkpoint:
@@ -82,7 +82,7 @@ class _Target:
 
     recorder: Recorder
     name: str
-    operand: Operand
+    operand: MemoryView
     checkpoint: Checkpoint
 
     # --- copies of views --------------------------------------------------------------------------
@@ -120,12 +120,12 @@ class _Target:
             return None
         kind = operator_name(operation.operator)
         view = written._replace(offset=written.offset - self.operand.offset)
-        if kind == "aten::copy_" and isinstance(operation.args[1], Operand):
+        if kind == "aten::copy_" and isinstance(operation.args[1], MemoryView):
             return self._copy(view, operation.args[1])
         if kind not in ("aten::fill_", "aten::zero_"):
             return None
         value = 0.0 if kind == "aten::zero_" else operation.args[1]
-        if isinstance(value, Operand) or value in self.recorder.scalars:
+        if isinstance(value, MemoryView) or value in self.recorder.scalars:
             return None
         try:
             place = Strided(self.operand.size, view.offset, view.size, view.stride)
@@ -133,9 +133,9 @@ class _Target:
             return None
         return [Assignment(self.name, place.region, fill=float(value))]
 
-    def _copy(self, view: Operand, source: Operand) -> list[Assignment] | None:
+    def _copy(self, view: MemoryView, source: MemoryView) -> list[Assignment] | None:
         """Return the assignments of a copy to a view of this tensor; None if replay is needed."""
-        place = Place(self.name, self.operand.size, view)
+        place = TargetView(self.name, self.operand.size, view)
         copies = self.checkpoint.definitions.copy(place, source)
         if copies is None:
             return None

@@ -12,7 +12,7 @@ from shoal_dtensor.internal import pytree
 
 from ._torch import makes_constants, operator_name
 from .numberings import Numbering
-from .tape import Memory, Operand, Operation, Tape
+from .tape import Memory, MemoryView, Operation, Tape
 
 Numberings = tuple[Numbering, Numbering]
 
@@ -45,7 +45,7 @@ class Elements(NamedTuple):
 
 
 def elements_of(
-    tape: Tape, operand: Operand, numberings: Numberings, scalars: Mapping[float, int]
+    tape: Tape, operand: MemoryView, numberings: Numberings, scalars: Mapping[float, int]
 ) -> Elements:
     """Replay the operations that a tensor depends on, under two numberings.
 
@@ -128,11 +128,11 @@ class _Replay:
         """Return whether elements of a memory may be labels."""
         return memory.first_position is not None or memory in self._labelled
 
-    def views(self, operand: Operand) -> tuple[Tensor, Tensor]:
+    def views(self, operand: MemoryView) -> tuple[Tensor, Tensor]:
         """Return a tensor's values under both numberings."""
         return self._view_of(operand, 0), self._view_of(operand, 1)
 
-    def _view_of(self, operand: Operand, side: int) -> Tensor:
+    def _view_of(self, operand: MemoryView, side: int) -> Tensor:
         """Return a tensor's values under one numbering.
 
         Of a source that nothing wrote to, only the labels of the view are made: a view of one
@@ -181,7 +181,7 @@ class _Replay:
         for operand in operation.written:
             self._check_written(operation, operand)
 
-    def _check_written(self, operation: Operation, operand: Operand) -> None:
+    def _check_written(self, operation: Operation, operand: MemoryView) -> None:
         """Check that an operation wrote elements of its inputs, or constants.
 
         Raises:
@@ -221,7 +221,7 @@ class _Replay:
 
         def to_labels(value: Any) -> Any:
             nonlocal has_scalar
-            if isinstance(value, Operand):
+            if isinstance(value, MemoryView):
                 return self._view_of(value, side)
             if isinstance(value, torch.dtype):
                 return replay_dtype(value)
@@ -273,11 +273,11 @@ def replay_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bool if dtype == torch.bool else torch.int64
 
 
-def _view(flat: Tensor, operand: Operand) -> Tensor:
+def _view(flat: Tensor, operand: MemoryView) -> Tensor:
     return flat.as_strided(operand.size, operand.stride, operand.offset)
 
 
-def _positions_of(operand: Operand) -> Tensor:
+def _positions_of(operand: MemoryView) -> Tensor:
     """Return the positions of the elements of a view of labelled memory."""
     assert operand.memory.first_position is not None, "the memory is labelled"
     positions = torch.tensor(operand.memory.first_position + operand.offset)
@@ -287,7 +287,7 @@ def _positions_of(operand: Operand) -> Tensor:
 
 
 def _is_operand(value: Any) -> bool:
-    return isinstance(value, Operand)
+    return isinstance(value, MemoryView)
 
 
 class _default_dtype:

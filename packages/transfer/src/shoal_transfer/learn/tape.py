@@ -37,7 +37,7 @@ class Memory:
     writers: list[int] = field(default_factory=list)
 
 
-class Operand(NamedTuple):
+class MemoryView(NamedTuple):
     """A tensor argument of an operation, as a strided view of a memory."""
 
     memory: Memory
@@ -53,7 +53,7 @@ class Operation:
 
     Attributes:
         operator: of aten.
-        args: with an Operand in place of each tensor.
+        args: with a MemoryView in place of each tensor.
         kwargs: likewise.
         read: the operands among the arguments.
         written: the operands that are written to, outputs with new memory included.
@@ -63,9 +63,9 @@ class Operation:
     operator: Operator
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    read: tuple[Operand, ...]
-    written: tuple[Operand, ...] = ()
-    outputs: tuple[Operand | None, ...] = ()
+    read: tuple[MemoryView, ...]
+    written: tuple[MemoryView, ...] = ()
+    outputs: tuple[MemoryView | None, ...] = ()
 
 
 class Tape:
