@@ -43,6 +43,9 @@ from .errors import BackendError, MeshTypeError
 
 Result = TypeVar("Result")
 BackendOptions = Backend.Options
+# Base class of groups in Python. The stubs have the overloads of C++ for its methods, of which
+# c10d calls one.
+PythonGroup: Any = ProcessGroup
 functional = torch.ops._c10d_functional
 c10d_ops = torch.ops.c10d
 
@@ -474,3 +477,51 @@ def _stash_takes_over() -> bool:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
     torch._C._stash_obj_in_tls(key, None)
     return uncounted
+
+
+# --- backward passes ------------------------------------------------------------------------------
+
+
+def in_backward_pass() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def run_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Have the running backward pass call a function when all gradients are computed."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+# --- the creation of groups, which a lab takes over ------------------------------------------------
+
+
+def group_helper() -> Callable[..., Any]:
+    """Return the function through which c10d creates all of its groups."""
+    helper: Callable[..., Any] = _c10d._new_process_group_helper
+    return helper
+
+
+def set_group_helper(helper: Callable[..., Any]) -> None:
+    """Have c10d create all of its groups through a function."""
+    _c10d._new_process_group_helper = helper
+
+
+def note_backend(group: ProcessGroup, backend: str) -> None:
+    """Have c10d report a backend for a group, in `get_backend` and in its configuration."""
+    _, store = _c10d._world.pg_map[group]
+    _c10d._world.pg_map[group] = (backend, store)
+    _c10d._world.pg_backend_config[group] = str(_c10d.BackendConfig(dist.Backend(backend)))
+
+
+def rendezvous_handlers() -> dict[str, Callable[..., Any]]:
+    """Return the handlers of `init_method`, by the scheme of its address."""
+    handlers: dict[str, Callable[..., Any]] = sys.modules[
+        "torch.distributed.rendezvous"
+    ]._rendezvous_handlers
+    return handlers
+
+
+def device_types() -> list[str]:
+    """Return the device types of this build of torch: `cpu`, and its accelerators."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]

@@ -69,6 +69,10 @@ class LockstepError(PeerError):
     """
 
 
+class DeadlockError(LockstepError):
+    """All ranks of a lab wait for each other, or for ranks that have returned."""
+
+
 class NewcomerError(RuntimeError):
     """Ranks wait to join.
 

@@ -367,6 +367,8 @@ class RankPool:
 
     def _stacks(self, hung: tuple[int, ...]) -> dict[int, str]:
         """Return the stack of each hung rank, as faulthandler dumps it."""
+        if not hung:
+            return {}
         before = {rank: len(self._read("trace", rank)) for rank in hung}
         for rank in hung:
             with contextlib.suppress(ProcessLookupError):
@@ -376,8 +378,7 @@ class RankPool:
         while time.monotonic() < deadline and not (stacks and all(stacks.values())):
             time.sleep(0.02)
             stacks = {rank: self._read("trace", rank)[before[rank] :] for rank in hung}
-        if hung:
-            time.sleep(0.05)  # the last lines of the last one
+        time.sleep(0.05)  # the last lines of the last one
         return {rank: self._read("trace", rank)[before[rank] :] for rank in hung}
 
     def _read(self, kind: str, rank: int) -> str:

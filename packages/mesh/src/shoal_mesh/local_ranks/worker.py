@@ -52,7 +52,7 @@ class Job(NamedTuple):
     cwd: str  # working directory of the parent
     # port of the parent's store, and a prefix that no other job has
     store: tuple[int, str]
-    backend: str  # of the default group
+    backend: str  # of the default group; "" for none
     # whether a rank ends when it has answered
     last: bool
 
@@ -151,7 +151,7 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
     # as in any program: its imports run first, then communication starts
     function = pickle.loads(job.function)
     # the last job has destroyed it, or there was none
-    if not dist.is_initialized():
+    if job.backend and not dist.is_initialized():
         port, prefix = job.store
         store = TCPStore("127.0.0.1", port, is_master=False)
         set_own_device(rank, job.backend)

@@ -1,0 +1,123 @@
+"""The backend `lab` of c10d, and the programs that ask for other backends.
+
+On a rank of a lab every group is a `LabGroup`, whatever backend a program asks for: `nccl`, `gloo`
+or `cpu:gloo,cuda:nccl`. c10d reports the backend that the program has asked for. The rendezvous of
+`env://`, `tcp://` and `file://` goes through the lab.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import _torch
+from .._torch import Store
+from .calls import GroupKey
+from .group import LabGroup
+from .link import current_link, require_link
+from .store import LabStore
+
+NAME = "lab"
+_SCHEMES = ("env", "tcp", "file")
+
+
+def register() -> None:
+    """Register the backend, once for each process."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(
+            NAME, _create_group, extended_api=True, devices=_torch.device_types()
+        )
+
+
+def _create_group(options: Any, backend_options: object) -> LabGroup:
+    """Return the group that c10d creates for a rank of a lab."""
+    link = require_link()
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    name = options.group_id.removesuffix(link.facts.suffix)
+    key = link.next_generation(GroupKey(name, ranks))
+    return LabGroup(link, key, options.timeout)
+
+
+def _create_in_lab(*args: Any, **kwargs: Any) -> Any:
+    """Create a group as c10d does, by the backend `lab` on a rank of a lab."""
+    link = current_link()
+    if link is None:
+        return _ORDINARY_HELPER(*args, **kwargs)
+    size, rank, ranks, backend, store, name = args
+    # a group split from a bound device would need NCCL
+    kwargs = {**kwargs, "device_id": None, "backend_options": None}
+    group, own_store = _ORDINARY_HELPER(
+        size, rank, ranks, NAME, store, f"{name}{link.facts.suffix}", **kwargs
+    )
+    if isinstance(group, LabGroup):
+        _torch.note_backend(group, str(backend))
+    return group, own_store
+
+
+def _init_in_lab(*args: Any, **kwargs: Any) -> Any:
+    """Initialize the default group; a device of an accelerator that the lab replaces is dropped."""
+    link = current_link()
+    if link is not None and link.facts.device is not None:
+        kwargs.pop("device_id", None)
+    return _ORDINARY_INIT(*args, **kwargs)
+
+
+_ORDINARY_HELPER = _torch.group_helper()
+_ORDINARY_INIT = dist.init_process_group
+# Declared mutable state: how many blocks of `installed` are open, and handlers of rendezvous.
+_OPEN = [0]
+_HANDLERS: dict[str, Any] = {}
+_LOCK = threading.Lock()
+
+
+def _rendezvous_in_lab(scheme: str) -> Any:
+    ordinary = _torch.rendezvous_handlers()[scheme]
+
+    def rendezvous(*args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
+        link = current_link()
+        if link is None:
+            yield from ordinary(*args, **kwargs)
+            return
+        yield LabStore(link, f"{scheme}/"), link.facts.rank, link.facts.size
+
+    return rendezvous
+
+
+def install() -> None:
+    """Have ranks of labs of this process create all their groups by the backend `lab`."""
+    register()
+    with _LOCK:
+        _OPEN[0] += 1
+        if _OPEN[0] > 1:
+            return
+        handlers = _torch.rendezvous_handlers()
+        for scheme in _SCHEMES:
+            _HANDLERS[scheme] = handlers[scheme]
+            handlers[scheme] = _rendezvous_in_lab(scheme)
+        _torch.set_group_helper(_create_in_lab)
+        dist.init_process_group = _init_in_lab
+
+
+def uninstall() -> None:
+    """Undo one `install`."""
+    with _LOCK:
+        _OPEN[0] -= 1
+        if _OPEN[0]:
+            return
+        _torch.rendezvous_handlers().update(_HANDLERS)
+        _torch.set_group_helper(_ORDINARY_HELPER)
+        dist.init_process_group = _ORDINARY_INIT
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Open a block in which ranks of labs create all their groups by the backend `lab`."""
+    install()
+    try:
+        yield
+    finally:
+        uninstall()

@@ -1,0 +1,249 @@
+"""The coordinator: the scheduler of ranks that are processes, on a thread of their parent.
+
+Ranks connect through a socket in a folder of their pool. A rank sends its calls without waiting,
+and gets an answer to each request that has to wait. The tensors are in the arena: the coordinator
+passes on where, and does not read them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Listener, wait
+
+from .arena import Extent, Packet
+from .messages import (
+    INPUTS,
+    REDUCE,
+    TOTALS,
+    VALUE,
+    Ask,
+    Hello,
+    Leave,
+    Post,
+    Read,
+    Reply,
+    Totals,
+    Wait,
+)
+from .scheduler import Answer, Meeting, Scheduler, Task, Ticket
+
+# seconds that other threads of ranks have to end the wait of all main threads
+_GRACE = 10.0
+
+
+class Coordinator:
+    """Answers the requests of ranks until `close`.
+
+    Args:
+        path: the path of the socket, which this creates.
+        size: number of ranks.
+        seed: of the choices among ranks that can go on.
+        order: ranks to choose, one for each choice among several; ranks then run one at a time.
+
+    Attributes:
+        scheduler: the scheduler of the ranks.
+    """
+
+    def __init__(self, path: str, size: int, *, seed: int = 0, order: Sequence[int] = ()) -> None:
+        width = 1 if order else None
+        self.scheduler = Scheduler(
+            size, seed=seed, order=order, width=width, on_complete=self._note_readers
+        )
+        self._listener = Listener(path, family="AF_UNIX", backlog=max(size, 16))
+        self._wake, self._woken = os.pipe()
+        self._connections: dict[Connection, Task] = {}
+        self._of_task: dict[Task, Connection] = {}
+        self._tickets: dict[tuple[int, int], Ticket] = {}
+        # the members that have not read the tensors of a meeting
+        self._unread: dict[Meeting, set[int]] = {}
+        self._packed: dict[Meeting, bytes] = {}
+        # tasks that wait for the reductions of a meeting
+        self._held: dict[Meeting, list[Task]] = {}
+        self._unsent: dict[Task, Reply] = {}
+        self._freed: dict[int, list[int]] = defaultdict(list)
+        self._thread = threading.Thread(target=self._serve, name="shoal_lab", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and close the socket and its connections."""
+        os.write(self._woken, b"x")
+        self._thread.join()
+        for connection in list(self._connections):
+            connection.close()
+        self._listener.close()
+        os.close(self._wake)
+        os.close(self._woken)
+
+    def _serve(self) -> None:
+        socket = self._listener._listener._socket  # type: ignore[attr-defined]  # no public way to wait for a connection
+        while True:
+            timeout = _GRACE if self.scheduler.is_stuck else None
+            ready = wait([self._wake, socket, *self._connections], timeout)
+            if self._wake in ready:
+                return
+            if not ready:
+                self.scheduler.fail_stuck()
+            self.scheduler.is_stuck = False
+            for source in ready:
+                if source is socket:
+                    self._accept()
+                elif isinstance(source, Connection):
+                    self._receive(source)
+            self._answer()
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        connection = self._listener.accept()
+        hello: Hello = connection.recv()
+        task = Task(hello.rank, hello.thread)
+        self._connections[connection] = task
+        self._of_task[task] = connection
+        reply = self._unsent.pop(task, None)
+        if reply is not None:
+            self._send(task, reply)
+
+    def _receive(self, connection: Connection) -> None:
+        task = self._connections[connection]
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            self._drop(connection)
+            return
+        match message:
+            case Post():
+                self._post(task, message)
+            case Wait():
+                self._wait(task, message)
+            case Ask():
+                self.scheduler.count_threads(task.rank, message.threads)
+                self.scheduler.store(task, message.request)
+            case Totals():
+                self._take_totals(task.rank, message)
+            case Read():
+                for number in message.numbers:
+                    self._note_read(task.rank, number)
+            case Leave():
+                self.scheduler.leave(task.rank, message.reason, failed=message.failed)
+
+    def _drop(self, connection: Connection) -> None:
+        """Forget a connection; a main thread that has not left has died."""
+        task = self._connections.pop(connection)
+        self._of_task.pop(task, None)
+        connection.close()
+        if task.thread == 0:
+            self.scheduler.leave_if_present(task.rank, "has died")
+
+    def _post(self, task: Task, message: Post) -> None:
+        ticket = Ticket(message.number, task, message.call, message.packet)
+        self._tickets[task.rank, message.number] = ticket
+        self.scheduler.post(ticket)
+        if message.is_answered:
+            self._send(task, Reply(VALUE))
+
+    def _wait(self, task: Task, message: Wait) -> None:
+        self.scheduler.count_threads(task.rank, message.threads)
+        ticket = self._tickets[task.rank, message.number]
+        if message.is_poll:
+            self.scheduler.poll(task, ticket)
+        else:
+            self.scheduler.wait(task, ticket)
+
+    # --- tensors that ranks have read ----------------------------------------------------------
+
+    def _note_readers(self, meeting: Meeting) -> None:
+        readers = {m for m, call in meeting.calls.items() if call.outputs}
+        self._unread[meeting] = readers
+        if not readers:
+            self._free(meeting)
+
+    def _note_read(self, rank: int, number: int) -> None:
+        ticket = self._tickets.pop((rank, number))
+        meeting = ticket.meeting
+        assert meeting is not None, "a call that is read has met the others"
+        unread = self._unread.get(meeting)
+        if unread is None:
+            return
+        unread -= {m for m, other in meeting.tickets.items() if other is ticket}
+        if not unread:
+            self._free(meeting)
+
+    def _free(self, meeting: Meeting) -> None:
+        """Have the owners of a meeting's tensors free them."""
+        del self._unread[meeting]
+        self._packed.pop(meeting, None)
+        packets = [ticket.payload for ticket in meeting.tickets.values()]
+        if meeting.totals is not None:
+            packets.append(meeting.totals)
+        for packet in packets:
+            if isinstance(packet.data, Extent):
+                self._freed[packet.data.rank].append(packet.data.offset)
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        while answers := self.scheduler.take_answers():
+            for answer in answers:
+                self._send_answer(answer)
+        failure = self.scheduler.failure
+        if failure is not None:
+            for tasks in self._held.values():
+                for task in tasks:
+                    self._send(task, Reply(VALUE, error=failure))
+            self._held.clear()
+
+    def _send_answer(self, answer: Answer) -> None:
+        task = answer.task
+        if answer.error is not None:
+            self._send(task, Reply(VALUE, error=answer.error))
+        elif not isinstance(answer.value, Meeting):
+            # the first turn of a rank is given without a request
+            self._send(task, Reply(VALUE, answer.value))
+        elif answer.value.calls[0].kind != "all_reduce":
+            self._send_inputs(task, answer.value, INPUTS)
+        else:
+            self._send_all_reduce(task, answer.value)
+
+    def _send_all_reduce(self, task: Task, meeting: Meeting) -> None:
+        """Send reductions, or have the first rank that waits compute them for all."""
+        is_small = isinstance(meeting.tickets[0].payload.data, bytes)
+        if is_small:
+            self._send_inputs(task, meeting, INPUTS)
+        elif meeting.totals is not None:
+            self._send(task, Reply(TOTALS, meeting.totals))
+        elif meeting.reducer is not None:
+            self._held.setdefault(meeting, []).append(task)
+        else:
+            meeting.reducer = task
+            self._send_inputs(task, meeting, REDUCE)
+
+    def _take_totals(self, rank: int, message: Totals) -> None:
+        meeting = self._tickets[rank, message.number].meeting
+        assert meeting is not None, "reductions follow a meeting"
+        meeting.totals = message.packet
+        for task in self._held.pop(meeting, []):
+            self._send(task, Reply(TOTALS, message.packet))
+
+    def _send_inputs(self, task: Task, meeting: Meeting, kind: int) -> None:
+        source = meeting.calls[0].rank if meeting.calls[0].kind == "send" else None
+        packed = self._packed.get(meeting)
+        if packed is None:
+            packets: dict[int, Packet] = {m: t.payload for m, t in meeting.tickets.items()}
+            packed = pickle.dumps(packets)
+            self._packed[meeting] = packed
+        self._send(task, Reply(kind, packed, source=source))
+
+    def _send(self, task: Task, reply: Reply) -> None:
+        connection = self._of_task.get(task)
+        if connection is None:
+            # the first turn of a rank that has not connected yet
+            self._unsent[task] = reply
+            return
+        freed = tuple(self._freed.pop(task.rank, ()))
+        with suppress(OSError):
+            connection.send_bytes(pickle.dumps(reply._replace(freed=freed)))

@@ -1,0 +1,311 @@
+"""`LabGroup`: a process group whose collectives are calls to the scheduler of a lab."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import PythonGroup
+from ..errors import CollectiveError
+from .calls import ANY, Call, GroupKey, Meta
+from .link import Link, program_frames
+from .values import name_of_op
+from .work import LabWork
+
+Tensors = Sequence[Tensor]
+
+
+class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
+    """The group of one rank, with the methods that c10d calls.
+
+    Args:
+        link: the link of the rank.
+        key: the identity of the group.
+        timeout: the timeout that the program set, which no call of a lab needs.
+    """
+
+    # `_get_backend` of c10d returns the group, which is asked for these
+    supports_coalescing = False
+    supports_splitting = False
+    supports_time_estimate = False
+    supports_shrinking = False
+    supports_tensor_alloc = False
+
+    def __init__(self, link: Link, key: GroupKey, timeout: dt.timedelta | None = None) -> None:
+        self.key = key
+        self._member = key.ranks.index(link.facts.rank)
+        super().__init__(self._member, len(key.ranks))
+        self._link = link
+        self._number = 0
+        self._name = key.name
+        self._description = "undefined"
+        self.options = SimpleNamespace(_timeout=timeout or dt.timedelta(minutes=30))
+
+    # --- names and facts that c10d asks for ----------------------------------------------------
+
+    @property
+    def group_name(self) -> str:
+        """The name of the group in the registry of this process."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """The description of the group."""
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupName(self) -> str:
+        """Return the name of the group."""
+        return self._name
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return "lab"
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return "lab"
+
+    def _get_backend(self, device: torch.device) -> LabGroup:
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._number
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def set_timeout(self, timeout: dt.timedelta, device: torch.device | None = None) -> None:
+        """Set the timeout that `options` has."""
+        self.options._timeout = timeout
+
+    def abort(self) -> None:
+        """Do nothing: a lab has no connections to close."""
+
+    def shutdown(self) -> None:
+        """Do nothing: a lab has no connections to close."""
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        pass
+
+    def _end_coalescing(self, device: torch.device) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"LabGroup({self._name!r}: rank {self._member} of {len(self.key.ranks)})"
+
+    # --- reductions ----------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> LabWork:
+        """Reduce each tensor over the group, in place."""
+        return self._reduce("all_reduce", tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> LabWork:
+        """Reduce each tensor over the group, in place on the root."""
+        return self._reduce("reduce", tensors, opts, root=_root_of(opts))
+
+    def _reduce(self, kind: str, tensors: Tensors, opts: Any, root: int | None = None) -> LabWork:
+        op = _op_of(opts)
+        tensors = _list_of(tensors)
+        is_receiver = root is None or root == self._member
+        outputs = tensors if is_receiver else ()
+        return self._start(kind, (tensors, outputs), tensors, op=op, root=root)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
+    ) -> LabWork:
+        """Reduce block i of each list over the group, on member i."""
+        blocks = [block for of_members in inputs for block in of_members]
+        return self._start("reduce_scatter", (blocks, outputs), outputs, op=_op_of(opts))
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> LabWork:
+        """Reduce equal blocks of each tensor over the group."""
+        return self.reduce_scatter(outputs, [self._blocks(tensor) for tensor in inputs], opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> LabWork:
+        """Reduce equal blocks of a tensor over the group."""
+        return self.reduce_scatter([output], [self._blocks(tensor)], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    # --- copies --------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> LabWork:
+        """Copy each tensor of the root to all members."""
+        tensors = _list_of(tensors)
+        root = _root_of(opts)
+        inputs = tensors if root == self._member else ()
+        outputs = () if root == self._member else tensors
+        return self._start("broadcast", (inputs, outputs), tensors, root=root)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> LabWork:
+        """Copy each tensor of each member to all members."""
+        flat = [output for of_members in outputs for output in of_members]
+        return self._start("all_gather", (inputs, flat), flat)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> LabWork:
+        """Copy lists of tensors; `outputs` has a list for each member."""
+        return self.allgather(list(zip(*outputs, strict=True)), inputs)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> LabWork:
+        """Copy each tensor of each member to equal blocks of an output."""
+        work = self.allgather([self._blocks(output) for output in outputs], inputs)
+        work._result = list(outputs)
+        return work
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> LabWork:
+        """Copy a tensor of each member to equal blocks of an output."""
+        return self.all_gather_single_coalesced([output], [tensor])
+
+    _allgather_base = all_gather_single
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> LabWork:
+        """Copy a tensor of each member to the root."""
+        flat = [output for of_members in outputs for output in of_members]
+        return self._start("gather", (inputs, flat), flat, root=_root_of(opts))
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> LabWork:
+        """Copy tensor i of the root to member i."""
+        flat = [tensor for of_members in inputs for tensor in of_members]
+        return self._start("scatter", (flat, outputs), outputs, root=_root_of(opts))
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LabWork:
+        """Copy tensor i of each member to member i."""
+        return self._start("all_to_all", (inputs, outputs), outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        opts: Any = None,
+    ) -> LabWork:
+        """Copy block i of each member's tensor to member i; sizes are rows, equal if empty."""
+        work = self.alltoall(self._rows(output, received), self._rows(tensor, sent))
+        work._result = [output]
+        return work
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> LabWork:
+        """Wait for all members."""
+        return self._start("barrier", ((), ()), ())
+
+    def monitored_barrier(
+        self, timeout: dt.timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all members; a missing one is named in the error of a deadlock."""
+        self.barrier().wait()
+
+    # --- messages ------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, destination: int, tag: int = 0) -> LabWork:
+        """Send a tensor to a member; it is complete when the member receives it."""
+        call = self._call("send", tensors, (), peer=destination, tag=tag)
+        return self._post(call, tensors, (), result=tensors)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> LabWork:
+        """Receive a tensor from a member."""
+        call = self._call("recv", (), tensors, peer=source, tag=tag)
+        return self._post(call, (), tensors, result=tensors)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> LabWork:
+        """Receive a tensor from any member."""
+        return self.recv(tensors, ANY, tag)
+
+    # --- calls ---------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        kind: str,
+        tensors: tuple[Tensors, Tensors],
+        result: Tensors,
+        *,
+        op: tuple[str, Any] = ("", None),
+        root: int | None = None,
+    ) -> LabWork:
+        """Post a collective with (inputs, outputs)."""
+        inputs, outputs = tensors
+        call = self._call(kind, inputs, outputs, root=root)
+        call.op = op[0]
+        call.factor = op[1]
+        call.number = self._number
+        self._number += 1
+        return self._post(call, inputs, outputs, result=result)
+
+    def _call(self, kind: str, inputs: Tensors, outputs: Tensors, **facts: Any) -> Call:
+        return Call(
+            kind=kind,
+            group=self.key,
+            member=self._member,
+            inputs=tuple(map(Meta.of, inputs)),
+            outputs=tuple(map(Meta.of, outputs)),
+            frames=program_frames(),
+            **facts,
+        )
+
+    def _post(self, call: Call, inputs: Tensors, outputs: Tensors, *, result: Tensors) -> LabWork:
+        return LabWork(self._link, self._link.post(call, inputs, outputs), list(result))
+
+    def _blocks(self, tensor: Tensor) -> list[Tensor]:
+        """Return equal blocks of a tensor, one for each member, as flat views."""
+        members = len(self.key.ranks)
+        count, rest = divmod(tensor.numel(), members)
+        if rest or not tensor.is_contiguous():
+            raise CollectiveError(
+                f"{members} ranks share a contiguous tensor with a multiple of {members} elements, "
+                f"got {tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
+        return list(tensor.detach().view(-1).split_with_sizes([count] * members))
+
+    def _rows(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the blocks of rows of a tensor, one for each member."""
+        members = len(self.key.ranks)
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if not sizes and rows % members == 0:
+            sizes = [rows // members] * members
+        if len(sizes) != members or sum(sizes) != rows:
+            raise CollectiveError(
+                f"{members} ranks exchange rows that add up, got the sizes {list(sizes)} for "
+                f"{rows} rows"
+            )
+        return list(tensor.detach().split_with_sizes(list(sizes)))
+
+
+def _op_of(opts: Any) -> tuple[str, Any]:
+    """Return the name and the factor of a reduction, or of that of options; a sum by default."""
+    return ("sum", None) if opts is None else name_of_op(getattr(opts, "reduceOp", opts))
+
+
+def _root_of(opts: Any) -> int:
+    """Return a root, or that of options."""
+    root: int = getattr(opts, "rootRank", opts)
+    return root
+
+
+def _list_of(tensors: Tensors | Tensor) -> Tensors:
+    """Return a list of tensors; c10d's groups take a single one, too."""
+    return [tensors] if isinstance(tensors, Tensor) else tensors

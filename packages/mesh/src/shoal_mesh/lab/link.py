@@ -1,0 +1,189 @@
+"""The link of a rank to its lab: posts calls, waits for them, and reaches the stores.
+
+Each isolation has a class of links. The thread of a rank holds its link by a name that torch copies
+to the threads of backward passes, so a hook that autograd calls on another thread acts for its
+rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from .. import _torch
+from ..errors import MeshError
+from .calls import Call, Frame, GroupKey
+from .shared_values import StoreRequest
+
+_KEY = "shoal_mesh.lab"
+_MOST_FRAMES = 4
+_LIBRARIES = ("torch", "shoal_mesh", "importlib", "runpy", "contextlib", "threading", "concurrent")
+# Declared mutable state: the link of a process that is one rank, for all of its threads.
+_OF_PROCESS: list[Link] = []
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A posted call with its tensors.
+
+    Attributes:
+        number: its number, distinct within the rank.
+        call: the call.
+        inputs: the tensors that this rank brings.
+        outputs: the tensors that it receives.
+        is_done: whether the outputs are written.
+        source: for a message, the global rank that has sent it.
+        state: the record of the isolation.
+    """
+
+    number: int
+    call: Call
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    is_done: bool = False
+    source: int | None = None
+    state: Any = None
+
+
+@dataclass(slots=True)
+class RankFacts:
+    """The place of a rank in its lab.
+
+    Attributes:
+        rank: the global rank.
+        size: number of ranks.
+        device: the device type that stands for every accelerator, or None.
+        suffix: appended to names of groups in the registry of the process.
+        generations: how often each group was created.
+    """
+
+    rank: int
+    size: int
+    device: str | None = None
+    suffix: str = ""
+    generations: dict[GroupKey, int] = field(default_factory=dict)
+
+
+class Link(ABC):
+    """The connection of one rank to the scheduler.
+
+    Args:
+        facts: the place of the rank.
+    """
+
+    def __init__(self, facts: RankFacts) -> None:
+        self.facts = facts
+        # C++ keeps no reference to the part of a store that is in Python
+        self.stores: list[Any] = []
+
+    @abstractmethod
+    def post(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pending:
+        """Enter a call, and return its record; other ranks may not have arrived.
+
+        Args:
+            call: the call.
+            inputs: the tensors that this rank brings, not written before the call is done.
+            outputs: the tensors that it receives.
+        """
+
+    @abstractmethod
+    def wait(self, pending: Pending) -> None:
+        """Wait until the outputs of a call are written.
+
+        Args:
+            pending: the call.
+
+        Raises:
+            LockstepError: ranks differ, or are in a deadlock.
+            PeerError: another rank has failed.
+        """
+
+    @abstractmethod
+    def poll(self, pending: Pending) -> bool:
+        """Return whether a call is complete; other ranks run first.
+
+        Args:
+            pending: the call.
+        """
+
+    @abstractmethod
+    def ask_store(self, request: StoreRequest) -> Any:
+        """Return the answer of the stores to a request, which may have to wait.
+
+        Args:
+            request: the request.
+
+        Raises:
+            TimeoutError: it has a time limit, and no rank can go on otherwise.
+        """
+
+    def next_generation(self, key: GroupKey) -> GroupKey:
+        """Return the identity of a new group, which differs from earlier groups of its name.
+
+        Args:
+            key: its name and ranks.
+        """
+        times = self.facts.generations.get(key, 0)
+        self.facts.generations[key] = times + 1
+        return key._replace(generation=times)
+
+
+def enter_process(link: Link) -> None:
+    """Make a link the link of all threads of this process.
+
+    Args:
+        link: the link.
+    """
+    _OF_PROCESS[:] = [link]
+
+
+def enter_thread(link: Link | None) -> None:
+    """Make a link the link of this thread, and of the backward passes that it starts.
+
+    Args:
+        link: the link; None for a thread that is not a rank any more.
+    """
+    _torch.set_thread_object(_KEY, link)
+
+
+def current_link() -> Link | None:
+    """Return the link of the rank that this thread acts for, or None."""
+    if _OF_PROCESS:
+        return _OF_PROCESS[0]
+    link: Link | None = _torch.thread_object(_KEY)
+    return link
+
+
+def require_link() -> Link:
+    """Return the link of the rank that this thread acts for.
+
+    Raises:
+        MeshError: the thread is not a rank of a lab.
+    """
+    link = current_link()
+    if link is None:
+        raise MeshError(
+            "the backend lab needs ranks of a lab, and this thread is not one: start it by "
+            "lab(4).run(function), and use isolation='process' for programs with threads of "
+            "their own"
+        )
+    return link
+
+
+def program_frames() -> tuple[Frame, ...]:
+    """Return the innermost lines of the program that calls a collective, innermost first."""
+    frames: list[Frame] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < _MOST_FRAMES:
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        if module not in _LIBRARIES:
+            code = frame.f_code
+            frames.append(Frame(code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return tuple(frames)

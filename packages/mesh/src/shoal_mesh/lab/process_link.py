@@ -1,0 +1,152 @@
+"""The link of a rank that is a process."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import count
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arena import Arena, Packet
+from .calls import Call, Meta
+from .link import Link, Pending, RankFacts
+from .messages import (
+    REDUCE,
+    TOTALS,
+    VALUE,
+    Ask,
+    Hello,
+    Leave,
+    Post,
+    Read,
+    Reply,
+    Totals,
+    Wait,
+)
+from .shared_values import StoreRequest
+from .threads import copy_message
+from .values import deliver, totals_of
+
+
+class ProcessLink(Link):
+    """The link of a rank that is a process.
+
+    Args:
+        facts: the place of the rank.
+        address: the path of the coordinator's socket.
+        files: the paths of the files of all ranks.
+    """
+
+    def __init__(self, facts: RankFacts, address: str, files: Sequence[str]) -> None:
+        super().__init__(facts)
+        self._address = address
+        self._arena = Arena(facts.rank, files)
+        # a thread may allocate while another one frees
+        self._lock = threading.Lock()
+        self._numbers = count()
+        self._threads = count()
+        self._own = threading.local()
+        # the first turn
+        self._receive()
+
+    def post(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pending:
+        """Enter a call; see `Link.post`."""
+        with torch.no_grad(), self._lock:
+            packet = self._arena.write(call.inputs, inputs)
+        pending = Pending(next(self._numbers), call, inputs, outputs)
+        # another thread may wait for the call by its own connection
+        is_answered = threading.active_count() > 1
+        self._connection().send(Post(pending.number, call, packet, is_answered))
+        if is_answered:
+            self._receive()
+        return pending
+
+    def wait(self, pending: Pending) -> None:
+        """Wait for the coordinator, and write the outputs of a call; see `Link.wait`."""
+        self._connection().send(Wait(pending.number, False, _other_threads()))
+        reply = self._receive()
+        if reply.kind == TOTALS:
+            with self._arena.read(reply.value) as totals:
+                deliver(pending.call, pending.outputs, {}, totals)
+        else:
+            self._read_inputs(pending, reply)
+        if pending.outputs:
+            self._connection().send(Read((pending.number,)))
+        pending.is_done = True
+        pending.inputs = ()
+        pending.source = reply.source
+
+    def _read_inputs(self, pending: Pending, reply: Reply) -> None:
+        packets: Mapping[int, Packet] = pickle.loads(reply.value)
+        call = pending.call
+        with ExitStack() as stack:
+            needed = packets if pending.outputs else {}
+            inputs = {
+                member: stack.enter_context(self._arena.read(packet))
+                for member, packet in needed.items()
+                if packet.metas
+            }
+            if call.kind == "recv":
+                with torch.no_grad():
+                    copy_message(inputs[0], pending.outputs)
+                return
+            totals = totals_of(call, inputs) if call.kind == "all_reduce" else []
+            if reply.kind == REDUCE:
+                self._publish(pending.number, totals)
+            deliver(call, pending.outputs, inputs, totals)
+
+    def _publish(self, number: int, totals: Sequence[Tensor]) -> None:
+        """Give the reductions of an `all_reduce` to the other ranks."""
+        with torch.no_grad(), self._lock:
+            packet = self._arena.write(tuple(map(Meta.of, totals)), totals)
+        self._connection().send(Totals(number, packet))
+
+    def poll(self, pending: Pending) -> bool:
+        """Return whether a call is complete; see `Link.poll`."""
+        self._connection().send(Wait(pending.number, True, _other_threads()))
+        return bool(self._receive().value)
+
+    def ask_store(self, request: StoreRequest) -> Any:
+        """Return the answer of the stores to a request; see `Link.ask_store`."""
+        self._connection().send(Ask(request, _other_threads()))
+        value = self._receive().value
+        if isinstance(value, TimeoutError):
+            raise value
+        return value
+
+    def leave(self, reason: str, *, failed: bool) -> None:
+        """Record that this rank ends.
+
+        Args:
+            reason: the reason in words.
+            failed: whether the other ranks have to end too.
+        """
+        self._connection().send(Leave(reason, failed))
+
+    def _receive(self) -> Reply:
+        """Return the answer to the request of this thread, or raise its error."""
+        reply: Reply = self._connection().recv()
+        with self._lock:
+            self._arena.free(reply.freed)
+        if reply.kind == VALUE and reply.error is not None:
+            raise reply.error
+        return reply
+
+    def _connection(self) -> Connection:
+        """Return the connection of this thread; the first thread is the main one."""
+        connection: Connection | None = getattr(self._own, "connection", None)
+        if connection is None:
+            connection = Client(self._address, family="AF_UNIX")
+            connection.send(Hello(self.facts.rank, next(self._threads)))
+            self._own.connection = connection
+        return connection
+
+
+def _other_threads() -> int:
+    return threading.active_count() - 1

@@ -1,0 +1,140 @@
+"""Ranks as processes, forked by the fork server of this process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import RankError
+from ..local_ranks.pickle_functions import dump, dump_function
+from ..local_ranks.pool import RankPool
+from .arena import create_file
+from .backend import NAME, install
+from .coordinator import Coordinator
+from .link import RankFacts, enter_process
+from .process_link import ProcessLink
+from .rank_state import environment_of
+
+T = TypeVar("T")
+
+
+class Order(NamedTuple):
+    """The facts of a run, sent to all ranks.
+
+    Attributes:
+        size: number of ranks.
+        seed: of torch's and Python's generators.
+        order: ranks to choose, one for each choice among several.
+        device: the device type that stands for every accelerator, or None.
+        world: whether the default group is initialized before the call.
+        environment: the environment variables of the parent.
+        address: the path of the coordinator's socket.
+        files: the paths of the files of all ranks.
+    """
+
+    size: int
+    seed: int
+    order: tuple[int, ...]
+    device: str | None
+    world: bool
+    environment: dict[str, str]
+    address: str = ""
+    files: tuple[str, ...] = ()
+
+
+class _LabPool(RankPool):
+    """Ranks that end when they have returned, without a default group."""
+
+    def __init__(self, size: int, *, show_output: bool) -> None:
+        super().__init__(size, backend=NAME, show_output=show_output, once=True)
+        # a worker initializes no group for it
+        self.backend = ""
+
+
+def run_on_processes(
+    order: Order, function: Callable[..., T], arguments: tuple[Any, Any], *, show_output: bool
+) -> tuple[list[T], list[int]]:
+    """Return the results of a function on ranks that are processes, and the choices among ranks.
+
+    Args:
+        order: the facts of the run; this fills in the address and the files.
+        function: the function.
+        arguments: its arguments, and its keyword arguments.
+        show_output: whether the ranks print to the output of this process.
+
+    Raises:
+        RankError: ranks failed by errors that cannot be sent, or were killed.
+        Exception: the error of the first rank that failed by itself.
+    """
+    code = dump_function(function)
+    payload = dump(arguments)
+    folder = tempfile.mkdtemp(prefix="shoal_lab_")
+    files = [create_file(folder, rank) for rank in range(order.size)]
+    address = f"{folder}/s"
+    coordinator = Coordinator(address, order.size, seed=order.seed, order=order.order)
+    order = order._replace(address=address, files=tuple(file.path for file in files))
+    try:
+        with _LabPool(order.size, show_output=show_output) as pool:
+            results = pool.run(run_rank, order, code, payload, timeout=None)
+        return results, coordinator.scheduler.choices
+    except RankError as error:
+        _raise_cause(error)
+    finally:
+        coordinator.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        for file in files:
+            os.close(file.descriptor)
+
+
+def _raise_cause(error: RankError) -> NoReturn:
+    """Raise the error of the first rank that failed by itself, with the report as its note."""
+    cause = error.__cause__
+    if cause is None:
+        raise error
+    cause.add_note(str(error))
+    raise cause from None
+
+
+def run_rank(order: Order, code: bytes, payload: bytes) -> Any:
+    """Run a function on this process as a rank of a lab, and return its result.
+
+    Args:
+        order: the facts of the run.
+        code: the pickled function.
+        payload: the pickled arguments.
+    """
+    rank = int(os.environ["RANK"])
+    os.environ.update(order.environment | environment_of(rank, order.size))
+    if order.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    link = ProcessLink(RankFacts(rank, order.size, order.device), order.address, order.files)
+    enter_process(link)
+    install()
+    try:
+        result = _call(order, code, payload)
+    except BaseException as error:
+        link.leave(f"raised {type(error).__name__}: {str(error)[:200]}", failed=True)
+        raise
+    link.leave("has returned", failed=False)
+    return result
+
+
+def _call(order: Order, code: bytes, payload: bytes) -> Any:
+    function = pickle.loads(code)
+    args, kwargs = pickle.loads(payload)
+    torch.manual_seed(order.seed)
+    random.seed(order.seed)
+    if order.world:
+        dist.init_process_group(NAME)
+    result = function(*args, **kwargs)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result

@@ -1,0 +1,103 @@
+"""State of the process that ranks on threads share, kept for each rank while others run."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RandomStates(NamedTuple):
+    """States of the default generators of torch, Python and NumPy.
+
+    Attributes:
+        of_torch: state of torch's generator on CPU.
+        of_devices: states of the generators of all CUDA devices, if CUDA is in use.
+        of_python: state of the module `random`.
+        of_numpy: state of NumPy's legacy generator; None where NumPy is not imported.
+    """
+
+    of_torch: Tensor
+    of_devices: tuple[Tensor, ...]
+    of_python: Any
+    of_numpy: Any
+
+    @classmethod
+    def capture(cls) -> RandomStates:
+        """Return the present states."""
+        numpy: Any = sys.modules.get("numpy")
+        of_numpy = None if numpy is None else numpy.random.get_state()
+        of_devices = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # of torch
+        return cls(torch.get_rng_state(), of_devices, random.getstate(), of_numpy)
+
+    def restore(self) -> None:
+        """Restore these states to the generators."""
+        torch.set_rng_state(self.of_torch)
+        random.setstate(self.of_python)
+        if self.of_devices:
+            torch.cuda.set_rng_state_all(list(self.of_devices))
+        if self.of_numpy is not None:
+            sys.modules["numpy"].random.set_state(self.of_numpy)
+
+
+class RankState(NamedTuple):
+    """State that each rank on a thread sees as its own.
+
+    Attributes:
+        random: states of the default generators.
+        dtype: the default dtype.
+        environment: the environment variables.
+    """
+
+    random: RandomStates
+    dtype: torch.dtype
+    environment: dict[str, str]
+
+    @classmethod
+    def capture(cls) -> RankState:
+        """Return the present state."""
+        return cls(RandomStates.capture(), torch.get_default_dtype(), dict(os.environ))
+
+    def restore(self) -> None:
+        """Make this state the present one."""
+        self.random.restore()
+        torch.set_default_dtype(self.dtype)
+        present = dict(os.environ)
+        if present == self.environment:
+            return
+        for name in present.keys() - self.environment.keys():
+            del os.environ[name]
+        os.environ.update(self.environment)
+
+    def with_environment(self, variables: dict[str, str]) -> RankState:
+        """Return this state with more environment variables.
+
+        Args:
+            variables: the variables.
+        """
+        return self._replace(environment=self.environment | variables)
+
+
+def environment_of(rank: int, size: int) -> dict[str, str]:
+    """Return the environment variables that torchrun sets for a rank of one machine.
+
+    Args:
+        rank: the global rank.
+        size: number of ranks.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        # nothing listens there: the rendezvous goes through the lab
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }

@@ -1,0 +1,515 @@
+"""The scheduler of a lab: turns of ranks, meetings of collectives, and the order of both.
+
+It is a state machine without threads, processes or clocks. An isolation reports the requests of its
+ranks (`post`, `wait`, `poll`, `store`, `leave`), and then takes the answers that have become due
+(`take_answers`). A rank that has an open request does not run until it has the answer.
+
+A collective is complete when all members have posted it, in any order. Three things depend on the
+order in which ranks arrive: the source of a receive from any rank, the value of a store, and an
+answer to `is_completed`. They are decided when all ranks wait, so the decision is independent of
+the speed of ranks. If all ranks wait and nothing can be decided, the ranks are in a deadlock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import Any, NamedTuple
+
+from ..errors import DeadlockError, LockstepError, MeshError, PeerError
+from .calls import ANY, POINT_TO_POINT, Call, GroupKey, disagreement, misfit
+from .reports import RankReport, deadlock_text, mismatch_text, victim_text
+from .shared_values import SharedValues, StoreRequest
+
+# vain answers to `is_completed`, one after the other, while every other rank waits
+MOST_VAIN_POLLS = 10_000
+
+
+class Task(NamedTuple):
+    """A thread of a rank.
+
+    Attributes:
+        rank: the global rank.
+        thread: 0 for the main thread; other threads take no turns.
+    """
+
+    rank: int
+    thread: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """A collective or a message, with the calls that have arrived.
+
+    Attributes:
+        calls: the calls, by index in the group; a message has the sender as 0, the receiver as 1.
+        tickets: the tickets of the calls.
+        is_complete: whether all members have arrived.
+        totals: the reductions of an `all_reduce`, in the form of the isolation.
+        reducer: the task that computes them, where one does.
+    """
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    is_complete: bool = False
+    totals: Any = None
+    reducer: Task | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A posted call of one rank.
+
+    Attributes:
+        number: the number that the rank gave the call.
+        task: the thread that posted it.
+        call: the call.
+        payload: its tensors, in the form of the isolation.
+        meeting: the meeting that the call is part of; None for a message without its other end.
+        waiter: the thread that waits for the call.
+    """
+
+    number: int
+    task: Task
+    call: Call
+    payload: Any
+    meeting: Meeting | None = None
+    waiter: Task | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the call has met the calls of its other members."""
+        return self.meeting is not None and self.meeting.is_complete
+
+
+class Answer(NamedTuple):
+    """The answer to an open request.
+
+    Attributes:
+        task: the thread that waits for it.
+        value: a Meeting, a bool, the value of a store, or None.
+        error: the exception to raise instead.
+    """
+
+    task: Task
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Open(NamedTuple):
+    """An open request of a task: a ticket to wait for or to poll, or a request to the stores."""
+
+    kind: str
+    ticket: Ticket | None = None
+    store: StoreRequest | None = None
+
+
+class Scheduler:
+    """Decides which ranks run, and which calls meet.
+
+    Args:
+        size: number of ranks.
+        seed: of the choices among ranks that can go on.
+        order: ranks to choose, one for each choice among several; the seed decides when it ends.
+        width: how many ranks run at a time; None for all.
+        on_complete: called with each meeting that is complete.
+
+    Attributes:
+        choices: the ranks chosen so far where there were several; `order=choices` repeats the run.
+        is_stuck: whether all main threads wait, and other threads of their ranks may help them.
+        failure: why no request can be answered any more, or None.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        seed: int = 0,
+        order: Sequence[int] = (),
+        width: int | None = None,
+        on_complete: Callable[[Meeting], None] | None = None,
+    ) -> None:
+        self.size = size
+        self.choices: list[int] = []
+        self.failure: BaseException | None = None
+        self.is_stuck: bool = False
+        self._random = Random(seed)
+        self._order = deque(order)
+        self._width = width or size
+        self._batches = width is None and not order
+        self._on_complete = on_complete or (lambda meeting: None)
+        self._stores = SharedValues()
+        self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
+        self._messages: dict[tuple[GroupKey, int, int, int], deque[Ticket]] = {}
+        self._receives: dict[tuple[GroupKey, int, int, int], deque[Ticket]] = {}
+        self._open: dict[Task, Open] = {}
+        self._ready: dict[Task, Answer] = {Task(rank): Answer(Task(rank)) for rank in range(size)}
+        self._running: set[int] = set()
+        self._left: dict[int, str] = {}
+        self._last: dict[int, Call] = {}
+        self._answers: list[Answer] = []
+        self._vain_polls = 0
+        self._free_threads: dict[int, int] = {}
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def post(self, ticket: Ticket) -> None:
+        """Enter a call; it meets the others of its group.
+
+        Args:
+            ticket: the call.
+        """
+        if self.failure is not None:
+            return
+        call = ticket.call
+        self._last[ticket.task.rank] = call
+        self._vain_polls = 0
+        if call.kind in POINT_TO_POINT:
+            self._post_message(ticket)
+            return
+        key = (call.group, call.number)
+        meeting = self._meetings.setdefault(key, Meeting())
+        ticket.meeting = meeting
+        first = next(iter(meeting.calls.values()), call)
+        meeting.calls[call.member] = call
+        meeting.tickets[call.member] = ticket
+        property_name = disagreement(first, call)
+        if property_name:
+            self.fail(LockstepError(*mismatch_text(property_name, [first, call], self._reports())))
+            return
+        if len(meeting.calls) == call.size:
+            del self._meetings[key]
+            self._complete(meeting)
+
+    def _post_message(self, ticket: Ticket) -> None:
+        """Match a send with a receive that names its source, or keep it."""
+        call = ticket.call
+        is_send = call.kind == "send"
+        peer = ANY if call.peer is None else call.peer
+        sender = call.member if is_send else peer
+        receiver = peer if is_send else call.member
+        key = (call.group, sender, receiver, call.tag)
+        others = (self._receives if is_send else self._messages).get(key)
+        if not others:
+            mine = self._messages if is_send else self._receives
+            mine.setdefault(key, deque()).append(ticket)
+            return
+        other = others.popleft()
+        self._pair(ticket if is_send else other, other if is_send else ticket)
+
+    def _pair(self, send: Ticket, receive: Ticket) -> None:
+        meeting = Meeting({0: send.call, 1: receive.call}, {0: send, 1: receive})
+        send.meeting = meeting
+        receive.meeting = meeting
+        self._complete(meeting)
+
+    def _complete(self, meeting: Meeting) -> None:
+        problem = misfit_of(meeting)
+        if problem:
+            calls = list(meeting.calls.values())
+            self.fail(LockstepError(*mismatch_text(problem, calls, self._reports())))
+            return
+        meeting.is_complete = True
+        self._on_complete(meeting)
+        if self.failure is not None:
+            return
+        for ticket in meeting.tickets.values():
+            if ticket.waiter is not None:
+                self._make_ready(ticket.waiter, meeting)
+
+    def wait(self, task: Task, ticket: Ticket) -> None:
+        """Open a request that is answered when a call is complete.
+
+        Args:
+            task: the thread that waits.
+            ticket: the call.
+        """
+        self._request(task, Open("wait", ticket))
+
+    def poll(self, task: Task, ticket: Ticket) -> None:
+        """Open a request that is answered with whether a call is complete.
+
+        Args:
+            task: the thread that asks.
+            ticket: the call.
+        """
+        self._request(task, Open("poll", ticket))
+
+    def store(self, task: Task, request: StoreRequest) -> None:
+        """Open a request to the stores of the lab.
+
+        Args:
+            task: the thread that asks.
+            request: the request.
+        """
+        self._request(task, Open("store", None, request))
+
+    def _request(self, task: Task, request: Open) -> None:
+        if self.failure is not None:
+            self._answers.append(Answer(task, error=self.failure))
+            return
+        if task.thread == 0:
+            self._running.discard(task.rank)
+        self._open[task] = request
+        ticket = request.ticket
+        if request.kind == "wait" and ticket is not None:
+            ticket.waiter = task
+        if request.kind == "wait" and ticket is not None and ticket.is_complete:
+            self._make_ready(task, ticket.meeting)
+        elif task.thread:
+            # a thread beside the main one has no turn to wait for
+            self._decide(task)
+
+    def leave(self, rank: int, reason: str, *, failed: bool = False) -> None:
+        """Record that a rank ends.
+
+        Args:
+            rank: the global rank.
+            reason: the reason in words, such as `has returned`.
+            failed: whether the other ranks have to end too.
+        """
+        self._running.discard(rank)
+        self._ready.pop(Task(rank), None)
+        self._left[rank] = reason
+        if failed and self.failure is None:
+            self.fail(PeerError(*victim_text(rank, reason)))
+
+    def leave_if_present(self, rank: int, reason: str) -> None:
+        """Record that a rank has failed, unless it has left before.
+
+        Args:
+            rank: the global rank.
+            reason: the reason in words.
+        """
+        if rank not in self._left:
+            self.leave(rank, reason, failed=True)
+
+    def count_threads(self, rank: int, threads: int) -> None:
+        """Record how many threads beside the main one a rank has.
+
+        Args:
+            rank: the global rank.
+            threads: their number.
+        """
+        self._free_threads[rank] = threads
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def take_answers(self) -> list[Answer]:
+        """Give turns, decide what depends on the order, and return the answers that are due."""
+        while self.failure is None and not self._answers:
+            self._give_turns()
+            if self._running or not self._decide_when_all_wait():
+                break
+        answers = self._answers
+        self._answers = []
+        return answers
+
+    def _make_ready(self, task: Task, value: object) -> None:
+        ticket = self._open.pop(task).ticket
+        if ticket is not None:
+            ticket.waiter = None
+        self._ready[task] = Answer(task, value)
+
+    def _give_turns(self) -> None:
+        for task in [task for task in self._ready if task.thread]:
+            self._answers.append(self._ready.pop(task))
+        while self._ready and len(self._running) < self._width:
+            everyone_fits = len(self._running) + len(self._ready) <= self._width
+            ranks = [task.rank for task in self._ready]
+            rank = ranks[0] if everyone_fits else self._choose(ranks)
+            self._running.add(rank)
+            self._answers.append(self._ready.pop(Task(rank)))
+
+    def _choose(self, ranks: Iterable[int]) -> int:
+        """Return one of several ranks, as the forced order or the seed decides."""
+        candidates = sorted(set(ranks))
+        if len(candidates) == 1:
+            return candidates[0]
+        if not self._order:
+            chosen = self._random.choice(candidates)
+        else:
+            chosen = self._order.popleft()
+            if chosen not in candidates:
+                message = (
+                    f"the order demands rank {chosen} as choice {len(self.choices) + 1}, where the "
+                    f"ranks {candidates} can go on; orders are legal where each rank can"
+                )
+                self.fail(MeshError(message))
+                return candidates[0]
+        self.choices.append(chosen)
+        return chosen
+
+    def _decide_when_all_wait(self) -> bool:
+        """Decide what depends on the order; return whether anything was decided."""
+        waiting = [task for task in self._open if not task.thread]
+        able = [task for task in waiting if self._can_decide(task)]
+        if not able:
+            able = [task for task in waiting if self._can_expire(task)]
+        if not able:
+            return self._see_deadlock(waiting)
+        while able and self.failure is None:
+            rank = self._choose([task.rank for task in able])
+            able = [task for task in able if task.rank != rank]
+            # an earlier decision may have been the answer
+            if Task(rank) in self._open:
+                self._decide(Task(rank))
+            if not self._batches:
+                break
+        return True
+
+    def _see_deadlock(self, waiting: list[Task]) -> bool:
+        if not waiting:
+            return False
+        threads = sum(self._free_threads.get(task.rank, 0) for task in waiting)
+        blocked = sum(1 for task in self._open if task.thread)
+        self.is_stuck = threads > blocked
+        if not self.is_stuck:
+            self.fail_stuck()
+        return False
+
+    def fail_stuck(self) -> None:
+        """Fail all ranks because none can go on."""
+        self.fail(DeadlockError(*deadlock_text(self._reports())))
+
+    def _can_decide(self, task: Task) -> bool:
+        request = self._open[task]
+        if request.store is not None:
+            return self._stores.can_answer(request.store)
+        ticket = request.ticket
+        assert ticket is not None, "a request has a ticket or a store"
+        return request.kind == "poll" or bool(self._sources_of(ticket))
+
+    def _can_expire(self, task: Task) -> bool:
+        request = self._open[task].store
+        return request is not None and request.expires
+
+    def _decide(self, task: Task) -> None:
+        """Answer a request that depends on the order, if it has an answer."""
+        request = self._open[task]
+        ticket = request.ticket
+        if request.store is not None:
+            self._decide_store(task, request.store)
+        elif ticket is not None and request.kind == "poll":
+            self._match_any(ticket)
+            self._count_poll(ticket)
+            if self.failure is None:
+                self._make_ready(task, ticket.is_complete)
+        elif ticket is not None:
+            self._match_any(ticket)
+
+    def _decide_store(self, task: Task, request: StoreRequest) -> None:
+        if self._stores.can_answer(request):
+            value = self._stores.answer(request)
+            self._vain_polls = 0
+            self._make_ready(task, value)
+            self._wake_threads()
+        elif not task.thread:
+            self._make_ready(task, TimeoutError(request.text))
+
+    def _wake_threads(self) -> None:
+        """Answer requests of threads beside the main ones that a new value answers."""
+        for task, request in list(self._open.items()):
+            if task.thread and request.store is not None and self._stores.can_answer(request.store):
+                self._make_ready(task, self._stores.answer(request.store))
+
+    def _count_poll(self, ticket: Ticket) -> None:
+        if ticket.is_complete:
+            self._vain_polls = 0
+            return
+        self._vain_polls += 1
+        if self._vain_polls > MOST_VAIN_POLLS:
+            self.fail_stuck()
+
+    def _sources_of(self, receive: Ticket) -> list[int]:
+        """Return the members that have sent a message which a receive from any rank can take."""
+        call = receive.call
+        if call.peer != ANY or receive.meeting is not None:
+            return []
+        key = (call.group, ANY, call.member, call.tag)
+        if self._receives.get(key, (None,))[0] is not receive:
+            return []
+        return [
+            sender
+            for group, sender, receiver, tag in self._messages
+            if (group, receiver, tag) == (call.group, call.member, call.tag)
+            and self._messages[group, sender, receiver, tag]
+        ]
+
+    def _match_any(self, receive: Ticket) -> None:
+        """Give a receive from any rank a message, if there is one."""
+        senders = self._sources_of(receive)
+        if not senders:
+            return
+        call = receive.call
+        ranks = {call.group.ranks[sender]: sender for sender in senders}
+        sender = ranks[self._choose(ranks)]
+        self._receives[call.group, ANY, call.member, call.tag].popleft()
+        send = self._messages[call.group, sender, call.member, call.tag].popleft()
+        self._pair(send, receive)
+
+    # --- failures -----------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Answer all open requests, and all later ones, with an error.
+
+        Args:
+            error: the error.
+        """
+        if self.failure is not None:
+            return
+        self.failure = error
+        self._answers += [Answer(task, error=error) for task in (*self._open, *self._ready)]
+        self._open.clear()
+        self._ready.clear()
+
+    def _reports(self) -> list[RankReport]:
+        """Return the state of each rank."""
+        return [self._report(rank) for rank in range(self.size)]
+
+    def _report(self, rank: int) -> RankReport:
+        if rank in self._left:
+            return RankReport(rank, self._left[rank], self._last.get(rank))
+        request = self._open.get(Task(rank))
+        if request is None:
+            return RankReport(rank, "runs", self._last.get(rank))
+        if request.store is not None:
+            return RankReport(rank, f"waits for {request.store.text}", frames=request.store.frames)
+        ticket = request.ticket
+        assert ticket is not None, "a request has a ticket or a store"
+        verb = "polls" if request.kind == "poll" else "waits in"
+        return RankReport(rank, verb, ticket.call, missing=self._missing(ticket))
+
+    def _missing(self, ticket: Ticket) -> tuple[int, ...]:
+        """Return the global ranks that a call waits for."""
+        call = ticket.call
+        if ticket.meeting is None:
+            peer = call.peer
+            return () if peer is None or peer == ANY else (call.group.ranks[peer],)
+        arrived = ticket.meeting.calls
+        return tuple(rank for m, rank in enumerate(call.group.ranks) if m not in arrived)
+
+
+def misfit_of(meeting: Meeting) -> str:
+    """Describe tensors of a complete meeting that do not fit each other, or return ''."""
+    send = meeting.calls[0]
+    if send.kind != "send":
+        return misfit(meeting.calls)
+    receive = meeting.calls[1]
+    for sent, received in zip(send.inputs, receive.outputs, strict=True):
+        if (sent.numel, sent.dtype) != (received.numel, received.dtype):
+            return (
+                f"rank {receive.rank} expects {received} from rank {send.rank}, which sends {sent}"
+            )
+    return ""
+
+
+_TICKETS = count()
+
+
+def next_number() -> int:
+    """Return a number for a ticket that no other ticket of this process has."""
+    return next(_TICKETS)

@@ -1,0 +1,273 @@
+"""Ranks as threads of this process, of which one runs at a time.
+
+The rank that completes a collective writes the outputs of all members, while the others wait. So no
+input is copied, and a rank that goes on finds its outputs written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import PeerError
+from .calls import Call
+from .link import Link, Pending, RankFacts, current_link, enter_thread
+from .rank_state import RandomStates, RankState
+from .scheduler import Answer, Meeting, Scheduler, Task, Ticket, next_number
+from .shared_values import StoreRequest
+from .values import deliver, totals_of
+
+T = TypeVar("T")
+State = RandomStates | RankState
+
+
+class Conductor:
+    """The turns of ranks on threads.
+
+    Args:
+        size: number of ranks.
+        seed: of the choices among ranks that can go on.
+        order: ranks to choose, one for each choice among several.
+
+    Attributes:
+        scheduler: the scheduler of the ranks.
+        capture: returns the state that a rank keeps while others run.
+    """
+
+    def __init__(self, size: int, *, seed: int = 0, order: Sequence[int] = ()) -> None:
+        self.scheduler = Scheduler(
+            size, seed=seed, order=order, width=1, on_complete=self._write_outputs
+        )
+        self.capture: Callable[[], State] = RandomStates.capture
+        self._lock = threading.Lock()
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._answers: list[Answer | None] = [None] * size
+        self._runner: int | None = None
+
+    def _write_outputs(self, meeting: Meeting) -> None:
+        """Write the outputs of all members of a complete meeting."""
+        try:
+            _write_outputs(meeting)
+        except Exception as error:
+            self.scheduler.fail(error)
+
+    def begin(self) -> None:
+        """Let the first rank run."""
+        with self._lock:
+            answers = self.scheduler.take_answers()
+        self._hand_out(answers)
+
+    def request(self, rank: int, enter: Callable[[Task], None]) -> Any:
+        """Open a request of a rank, let others run, and return the answer.
+
+        Args:
+            rank: the rank.
+            enter: opens the request in the scheduler.
+        """
+        with self._lock:
+            enter(Task(rank))
+            answers = self.scheduler.take_answers()
+        if len(answers) == 1 and answers[0].task.rank == rank:
+            return _value_of(answers[0])
+        state = self.capture()
+        self._hand_out(answers)
+        answer = self.await_turn(rank)
+        if self._runner != rank:
+            state.restore()
+        self._runner = rank
+        return _value_of(answer)
+
+    def await_turn(self, rank: int) -> Answer:
+        """Wait until a rank may run, and return the answer to its request.
+
+        Args:
+            rank: the rank.
+        """
+        self._turns[rank].acquire()
+        answer = self._answers[rank]
+        assert answer is not None, "a turn comes with an answer"
+        return answer
+
+    def start(self, rank: int, state: State) -> None:
+        """Wait for the first turn of a rank, and give it its state.
+
+        Args:
+            rank: the rank.
+            state: the state of its generators and its environment.
+        """
+        answer = self.await_turn(rank)
+        self._runner = rank
+        state.restore()
+        _value_of(answer)
+
+    def leave(self, rank: int, reason: str, *, failed: bool) -> None:
+        """Record that a rank ends, and let others run.
+
+        Args:
+            rank: the rank.
+            reason: the reason in words.
+            failed: whether the others have to end too.
+        """
+        with self._lock:
+            self.scheduler.leave(rank, reason, failed=failed)
+            answers = self.scheduler.take_answers()
+        self._hand_out(answers)
+
+    def _hand_out(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self._answers[answer.task.rank] = answer
+            self._turns[answer.task.rank].release()
+
+
+def _write_outputs(meeting: Meeting) -> None:
+    inputs = {member: ticket.payload[0] for member, ticket in meeting.tickets.items()}
+    if meeting.calls[0].kind == "send":
+        with torch.no_grad():
+            _, outputs = meeting.tickets[1].payload
+            copy_message(inputs[0], outputs)
+        return
+    first = meeting.calls[0]
+    totals = totals_of(first, inputs) if first.kind == "all_reduce" else ()
+    for member, ticket in meeting.tickets.items():
+        deliver(meeting.calls[member], ticket.payload[1], inputs, totals)
+
+
+def copy_message(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Write the tensors of a receive.
+
+    Args:
+        inputs: the tensors that were sent.
+        outputs: the tensors to write.
+    """
+    for sent, received in zip(inputs, outputs, strict=True):
+        received.copy_(sent.reshape(received.shape))
+
+
+def _value_of(answer: Answer) -> Any:
+    """Return the value of an answer, or raise its error for this rank."""
+    if answer.error is None:
+        return answer.value
+    if isinstance(answer.value, Exception):
+        raise answer.value
+    raise answer.error
+
+
+class ThreadLink(Link):
+    """The link of a rank on a thread.
+
+    Args:
+        facts: the place of the rank.
+        conductor: the turns of all ranks.
+    """
+
+    def __init__(self, facts: RankFacts, conductor: Conductor) -> None:
+        super().__init__(facts)
+        self.conductor = conductor
+
+    def post(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pending:
+        """Enter a call; see `Link.post`."""
+        ticket = Ticket(next_number(), Task(self.facts.rank), call, (inputs, outputs))
+        with self.conductor._lock:
+            self.conductor.scheduler.post(ticket)
+        return Pending(ticket.number, call, inputs, outputs, state=ticket)
+
+    def wait(self, pending: Pending) -> None:
+        """Let the other ranks run until a call is complete; see `Link.wait`."""
+        ticket: Ticket = pending.state
+        self.conductor.request(
+            self.facts.rank, lambda task: self.conductor.scheduler.wait(task, ticket)
+        )
+        settle(pending, ticket)
+
+    def poll(self, pending: Pending) -> bool:
+        """Return whether a call is complete; see `Link.poll`."""
+        ticket: Ticket = pending.state
+        return bool(
+            self.conductor.request(
+                self.facts.rank, lambda task: self.conductor.scheduler.poll(task, ticket)
+            )
+        )
+
+    def ask_store(self, request: StoreRequest) -> Any:
+        """Return the answer of the stores to a request; see `Link.ask_store`."""
+        value = self.conductor.request(
+            self.facts.rank, lambda task: self.conductor.scheduler.store(task, request)
+        )
+        if isinstance(value, TimeoutError):
+            raise value
+        return value
+
+
+def settle(pending: Pending, ticket: Ticket) -> None:
+    """Record that the outputs of a call are written.
+
+    Args:
+        pending: the call.
+        ticket: its ticket, which is complete.
+    """
+    pending.is_done = True
+    pending.inputs = ()
+    ticket.payload = None
+    meeting = ticket.meeting
+    if meeting is not None and pending.call.kind == "recv":
+        pending.source = meeting.calls[0].rank
+
+
+def run_on_threads(
+    functions: Sequence[Callable[[], T]],
+    links: Sequence[ThreadLink],
+    states: Sequence[State] | Callable[[], State],
+    threads: Executor | None = None,
+) -> list[T]:
+    """Return the results of functions that run on the ranks of a conductor.
+
+    Args:
+        functions: one for each rank.
+        links: the links of the ranks, all of one conductor.
+        states: the first state of each rank, or a function that makes it, called on the rank.
+        threads: an executor that runs all of the functions at a time; new threads for this call
+            when left out.
+
+    Raises:
+        Exception: the exception of a rank that failed by itself, or else of one that waited.
+    """
+    conductor = links[0].conductor
+    before = conductor.capture()
+
+    def run(rank: int) -> T:
+        outer = current_link()
+        enter_thread(links[rank])
+        failed = True
+        reason = "has failed"
+        try:
+            state = states() if callable(states) else states[rank]
+            conductor.start(rank, state)
+            result = functions[rank]()
+            failed = False
+            reason = "has returned"
+            return result
+        except BaseException as error:
+            reason = f"raised {type(error).__name__}: {str(error)[:200]}"
+            raise
+        finally:
+            enter_thread(outer)
+            conductor.leave(rank, reason, failed=failed)
+
+    pool = nullcontext(threads) if threads else ThreadPoolExecutor(len(functions))
+    try:
+        with pool as workers:
+            ranks = [workers.submit(run, rank) for rank in range(len(functions))]
+            conductor.begin()
+            wait(ranks)
+    finally:
+        before.restore()
+    # the exceptions of ranks that waited for a rank that failed come last
+    for future in sorted(ranks, key=lambda rank: isinstance(rank.exception(), PeerError)):
+        future.result()
+    return [future.result() for future in ranks]

@@ -1,0 +1,118 @@
+"""Values of collectives: copies and reductions, in the order of the members.
+
+A reduction adds the terms one by one in the order of the group, in the dtype of the tensors, so the
+result depends neither on the order in which ranks arrive nor on the number of threads. A mean of a
+half type is computed in float64, because the sum may leave the range where the mean does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import ReduceOp, on_plain_kernels
+from ..errors import CollectiveError
+from .calls import REDUCING, Call, sources_of
+
+Inputs = Mapping[int, Sequence[Tensor]]
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "premul_sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+_OPS: dict[str, Any] = {
+    name: getattr(ReduceOp, name.upper()) for name in _COMBINE if name != "premul_sum"
+}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def name_of_op(op: ReduceOp) -> tuple[str, float | Tensor | None]:
+    """Return the name of a reduction of c10d, and the factor of a `premul_sum`.
+
+    Raises:
+        CollectiveError: torch has a reduction that the lab does not compute.
+    """
+    for name, known in _OPS.items():
+        if op == known:
+            return name, None
+    premul_sum: Any = ReduceOp.PREMUL_SUM
+    if op == premul_sum:
+        # the only public way to the factor is through pickle
+        state: Any = op.__getstate__()
+        return "premul_sum", state[1]
+    raise CollectiveError(f"the lab computes {', '.join(_COMBINE)}, got the reduction {op}")
+
+
+def reduce_tensors(op: str, tensors: Sequence[Tensor], factor: float | Tensor | None) -> Tensor:
+    """Return the reduction of tensors with equal numbers of elements, flat.
+
+    Args:
+        op: the name of the reduction.
+        tensors: the terms.
+        factor: the factor of a `premul_sum`.
+    """
+    terms = [tensor.reshape(-1) for tensor in tensors]
+    dtype = terms[0].dtype
+    if factor is not None:
+        terms = [term * factor for term in terms]
+    is_wide = op == "avg" and dtype in _HALF
+    total = terms[0].to(torch.float64) if is_wide else terms[0].clone()
+    combine = _COMBINE[op]
+    for term in terms[1:]:
+        # complex numbers and bools have kernels for sums and products in place
+        combine(total, term, out=total)
+    if op != "avg":
+        return total.to(dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.div(total, len(terms), rounding_mode="trunc").to(dtype)
+    return (total / len(terms)).to(dtype)
+
+
+def totals_of(call: Call, inputs: Inputs) -> list[Tensor]:
+    """Return the reduction of each input over all members, for an `all_reduce`."""
+    return [
+        on_plain_kernels(
+            reduce_tensors, call.op, [inputs[m][index] for m in sorted(inputs)], call.factor
+        )
+        for index in range(len(call.inputs))
+    ]
+
+
+def deliver(
+    call: Call, outputs: Sequence[Tensor], inputs: Inputs, totals: Sequence[Tensor] = ()
+) -> None:
+    """Write the outputs of one member's call.
+
+    Args:
+        call: the call.
+        outputs: its output tensors.
+        inputs: the inputs of the members that its outputs depend on, by member.
+        totals: for an `all_reduce`, the reductions of `totals_of`.
+    """
+    with torch.no_grad():
+        for index, output in enumerate(outputs):
+            on_plain_kernels(_write, call, index, output, (inputs, totals))
+
+
+def _write(call: Call, index: int, output: Tensor, values: tuple[Inputs, Sequence[Tensor]]) -> None:
+    """Write one output."""
+    inputs, totals = values
+    if totals:
+        output.copy_(totals[index].view(output.shape))
+        return
+    sources = sources_of(call, index)
+    terms = [inputs[source.member][source.position] for source in sources]
+    if call.kind in REDUCING:
+        output.copy_(reduce_tensors(call.op, terms, call.factor).view(output.shape))
+        return
+    if terms[0].data_ptr() != output.data_ptr() or terms[0].stride() != output.stride():
+        output.copy_(terms[0].reshape(output.shape))
