@@ -1,0 +1,454 @@
+"""`explain_copies`: the combination of values of one device that explains the values of all ranks.
+
+Hypotheses are tried from simple to general. Each is a computation whose result must equal the values
+of every rank; the first family that has a fit gives all its fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import isclose
+
+import torch
+from torch import Tensor
+
+from .copies import Copy, Expected, Setting, best_factor, fit, is_right, sum_over
+from .explanations import Explanation
+from .factors import name_factor
+from .find_index import find_index, match_rows
+
+_Hypothesis = Callable[[Sequence[Copy], Expected, Setting, str], list[Explanation]]
+
+
+def explain_copies(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> tuple[Explanation, ...]:
+    """Explain copies of which at least one is wrong.
+
+    Args:
+        copies: of one logical tensor, with their places in it.
+        expected: the values of one device.
+        setting: grid and tolerances.
+        quantity: such as "gradient" or "parameter".
+
+    Returns:
+        All explanations of the first family of hypotheses that fits; () if none does.
+    """
+    families: tuple[_Hypothesis, ...] = (
+        _not_finite,
+        _tied_copies,
+        _zero_everywhere,
+        _same_factor,
+        _sums_over_axes,
+        _stale,
+        _microbatches,
+        _wrong_shard,
+        _permuted,
+        _some_ranks,
+        _some_rows,
+        _weighted_sums,
+        _factor_of_each_rank,
+    )
+    for family in families:
+        found = family(copies, expected, setting, quantity)
+        if found:
+            return tuple(found)
+    return ()
+
+
+def _not_finite(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Name the ranks that have nan or infinite elements."""
+    ranks = [copy.rank for copy in copies if not copy.values.isfinite().all()]
+    if not ranks or not expected.now.isfinite().all():
+        return []
+    where = describe_ranks(ranks, [copy.rank for copy in copies], setting)
+    return [Explanation("missing", where[0], f"nan or infinite {where[1]}")]
+
+
+def _tied_copies(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Sum several parameters of one rank that are one parameter on one device."""
+    names = sorted({copy.name for copy in copies})
+    by_place = dict[tuple[int, int], list[Copy]]()
+    for copy in copies:
+        first = int(copy.index.flatten()[0]) if copy.index.numel() else -1
+        by_place.setdefault((copy.rank, first), []).append(copy)
+    if len(names) < 2 or all(len(group) == 1 for group in by_place.values()):
+        return []
+    totals = list[Copy]()
+    for group in by_place.values():
+        total = torch.stack([copy.values for copy in group]).sum(0)
+        totals.append(Copy(group[0].rank, group[0].name, total, group[0].index))
+    if not is_right(totals, expected.now, setting):
+        return []
+    text = f"{' and '.join(names)} are one tied parameter on one device, here their {quantity}s are not added"
+    return [Explanation("copies", (), text)]
+
+
+def _zero_everywhere(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Find a value that is zero on all ranks."""
+    if any(float(copy.values.norm()) > setting.floor for copy in copies):
+        return []
+    return [Explanation("zero", (), f"the {quantity} is zero on all ranks: it was never computed")]
+
+
+def _same_factor(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Find one factor for all ranks."""
+    factor = best_factor(copies, expected.now, setting)
+    if factor is None or not factor:
+        return []
+    explanations = name_factor(factor, setting, quantity)
+    # A tensor of one element is some multiple of any other.
+    is_vague = expected.now.numel() < 3 and explanations[0].kind == "scaled"
+    return [] if is_vague else explanations
+
+
+def _sums_over_axes(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Sum the values of the ranks along axes: the sum, the mean or a multiple of them is right."""
+    if quantity not in ("gradient", "output", "returned value"):
+        return []
+    found = list[Explanation]()
+    fewest = len(setting.grid.names)
+    for axes in setting.grid.subsets():
+        if len(axes) > fewest:
+            break
+        summed = sum_over(copies, axes, setting.grid)
+        if summed is None:
+            continue
+        factor = best_factor(summed, expected.now, setting)
+        if factor is None or not factor:
+            continue
+        texts = _describe_sum(axes, factor, setting, quantity)
+        if texts:
+            fewest = len(axes)
+            found += texts
+    return found
+
+
+def _describe_sum(
+    axes: tuple[str, ...], factor: float, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Describe a sum over axes that is `factor` times right."""
+    over = ", ".join(axes)
+    slack = max(1e-6, 10 * setting.tolerance)
+    count = setting.grid.size_of(axes)
+    if isclose(factor, 1, rel_tol=slack):
+        text = f"missing all-reduce over {over}: it is right after a sum over {over}"
+        return [Explanation("missing reduction", axes, text)]
+    if isclose(factor, count, rel_tol=slack):
+        text = f"missing all-reduce over {over}: it is right after a mean over {over}"
+        return [Explanation("missing reduction", axes, text)]
+    found = list[Explanation]()
+    for number, operation in ((factor, "sum"), (factor / count, "mean")):
+        for explanation in name_factor(number, setting, quantity):
+            if explanation.kind == "scaled":
+                continue
+            text = f"missing all-reduce over {over}; after a {operation} it is {explanation.text}"
+            found.append(Explanation("missing reduction", axes, text))
+    return found[:1]
+
+
+def _stale(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Compare with the values of earlier steps, and with sums of this step and the step before."""
+    for age, earlier in enumerate(reversed(expected.earlier), 1):
+        if is_right(copies, earlier, setting):
+            text = f"stale: the {quantity} equals the value of {age} step{'s' * (age > 1)} before"
+            return [Explanation("stale", (), text)]
+    if expected.stale is not None and is_right(copies, expected.stale, setting):
+        text = "stale: computed with the parameters of the step before, as of weights gathered once"
+        return [Explanation("stale", (), text)]
+    if not expected.earlier:
+        return []
+    coefficients = fit(copies, [expected.now, expected.earlier[-1]], setting)
+    if coefficients is None or isclose(coefficients[1], 0, abs_tol=1e-9):
+        return []
+    now, before = coefficients
+    if isclose(now, 1, rel_tol=1e-6) and isclose(before, 1, rel_tol=1e-6):
+        text = f"not zeroed: the sum of this step's {quantity} and that of the step before"
+        return [Explanation("not zeroed", (), text)]
+    text = f"{now:.4g} times this step's {quantity} plus {before:.4g} times that of the step before"
+    return [Explanation("not zeroed", (), text)]
+
+
+def _microbatches(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Weigh the gradients of the single microbatches."""
+    if quantity != "gradient" or len(expected.microbatches) < 2:
+        return []
+    coefficients = fit(copies, expected.microbatches, setting)
+    if coefficients is None or max(coefficients) - min(coefficients) < 1e-6:
+        return []
+    weights = ", ".join(f"{coefficient:.4g}" for coefficient in coefficients)
+    if all(min(abs(value), abs(value - 1)) < 1e-6 for value in coefficients):
+        kept = [str(number) for number, value in enumerate(coefficients) if value > 0.5]
+        text = (
+            f"only the gradients of microbatch {', '.join(kept)} count: the weights are {weights}"
+        )
+        return [Explanation("microbatches", (), text)]
+    axes = _axes_of_weights(coefficients, setting)
+    cause = f": reduced again over {', '.join(axes)} with each microbatch" if axes else ""
+    text = f"microbatches have the weights {weights} in place of equal ones{cause}"
+    return [Explanation("microbatches", axes, text)]
+
+
+def _axes_of_weights(weights: Sequence[float], setting: Setting) -> tuple[str, ...]:
+    """Return the only axes whose size is the ratio of each weight to the next one."""
+    ratios = [before / after for before, after in pairwise(weights) if after]
+    fitting = list[tuple[str, ...]]()
+    for axes in setting.grid.subsets():
+        size = setting.grid.size_of(axes)
+        if ratios and all(isclose(ratio, size, rel_tol=1e-6) for ratio in ratios):
+            fitting.append(axes)
+    return fitting[0] if len(fitting) == 1 else ()
+
+
+def _wrong_shard(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Compare each rank with the shards of the other ranks."""
+    taken = dict[int, int]()
+    for copy in copies:
+        if setting.is_close(copy.values, copy.part_of(expected.now)):
+            continue
+        for other in copies:
+            is_other_shard = other.values.shape == copy.values.shape
+            if is_other_shard and setting.is_close(copy.values, other.part_of(expected.now)):
+                taken[copy.rank] = other.rank
+                break
+        else:
+            return []
+    if not taken:
+        return []
+    axes = _axes_between(list(taken.items()), setting)
+    pairs = ", ".join(f"rank {rank} has that of rank {other}" for rank, other in taken.items())
+    over = f" over {', '.join(axes)}" if axes else ""
+    return [Explanation("wrong shard", axes, f"shards in another order{over}: {pairs}")]
+
+
+def _axes_between(pairs: Sequence[tuple[int, int]], setting: Setting) -> tuple[str, ...]:
+    """Return the axes along which the ranks of any pair differ."""
+    grid = setting.grid
+    differing = set[str]()
+    for one, other in pairs:
+        for axis in grid.names:
+            if grid.position(one, axis) != grid.position(other, axis):
+                differing.add(axis)
+    return tuple(axis for axis in grid.names if axis in differing)
+
+
+def _permuted(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Find the elements of each rank elsewhere: other rows of its shard, or of the whole tensor."""
+    if expected.now.ndim < 2:
+        return []
+    slack = setting.tolerance * float(expected.now.abs().max()) + setting.floor
+    wrong = list[Copy]()
+    dims = set[int]()
+    for copy in copies:
+        part = copy.part_of(expected.now)
+        if setting.is_close(copy.values, part):
+            continue
+        wrong.append(copy)
+        dim = _permuted_dim(copy.values, part, slack)
+        if dim is None and find_index(copy.values, expected.now, slack) is None:
+            return []
+        if dim is not None:
+            dims.add(dim)
+    if not wrong:
+        return []
+    axes = sharded_axes(copies, setting)
+    where = f"dim {dims.pop()}" if len(dims) == 1 else "the whole tensor"
+    order = "in another order than on one device"
+    return [Explanation("permuted", axes, f"permuted: the slices of {where} are {order}")]
+
+
+def _permuted_dim(values: Tensor, part: Tensor, slack: float) -> int | None:
+    """Return the dim along which the values are the part in another order."""
+    for dim in range(values.ndim):
+        rows = match_rows(values.movedim(dim, 0), part.movedim(dim, 0), slack)
+        if rows is not None:
+            return dim
+    return None
+
+
+def sharded_axes(copies: Sequence[Copy], setting: Setting) -> tuple[str, ...]:
+    """Return the axes along which ranks have different elements."""
+    by_rank = {copy.rank: copy for copy in copies}
+    sharded = list[str]()
+    for axis in setting.grid.names:
+        for ranks in setting.grid.groups((axis,)):
+            group = [by_rank[rank] for rank in ranks if rank in by_rank]
+            if any(not torch.equal(one.index, other.index) for one, other in pairwise(group)):
+                sharded.append(axis)
+                break
+    return tuple(sharded)
+
+
+def _some_ranks(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Explain the wrong ranks alone where others are right."""
+    wrong = list[Copy]()
+    for copy in copies:
+        if not setting.is_close(copy.values, copy.part_of(expected.now)):
+            wrong.append(copy)
+    ranks = [copy.rank for copy in wrong]
+    axes, where = describe_ranks(ranks, [copy.rank for copy in copies], setting)
+    if len(wrong) == len(copies):
+        return []
+    for family in (_zero_everywhere, _same_factor, _stale, _microbatches):
+        for explanation in family(wrong, expected, setting, quantity):
+            text = explanation.text.replace(" on all ranks", "").replace(", alike", "")
+            return [Explanation(explanation.kind, axes or explanation.axes, f"{text} {where}")]
+    if quantity != "parameter":
+        return []
+    text = f"differs {where}, which were not given the values of the other ranks"
+    return [Explanation("some ranks", axes, text)]
+
+
+def describe_ranks(
+    ranks: Sequence[int], all_ranks: Sequence[int], setting: Setting
+) -> tuple[tuple[str, ...], str]:
+    """Describe ranks by their coordinates on one axis if those tell them from the other ranks."""
+    others = sorted(set(all_ranks) - set(ranks))
+    for axis in setting.grid.names:
+        inside = {setting.grid.position(rank, axis) for rank in ranks}
+        outside = {setting.grid.position(rank, axis) for rank in others}
+        if others and not inside & outside:
+            return (axis,), f"at {axis}={', '.join(map(str, sorted(inside)))}"
+    return (), f"on ranks {', '.join(map(str, sorted(set(ranks))))}"
+
+
+def _some_rows(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Explain the wrong slices of dim 0 alone where other slices are right."""
+    whole = expected.now
+    if whole.ndim < 1 or whole.shape[0] < 4:
+        return []
+    squares = torch.zeros(whole.numel(), dtype=torch.float64)
+    for copy in copies:
+        difference = (copy.values - copy.part_of(whole)).square().flatten()
+        squares.index_put_((copy.index.flatten(),), difference, accumulate=True)
+    by_row = squares.view(whole.shape[0], -1).sum(1).sqrt()
+    allowed = setting.tolerance * float(whole.norm()) + setting.floor
+    is_wrong = by_row > allowed
+    count = int(is_wrong.sum())
+    # In a vector a few elements fit anything.
+    if count == whole.shape[0] or count < (4 if whole.ndim == 1 else 1):
+        return []
+    width = whole[0].numel()
+    wrong_copies = list[Copy]()
+    for copy in copies:
+        selected = is_wrong[copy.index // width]
+        values = copy.values[selected]
+        wrong_copies.append(Copy(copy.rank, copy.name, values, copy.index[selected]))
+    wrong_copies = [copy for copy in wrong_copies if copy.values.numel()]
+    rows = _describe_runs(is_wrong.nonzero()[:, 0].tolist())
+    for family in (_zero_everywhere, _same_factor, _sums_over_axes, _stale, _microbatches):
+        found = list[Explanation]()
+        for explanation in family(wrong_copies, expected, setting, quantity):
+            text = f"rows {rows} of {whole.shape[0]}: {explanation.text}"
+            found.append(Explanation(explanation.kind, explanation.axes, text))
+        if found and found[0].kind != "scaled":
+            return found
+    return []
+
+
+def _describe_runs(numbers: Sequence[int]) -> str:
+    """Write ascending integers as runs: 0-3, 8-11."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(start) if start == stop else f"{start}-{stop}" for start, stop in runs]
+    return ", ".join(texts[:6]) + (", ..." if len(texts) > 6 else "")
+
+
+def _weighted_sums(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Weigh the ranks along an axis by numbers that are not equal."""
+    if quantity != "gradient":
+        return []
+    found = list[Explanation]()
+    by_rank = {copy.rank: copy for copy in copies}
+    for axis in setting.grid.names:
+        weights = _weights_over(by_rank, axis, expected.now, setting)
+        if weights is None:
+            continue
+        text = (
+            f"missing all-reduce over {axis}: it is right after a sum over {axis} with the weights "
+            f"{', '.join(f'{weight:.4g}' for weight in weights)}"
+        )
+        found.append(Explanation("missing reduction", (axis,), text))
+    return found
+
+
+def _weights_over(
+    by_rank: dict[int, Copy], axis: str, whole: Tensor, setting: Setting
+) -> list[float] | None:
+    """Return weights of the coordinates of an axis with which sums over it are right."""
+    grid = setting.grid
+    columns = list[Tensor]()
+    targets = list[Tensor]()
+    for ranks in grid.groups((axis,)):
+        group = [by_rank[rank] for rank in ranks if rank in by_rank]
+        if len(group) != grid.size_of((axis,)):
+            return None
+        if any(not torch.equal(copy.index, group[0].index) for copy in group):
+            return None
+        columns.append(torch.stack([copy.values.flatten() for copy in group], 1))
+        targets.append(group[0].part_of(whole).flatten())
+    matrix = torch.cat(columns)
+    target = torch.cat(targets)
+    if matrix.shape[0] <= 2 * matrix.shape[1] or matrix.shape[1] < 2:
+        return None
+    solution = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+    if not setting.is_close(matrix @ solution, target):
+        return None
+    weights: list[float] = solution.tolist()
+    return weights
+
+
+def _factor_of_each_rank(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Find a factor for each rank alone."""
+    factors = dict[int, float]()
+    for copy in copies:
+        factor = best_factor([copy], expected.now, setting)
+        if copy.values.numel() and (factor is None or copy.values.numel() < 3):
+            return []
+        factors[copy.rank] = 1.0 if factor is None else factor
+    axes = axes_of_factors(factors, setting)
+    numbers = ", ".join(f"{factor:.4g}" for factor in factors.values())
+    return [Explanation("scaled", axes, f"scaled by another factor on each rank: {numbers}")]
+
+
+def axes_of_factors(factors: dict[int, float], setting: Setting) -> tuple[str, ...]:
+    """Return the axes along which the factors of ranks differ."""
+    differing = list[str]()
+    for axis in setting.grid.names:
+        for ranks in setting.grid.groups((axis,)):
+            numbers = [factors[rank] for rank in ranks if rank in factors]
+            if any(not isclose(number, numbers[0], rel_tol=1e-6) for number in numbers):
+                differing.append(axis)
+                break
+    return tuple(differing)

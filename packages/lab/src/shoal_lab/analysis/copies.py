@@ -1,0 +1,162 @@
+"""The copies of one logical tensor: the values of the ranks beside the values of one device, and sums over axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .grid import Grid
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """The values of one logical tensor on one rank.
+
+    Attributes:
+        rank: that has them.
+        name: of the tensor on that rank.
+        values: float64, of the local shape.
+        index: int64 of the local shape: positions in the flattened logical tensor.
+    """
+
+    rank: int
+    name: str
+    values: Tensor
+    index: Tensor
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Return the elements of a logical tensor that this copy stands for."""
+        return whole.flatten()[self.index]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """The values of one logical tensor on one device.
+
+    Attributes:
+        now: float64, at the step under analysis.
+        earlier: at the steps before, the last one last.
+        microbatches: gradients of the single backwards of the step.
+        stale: values if each forward used the parameters of the step before; None if unknown.
+    """
+
+    now: Tensor
+    earlier: Sequence[Tensor] = ()
+    microbatches: Sequence[Tensor] = ()
+    stale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What holds for all tensors of a run.
+
+    Attributes:
+        grid: of the ranks.
+        tolerance: the allowed difference relative to the norm of a value.
+        floor: the allowed difference of any value.
+        backwards: the number of backwards in a step.
+        loss_by_axis: for each axis "equal", "mean" or "sum": how the losses of its ranks give the
+            loss of one device.
+    """
+
+    grid: Grid
+    tolerance: float
+    floor: float = 0.0
+    backwards: int = 1
+    loss_by_axis: dict[str, str] = field(default_factory=dict)
+
+    def is_close(self, values: Tensor, expected: Tensor) -> bool:
+        """Tell whether values are as expected, within the tolerance."""
+        difference = float((values - expected).norm())
+        return difference <= self.tolerance * float(expected.norm()) + self.floor
+
+
+def is_right(copies: Iterable[Copy], whole: Tensor, setting: Setting) -> bool:
+    """Tell whether all copies equal their part of the whole tensor."""
+    return all(setting.is_close(copy.values, copy.part_of(whole)) for copy in copies)
+
+
+def relative_difference(copies: Sequence[Copy], whole: Tensor) -> float:
+    """Return the norm of the difference of all copies relative to the norm of their parts."""
+    difference = 0.0
+    norm = 0.0
+    for copy in copies:
+        part = copy.part_of(whole)
+        difference += float((copy.values - part).square().sum())
+        norm += float(part.square().sum())
+    if norm:
+        return (difference / norm) ** 0.5
+    return float("inf") if difference else 0.0
+
+
+def sum_over(copies: Sequence[Copy], axes: tuple[str, ...], grid: Grid) -> list[Copy] | None:
+    """Sum the copies of the ranks that differ on some axes only.
+
+    Returns:
+        The copies with the sums in place of the values. None if the ranks of a group have
+        different elements, or if all ranks of every group have equal values already.
+    """
+    by_rank = dict[int, Copy]()
+    for copy in copies:
+        by_rank[copy.rank] = copy
+    summed = list[Copy]()
+    is_new = False
+    for ranks in grid.groups(axes):
+        group = [by_rank[rank] for rank in ranks if rank in by_rank]
+        if not group:
+            continue
+        first = group[0]
+        for copy in group[1:]:
+            if not torch.equal(copy.index, first.index):
+                return None
+            is_new = is_new or not torch.allclose(copy.values, first.values, 1e-9, 1e-30)
+        total = torch.stack([copy.values for copy in group]).sum(0)
+        for copy in group:
+            summed.append(Copy(copy.rank, copy.name, total, copy.index))
+    return summed if is_new else None
+
+
+def best_factor(copies: Sequence[Copy], whole: Tensor, setting: Setting) -> float | None:
+    """Return the factor by which all copies differ from their parts; None if there is none."""
+    products = 0.0
+    squares = 0.0
+    count = 0
+    for copy in copies:
+        part = copy.part_of(whole)
+        products += float((copy.values * part).sum())
+        squares += float(part.square().sum())
+        count += part.numel()
+    if not squares or not count:
+        return None
+    factor = products / squares
+    for copy in copies:
+        if not setting.is_close(copy.values, factor * copy.part_of(whole)):
+            return None
+    return factor
+
+
+def fit(copies: Sequence[Copy], basis: Sequence[Tensor], setting: Setting) -> list[float] | None:
+    """Return the coefficients with which the basis gives all copies; None if none do.
+
+    Args:
+        copies: the values of the ranks.
+        basis: logical tensors of one device.
+        setting: the tolerance.
+    """
+    columns = list[Tensor]()
+    for tensor in basis:
+        columns.append(torch.cat([copy.part_of(tensor).flatten() for copy in copies]))
+    target = torch.cat([copy.values.flatten() for copy in copies])
+    matrix = torch.stack(columns, 1)
+    if target.numel() <= 2 * len(basis) or not matrix.norm() or not target.isfinite().all():
+        return None
+    scales = matrix.norm(dim=0).clamp_min(1e-300)
+    solution = torch.linalg.lstsq(matrix / scales, target[:, None], driver="gelsd").solution
+    coefficients = solution[:, 0] / scales
+    if not setting.is_close(matrix @ coefficients, target):
+        return None
+    found: list[float] = coefficients.tolist()
+    return found

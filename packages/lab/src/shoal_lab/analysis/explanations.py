@@ -1,0 +1,88 @@
+"""Explanations as data: the kinds, the axes, and the sentence that a report prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Kinds of explanations, in the order in which a report prefers them.
+KINDS = (
+    "missing reduction",
+    "too large",
+    "too small",
+    "sign",
+    "local clip norm",
+    "wrong divisor",
+    "uneven mean",
+    "stale",
+    "not zeroed",
+    "microbatches",
+    "wrong shard",
+    "zero",
+    "some ranks",
+    "permuted",
+    "random",
+    "forward",
+    "scaled",
+    "missing",
+    "copies",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One combination that turns the values of the ranks into those of one device.
+
+    Attributes:
+        kind: one of `KINDS`.
+        axes: the mesh axes that the explanation names, in the order of the mesh.
+        text: the sentence for the report.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One logical tensor that differs from one device.
+
+    Attributes:
+        step: of the optimizer, from 0.
+        quantity: parameter, gradient, optimizer state, returned value, dropout.
+        name: of the parameter, or of the place.
+        difference: the norm of the difference relative to the norm of the value.
+        explanations: all that fit; empty if none does.
+    """
+
+    step: int
+    quantity: str
+    name: str
+    difference: float
+    explanations: tuple[Explanation, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the explanation; () if there is none or more than one fits."""
+        axes = {explanation.axes for explanation in self.explanations}
+        return axes.pop() if len(axes) == 1 else ()
+
+    def __str__(self) -> str:
+        """Return the line of the report."""
+        head = f"step {self.step}: {self.quantity} of {self.name}"
+        return f"{head}: {self.sentence()}"
+
+    def sentence(self) -> str:
+        """Return the explanations as one sentence."""
+        texts = [explanation.text for explanation in self.explanations]
+        if not texts:
+            return f"differs by {self.difference:.1e}; no combination of the ranks explains it"
+        if len(texts) == 1:
+            return texts[0]
+        return f"{_count(len(texts))} explanations fit: {'; or '.join(texts)}"
+
+
+def _count(number: int) -> str:
+    """Return a small number as a word."""
+    words = {2: "two", 3: "three", 4: "four", 5: "five"}
+    return words.get(number, str(number))

@@ -1,0 +1,119 @@
+"""Names of factors: the axes whose sizes, and the microbatches whose number, make a value too large or too small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isclose
+from typing import NamedTuple
+
+from .copies import Setting
+from .explanations import Explanation
+
+
+class _Cause(NamedTuple):
+    """A number by which a value is multiplied or divided, and its source."""
+
+    number: int
+    axes: tuple[str, ...]
+    backwards: int
+
+
+def name_factor(factor: float, setting: Setting, quantity: str) -> list[Explanation]:
+    """Return the explanations of a factor, of the fewest axes; the bare number if nothing fits.
+
+    Args:
+        factor: value of the ranks / value of one device, not 1.
+        setting: the grid, the number of backwards, and how losses are averaged.
+        quantity: such as "gradient".
+    """
+    sign = "with the opposite sign" if factor < 0 else ""
+    size = abs(factor)
+    slack = max(1e-6, 10 * setting.tolerance)
+    found = list[tuple[_Cause, Explanation]]()
+    for cause in _causes(setting):
+        if isclose(size, cause.number, rel_tol=slack):
+            found.append((cause, _too_large(cause, setting, sign)))
+        elif isclose(size * cause.number, 1, rel_tol=slack):
+            found.append((cause, _too_small(cause, setting, sign)))
+    if found:
+        fewest = min(_rank_of(cause) for cause, _ in found)
+        return [text for cause, text in found if _rank_of(cause) == fewest]
+    if sign and isclose(size, 1, rel_tol=slack):
+        return [Explanation("sign", (), f"the {quantity} has the opposite sign")]
+    exchanged = _exchanged_divisors(size, setting, slack)
+    if exchanged:
+        return exchanged
+    return [Explanation("scaled", (), f"scaled by {factor:.6g}, on all ranks alike")]
+
+
+def _rank_of(cause: _Cause) -> int:
+    """Return the number of sources of a cause."""
+    return len(cause.axes) + (cause.backwards > 1)
+
+
+def _causes(setting: Setting) -> Iterator[_Cause]:
+    """Yield the products of sizes of axes and of the number of backwards."""
+    sets = [(), *setting.grid.subsets()]
+    for backwards in {1, setting.backwards}:
+        for axes in sets:
+            number = setting.grid.size_of(axes) * backwards
+            if number > 1:
+                yield _Cause(number, axes, backwards)
+
+
+def _too_large(cause: _Cause, setting: Setting, sign: str) -> Explanation:
+    """Describe a value that is too large."""
+    times = f"{cause.number} times too large{' and ' + sign if sign else ''}"
+    if not cause.axes:
+        text = f"{times}: {cause.backwards} microbatches are added where their mean is right"
+        return Explanation("microbatches", (), text)
+    axes = ", ".join(cause.axes)
+    kind = "too large"
+    how = {setting.loss_by_axis.get(axis) for axis in cause.axes}
+    if how == {"mean"}:
+        text = f"{times}: mean taken as sum over {axes}"
+    elif how == {"equal"} or how == {"sum"}:
+        text = f"{times}: reduced twice over {axes}"
+    else:
+        text = f"{times}: reduced twice over {axes}, or mean taken as sum over {axes}"
+    if cause.backwards > 1:
+        text += f", and {cause.backwards} microbatches are added where their mean is right"
+    return Explanation(kind, cause.axes, text)
+
+
+def _too_small(cause: _Cause, setting: Setting, sign: str) -> Explanation:
+    """Describe a value that is too small."""
+    times = f"{cause.number} times too small{' and ' + sign if sign else ''}"
+    if not cause.axes:
+        text = f"{times}: divided once too often by the {cause.backwards} microbatches"
+        return Explanation("microbatches", (), text)
+    axes = ", ".join(cause.axes)
+    how = {setting.loss_by_axis.get(axis) for axis in cause.axes}
+    if how == {"mean"}:
+        text = f"{times}: averaged twice over {axes}"
+    elif how == {"equal"} or how == {"sum"}:
+        text = f"{times}: sum taken as mean over {axes}"
+    else:
+        text = f"{times}: averaged twice over {axes}, or sum taken as mean over {axes}"
+    if cause.backwards > 1:
+        text += f", and divided once too often by the {cause.backwards} microbatches"
+    return Explanation("too small", cause.axes, text)
+
+
+def _exchanged_divisors(size: float, setting: Setting, slack: float) -> list[Explanation]:
+    """Explain a factor as the size of one set of axes divided by the size of another one."""
+    found = list[Explanation]()
+    for right in setting.grid.subsets():
+        for wrong in setting.grid.subsets():
+            number = setting.grid.size_of(right) / setting.grid.size_of(wrong)
+            if set(right) & set(wrong) or not isclose(size, number, rel_tol=slack):
+                continue
+            wrong_axes = ", ".join(wrong)
+            right_axes = ", ".join(right)
+            text = (
+                f"{size:.6g} times as large: divided by the size of {wrong_axes} in place of "
+                f"{right_axes}"
+            )
+            axes = tuple(axis for axis in setting.grid.names if axis in (*right, *wrong))
+            found.append(Explanation("wrong divisor", axes, text))
+    return found

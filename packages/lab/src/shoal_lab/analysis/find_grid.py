@@ -1,0 +1,66 @@
+"""`find_grid`: the axes of a program's ranks, from the mesh that was asked for or from the program's own meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from ..records import RankRecord
+from .grid import Grid
+
+
+def find_grid(mesh: Mapping[str, int], records: Sequence[RankRecord]) -> Grid:
+    """Return the grid of the ranks.
+
+    Args:
+        mesh: axis sizes by name, as the user gave them; they hold if there is more than one axis.
+        records: of the ranks, with the meshes and the groups that the program made.
+
+    Example:
+        >>> str(find_grid({"dp": 2, "tp": 2}, []))
+        'dp=2, tp=2'
+    """
+    given = Grid.of(mesh)
+    if len(mesh) > 1 or not records or tuple(mesh) != ("ranks",):
+        return given
+    best = given
+    for names, ranks in records[0].meshes:
+        grid = _grid_of_mesh(names, ranks)
+        if grid is not None and grid.count == given.count and len(grid.names) >= len(best.names):
+            best = grid
+    if best is not given:
+        return best
+    return _grid_of_groups(records[0].groups, given.count) or given
+
+
+def _grid_of_mesh(names: tuple[str, ...], ranks: Any) -> Grid | None:
+    """Return the grid of a mesh whose ranks are in row-major order from 0."""
+    tensor = torch.tensor(ranks)
+    if tensor.flatten().tolist() != list(range(tensor.numel())):
+        return None
+    return Grid(names, tuple(tensor.shape))
+
+
+def _grid_of_groups(groups: Sequence[tuple[int, ...]], count: int) -> Grid | None:
+    """Return the grid whose axes are the program's process groups, named by the ranks of the first one.
+
+    Ranks (0, 1) and (2, 3) are an axis of stride 1; ranks (0, 2) and (1, 3) one of stride 2.
+    """
+    axes = dict[int, int]()
+    for ranks in groups:
+        steps = {after - before for before, after in zip(ranks, ranks[1:], strict=False)}
+        if 0 in ranks and len(steps) == 1 and len(ranks) < count:
+            axes.setdefault(steps.pop(), len(ranks))
+    strides = sorted(axes, reverse=True)
+    sizes = [axes[stride] for stride in strides]
+    if not sizes or prod(sizes) != count:
+        return None
+    names = list[str]()
+    for stride, size in zip(strides, sizes, strict=True):
+        names.append(f"groups like {tuple(range(0, stride * size, stride))}")
+    grid = Grid(tuple(names), tuple(sizes))
+    expected = [prod(sizes[position + 1 :]) for position in range(len(sizes))]
+    return grid if expected == strides else None

@@ -1,0 +1,136 @@
+"""Search for a local tensor in the whole tensor by values: equal, a block, rows in any order, a flat slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Blocks are tried at so many positions of their first element at most.
+_POSITIONS = 512
+
+
+def find_index(local: Tensor, whole: Tensor, tolerance: float = 0.0) -> Tensor | None:
+    """Find the elements of a local tensor in the whole tensor.
+
+    Args:
+        local: float64, the values of one rank.
+        whole: float64, the values of one device.
+        tolerance: the allowed difference of an element.
+
+    Returns:
+        int64 of the shape of `local`: positions in the flattened whole tensor. None if nothing
+        fits, or if the whole tensor is constant, so that every block fits.
+
+    Example:
+        >>> whole = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        >>> find_index(whole[1:], whole)
+        tensor([[2, 3],
+                [4, 5]])
+    """
+    positions = torch.arange(whole.numel()).view(whole.shape)
+    if local.shape == whole.shape and _close(local, whole, tolerance):
+        return positions
+    if not local.numel():
+        return torch.zeros(local.shape, dtype=torch.int64)
+    if not whole.numel() or whole.max() == whole.min():
+        return None
+    if local.ndim == whole.ndim:
+        for search in (_find_block, _find_rows, _find_rows_of_blocks):
+            index = search(local, whole, tolerance)
+            if index is not None:
+                return index
+    elif whole.ndim > 1 and local.ndim > 1 and local.shape[-1] == whole.shape[-1]:
+        # (4, 8, 16) and (32, 16): the same rows, flattened.
+        width = whole.shape[-1]
+        index = _find_rows(local.reshape(-1, width), whole.reshape(-1, width), tolerance)
+        return None if index is None else index.view(local.shape)
+    if local.ndim == 1:
+        return _find_block(local, whole.flatten(), tolerance)
+    return None
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Tell whether all elements are equal within the tolerance."""
+    return bool(((one - other).abs() <= tolerance).all())
+
+
+def _find_block(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
+    """Find a contiguous block by the places of its first element."""
+    first = local.flatten()[0]
+    places = ((whole - first).abs() <= tolerance).nonzero()
+    for place in places[:_POSITIONS].tolist():
+        slices = tuple(
+            slice(start, start + size) for start, size in zip(place, local.shape, strict=True)
+        )
+        block = whole[slices]
+        if block.shape == local.shape and _close(block, local, tolerance):
+            return torch.arange(whole.numel()).view(whole.shape)[slices]
+    return None
+
+
+def _find_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
+    """Find the slices of a local tensor along one dim, in any order, repeated or not."""
+    for dim in range(whole.ndim):
+        others = [size for other, size in enumerate(whole.shape) if other != dim]
+        local_others = [size for other, size in enumerate(local.shape) if other != dim]
+        if others != local_others:
+            continue
+        rows = match_rows(local.movedim(dim, 0), whole.movedim(dim, 0), tolerance)
+        if rows is not None:
+            positions = torch.arange(whole.numel()).view(whole.shape)
+            return positions.index_select(dim, rows)
+    return None
+
+
+def match_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
+    """Return for every row of dim 0 the equal row of the whole tensor; None if one has none."""
+    flat_local = local.reshape(local.shape[0], -1)
+    flat_whole = whole.reshape(whole.shape[0], -1)
+    # A row is found by its product with a vector, and then compared.
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(flat_whole.shape[1], generator=generator, dtype=torch.float64)
+    keys = flat_whole @ vector
+    order = keys.argsort(stable=True)
+    scale = float(flat_whole.abs().max()) * vector.abs().sum()
+    slack = float(tolerance * vector.abs().sum() + 1e-13 * scale)
+    found = list[int]()
+    uses = dict[int, int]()
+    sorted_keys = keys[order].contiguous()
+    for row, key in zip(flat_local, (flat_local @ vector).tolist(), strict=True):
+        bounds = torch.tensor([key - slack, key + slack], dtype=torch.float64)
+        start, stop = torch.searchsorted(sorted_keys, bounds, right=False).tolist()
+        matches = list[int]()
+        for candidate in order[start : stop + 1].tolist():
+            if _close(row, flat_whole[candidate], tolerance):
+                matches.append(candidate)
+        if not matches:
+            return None
+        # Equal rows are used in turn.
+        best = min(matches, key=lambda match: (uses.get(match, 0), match))
+        uses[best] = uses.get(best, 0) + 1
+        found.append(best)
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _find_rows_of_blocks(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
+    """Find rows of one dim in a contiguous block of another dim."""
+    sharded = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
+    if len(sharded) != 2:
+        return None
+    positions = torch.arange(whole.numel()).view(whole.shape)
+    for dim in sharded:
+        for start in _starts(local.shape[dim], whole.shape[dim]):
+            block = whole.narrow(dim, start, local.shape[dim])
+            index = _find_rows(local, block, tolerance)
+            if index is not None:
+                return positions.narrow(dim, start, local.shape[dim]).flatten()[index]
+    return None
+
+
+def _starts(size: int, whole_size: int) -> Iterator[int]:
+    """Yield the starts of blocks of a size, the last one at the end."""
+    yield from range(0, whole_size - size + 1, max(size, 1))
+    if whole_size % max(size, 1):
+        yield whole_size - size

@@ -1,0 +1,263 @@
+"""The first module whose output, or gradient at its output, is neither the value of one device nor a known part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..records import LocalValue, Output, RankRecord
+from .combinations import describe_ranks, explain_copies, sharded_axes
+from .copies import Copy, Expected, Setting, is_right, sum_over
+from .explanations import Explanation, Finding
+from .find_index import find_index
+from .grid import Grid
+
+# Path of the module, "output" or "gradient", and how often the module had run in this step.
+_Key = tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstModule:
+    """The first module with a wrong value.
+
+    Attributes:
+        path: of the module.
+        kind: "output", or "gradient" for the gradient at the output.
+        explanation: of the difference, with its axes.
+    """
+
+    path: str
+    kind: str
+    explanation: Explanation
+
+    def __str__(self) -> str:
+        """Return the line of the report."""
+        what = "output" if self.kind == "output" else "gradient at the output"
+        return f"{what} of {self.path}: {self.explanation.text}"
+
+
+def find_first_module(
+    records: Sequence[RankRecord], reference: RankRecord, setting: Setting
+) -> FirstModule | None:
+    """Find the first output that differs; if none does, the first gradient in the order of the backward.
+
+    Args:
+        records: of the ranks, with outputs of modules.
+        reference: of one device.
+        setting: grid and tolerances.
+
+    Returns:
+        The module; None if all values that can be matched agree.
+    """
+    by_rank = [dict(_keyed(record.outputs)) for record in records]
+    wholes = dict(_keyed(reference.outputs))
+    keys = list(wholes)
+    forward = [key for key in keys if key[1] == "output"]
+    backward = [key for key in reversed(keys) if key[1] == "gradient"]
+    found = _Search(by_rank, wholes, setting).first_of(forward)
+    return found or _Search(by_rank, wholes, setting).first_of(backward)
+
+
+def _keyed(outputs: Sequence[Output]) -> Iterator[tuple[_Key, LocalValue]]:
+    """Yield outputs by path, kind and number of the call."""
+    counts = dict[tuple[str, str], int]()
+    for output in outputs:
+        number = counts.get((output.path, output.kind), 0)
+        counts[output.path, output.kind] = number + 1
+        yield (output.path, output.kind, number), output.value
+
+
+class _Search:
+    """One walk over the values of a step in their order."""
+
+    def __init__(
+        self,
+        by_rank: Sequence[Mapping[_Key, LocalValue]],
+        wholes: Mapping[_Key, LocalValue],
+        setting: Setting,
+    ) -> None:
+        self._by_rank = by_rank
+        self._wholes = wholes
+        self._setting = setting
+        # The last value that is right after a sum over axes.
+        self._partial: tuple[str, tuple[str, ...]] | None = None
+        # Places of right values, by their local shapes on all ranks and the whole shape.
+        self._known = dict[object, list[Tensor]]()
+
+    def first_of(self, keys: Sequence[_Key]) -> FirstModule | None:
+        """Return the first key whose values are wrong."""
+        for key in keys:
+            values = {rank: found[key] for rank, found in enumerate(self._by_rank) if key in found}
+            whole = self._wholes[key].tensor
+            if not values or not whole.numel() or not whole.ndim:
+                continue
+            explanation = self._judge(key, values, whole)
+            if explanation is not None:
+                return FirstModule(key[0], key[1], explanation)
+        return None
+
+    def _judge(
+        self, key: _Key, values: Mapping[int, LocalValue], whole: Tensor
+    ) -> Explanation | None:
+        """Return None for values that are right or partial, else the explanation."""
+        setting = self._setting
+        allowed = setting.tolerance * float(whole.norm())
+        copies = self._place(values, whole, (key[1], allowed))
+        shapes = (tuple(whole.shape), *(tuple(value.tensor.shape) for value in values.values()))
+        local = replace(setting, floor=allowed)
+        if copies is not None:
+            missing = _uncovered(copies, whole, allowed)
+            if missing is None:
+                self._known[shapes] = [copy.index for copy in copies]
+                return None
+            axes = _differing_axes(values, setting)
+            return Explanation(
+                "forward", axes, f"{missing}: each rank of {', '.join(axes)} has the others' part"
+            )
+        for axes in setting.grid.subsets():
+            summed = _sum_values(values, axes, setting.grid)
+            if summed is not None and self._place(summed, whole, (key[1], allowed)) is not None:
+                self._partial = (key[0], axes)
+                return None
+        same_shape = all(value.tensor.shape == whole.shape for value in values.values())
+        if same_shape:
+            positions = torch.arange(whole.numel()).view(whole.shape)
+            copies = [Copy(rank, key[0], value.tensor, positions) for rank, value in values.items()]
+        elif shapes in self._known:
+            copies = [
+                Copy(rank, key[0], value.tensor, index)
+                for (rank, value), index in zip(values.items(), self._known[shapes], strict=True)
+            ]
+        if copies is None:
+            # Shards of shards, and parts of sums of shards: not decided here.
+            return None
+        return self._explain(key, copies, whole)
+
+    def _place(
+        self, values: Mapping[int, LocalValue], whole: Tensor, choices: tuple[str, float]
+    ) -> list[Copy] | None:
+        """Find the values of all ranks in the whole value, by metadata or by values.
+
+        Gradients may be a multiple: each rank's loss is a mean of fewer rows.
+        """
+        kind, allowed = choices
+        grid = self._setting.grid
+        factors = [1.0]
+        if kind == "gradient":
+            for axes in grid.subsets():
+                factors += [float(grid.size_of(axes)), 1 / grid.size_of(axes)]
+        for factor in factors:
+            copies = self._place_multiple(values, factor * whole, factor * allowed)
+            if copies is not None:
+                return copies
+        return None
+
+    def _place_multiple(
+        self, values: Mapping[int, LocalValue], whole: Tensor, allowed: float
+    ) -> list[Copy] | None:
+        """Find the values of all ranks in one whole value."""
+        copies = list[Copy]()
+        slack = self._setting.tolerance * float(whole.abs().max())
+        for rank, value in values.items():
+            index = value.index
+            if value.pending:
+                return None
+            if index is not None and value.shape == tuple(whole.shape):
+                difference = float((value.tensor - whole.flatten()[index]).norm())
+                if difference > allowed:
+                    return None
+            else:
+                index = find_index(value.tensor, whole, slack)
+            if index is None:
+                return None
+            copies.append(Copy(rank, "", value.tensor, index))
+        return copies
+
+    def _explain(self, key: _Key, copies: Sequence[Copy], whole: Tensor) -> Explanation:
+        """Explain a wrong value by itself, or by a partial value just before it."""
+        setting = self._setting
+        explanations = explain_copies(copies, Expected(whole), setting, "output")
+        if self._partial is not None:
+            path, axes = self._partial
+            over = ", ".join(axes)
+            text = f"missing all-reduce over {over} after {path}, whose output is right after a sum over {over}"
+            return Explanation("missing reduction", axes, text)
+        if explanations:
+            first = explanations[0]
+            axes = first.axes or sharded_axes(copies, setting)
+            return Explanation("forward", axes, first.text)
+        wrong = [
+            copy.rank for copy in copies if not setting.is_close(copy.values, copy.part_of(whole))
+        ]
+        axes, where = describe_ranks(wrong, [copy.rank for copy in copies], setting)
+        axes = axes or sharded_axes(copies, setting)
+        return Explanation("forward", axes, f"differs {where}")
+
+
+def _sum_values(
+    values: Mapping[int, LocalValue], axes: tuple[str, ...], grid: Grid
+) -> dict[int, LocalValue] | None:
+    """Sum the values of ranks that differ on some axes only; None if shapes differ or all are equal."""
+    summed = dict[int, LocalValue]()
+    is_new = False
+    for ranks in grid.groups(axes):
+        group = [values[rank] for rank in ranks if rank in values]
+        if not group:
+            continue
+        first = group[0].tensor
+        if any(value.tensor.shape != first.shape for value in group):
+            return None
+        is_new = is_new or any(not torch.allclose(value.tensor, first) for value in group)
+        total = torch.stack([value.tensor for value in group]).sum(0)
+        for rank in (rank for rank in ranks if rank in values):
+            summed[rank] = LocalValue(total, group[0].shape, group[0].index)
+    return summed if is_new else None
+
+
+def _uncovered(copies: Sequence[Copy], whole: Tensor, allowed: float) -> str | None:
+    """Describe the rows of a sharded value that no rank has; None if all are there."""
+    if all(copy.values.shape == whole.shape for copy in copies):
+        return None
+    is_covered = torch.zeros(whole.numel(), dtype=torch.bool)
+    for copy in copies:
+        is_covered[copy.index.flatten()] = True
+    if bool(is_covered.all()):
+        return None
+    missing = whole.flatten()[~is_covered]
+    present = whole.flatten()[is_covered]
+    # Equal elements may have been found at one place.
+    nearest = torch.cdist(missing[:256, None], present[:4096, None]).min(1).values
+    if bool((nearest <= allowed).all()):
+        return None
+    count = int((~is_covered).sum())
+    return f"{count} of {whole.numel()} elements of one device are on no rank"
+
+
+def _differing_axes(values: Mapping[int, LocalValue], setting: Setting) -> tuple[str, ...]:
+    """Return the axes along which ranks should have different parts but have equal values."""
+    alike = list[str]()
+    for axis in setting.grid.names:
+        for ranks in setting.grid.groups((axis,)):
+            group = [values[rank].tensor for rank in ranks if rank in values]
+            if len(group) > 1 and all(
+                tensor.shape == group[0].shape and torch.allclose(tensor, group[0])
+                for tensor in group
+            ):
+                alike.append(axis)
+                break
+    return tuple(alike)
+
+
+def explain_forward(findings: Sequence[Finding], first: FirstModule) -> list[Finding]:
+    """Give findings that nothing explains the explanation of the first wrong module."""
+    explained = list[Finding]()
+    for finding in findings:
+        kinds = {explanation.kind for explanation in finding.explanations}
+        if kinds <= {"scaled", "forward"} and first.kind == "output":
+            cause = replace(first.explanation, text=str(first))
+            finding = replace(finding, explanations=(cause,))
+        explained.append(finding)
+    return explained

@@ -1,0 +1,85 @@
+"""Losses of the ranks beside the loss of one device: equal, a mean, a sum, or a mean of uneven shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isclose
+
+from ..records import StepRecord
+from .explanations import Explanation
+from .grid import Grid
+
+
+def relate_losses(steps: Sequence[StepRecord], reference: StepRecord, grid: Grid) -> dict[str, str]:
+    """Return for each axis how the losses of its ranks give the loss of one device.
+
+    Returns:
+        "equal", "mean" or "sum" by axis; {} if no relation holds.
+    """
+    losses = _first_losses(steps)
+    if losses is None or not reference.losses:
+        return {}
+    whole = reference.losses[0]
+    distinct = _distinct_axes(losses, grid)
+    relations = dict.fromkeys(grid.names, "equal")
+    ranks = grid.groups(distinct)[0] if distinct else (0,)
+    total = sum(losses[rank] for rank in ranks)
+    if isclose(total / len(ranks), whole, rel_tol=1e-6):
+        return relations | dict.fromkeys(distinct, "mean")
+    if isclose(total, whole, rel_tol=1e-6):
+        return relations | dict.fromkeys(distinct, "sum")
+    return {}
+
+
+def _first_losses(steps: Sequence[StepRecord]) -> list[float] | None:
+    """Return the first loss of every rank; None if a rank has none."""
+    losses = list[float]()
+    for step in steps:
+        if not step.losses:
+            return None
+        losses.append(step.losses[0])
+    return losses
+
+
+def _distinct_axes(losses: Sequence[float], grid: Grid) -> tuple[str, ...]:
+    """Return the axes along which losses differ."""
+    distinct = list[str]()
+    for axis in grid.names:
+        for ranks in grid.groups((axis,)):
+            values = [losses[rank] for rank in ranks]
+            if any(not isclose(value, values[0], rel_tol=1e-9) for value in values):
+                distinct.append(axis)
+                break
+    return tuple(distinct)
+
+
+def explain_losses(
+    steps: Sequence[StepRecord], reference: StepRecord, grid: Grid
+) -> tuple[Explanation, ...]:
+    """Explain wrong gradients by local means over uneven numbers of targets.
+
+    Returns:
+        One explanation if the losses of the ranks, weighted by their numbers of targets, give the
+        loss of one device, while the plain mean does not; else ().
+    """
+    losses = _first_losses(steps)
+    if losses is None or not reference.losses or any(not step.counts for step in steps):
+        return ()
+    counts = [step.counts[0] for step in steps]
+    axes = _distinct_axes(losses, grid) or _distinct_axes([float(count) for count in counts], grid)
+    if not axes:
+        return ()
+    ranks = grid.groups(axes)[0]
+    total = sum(counts[rank] for rank in ranks)
+    weighted = sum(losses[rank] * counts[rank] for rank in ranks)
+    numbers = [counts[rank] for rank in ranks]
+    if not total or len(set(numbers)) == 1:
+        return ()
+    if not isclose(weighted / total, reference.losses[0], rel_tol=1e-6):
+        return ()
+    over = ", ".join(axes)
+    text = (
+        f"wrong divisor: the mean of each rank counts equally over {over}, but the ranks have "
+        f"{', '.join(map(str, numbers))} targets; the loss of one device weighs them by these numbers"
+    )
+    return (Explanation("uneven mean", axes, text),)

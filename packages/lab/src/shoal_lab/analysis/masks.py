@@ -1,0 +1,63 @@
+"""Dropout masks of the ranks: alike where inputs are alike, and different where inputs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..records import RankRecord
+from .explanations import Explanation, Finding
+from .grid import Grid
+
+# So many random bits are not alike by chance.
+_BITS = 16.0
+
+
+def compare_masks(ranks: Sequence[RankRecord], grid: Grid) -> list[Finding]:
+    """Compare the masks of ranks that differ on one axis.
+
+    Args:
+        ranks: records in the order of the ranks.
+        grid: axes of the ranks.
+    """
+    findings = list[Finding]()
+    for axis in grid.names:
+        for group in grid.groups((axis,)):
+            findings += _compare_group([ranks[rank] for rank in group], axis)
+    unique = dict[tuple[str, str], Finding]()
+    for finding in findings:
+        unique.setdefault((finding.name, finding.explanations[0].text), finding)
+    return list(unique.values())
+
+
+def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Finding]:
+    """Compare the masks of the ranks of one group, each rank with the first one."""
+    findings = list[Finding]()
+    first = records[0]
+    for record in records[1:]:
+        if first.shoal or record.shoal or len(first.masks) != len(record.masks):
+            continue
+        bits = 0.0
+        are_alike = True
+        place = ""
+        for one, other in zip(first.masks, record.masks, strict=True):
+            name, size = _split(one.place)
+            if one.values == other.values and one.mask != other.mask:
+                text = f"dropout differs over {axis}, whose ranks have equal inputs"
+                explanation = Explanation("random", (axis,), text)
+                findings.append(Finding(0, "dropout", name, 1.0, (explanation,)))
+                break
+            if one.values != other.values:
+                bits += size
+                are_alike = are_alike and one.mask == other.mask
+                place = place or name
+        if bits > _BITS and are_alike:
+            text = f"dropout alike on all ranks of {axis}, whose inputs differ"
+            explanation = Explanation("random", (axis,), text)
+            findings.append(Finding(0, "dropout", place, 1.0, (explanation,)))
+    return findings
+
+
+def _split(place: str) -> tuple[str, float]:
+    """Return the module and the number of random bits of a record's place."""
+    name, _, bits = place.rpartition(" (")
+    return name, float(bits.rstrip(")"))

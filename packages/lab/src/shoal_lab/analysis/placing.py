@@ -1,0 +1,163 @@
+"""Places of local parameters in the logical parameters of one device: from metadata, or found from initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..records import LocalValue, RankRecord, Values
+from .find_index import find_index
+from .grid import Grid
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """The place of a local tensor.
+
+    Attributes:
+        name: of the logical parameter.
+        index: int64 of the local shape: positions in the flattened logical parameter.
+    """
+
+    name: str
+    index: Tensor
+
+
+@dataclass(slots=True)
+class Places:
+    """The places of all local parameters of all ranks.
+
+    Attributes:
+        by_rank: for each rank the places by local name.
+        unplaced: local names by rank that no logical parameter fits.
+        ambiguous: local names whose place is not found because their values are constant.
+    """
+
+    by_rank: list[dict[str, Place]] = field(default_factory=list)
+    unplaced: list[tuple[int, str]] = field(default_factory=list)
+    ambiguous: list[tuple[int, str]] = field(default_factory=list)
+
+
+def place_parameters(ranks: Sequence[RankRecord], reference: RankRecord, grid: Grid) -> Places:
+    """Find every local parameter in the logical parameters.
+
+    Args:
+        ranks: records of all ranks.
+        reference: the record of one device.
+        grid: axes of the ranks.
+    """
+    wholes = reference.steps[0].before if reference.steps else reference.after
+    places = Places()
+    for rank, record in enumerate(ranks):
+        values = record.steps[0].before if record.steps else record.after
+        found = dict[str, Place]()
+        postponed = list[str]()
+        for name, value in values.items():
+            place = _place(name, value, wholes)
+            if place is None:
+                postponed.append(name)
+            else:
+                found[name] = place
+        places.by_rank.append(found)
+        for name in postponed:
+            place = _place_by_sibling(name, values[name], found, wholes)
+            if place is None:
+                place = _place_by_name(name, values[name], wholes)
+            if place is None:
+                place = _place_by_chunk(name, values[name], wholes, (grid, rank))
+            if place is not None:
+                found[name] = place
+            elif _is_constant(values[name].tensor):
+                places.ambiguous.append((rank, name))
+            else:
+                places.unplaced.append((rank, name))
+    return places
+
+
+def _place(name: str, value: LocalValue, wholes: Values) -> Place | None:
+    """Find a parameter by metadata, by name and values, or by values alone."""
+    same = wholes.get(name)
+    has_layout = value.index is not None and value.shape is not None
+    if same is not None and has_layout and value.shape == tuple(same.tensor.shape):
+        assert value.index is not None
+        return Place(name, value.index)
+    if _is_constant(value.tensor) and value.tensor.numel():
+        return None
+    if same is not None:
+        index = find_index(value.tensor, same.tensor)
+        if index is not None:
+            return Place(name, index)
+    for other, whole in wholes.items():
+        has_size = value.tensor.numel() <= whole.tensor.numel()
+        if other != name and has_size and value.tensor.numel():
+            index = _find_in_other(value, whole)
+            if index is not None:
+                return Place(other, index)
+    return None
+
+
+def _find_in_other(value: LocalValue, whole: LocalValue) -> Tensor | None:
+    """Find a parameter in one of another name; metadata may say which part of it this rank has."""
+    if value.index is None or value.shape != tuple(whole.tensor.shape):
+        return find_index(value.tensor, whole.tensor)
+    part = whole.tensor.flatten()[value.index]
+    return value.index if torch.equal(part, value.tensor) else None
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Tell whether all elements are equal, as of a fresh bias or norm."""
+    return not tensor.numel() or bool((tensor == tensor.flatten()[0]).all())
+
+
+def _place_by_sibling(
+    name: str, value: LocalValue, found: Mapping[str, Place], wholes: Values
+) -> Place | None:
+    """Place a constant vector along dim 0 of a matrix of the same module."""
+    path, _, leaf = name.rpartition(".")
+    for other, place in found.items():
+        other_path, _, _ = other.rpartition(".")
+        logical_path, _, _ = place.name.rpartition(".")
+        logical = f"{logical_path}.{leaf}" if logical_path else leaf
+        whole = wholes.get(logical)
+        if other_path != path or whole is None or value.tensor.ndim != 1 or place.index.ndim < 2:
+            continue
+        matrix = wholes[place.name].tensor
+        is_row_wise = matrix.ndim > 1 and matrix.shape[0] == whole.tensor.shape[0]
+        if is_row_wise and place.index.shape[0] == value.tensor.shape[0] and place.index.numel():
+            # Element 12 of a (8, 4) matrix is in row 3.
+            rows = place.index.flatten(1)[:, 0] // matrix[0].numel()
+            return Place(logical, rows)
+        if value.tensor.shape == whole.tensor.shape:
+            return Place(logical, torch.arange(whole.tensor.numel()))
+    return None
+
+
+def _place_by_name(name: str, value: LocalValue, wholes: Values) -> Place | None:
+    """Place a parameter of the same name and shape, with whatever values."""
+    whole = wholes.get(name)
+    if whole is None or whole.tensor.shape != value.tensor.shape:
+        return None
+    return Place(name, torch.arange(whole.tensor.numel()).view(whole.tensor.shape))
+
+
+def _place_by_chunk(
+    name: str, value: LocalValue, wholes: Values, place: tuple[Grid, int]
+) -> Place | None:
+    """Place a parameter as the chunk of an axis, if only one axis has that many chunks."""
+    whole = wholes.get(name)
+    grid, rank = place
+    if whole is None or whole.tensor.ndim != value.tensor.ndim:
+        return None
+    positions = torch.arange(whole.tensor.numel()).view(whole.tensor.shape)
+    fitting = list[Tensor]()
+    for axis in grid.names:
+        for dim in range(whole.tensor.ndim):
+            chunks = positions.chunk(grid.size_of((axis,)), dim)
+            position = grid.position(rank, axis)
+            if len(chunks) > 1 and position < len(chunks):
+                if chunks[position].shape == value.tensor.shape:
+                    fitting.append(chunks[position])
+    return Place(name, fitting[0]) if len(fitting) == 1 else None

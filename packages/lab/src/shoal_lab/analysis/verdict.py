@@ -1,0 +1,347 @@
+"""`compare_records`: the logical tensors of the first step at which the ranks differ from one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import isclose
+
+import torch
+from torch import Tensor
+
+from ..records import LocalValue, RankRecord, StepRecord, Values
+from .clipping import explain_clip
+from .combinations import explain_copies
+from .copies import Copy, Expected, Setting, is_right, relative_difference
+from .explanations import Explanation, Finding
+from .find_index import find_index
+from .grid import Grid
+from .losses import explain_losses, relate_losses
+from .masks import compare_masks
+from .placing import Place, Places, place_parameters
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The result of one comparison.
+
+    Attributes:
+        findings: tensors that differ, of the first step that has any.
+        compared: the number of logical tensors that were compared.
+        not_compared: tensors that could not be compared, with the reason.
+        setting: tolerances that were used.
+    """
+
+    findings: list[Finding]
+    compared: int
+    not_compared: list[str]
+    setting: Setting
+
+
+def tolerance_of(epsilon: float) -> float:
+    """Return the allowed relative difference for values of a rounding unit.
+
+    Example:
+        >>> tolerance_of(torch.finfo(torch.float64).eps)
+        1e-09
+    """
+    if epsilon < 1e-12:
+        return 1e-9
+    return min(0.1, max(1e-4, 8 * epsilon))
+
+
+def compare_records(
+    ranks: Sequence[RankRecord],
+    reference: RankRecord,
+    grid: Grid,
+    stale: RankRecord | None = None,
+    tolerance: float | None = None,
+) -> Verdict:
+    """Compare the records of all ranks with that of one device.
+
+    Args:
+        ranks: records in the order of the ranks.
+        reference: of the same program on one device with the whole batch.
+        grid: axes of the ranks.
+        stale: of one device, where each forward used the parameters of the step before.
+        tolerance: the allowed relative difference; None derives it from the dtypes.
+    """
+    epsilon = max(record.epsilon for record in (*ranks, reference))
+    allowed = tolerance_of(epsilon) if tolerance is None else tolerance
+    comparison = _Comparison(ranks, reference, Setting(grid, allowed), stale)
+    comparison.run()
+    return Verdict(
+        comparison.findings, comparison.compared, comparison.not_compared, comparison.setting
+    )
+
+
+class _Comparison:
+    """One comparison; `findings` are those of the first step that has any."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankRecord],
+        reference: RankRecord,
+        setting: Setting,
+        stale: RankRecord | None,
+    ) -> None:
+        self.ranks = ranks
+        self.reference = reference
+        self.setting = setting
+        self.stale = stale
+        self.findings = list[Finding]()
+        self.compared = 0
+        self.not_compared = list[str]()
+        self.places = place_parameters(ranks, reference, setting.grid)
+
+    def run(self) -> None:
+        """Compare quantity after quantity, and stop after the first step with a finding."""
+        self._note_unplaced()
+        steps = len(self.reference.steps)
+        counts = sorted({len(record.steps) for record in self.ranks})
+        for step in range(min(steps, *counts)):
+            self._prepare(step)
+            for compare in (self._parameters, self._gradients, self._states):
+                compare(step)
+                if self.findings:
+                    return
+        self.findings += compare_masks(self.ranks, self.setting.grid)
+        if counts != [steps]:
+            text = f"the optimizer stepped {' or '.join(map(str, counts))} times, on one device {steps} times"
+            explanation = Explanation("missing", (), text)
+            self.findings.append(Finding(counts[0], "steps", "the program", 1.0, (explanation,)))
+            return
+        self._prepare(max(steps - 1, 0))
+        if not self.findings:
+            self._final_parameters(steps)
+        self._returned(steps)
+
+    def _prepare(self, step: int) -> None:
+        """Set the floor, the number of backwards and the relations of losses of a step."""
+        if step >= len(self.reference.steps):
+            return
+        record = self.reference.steps[step]
+        norms = [float(value.tensor.norm()) for value in record.gradients.values()]
+        floor = 1e-3 * self.setting.tolerance * max(norms, default=0.0)
+        steps = [rank.steps[step] for rank in self.ranks]
+        relations = relate_losses(steps, record, self.setting.grid)
+        self.setting = replace(
+            self.setting,
+            floor=floor,
+            backwards=max(len(record.unreduced), 1),
+            loss_by_axis=relations,
+        )
+
+    def _note_unplaced(self) -> None:
+        """Report parameters without a place; those of a known name are findings."""
+        wholes = self.reference.steps[0].before if self.reference.steps else {}
+        for rank, name in self.places.unplaced:
+            if name in wholes:
+                shape = tuple(self.ranks[rank].steps[0].before[name].tensor.shape)
+                text = (
+                    f"no part of the parameter of one device {tuple(wholes[name].tensor.shape)} has "
+                    f"the initial values that rank {rank} has {shape}"
+                )
+                explanation = Explanation("random", self._sharded_axes(name), text)
+                if name not in {finding.name for finding in self.findings}:
+                    self.findings.append(Finding(0, "parameter", name, 1.0, (explanation,)))
+            else:
+                self.not_compared.append(f"{name} on rank {rank}: no parameter of one device fits")
+        for rank, name in self.places.ambiguous:
+            self.not_compared.append(f"{name} on rank {rank}: constant values fit several shards")
+
+    def _sharded_axes(self, name: str) -> tuple[str, ...]:
+        """Return the axes along which the initial values of a parameter differ."""
+        grid = self.setting.grid
+        differing = list[str]()
+        for axis in grid.names:
+            for ranks in grid.groups((axis,)):
+                values = [self.ranks[rank].steps[0].before.get(name) for rank in ranks]
+                tensors = [value.tensor for value in values if value is not None]
+                if any(not _equal(tensor, tensors[0]) for tensor in tensors):
+                    differing.append(axis)
+                    break
+        return tuple(differing)
+
+    # --- quantities -----------------------------------------------------------------------------
+
+    def _parameters(self, step: int) -> None:
+        """Compare the parameters before a step."""
+        values = [record.steps[step].before for record in self.ranks]
+        wholes = self.reference.steps[step].before
+        history = [earlier.before for earlier in self.reference.steps[:step]]
+        # Parameters before step 1 are wrong by the update of step 0.
+        self._compare(max(step - 1, 0), "parameter", (values, wholes, history))
+
+    def _final_parameters(self, steps: int) -> None:
+        """Compare the parameters at the end."""
+        values = [record.after for record in self.ranks]
+        history = [earlier.before for earlier in self.reference.steps]
+        self._compare(max(steps - 1, 0), "parameter", (values, self.reference.after, history))
+
+    def _gradients(self, step: int) -> None:
+        """Compare the gradients at the optimizer's step."""
+        steps = [record.steps[step] for record in self.ranks]
+        record = self.reference.steps[step]
+        values = [_with_zeros(rank_step, rank_step.before) for rank_step in steps]
+        wholes = _with_zeros(record, record.before)
+        history = [earlier.gradients for earlier in self.reference.steps[:step]]
+        self._compare(step, "gradient", (values, wholes, history))
+        if not self.findings:
+            return
+        clip = explain_clip(self._copies_of_gradients(step), wholes, record, self.setting)
+        uneven = explain_losses(steps, record, self.setting.grid)
+        for number, finding in enumerate(self.findings):
+            kinds = {explanation.kind for explanation in finding.explanations}
+            if clip and kinds <= {"scaled", "too large", "too small", "some ranks"}:
+                self.findings[number] = replace(finding, explanations=clip)
+            elif uneven and kinds <= {"scaled"}:
+                self.findings[number] = replace(finding, explanations=uneven)
+
+    def _copies_of_gradients(self, step: int) -> dict[str, list[Copy]]:
+        values = [
+            _with_zeros(record.steps[step], record.steps[step].before) for record in self.ranks
+        ]
+        return self._gather(values)
+
+    def _states(self, step: int) -> None:
+        """Compare the state of the optimizer after a step."""
+        wholes = self.reference.steps[step].states
+        by_key = dict[str, Values]()
+        for name, value in wholes.items():
+            parameter, _, key = name.rpartition(" ")
+            by_key.setdefault(key, {})[parameter] = value
+        for key, values_of_key in by_key.items():
+            values = [_states_of(record.steps[step], key) for record in self.ranks]
+            history = [_states_of(earlier, key) for earlier in self.reference.steps[:step]]
+            self._compare(step, f"optimizer state {key}", (values, values_of_key, history))
+
+    def _returned(self, steps: int) -> None:
+        """Compare the values that the program returned: each rank must have the whole value, or a DTensor."""
+        for name, whole in self.reference.returned.items():
+            copies = list[Copy]()
+            for rank, record in enumerate(self.ranks):
+                value = record.returned.get(name)
+                if value is None:
+                    continue
+                index = value.index
+                if index is None and value.tensor.numel() == whole.tensor.numel():
+                    index = torch.arange(whole.tensor.numel()).view(value.tensor.shape)
+                if index is None:
+                    slack = self.setting.tolerance * float(whole.tensor.abs().max())
+                    index = find_index(value.tensor, whole.tensor, slack)
+                if index is not None:
+                    copies.append(Copy(rank, name, value.tensor, index))
+            self._judge(max(steps - 1, 0), "returned value", (name, copies, Expected(whole.tensor)))
+
+    # --- comparison of one quantity -------------------------------------------------------------
+
+    def _compare(
+        self,
+        step: int,
+        quantity: str,
+        values: tuple[Sequence[Values], Values, Sequence[Values]],
+    ) -> None:
+        """Compare a quantity of all parameters: values of ranks, of one device, of earlier steps."""
+        by_rank, wholes, history = values
+        copies = self._gather(by_rank)
+        stale = self._stale_gradients(step) if quantity == "gradient" else {}
+        microbatches = self.reference.steps[step].unreduced if quantity == "gradient" else []
+        for name, whole in wholes.items():
+            if name not in copies or not copies[name]:
+                continue
+            earlier = [past[name].tensor for past in history if name in past]
+            parts = [part[name].tensor for part in microbatches if name in part]
+            is_complete = len(parts) == len(microbatches)
+            expected = Expected(
+                whole.tensor, earlier, parts if is_complete else (), stale.get(name)
+            )
+            self._judge(step, quantity, (name, copies[name], expected))
+
+    def _judge(self, step: int, quantity: str, value: tuple[str, Sequence[Copy], Expected]) -> None:
+        """Compare one logical tensor, and explain it if it differs."""
+        name, copies, expected = value
+        copies = [copy for copy in copies if copy.values.shape == copy.index.shape]
+        if not copies:
+            return
+        self.compared += 1
+        setting = self.setting
+        if quantity != "gradient":
+            # The floor is that of gradients.
+            setting = replace(setting, floor=setting.tolerance * 1e-6)
+        if is_right(copies, expected.now, setting):
+            return
+        family = "optimizer state" if quantity.startswith("optimizer") else quantity
+        explanations = explain_copies(copies, expected, setting, family)
+        difference = relative_difference(copies, expected.now)
+        self.findings.append(Finding(step, quantity, name, difference, explanations))
+
+    def _stale_gradients(self, step: int) -> dict[str, Tensor]:
+        """Return the gradients of one device with parameters of the step before."""
+        if self.stale is None or step >= len(self.stale.steps):
+            return {}
+        gradients = self.stale.steps[step].gradients
+        return {name: value.tensor for name, value in gradients.items()}
+
+    def _gather(self, by_rank: Sequence[Values]) -> dict[str, list[Copy]]:
+        """Collect the copies of each logical parameter."""
+        copies = dict[str, list[Copy]]()
+        for rank, values in enumerate(by_rank):
+            for name, value in values.items():
+                place = self.places.by_rank[rank].get(name)
+                if place is None:
+                    continue
+                summed = _sum_pending(value, name, by_rank)
+                index = _index_of(summed, place, self.reference)
+                if index is not None:
+                    copy = Copy(rank, name, summed.tensor, index)
+                    copies.setdefault(place.name, []).append(copy)
+        return copies
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same shape and values."""
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _with_zeros(step: StepRecord, parameters: Values) -> Values:
+    """Return the gradients of a step, zeros for parameters that have none."""
+    values = dict(step.gradients)
+    for name, parameter in parameters.items():
+        if name not in values:
+            zeros = torch.zeros_like(parameter.tensor)
+            values[name] = LocalValue(zeros, parameter.shape, parameter.index)
+    return values
+
+
+def _states_of(step: StepRecord, key: str) -> Values:
+    """Return the optimizer's states of one key, by parameter."""
+    values = Values()
+    for name, value in step.states.items():
+        parameter, _, other = name.rpartition(" ")
+        if other == key:
+            values[parameter] = value
+    return values
+
+
+def _sum_pending(value: LocalValue, name: str, by_rank: Sequence[Values]) -> LocalValue:
+    """Add the values of the ranks over which a value is still to be summed."""
+    if not value.pending:
+        return value
+    total = torch.stack([by_rank[rank][name].tensor for rank in value.pending]).sum(0)
+    return LocalValue(total, value.shape, value.index)
+
+
+def _index_of(value: LocalValue, place: Place, reference: RankRecord) -> Tensor | None:
+    """Return the places of a value's elements: of its own metadata, or those of its parameter."""
+    if value.index is not None:
+        return value.index
+    if value.tensor.shape == place.index.shape:
+        return place.index
+    if value.tensor.numel() == 1:
+        # The number of steps, which one device has once.
+        return torch.zeros(value.tensor.shape, dtype=torch.int64)
+    if value.tensor.numel() == place.index.numel():
+        return place.index.view(value.tensor.shape)
+    return None

@@ -1,0 +1,105 @@
+"""Batches of data loaders: recorded on the ranks, and given to one device as one concatenated batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+
+def record_batches(batches: list[list[Any]]) -> None:
+    """Record what every DataLoader of this process gives, one list for each iteration."""
+
+    def iterate(original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        given = list[Any]()
+        batches.append(given)
+        for batch in original(loader):
+            given.append(_copy(batch))
+            yield batch
+
+    _replace_iteration(iterate)
+
+
+def replay_batches(batches: Sequence[Sequence[Any]]) -> None:
+    """Have the n-th iteration over a DataLoader give recorded batches."""
+    number = 0
+
+    def iterate(original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        nonlocal number
+        number += 1
+        if number > len(batches):
+            yield from original(loader)
+        else:
+            yield from map(_copy, batches[number - 1])
+
+    _replace_iteration(iterate)
+
+
+def _replace_iteration(iterate: Callable[[Any, Any], Iterator[Any]]) -> None:
+    """Replace `DataLoader.__iter__` in this process."""
+    original = DataLoader.__iter__
+    kind: Any = DataLoader
+    kind.__iter__ = lambda loader: iterate(original, loader)
+
+
+def _copy(batch: Any) -> Any:
+    """Copy the tensors of a batch."""
+    return map_tensors(lambda tensors: tensors[0].detach().clone(), [batch])
+
+
+def map_tensors(combine: Callable[[list[Tensor]], Any], batches: Sequence[Any]) -> Any:
+    """Combine batches of one structure, tensor by tensor; other values are taken from the first."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return combine(list(batches))
+    if isinstance(first, dict):
+        return type(first)(
+            {key: map_tensors(combine, [batch[key] for batch in batches]) for key in first}
+        )
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(map_tensors(combine, part) for part in zip(*batches, strict=True)))
+    if isinstance(first, list | tuple):
+        return type(first)(map_tensors(combine, part) for part in zip(*batches, strict=True))
+    return first
+
+
+def concatenate(by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
+    """Concatenate the batches of the ranks that had different ones.
+
+    Args:
+        by_rank: for each rank, for each iteration over a loader, the batches.
+
+    Returns:
+        For each iteration the batches of one device: rows of all ranks, in the order of the ranks.
+        Ranks with equal batches count once.
+    """
+    distinct = list[Sequence[Sequence[Any]]]()
+    for batches in by_rank:
+        if not any(_equal(batches, other) for other in distinct):
+            distinct.append(batches)
+    if not distinct or len(distinct) == 1:
+        return [list(iteration) for iteration in distinct[0]] if distinct else []
+    whole = list[list[Any]]()
+    for iterations in zip(*distinct, strict=False):
+        batches_of_steps = zip(*iterations, strict=False)
+        whole.append([map_tensors(_join, batches) for batches in batches_of_steps])
+    return whole
+
+
+def _join(tensors: list[Tensor]) -> Tensor:
+    """Concatenate rows; scalars are taken from the first rank."""
+    return torch.cat(tensors) if tensors[0].ndim else tensors[0]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Tell whether two structures of tensors are equal."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)

@@ -1,0 +1,382 @@
+"""`Observer`: hooks that record one rank's run of an unchanged program."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+# The hook by which fully_shard delivers gradients must be registered before those of the observer.
+import shoal_data_parallel  # noqa: F401  # for its hook
+from shoal_dtensor import DTensor
+from shoal_dtensor.internal import forward_of, owners_of
+
+from ..records import LocalValue, Output, RankRecord, StepRecord, Values
+from .batches import record_batches, replay_batches
+from .dropout import DropoutWatch
+from .local_values import local_value
+from .roots import Roots
+
+# Growth of gradients is recorded for each backward if the model has at most so many elements.
+_SMALL_MODEL = 1 << 20
+_LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Choices of one observed run.
+
+    Attributes:
+        outputs_of_step: the step whose outputs of modules are recorded; None for none.
+        applies_dropout: apply masks; None decides by the modules of the program.
+        uses_stale_parameters: every forward uses the parameters before the last step.
+        batches: the batches of data loaders in place of their own; None records them.
+    """
+
+    outputs_of_step: int | None = None
+    applies_dropout: bool | None = None
+    uses_stale_parameters: bool = False
+    batches: Any = None
+
+
+class Observer:
+    """Hooks of one process, which ends with the program: nothing is put back."""
+
+    def __init__(self, observation: Observation) -> None:
+        self.record = RankRecord()
+        self._choices = observation
+        self._roots = Roots()
+        self._stack = list[nn.Module]()
+        self._paths = dict[int, str]()
+        self._step = StepRecord()
+        self._has_stepped = False
+        self._stepping = 0
+        self._is_reading = False
+        self._backward_depth = 0
+        self._previous = dict[str, Tensor]()
+        self._is_shoal: bool | None = observation.applies_dropout
+        self._stepped = set[int]()
+
+    def install(self) -> None:
+        """Register all hooks."""
+        register_module_forward_pre_hook(self._enter_module)
+        register_module_forward_hook(self._leave_module, always_call=True)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        self._watch_backward()
+        self._watch_functions()
+        DropoutWatch(self.record.masks, self._keeps_dropout, self._place).install()
+        if self._choices.batches is None:
+            record_batches(self.record.batches)
+        else:
+            replay_batches(self._choices.batches)
+
+    def finish(self, returned: Any) -> RankRecord:
+        """Complete the record when the program has ended."""
+        if self._step.before and not self._has_stepped:
+            self._close_step()
+        record = self.record
+        record.after = self._read(self._roots.parameters())
+        record.returned = self._read_returned(returned)
+        record.meshes = _find_meshes()
+        if self._is_shoal is None:
+            self._is_shoal = self._find_shoal()
+        record.shoal = bool(self._is_shoal)
+        return record
+
+    # --- modules --------------------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if not self._stack:
+            self._begin_forward(module)
+        self._stack.append(module)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._stack and self._stack.pop() is not module:
+            pass
+        values = [value for value in _tensors_of(output) if value.is_floating_point()]
+        for value in values:
+            self._note_dtype(value)
+        is_asked = self._choices.outputs_of_step == len(self.record.steps)
+        if is_asked and torch.is_grad_enabled() and values:
+            self._record_output(module, values[0])
+
+    def _begin_forward(self, module: nn.Module) -> None:
+        """Record the parameters before the first forward of a step."""
+        self._roots.add(module)
+        if not torch.is_grad_enabled() or not any(True for _ in module.parameters()):
+            return
+        if self._has_stepped:
+            self._close_step()
+        parameters = self._roots.parameters()
+        is_first = not self._step.before
+        missing = {
+            name: value for name, value in parameters.items() if name not in self._step.before
+        }
+        self._step.before |= self._read(missing)
+        if self._choices.uses_stale_parameters and is_first:
+            self._swap_in_previous(parameters)
+
+    def _close_step(self) -> None:
+        """Begin the record of the next step."""
+        self.record.steps.append(self._step)
+        self._step = StepRecord()
+        self._has_stepped = False
+        self._stepped.clear()
+
+    def _record_output(self, module: nn.Module, value: Tensor) -> None:
+        """Record the output of a module, and the gradient at the output when it is computed."""
+        if id(module) not in self._paths:
+            self._paths = self._roots.paths()
+        path = self._paths.get(id(module), type(module).__name__)
+        self.record.outputs.append(Output(path, "output", self._read_one(value)))
+        if not value.requires_grad:
+            return
+        placeholder = Output(path, "gradient", LocalValue(torch.zeros(0, dtype=torch.float64)))
+        self.record.outputs.append(placeholder)
+
+        def receive(gradient: Tensor) -> None:
+            placeholder.value = self._read_one(gradient)
+
+        value.register_hook(receive)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def _place(self) -> str:
+        """Return the path of the module whose forward runs."""
+        if not self._stack:
+            return "the program"
+        module = self._stack[-1]
+        if id(module) not in self._paths:
+            self._paths = self._roots.paths()
+        return self._paths.get(id(module), type(module).__name__)
+
+    def _keeps_dropout(self) -> bool:
+        if self._is_shoal is None:
+            self._is_shoal = self._find_shoal()
+        return self._is_shoal
+
+    def _find_shoal(self) -> bool:
+        """Tell whether a module has a parallel form of shoal's."""
+        for root in self._roots:
+            if owners_of(root) or any(isinstance(p, DTensor) for p in root.parameters()):
+                return True
+            if any(forward_of(module) is not None for module in root.modules()):
+                return True
+        return False
+
+    # --- backward -------------------------------------------------------------------------------
+
+    def _watch_backward(self) -> None:
+        """Replace the two ways to start a backward."""
+        tensor: Any = torch.Tensor
+        tensor.backward = self._watched_backward(tensor.backward)
+        torch.autograd.backward = self._watched_backward(torch.autograd.backward)
+
+    def _watched_backward(self, function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def backward(root: Any, *args: Any, **kwargs: Any) -> None:
+            if self._backward_depth:
+                return function(root, *args, **kwargs)
+            self._backward_depth += 1
+            before = self._gradients()
+            try:
+                function(root, *args, **kwargs)
+            finally:
+                self._backward_depth -= 1
+            self._note_backward(root, before)
+            return None
+
+        return backward
+
+    def _note_backward(self, root: Any, before: Values) -> None:
+        """Record the loss, and the growth of the gradients."""
+        if isinstance(root, Tensor) and root.numel() == 1:
+            self._step.losses.append(float(local_value(root).tensor.sum()))
+        growth = Values()
+        for name, value in self._gradients().items():
+            tensor = value.tensor
+            if name in before and before[name].tensor.shape == tensor.shape:
+                tensor = tensor - before[name].tensor
+            growth[name] = LocalValue(tensor, value.shape, value.index, value.pending)
+        self._step.unreduced.append(growth)
+
+    def _gradients(self) -> Values:
+        """Read the gradients of a small model."""
+        parameters = self._roots.parameters()
+        if sum(parameter.numel() for parameter in parameters.values()) > _SMALL_MODEL:
+            return {}
+        return self._read(_gradients_of(parameters))
+
+    # --- optimizers -----------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping += 1
+        if self._stepping > 1:
+            return
+        if id(optimizer) in self._stepped:
+            self._close_step()
+        parameters = self._named(optimizer)
+        for name, value in self._read(_gradients_of(parameters)).items():
+            self._step.gradients.setdefault(name, value)
+        if not self._step.before:
+            self._step.before = self._read(parameters)
+        if self._previous:
+            self._swap_out_previous(parameters)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping -= 1
+        if self._stepping:
+            return
+        self._stepped.add(id(optimizer))
+        for name, parameter in self._named(optimizer).items():
+            state = optimizer.state.get(parameter, {})
+            values = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            for key, value in self._read(values).items():
+                self._step.states[f"{name} {key}"] = value
+        self._has_stepped = True
+
+    def _named(self, optimizer: Any) -> dict[str, Tensor]:
+        """Return the parameters of all roots, and those that only the optimizer has."""
+        parameters = self._roots.parameters()
+        known = {id(parameter) for parameter in parameters.values()}
+        for number, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names") or range(len(group["params"]))
+            for name, parameter in zip(names, group["params"], strict=True):
+                if id(parameter) not in known:
+                    is_named = isinstance(name, str) and name not in parameters
+                    parameters[name if is_named else f"optimizer.{number}.{name}"] = parameter
+        return parameters
+
+    # --- stale parameters -----------------------------------------------------------------------
+
+    def _swap_in_previous(self, parameters: Mapping[str, Tensor]) -> None:
+        """Run this forward with the parameters that the last one saw."""
+        current = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            if name in self._previous:
+                parameter.data.copy_(self._previous[name])
+        self._previous = current
+
+    def _swap_out_previous(self, parameters: Mapping[str, Tensor]) -> None:
+        """Have the optimizer update the true parameters."""
+        for name, parameter in parameters.items():
+            if name in self._previous:
+                parameter.data.copy_(self._previous[name])
+
+    # --- functions ------------------------------------------------------------------------------
+
+    def _watch_functions(self) -> None:
+        """Observe functions of torch for loss counts, norms and groups."""
+        for name in _LOSSES:
+            setattr(F, name, self._counted(getattr(F, name)))
+        utilities: Any = nn.utils
+        normed = self._normed(utilities.clip_grad_norm_)
+        utilities.clip_grad_norm_ = normed
+        utilities.clip_grad.clip_grad_norm_ = normed
+        module: Any = dist
+        module.new_group = self._grouped(dist.new_group)
+
+    def _counted(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if torch.is_grad_enabled() and isinstance(target, Tensor):
+                ignored = kwargs.get("ignore_index", -100)
+                is_class = not target.is_floating_point()
+                counted = (target != ignored) if is_class else torch.ones_like(target)
+                self._step.counts.append(int(local_value(counted).tensor.sum()))
+            return function(input, target, *args, **kwargs)
+
+        return loss
+
+    def _normed(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def clip(*args: Any, **kwargs: Any) -> Tensor:
+            norm = function(*args, **kwargs)
+            self._step.norms.append(float(local_value(norm).tensor.sum()))
+            return norm
+
+        return clip
+
+    def _grouped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if ranks is not None:
+                self.record.groups.append(tuple(ranks))
+            return function(ranks, *args, **kwargs)
+
+        return new_group
+
+    # --- values ---------------------------------------------------------------------------------
+
+    def _read(self, tensors: Mapping[str, Tensor]) -> Values:
+        """Copy tensors by name."""
+        return {name: self._read_one(tensor) for name, tensor in tensors.items()}
+
+    def _read_one(self, tensor: Tensor) -> LocalValue:
+        self._note_dtype(tensor)
+        return local_value(tensor)
+
+    def _note_dtype(self, tensor: Tensor) -> None:
+        """Remember the coarsest dtype of values."""
+        if tensor.is_floating_point() and tensor.numel() > 1:
+            epsilon = torch.finfo(tensor.dtype).eps
+            self.record.epsilon = max(self.record.epsilon, epsilon)
+
+    def _read_returned(self, returned: Any) -> Values:
+        """Copy the values that a program returns by name."""
+        if not isinstance(returned, Mapping):
+            return {}
+        values = Values()
+        for name, value in returned.items():
+            if isinstance(value, int | float):
+                value = torch.tensor(value, dtype=torch.float64)
+            if isinstance(value, Tensor):
+                values[str(name)] = self._read_one(value)
+        return values
+
+
+def _gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients that exist, by name."""
+    gradients = dict[str, Tensor]()
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
+    return gradients
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    """Return the tensors of a module's output, in order."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, list | tuple):
+        return [value for value in output if isinstance(value, Tensor)]
+    return []
+
+
+def _find_meshes() -> list[tuple[tuple[str, ...], Any]]:
+    """Return names of axes and grids of ranks of all device meshes, of torch or of shoal."""
+    meshes = list[tuple[tuple[str, ...], Any]]()
+    for candidate in gc.get_objects():
+        if type(candidate).__name__ != "DeviceMesh":
+            continue
+        names = getattr(candidate, "mesh_dim_names", None)
+        grid = getattr(candidate, "mesh", None)
+        if names and isinstance(grid, Tensor):
+            meshes.append((tuple(names), grid.tolist()))
+    return meshes

@@ -1,0 +1,83 @@
+"""The outermost modules of a program, found from the modules whose forward runs; names of parameters in them."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+# Names that wrappers put between a module and its parameters.
+_WRAPPERS = re.compile(
+    r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)"
+)
+
+
+def logical_name(name: str) -> str:
+    """Remove the names of wrappers from the name of a parameter.
+
+    Example:
+        >>> logical_name("module.blocks.0._orig_mod.up.weight")
+        'blocks.0.up.weight'
+    """
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+def outermost(module: nn.Module) -> nn.Module:
+    """Return the module that contains this one and that no other module contains."""
+    parents = dict[int, nn.Module]()
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), nn.Module):
+            continue
+        for child in candidate.__dict__.get("_modules", {}).values():
+            if child is not None:
+                parents.setdefault(id(child), candidate)
+    seen = {id(module)}
+    while id(module) in parents and id(parents[id(module)]) not in seen:
+        module = parents[id(module)]
+        seen.add(id(module))
+    return module
+
+
+class Roots:
+    """The outermost modules with parameters, in the order in which their forwards began."""
+
+    def __init__(self) -> None:
+        self._roots = list[nn.Module]()
+        self._known = set[int]()
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._roots)
+
+    def add(self, module: nn.Module) -> None:
+        """Find the outermost module of one whose forward begins outside of all other forwards."""
+        if id(module) in self._known or not any(True for _ in module.parameters()):
+            return
+        root = outermost(module)
+        inner = {id(part) for part in root.modules()}
+        self._roots = [other for other in self._roots if id(other) not in inner]
+        self._roots.append(root)
+        self._known |= inner | {id(module)}
+
+    def paths(self) -> dict[int, str]:
+        """Return the path of each module by its id."""
+        paths = dict[int, str]()
+        for root in self._roots:
+            for path, module in root.named_modules():
+                name = logical_name(f"{path}.x").removesuffix("x").rstrip(".")
+                paths.setdefault(id(module), name or "model")
+        return paths
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of all roots by name; a name that two roots have gets a number."""
+        parameters = dict[str, Tensor]()
+        for root in self._roots:
+            for path, parameter in root.named_parameters():
+                name = logical_name(path)
+                number = 1
+                while name in parameters:
+                    number += 1
+                    name = f"{logical_name(path)} #{number}"
+                parameters[name] = parameter
+        return parameters

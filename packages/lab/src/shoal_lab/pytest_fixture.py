@@ -1,0 +1,29 @@
+"""The pytest fixture `certified`: a function that certifies a program and fails the test with the report.
+
+May import: certify, report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from .certify import certify
+from .report import Report
+
+
+@pytest.fixture
+def certified() -> Callable[..., Report]:
+    """Return a function with the arguments of `certify` that raises NotCertifiedError if a mesh differs.
+
+    Example:
+        >>> def test_training(certified):
+        ...     certified("train.py", meshes=[{"ranks": 8}])
+    """
+
+    def check(*args: object, **kwargs: object) -> Report:
+        report: Report = certify(*args, **kwargs)  # type: ignore[arg-type]  # checked by certify
+        return report.check()
+
+    return check

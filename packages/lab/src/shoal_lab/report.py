@@ -1,0 +1,115 @@
+"""`Report`: what certification found, mesh after mesh, as data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .analysis.explanations import Finding
+from .errors import NotCertifiedError
+
+# Lines of findings that the text of a mesh has at most.
+_LINES = 12
+
+
+@dataclass(slots=True)
+class MeshResult:
+    """The comparison on one mesh.
+
+    Attributes:
+        mesh: sizes of the axes, by name.
+        findings: logical tensors that differ from one device at the first step that has any.
+        compared: the number of logical tensors that were compared.
+        not_compared: tensors that could not be compared, with the reason.
+        tolerance: the allowed difference relative to the norm of a value.
+        first_module: the first module whose output, or gradient at the output, differs; "" if all
+            agree or none was looked for.
+        seconds: that the run took.
+    """
+
+    mesh: dict[str, int]
+    findings: list[Finding]
+    compared: int
+    not_compared: list[str]
+    tolerance: float
+    first_module: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of `certify`.
+
+    Attributes:
+        results: one for each mesh.
+        smallest: text of the smallest program that still fails; "" if nothing failed.
+
+    Example:
+        >>> Report().passed
+        True
+    """
+
+    results: list[MeshResult] = field(default_factory=list)
+    smallest: str = ""
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings of all meshes."""
+        return [finding for result in self.results for finding in result.findings]
+
+    @property
+    def passed(self) -> bool:
+        """True if every mesh computes what one device computes."""
+        return not self.findings
+
+    def check(self) -> Report:
+        """Return the report if all meshes agree with one device.
+
+        Raises:
+            NotCertifiedError: if a mesh differs; the text is the report.
+        """
+        if not self.passed:
+            raise NotCertifiedError(str(self))
+        return self
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        lines = list[str]()
+        for result in self.results:
+            lines += _describe_result(result)
+        if self.smallest:
+            lines += ["the smallest program that fails:", self.smallest]
+        return "\n".join(lines)
+
+
+def _describe_result(result: MeshResult) -> list[str]:
+    """Return the lines about one mesh."""
+    mesh = describe_mesh(result.mesh)
+    head = f"mesh {mesh}: {result.compared} values compared within {result.tolerance:.0e}"
+    lines = list[str]()
+    if not result.findings:
+        lines.append(f"{head}: equal to one device")
+    else:
+        lines.append(f"{head}: {len(result.findings)} differ from one device")
+        by_sentence = dict[str, list[str]]()
+        for finding in result.findings:
+            place = f"step {finding.step}: {finding.quantity}"
+            by_sentence.setdefault(f"{place} of %s: {finding.sentence()}", []).append(finding.name)
+        for sentence, names in list(by_sentence.items())[:_LINES]:
+            listed = ", ".join(names[:6]) + (
+                f" and {len(names) - 6} more" if len(names) > 6 else ""
+            )
+            lines.append(f"  {sentence.replace('%s', listed, 1)}")
+        if len(by_sentence) > _LINES:
+            lines.append(f"  ... and {len(by_sentence) - _LINES} other lines")
+    if result.first_module:
+        lines.append(f"  first difference: {result.first_module}")
+    if result.not_compared:
+        count = len(result.not_compared)
+        lines.append(f"  not compared: {count}, such as {result.not_compared[0]}")
+    return lines
+
+
+def describe_mesh(mesh: Mapping[str, int]) -> str:
+    """Return the axes and sizes of a mesh as text."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.items())
