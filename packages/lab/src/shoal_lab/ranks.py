@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from shoal_mesh import launch
+from shoal_mesh.lab import lab
 
+from .errors import CertifyError
 from .observe.observer import Observation, Observer
 from .records import RankRecord
 
@@ -43,9 +43,18 @@ class Job:
     takes_mesh: bool = True
 
 
-def run_ranks(function: Callable[..., Any], count: int, *args: Any) -> list[Any]:
-    """Run a function on new ranks, and return the results by rank."""
-    return launch(function, count, *args)
+def run_ranks(function: Callable[..., Any], count: int, *args: Any, world: bool) -> list[Any]:
+    """Run a function on new ranks, and return the results by rank.
+
+    Args:
+        function: runs in one process per rank.
+        count: the number of ranks.
+        *args: for the function.
+        world: whether the default process group is up before the call.
+    """
+    # Optimizers import it at their first use, for seconds; ranks are forked with what is imported.
+    importlib.import_module("torch._dynamo")
+    return lab(count, isolation="process", show_output=False).run(function, *args, world=world)
 
 
 def observe_job(
@@ -62,13 +71,11 @@ def observe_job(
     Returns:
         The record of each rank.
     """
-    port = _free_port()
-    return run_ranks(_run_observed, count, job, dict(axes), port, observation)
+    has_world = job.function is not None
+    return run_ranks(_run_observed, count, job, dict(axes), observation, world=has_world)
 
 
-def _run_observed(
-    job: Job, axes: dict[str, int], port: int, observation: Observation
-) -> RankRecord:
+def _run_observed(job: Job, axes: dict[str, int], observation: Observation) -> RankRecord:
     """Run a job on this rank; the process ends afterwards, so hooks and defaults stay."""
     observer = Observer(observation)
     observer.install()
@@ -76,7 +83,7 @@ def _run_observed(
         torch.set_default_dtype(getattr(torch, job.dtype))
     torch.manual_seed(_FIRST_SEED)
     if job.function is None:
-        _run_script(job.script, job.arguments, port)
+        _run_script(job.script, job.arguments)
         returned = None
     elif job.takes_mesh:
         returned = job.function(axes, **dict(job.sizes))
@@ -85,29 +92,12 @@ def _run_observed(
     return observer.finish(returned)
 
 
-def _run_script(script: str, arguments: Sequence[str], port: int) -> None:
-    """Run a script as torchrun does: no default group, and the environment of a rank."""
-    rank = dist.get_rank()
-    count = dist.get_world_size()
-    dist.barrier()
-    dist.destroy_process_group()
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(count),
-        LOCAL_WORLD_SIZE=str(count),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    sys.argv = [script, *arguments]
+def _run_script(script: str, arguments: Sequence[str]) -> None:
+    """Run a script as the main program of a rank, whose environment is that of torchrun."""
+    sys.argv[:] = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    runpy.run_path(script, run_name="__main__")
-
-
-def _free_port() -> int:
-    """Return a port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise CertifyError(f"{script} has ended with the status {end.code}") from end

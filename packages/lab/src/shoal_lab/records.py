@@ -55,6 +55,7 @@ class StepRecord:
         before: parameters when the first forward of the step begins.
         gradients: when the optimizer's step begins.
         unreduced: for each backward, the growth of the gradients when it ends.
+        states_before: the optimizer's before its first step, by parameter and key, if it was loaded.
         states: the optimizer's, after the step, by parameter and key.
         losses: the value at the root of each backward, if it is a scalar.
         counts: the number of targets of each loss function that was called.
@@ -64,6 +65,7 @@ class StepRecord:
     before: Values = field(default_factory=dict)
     gradients: Values = field(default_factory=dict)
     unreduced: list[Values] = field(default_factory=list)
+    states_before: Values = field(default_factory=dict)
     states: Values = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from .analysis.explanations import Finding
+from .analysis.explanations import Explanation, Finding
 from .report import MeshResult, Report, describe_mesh
 
 if TYPE_CHECKING:
@@ -31,11 +31,34 @@ def shrink_failure(certification: Certification, report: Report) -> None:
     failed = next(result for result in report.results if result.findings)
     smallest = failed
     if certification.job.function is not None:
-        smallest = _shrink_mesh(certification, failed)
+        alone = _failures_of_single_axes(certification, failed)
+        smallest = min(alone.values(), key=_size_of, default=failed)
+        smallest = _shrink_mesh(certification, smallest)
         certification, smallest = _shrink_sizes(certification, smallest)
+        active = [name for name, size in failed.mesh.items() if size > 1]
         for result in report.results:
-            result.findings = [_decide(finding, smallest) for finding in result.findings]
+            if list(result.mesh) == list(failed.mesh):
+                result.findings = [_decide(finding, (alone, active)) for finding in result.findings]
     report.smallest = _describe(certification, smallest)
+
+
+def _size_of(result: MeshResult) -> int:
+    """Return the number of ranks of a result."""
+    return prod(result.mesh.values())
+
+
+def _failures_of_single_axes(
+    certification: Certification, failed: MeshResult
+) -> dict[str, MeshResult]:
+    """Run the program with one axis after the other alone; return the failures by axis."""
+    failures = dict[str, MeshResult]()
+    active = [name for name, size in failed.mesh.items() if size > 1]
+    for name in active:
+        mesh = dict.fromkeys(failed.mesh, 1) | {name: failed.mesh[name]}
+        result = _try(certification, mesh) if len(active) > 1 else failed
+        if result is not None and _fails_alike(result, failed):
+            failures[name] = result
+    return failures
 
 
 def _shrink_mesh(certification: Certification, failed: MeshResult) -> MeshResult:
@@ -103,14 +126,38 @@ def _shrink_sizes(
     return certification, smallest
 
 
-def _decide(finding: Finding, smallest: MeshResult) -> Finding:
-    """Keep the explanations whose axes the smallest failing mesh has."""
-    active = {name for name, size in smallest.mesh.items() if size > 1}
-    explanations = finding.explanations
-    if len(explanations) < 2:
+def _decide(finding: Finding, failures: tuple[dict[str, MeshResult], list[str]]) -> Finding:
+    """Decide the axes of a finding by the axes that make the program fail when they are alone.
+
+    Several explanations: those whose axes do not fail alone are dropped. No explanation, or one
+    without a certain axis: the axes that fail alone are named.
+    """
+    alone, active = failures
+    name = finding.name
+    axes = tuple(
+        axis for axis, result in alone.items() if any(f.name == name for f in result.findings)
+    )
+    if len(finding.explanations) > 1:
+        kept = tuple(fits for fits in finding.explanations if set(fits.axes) <= set(axes))
+        return replace(finding, explanations=kept) if kept and axes else finding
+    if len(active) < 2 or (len(axes) != 1 and alone):
+        cause = tuple(active) if len(active) == 1 else ()
+    else:
+        cause = axes or tuple(active)
+    if not cause:
         return finding
-    kept = tuple(fits for fits in explanations if fits.axes and set(fits.axes) <= active)
-    return replace(finding, explanations=kept) if kept else finding
+    over = ", ".join(cause)
+    if not finding.explanations:
+        text = (
+            f"differs by {finding.difference:.1e}; no combination of the ranks explains it, but it "
+            f"needs more than one rank along {over} only"
+        )
+        return replace(finding, explanations=(Explanation("unexplained", cause, text),))
+    first = finding.explanations[0]
+    if first.kind in ("forward", "scaled", "permuted", "random") and first.axes != cause:
+        text = f"{first.text} (it needs more than one rank along {over} only)"
+        return replace(finding, explanations=(replace(first, axes=cause, text=text),))
+    return finding
 
 
 def _describe(certification: Certification, smallest: MeshResult) -> str:

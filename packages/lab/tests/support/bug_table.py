@@ -46,7 +46,7 @@ HAND_WRITTEN = (
     Bug(hand.divided_by_the_world, "0.up.weight", "tp", "2 times too small", "torchtune 2420"),
     Bug(hand.summed_not_averaged, "0.up.weight", "dp", "mean taken as sum", "apex 696"),
     Bug(hand.averaged_twice, "weight", "dp", "4 times too small", "bgpt 5, RL2 11", {"dp": 4}),
-    Bug(hand.loss_averaged_over_wrong_ranks, "0.up.weight", "dp tp", "in place of", "Megatron-LM 673", {"dp": 3, "tp": 2}),
+    Bug(hand.loss_averaged_over_wrong_ranks, "0.up.weight", "dp tp", "in place of", "Megatron-LM 673", {"dp": 2, "tp": 3}),
     Bug(hand.one_parameter_not_reduced, "0.norm.weight", "dp", "missing all-reduce", "gpt-neox 1257"),
     Bug(hand.accumulation_not_divided, "0.weight", "", "3 times too large", "minFM 2", {"dp": 2}),
     Bug(hand.accumulation_reduced_each_time, "0.weight", "dp", "microbatch", "profam 245", {"dp": 2}),
@@ -59,13 +59,13 @@ HAND_WRITTEN = (
     Bug(hand.stale_gathered_weights, "weight", "", "stale", "torchtitan 4018", {"dp": 2}),
     Bug(hand.updated_shard_not_broadcast, "0.weight", "dp", "stale", "AReaL 313", {"dp": 2}),
     Bug(hand.resumed_state_in_another_order, "weight", "tp", "shards in another order", "Megatron-LM 1736", {"tp": 2}),
-    Bug(hand.fused_weight_split_without_heads, "qkv", "tp", "", "Megatron-LM 6660"),
+    Bug(hand.fused_weight_split_without_heads, "out", "tp", "", "Megatron-LM 6660"),
     Bug(hand.clipped_by_local_norm, "0.up.weight", "tp", "local clip norm", "torchtune 2420, pytorch 170862"),
     Bug(hand.clipped_by_counted_replicas, "0.up.weight", "tp", "counted once for each rank", "Megatron-LM 5916, 6489"),
     Bug(hand.dropout_alike_on_data_ranks, "1", "dp", "dropout alike", "accelerate 114, transformers 31412"),
     Bug(hand.dropout_differs_on_replicas, "1", "tp", "dropout differs", "InternLM 405, tt-metal 55947"),
     Bug(hand.positions_restart_on_each_rank, "positions", "cp", "", "ChatLearn 341", DATA_AND_CONTEXT),
-    Bug(hand.mask_off_by_a_block, "attention", "cp", "", "pytorch 152261, accelerate 4177", DATA_AND_CONTEXT),
+    Bug(hand.mask_off_by_a_block, "attention.out", "cp", "", "pytorch 152261, accelerate 4177", DATA_AND_CONTEXT),
     Bug(hand.keys_gathered_without_reduction, "attention.qkv.weight", "cp", "", "NeMo Automodel 1260", DATA_AND_CONTEXT),
     Bug(hand.context_loss_scaled, "head.weight", "cp", "2 times too large", "Megatron-LM 673", DATA_AND_CONTEXT),
     Bug(hand.labels_shifted_by_rank, "head.weight", "cp", "", "ChatLearn 341", DATA_AND_CONTEXT),
@@ -80,7 +80,9 @@ def names_bug(report: Any, bug: Bug) -> bool:
     """Tell whether a finding of a report names the parameter, the axes and the words of a bug."""
     for finding in report.findings:
         sentence = finding.sentence()
-        is_place = finding.name == bug.name or f"of {bug.name}:" in sentence
+        is_place = (
+            finding.name == bug.name or f" {bug.name}:" in sentence or f" {bug.name}," in sentence
+        )
         is_explained = finding.explanations and finding.axes == tuple(bug.axes.split())
         if is_place and is_explained and bug.words in sentence:
             return True

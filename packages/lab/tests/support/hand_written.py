@@ -122,10 +122,12 @@ class ScatterSum(torch.autograd.Function):
         return torch.cat(parts, dim), None, None
 
 
-def column(whole: nn.Linear, axis: Axis) -> nn.Linear:
+def column(whole: nn.Linear, axis: Axis) -> Any:
     """Return this rank's output features of a linear layer."""
     count = rows(whole.weight, axis).shape[0]
-    layer = nn.Linear(whole.in_features, count, whole.bias is not None)
+    has_bias = whole.bias is not None
+    # Random numbers are drawn for the whole layer only.
+    layer = nn.utils.skip_init(nn.Linear, whole.in_features, count, bias=has_bias)
     with torch.no_grad():
         layer.weight.copy_(rows(whole.weight, axis))
         if whole.bias is not None:
@@ -133,9 +135,10 @@ def column(whole: nn.Linear, axis: Axis) -> nn.Linear:
     return layer
 
 
-def row(whole: nn.Linear, axis: Axis) -> nn.Linear:
+def row(whole: nn.Linear, axis: Axis) -> Any:
     """Return this rank's input features of a linear layer without bias."""
-    layer = nn.Linear(rows(whole.weight, axis, 1).shape[1], whole.out_features, bias=False)
+    count = rows(whole.weight, axis, 1).shape[1]
+    layer = nn.utils.skip_init(nn.Linear, count, whole.out_features, bias=False)
     with torch.no_grad():
         layer.weight.copy_(rows(whole.weight, axis, 1))
     return layer

@@ -46,7 +46,12 @@ def _train_block(mesh: Mesh, wrong: str = "", divisor: str = "dp") -> None:
     """Train a tensor-parallel block, gradients divided by the size of an axis."""
     axes = make_axes(mesh)
     torch.manual_seed(1)
-    divisors = {"dp": axes["dp"].size, "tp": axes["tp"].size, "world": dist.get_world_size(), "1": 1}
+    divisors = {
+        "dp": axes["dp"].size,
+        "tp": axes["tp"].size,
+        "world": dist.get_world_size(),
+        "1": 1,
+    }
     _train(nn.Sequential(Block(WIDTH, axes["tp"], wrong)), axes["dp"], divisors[divisor])
 
 

@@ -25,6 +25,7 @@ KINDS = (
     "scaled",
     "missing",
     "copies",
+    "unexplained",
 )
 
 

@@ -131,6 +131,8 @@ def _find_rows_of_blocks(local: Tensor, whole: Tensor, tolerance: float) -> Tens
 
 def _starts(size: int, whole_size: int) -> Iterator[int]:
     """Yield the starts of blocks of a size, the last one at the end."""
-    yield from range(0, whole_size - size + 1, max(size, 1))
-    if whole_size % max(size, 1):
+    if not 0 < size <= whole_size:
+        return
+    yield from range(0, whole_size - size + 1, size)
+    if whole_size % size:
         yield whole_size - size

@@ -84,8 +84,8 @@ class _Search:
         self._setting = setting
         # The last value that is right after a sum over axes.
         self._partial: tuple[str, tuple[str, ...]] | None = None
-        # Places of right values, by their local shapes on all ranks and the whole shape.
-        self._known = dict[object, list[Tensor]]()
+        # Slices of dims that right values had: by rank, size of the whole dim and local size.
+        self._slices = dict[tuple[int, int, int], Tensor]()
 
     def first_of(self, keys: Sequence[_Key]) -> FirstModule | None:
         """Return the first key whose values are wrong."""
@@ -106,12 +106,11 @@ class _Search:
         setting = self._setting
         allowed = setting.tolerance * float(whole.norm())
         copies = self._place(values, whole, (key[1], allowed))
-        shapes = (tuple(whole.shape), *(tuple(value.tensor.shape) for value in values.values()))
         local = replace(setting, floor=allowed)
         if copies is not None:
             missing = _uncovered(copies, whole, allowed)
             if missing is None:
-                self._known[shapes] = [copy.index for copy in copies]
+                self._note_slices(copies, whole)
                 return None
             axes = _differing_axes(values, setting)
             return Explanation(
@@ -119,18 +118,14 @@ class _Search:
             )
         for axes in setting.grid.subsets():
             summed = _sum_values(values, axes, setting.grid)
-            if summed is not None and self._place(summed, whole, (key[1], allowed)) is not None:
+            if summed is None:
+                continue
+            placed = self._place(summed, whole, (key[1], allowed))
+            if placed is not None:
+                self._note_slices(placed, whole)
                 self._partial = (key[0], axes)
                 return None
-        same_shape = all(value.tensor.shape == whole.shape for value in values.values())
-        if same_shape:
-            positions = torch.arange(whole.numel()).view(whole.shape)
-            copies = [Copy(rank, key[0], value.tensor, positions) for rank, value in values.items()]
-        elif shapes in self._known:
-            copies = [
-                Copy(rank, key[0], value.tensor, index)
-                for (rank, value), index in zip(values.items(), self._known[shapes], strict=True)
-            ]
+        copies = self._place_by_slices(values, whole)
         if copies is None:
             # Shards of shards, and parts of sums of shards: not decided here.
             return None
@@ -173,6 +168,38 @@ class _Search:
                 index = find_index(value.tensor, whole, slack)
             if index is None:
                 return None
+            copies.append(Copy(rank, "", value.tensor, index))
+        return copies
+
+    def _note_slices(self, copies: Sequence[Copy], whole: Tensor) -> None:
+        """Remember which indices of a dim a rank has, where a value is a block of rows and columns."""
+        for copy in copies:
+            if copy.index.ndim != whole.ndim or not copy.index.numel():
+                continue
+            places = torch.unravel_index(copy.index, whole.shape)
+            for dim, place in enumerate(places):
+                line = place.movedim(dim, 0).flatten(1)[:, 0]
+                self._slices[copy.rank, whole.shape[dim], len(line)] = line
+
+    def _place_by_slices(
+        self, values: Mapping[int, LocalValue], whole: Tensor
+    ) -> list[Copy] | None:
+        """Place wrong values by the slices that right values of the same sizes had."""
+        positions = torch.arange(whole.numel()).view(whole.shape)
+        copies = list[Copy]()
+        for rank, value in values.items():
+            index = positions
+            if value.tensor.ndim != whole.ndim:
+                return None
+            for dim, (size, local_size) in enumerate(
+                zip(whole.shape, value.tensor.shape, strict=True)
+            ):
+                if size == local_size:
+                    continue
+                line = self._slices.get((rank, size, local_size))
+                if line is None:
+                    return None
+                index = index.index_select(dim, line)
             copies.append(Copy(rank, "", value.tensor, index))
         return copies
 

@@ -102,7 +102,13 @@ class _Comparison:
         counts = sorted({len(record.steps) for record in self.ranks})
         for step in range(min(steps, *counts)):
             self._prepare(step)
-            for compare in (self._parameters, self._gradients, self._states):
+            comparisons = (
+                self._parameters,
+                self._states_before,
+                self._gradients,
+                self._states,
+            )
+            for compare in comparisons:
                 compare(step)
                 if self.findings:
                     return
@@ -205,17 +211,24 @@ class _Comparison:
         ]
         return self._gather(values)
 
+    def _states_before(self, step: int) -> None:
+        """Compare the state that an optimizer has before its first step, as after a resume."""
+        values = [record.steps[step].states_before for record in self.ranks]
+        self._compare_states(step, values, self.reference.steps[step].states_before)
+
     def _states(self, step: int) -> None:
         """Compare the state of the optimizer after a step."""
-        wholes = self.reference.steps[step].states
-        by_key = dict[str, Values]()
-        for name, value in wholes.items():
-            parameter, _, key = name.rpartition(" ")
-            by_key.setdefault(key, {})[parameter] = value
-        for key, values_of_key in by_key.items():
-            values = [_states_of(record.steps[step], key) for record in self.ranks]
-            history = [_states_of(earlier, key) for earlier in self.reference.steps[:step]]
-            self._compare(step, f"optimizer state {key}", (values, values_of_key, history))
+        values = [record.steps[step].states for record in self.ranks]
+        self._compare_states(step, values, self.reference.steps[step].states)
+
+    def _compare_states(self, step: int, by_rank: Sequence[Values], wholes: Values) -> None:
+        """Compare states key by key."""
+        keys = dict.fromkeys(name.rpartition(" ")[2] for name in wholes)
+        for key in keys:
+            values = [_states_of(states, key) for states in by_rank]
+            history = [_states_of(earlier.states, key) for earlier in self.reference.steps[:step]]
+            compared = (values, _states_of(wholes, key), history)
+            self._compare(step, f"optimizer state {key}", compared)
 
     def _returned(self, steps: int) -> None:
         """Compare the values that the program returned: each rank must have the whole value, or a DTensor."""
@@ -315,10 +328,10 @@ def _with_zeros(step: StepRecord, parameters: Values) -> Values:
     return values
 
 
-def _states_of(step: StepRecord, key: str) -> Values:
-    """Return the optimizer's states of one key, by parameter."""
+def _states_of(states: Values, key: str) -> Values:
+    """Return the states of one key, by parameter."""
     values = Values()
-    for name, value in step.states.items():
+    for name, value in states.items():
         parameter, _, other = name.rpartition(" ")
         if other == key:
             values[parameter] = value

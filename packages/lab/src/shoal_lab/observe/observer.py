@@ -71,6 +71,7 @@ class Observer:
         self._previous = dict[str, Tensor]()
         self._is_shoal: bool | None = observation.applies_dropout
         self._stepped = set[int]()
+        self._known_optimizers = set[int]()
 
     def install(self) -> None:
         """Register all hooks."""
@@ -88,7 +89,7 @@ class Observer:
 
     def finish(self, returned: Any) -> RankRecord:
         """Complete the record when the program has ended."""
-        if self._step.before and not self._has_stepped:
+        if self._step.before or self._step.gradients:
             self._close_step()
         record = self.record
         record.after = self._read(self._roots.parameters())
@@ -236,18 +237,27 @@ class Observer:
             self._step.before = self._read(parameters)
         if self._previous:
             self._swap_out_previous(parameters)
+        if id(optimizer) not in self._known_optimizers:
+            self._known_optimizers.add(id(optimizer))
+            self._step.states_before |= self._read_states(optimizer)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._stepping -= 1
         if self._stepping:
             return
         self._stepped.add(id(optimizer))
+        self._step.states |= self._read_states(optimizer)
+        self._has_stepped = True
+
+    def _read_states(self, optimizer: Any) -> Values:
+        """Copy the optimizer's state, by parameter and key."""
+        states = Values()
         for name, parameter in self._named(optimizer).items():
             state = optimizer.state.get(parameter, {})
             values = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             for key, value in self._read(values).items():
-                self._step.states[f"{name} {key}"] = value
-        self._has_stepped = True
+                states[f"{name} {key}"] = value
+        return states
 
     def _named(self, optimizer: Any) -> dict[str, Tensor]:
         """Return the parameters of all roots, and those that only the optimizer has."""

@@ -56,6 +56,7 @@ _LAYERS = (
     "context_parallel",
     "tp_styles",
     "models",
+    "lab",
     "same_bits",
     "shard_api",
 )
