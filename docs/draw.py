@@ -108,7 +108,8 @@ STACK = (
     ("tp-styles", "tensor and expert parallelism", 0, 3, 3.2, 0.8),
     ("transfer", "weights to\na server", 6.8, 4, 3.2, 1.0),
     ("models", "Hugging Face,\nfiles, plans", 0, 4, 1.5, 1.0),
-    ("same-bits", "the same bits on any number of ranks", 1.7, 4, 4.9, 1.0),
+    ("same-bits", "the same bits on any number of ranks", 1.7, 4, 3.3, 1.0),
+    ("lab", "certification", 5.2, 4, 1.4, 1.0),
 )
 
 

@@ -61,6 +61,16 @@ with fake_world(4):
     with context_parallel(init_device_mesh("cpu", (4,)), buffers=[x], buffer_seq_dims=[2]):
         assert torch.nn.functional.scaled_dot_product_attention(x, x, x).shape == (1, 2, 2, 4)
 """,
+    "lab": """
+from acme._vendor.shoal_lab import Report, certify
+import torch
+def train(mesh):
+    model = torch.nn.Linear(4, 2)
+    model(torch.ones(3, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+if __name__ == "__main__":
+    assert certify(train, meshes=[{"dp": 2}]).passed
+""",
     "models": """
 from acme._vendor.shoal_mesh import abstract_mesh
 from acme._vendor.shoal_models import auto_plan

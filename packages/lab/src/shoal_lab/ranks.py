@@ -1,4 +1,7 @@
-"""Ranks that run a program under observation: the only module that starts processes."""
+"""Ranks that run a program under observation: the only module that starts processes.
+
+May import: errors, observe, records.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ class Job:
         dtype: of floating tensors that the program makes without saying a dtype; "" for torch's.
         sizes: keyword arguments of the function.
         takes_mesh: whether the function takes the mesh.
+        device: "cpu" to map accelerators to the CPU.
     """
 
     function: Callable[..., Any] | None = None
@@ -41,9 +45,12 @@ class Job:
     dtype: str = "float64"
     sizes: tuple[tuple[str, int], ...] = ()
     takes_mesh: bool = True
+    device: str | None = None
 
 
-def run_ranks(function: Callable[..., Any], count: int, *args: Any, world: bool) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], count: int, *args: Any, world: bool, device: str | None = None
+) -> list[Any]:
     """Run a function on new ranks, and return the results by rank.
 
     Args:
@@ -51,10 +58,27 @@ def run_ranks(function: Callable[..., Any], count: int, *args: Any, world: bool)
         count: the number of ranks.
         *args: for the function.
         world: whether the default process group is up before the call.
+        device: "cpu" to map accelerators to the CPU; None for the devices that the program asks for.
     """
     # Optimizers import it at their first use, for seconds; ranks are forked with what is imported.
     importlib.import_module("torch._dynamo")
-    return lab(count, isolation="process", show_output=False).run(function, *args, world=world)
+    return lab(count, isolation="process", device=device).run(function, *args, world=world)
+
+
+def run_script_on_ranks(
+    script: str, arguments: Sequence[str], choices: tuple[int, str | None]
+) -> None:
+    """Run a script as torchrun does, without observation.
+
+    Args:
+        script: its path.
+        arguments: of the script.
+        choices: the number of ranks, and "cpu" to map accelerators to the CPU.
+    """
+    if not os.path.isfile(script):
+        raise CertifyError(f"the script {script} does not exist")
+    count, device = choices
+    lab(count, isolation="process", device=device, show_output=True).run_script(script, arguments)
 
 
 def observe_job(
@@ -72,7 +96,8 @@ def observe_job(
         The record of each rank.
     """
     has_world = job.function is not None
-    return run_ranks(_run_observed, count, job, dict(axes), observation, world=has_world)
+    arguments = (job, dict(axes), observation)
+    return run_ranks(_run_observed, count, *arguments, world=has_world, device=job.device)
 
 
 def _run_observed(job: Job, axes: dict[str, int], observation: Observation) -> RankRecord:

@@ -53,7 +53,8 @@ class StepRecord:
 
     Attributes:
         before: parameters when the first forward of the step begins.
-        gradients: when the optimizer's step begins.
+        gradients: when the optimizer's step begins, of the parameters that it updates.
+        trained: names of the parameters that an optimizer of this rank updates.
         unreduced: for each backward, the growth of the gradients when it ends.
         states_before: the optimizer's before its first step, by parameter and key, if it was loaded.
         states: the optimizer's, after the step, by parameter and key.
@@ -64,6 +65,7 @@ class StepRecord:
 
     before: Values = field(default_factory=dict)
     gradients: Values = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
     unreduced: list[Values] = field(default_factory=list)
     states_before: Values = field(default_factory=dict)
     states: Values = field(default_factory=dict)

@@ -1,4 +1,7 @@
-"""`Report`: what certification found, mesh after mesh, as data and as text."""
+"""`Report`: the findings of certification, mesh after mesh, as data and as text.
+
+May import: analysis, errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Search for a smaller mesh, and smaller sizes, with which a program still fails in the same way."""
+"""Search for a smaller mesh, and smaller sizes, with which a program still fails in the same way.
+
+May import: analysis, certification, errors, report.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,11 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from .analysis.explanations import Explanation, Finding
+from .certification import Certification, ProgramFailure
+from .errors import CertifyError
 from .report import MeshResult, Report, describe_mesh
-
-if TYPE_CHECKING:
-    from .certify import Certification
 
 # Lines of the source of a program that a report prints at most.
 _LINES = 60
@@ -30,15 +31,19 @@ def shrink_failure(certification: Certification, report: Report) -> None:
     """
     failed = next(result for result in report.results if result.findings)
     smallest = failed
+    alone = dict[str, MeshResult]()
     if certification.job.function is not None:
         alone = _failures_of_single_axes(certification, failed)
         smallest = min(alone.values(), key=_size_of, default=failed)
         smallest = _shrink_mesh(certification, smallest)
         certification, smallest = _shrink_sizes(certification, smallest)
-        active = [name for name, size in failed.mesh.items() if size > 1]
-        for result in report.results:
-            if list(result.mesh) == list(failed.mesh):
-                result.findings = [_decide(finding, (alone, active)) for finding in result.findings]
+    active = [name for name, size in failed.mesh.items() if size > 1]
+    is_decided = certification.job.function is not None or len(active) == 1
+    if len(active) == 1:
+        alone = {active[0]: failed}
+    for result in report.results:
+        if is_decided and list(result.mesh) == list(failed.mesh):
+            result.findings = [_decide(finding, (alone, active)) for finding in result.findings]
     report.smallest = _describe(certification, smallest)
 
 
@@ -79,8 +84,8 @@ def _shrink_mesh(certification: Certification, failed: MeshResult) -> MeshResult
 def _smaller_meshes(mesh: dict[str, int]) -> Iterator[dict[str, int]]:
     """Yield meshes with one axis smaller."""
     for size in (1, 2):
-        for name in mesh:
-            if mesh[name] > size:
+        for name, current in mesh.items():
+            if current > size:
                 smaller = mesh | {name: size}
                 if any(other > 1 for other in smaller.values()):
                     yield smaller
@@ -90,7 +95,8 @@ def _try(certification: Certification, mesh: dict[str, int]) -> MeshResult | Non
     """Run a smaller program; None if it does not run at all, which is another failure."""
     try:
         return certification.run(mesh)
-    except Exception:  # noqa: BLE001  # a size that the program does not support raises anything
+    except (ProgramFailure, CertifyError):
+        # The program does not support these sizes.
         return None
 
 
@@ -134,17 +140,16 @@ def _decide(finding: Finding, failures: tuple[dict[str, MeshResult], list[str]])
     """
     alone, active = failures
     name = finding.name
-    axes = tuple(
-        axis for axis, result in alone.items() if any(f.name == name for f in result.findings)
-    )
+    failing = list[str]()
+    for axis, result in alone.items():
+        if name in {other.name for other in result.findings}:
+            failing.append(axis)
+    axes = tuple(failing)
     if len(finding.explanations) > 1:
         kept = tuple(fits for fits in finding.explanations if set(fits.axes) <= set(axes))
         return replace(finding, explanations=kept) if kept and axes else finding
-    if len(active) < 2 or (len(axes) != 1 and alone):
-        cause = tuple(active) if len(active) == 1 else ()
-    else:
-        cause = axes or tuple(active)
-    if not cause:
+    cause = axes if alone else tuple(active)
+    if not cause or (alone and len(cause) != 1):
         return finding
     over = ", ".join(cause)
     if not finding.explanations:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from hand_written import (
     Axis,
     Block,
@@ -25,7 +27,6 @@ from hand_written import (
     tokens,
     total_norm,
 )
-from torch import Tensor, nn
 
 Mesh = dict[str, int]
 WIDTH = 8
@@ -258,7 +259,7 @@ def vocabulary_loss_without_reduction(mesh: Mesh) -> None:
 
 
 def divided_by_the_world(mesh: Mesh) -> None:
-    """Divide by all ranks where only the data-parallel ones have other rows."""
+    """Divide by all ranks where data-parallel ranks alone have other rows."""
     _train_block(mesh, divisor="world")
 
 

@@ -28,6 +28,7 @@ _NAMES_BY_PACKAGE = {
         "PrepareModuleOutput RowwiseParallel SequenceParallel input_reshard loss_parallel "
         "parallelize_module"
     ),
+    "shoal_lab": "certify",
     "shoal_models": "auto_plan hf load_sharded propose save_sharded",
     "shoal_same_bits": (
         "accumulate_in_tree check_arithmetic compare_runs invariant_arithmetic record_run"

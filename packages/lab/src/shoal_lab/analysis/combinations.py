@@ -117,6 +117,9 @@ def _sums_over_axes(
     """Sum the values of the ranks along axes: the sum, the mean or a multiple of them is right."""
     if quantity not in ("gradient", "output", "returned value"):
         return []
+    if _are_multiples(copies, expected.now, setting):
+        # Any sum of multiples of one value is a multiple.
+        return []
     found = list[Explanation]()
     fewest = len(setting.grid.names)
     for axes in setting.grid.subsets():
@@ -133,6 +136,13 @@ def _sums_over_axes(
             fewest = len(axes)
             found += texts
     return found
+
+
+def _are_multiples(copies: Sequence[Copy], whole: Tensor, setting: Setting) -> bool:
+    """Tell whether every rank has a multiple of its part, which need not be the same multiple."""
+    if whole.numel() < 3:
+        return False
+    return all(best_factor([copy], whole, setting) is not None for copy in copies)
 
 
 def _describe_sum(
@@ -310,7 +320,11 @@ def _some_ranks(
     axes, where = describe_ranks(ranks, [copy.rank for copy in copies], setting)
     if len(wrong) == len(copies):
         return []
-    for family in (_zero_everywhere, _same_factor, _stale, _microbatches):
+    if _zero_everywhere(wrong, expected, setting, quantity):
+        over = f", or missing all-reduce over {axes[0]}" if axes else ""
+        text = f"the {quantity} is zero {where}: it was never computed there{over}"
+        return [Explanation("zero", axes, text)]
+    for family in (_same_factor, _stale, _microbatches):
         for explanation in family(wrong, expected, setting, quantity):
             text = explanation.text.replace(" on all ranks", "").replace(", alike", "")
             return [Explanation(explanation.kind, axes or explanation.axes, f"{text} {where}")]
@@ -385,7 +399,7 @@ def _weighted_sums(
     copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
 ) -> list[Explanation]:
     """Weigh the ranks along an axis by numbers that are not equal."""
-    if quantity != "gradient":
+    if quantity != "gradient" or _are_multiples(copies, expected.now, setting):
         return []
     found = list[Explanation]()
     by_rank = {copy.rank: copy for copy in copies}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -51,7 +52,7 @@ def _grid_of_groups(groups: Sequence[tuple[int, ...]], count: int) -> Grid | Non
     """
     axes = dict[int, int]()
     for ranks in groups:
-        steps = {after - before for before, after in zip(ranks, ranks[1:], strict=False)}
+        steps = {after - before for before, after in pairwise(ranks)}
         if 0 in ranks and len(steps) == 1 and len(ranks) < count:
             axes.setdefault(steps.pop(), len(ranks))
     strides = sorted(axes, reverse=True)

@@ -1,4 +1,4 @@
-"""The first module whose output, or gradient at its output, is neither the value of one device nor a known part of it."""
+"""The first module whose output, or gradient at its output, is neither that of one device nor a part of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..records import LocalValue, Output, RankRecord
 from .combinations import describe_ranks, explain_copies, sharded_axes
-from .copies import Copy, Expected, Setting, is_right, sum_over
+from .copies import Copy, Expected, Setting
 from .explanations import Explanation, Finding
 from .find_index import find_index
 from .grid import Grid
@@ -57,7 +57,8 @@ def find_first_module(
     keys = list(wholes)
     forward = [key for key in keys if key[1] == "output"]
     backward = [key for key in reversed(keys) if key[1] == "gradient"]
-    found = _Search(by_rank, wholes, setting).first_of(forward)
+    search = _Search(by_rank, wholes, setting)
+    found = search.first_of(forward) or search.unfinished_sum(forward)
     return found or _Search(by_rank, wholes, setting).first_of(backward)
 
 
@@ -99,6 +100,23 @@ class _Search:
                 return FirstModule(key[0], key[1], explanation)
         return None
 
+    def unfinished_sum(self, keys: Sequence[_Key]) -> FirstModule | None:
+        """Return the last module if its output is still to be summed when the forward ends."""
+        if self._partial is None or self._partial[0] != keys[-1][0]:
+            return None
+        return FirstModule(keys[-1][0], "output", self._missing_sum())
+
+    def _missing_sum(self) -> Explanation:
+        """Explain a wrong value by the partial value before it."""
+        assert self._partial is not None, "a sum is missing after a partial value"
+        path, axes = self._partial
+        over = ", ".join(axes)
+        text = (
+            f"missing all-reduce over {over} after {path}, whose output is right after a sum over "
+            f"{over}"
+        )
+        return Explanation("missing reduction", axes, text)
+
     def _judge(
         self, key: _Key, values: Mapping[int, LocalValue], whole: Tensor
     ) -> Explanation | None:
@@ -106,7 +124,6 @@ class _Search:
         setting = self._setting
         allowed = setting.tolerance * float(whole.norm())
         copies = self._place(values, whole, (key[1], allowed))
-        local = replace(setting, floor=allowed)
         if copies is not None:
             missing = _uncovered(copies, whole, allowed)
             if missing is None:
@@ -208,10 +225,7 @@ class _Search:
         setting = self._setting
         explanations = explain_copies(copies, Expected(whole), setting, "output")
         if self._partial is not None:
-            path, axes = self._partial
-            over = ", ".join(axes)
-            text = f"missing all-reduce over {over} after {path}, whose output is right after a sum over {over}"
-            return Explanation("missing reduction", axes, text)
+            return self._missing_sum()
         if explanations:
             first = explanations[0]
             axes = first.axes or sharded_axes(copies, setting)
@@ -269,13 +283,15 @@ def _differing_axes(values: Mapping[int, LocalValue], setting: Setting) -> tuple
     for axis in setting.grid.names:
         for ranks in setting.grid.groups((axis,)):
             group = [values[rank].tensor for rank in ranks if rank in values]
-            if len(group) > 1 and all(
-                tensor.shape == group[0].shape and torch.allclose(tensor, group[0])
-                for tensor in group
-            ):
+            if len(group) > 1 and all(_are_alike(tensor, group[0]) for tensor in group):
                 alike.append(axis)
                 break
     return tuple(alike)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have about the same values."""
+    return one.shape == other.shape and torch.allclose(one, other)
 
 
 def explain_forward(findings: Sequence[Finding], first: FirstModule) -> list[Finding]:

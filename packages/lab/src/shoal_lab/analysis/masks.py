@@ -44,7 +44,7 @@ def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Finding]:
             if one.values == other.values and one.mask != other.mask:
                 text = f"dropout differs over {axis}, whose ranks have equal inputs"
                 explanation = Explanation("random", (axis,), text)
-                findings.append(Finding(0, "dropout", name, 1.0, (explanation,)))
+                findings.append(Finding(0, "dropout", name, 1.0, explanations=(explanation,)))
                 break
             if one.values != other.values:
                 bits += size
@@ -53,7 +53,7 @@ def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Finding]:
         if bits > _BITS and are_alike:
             text = f"dropout alike on all ranks of {axis}, whose inputs differ"
             explanation = Explanation("random", (axis,), text)
-            findings.append(Finding(0, "dropout", place, 1.0, (explanation,)))
+            findings.append(Finding(0, "dropout", place, 1.0, explanations=(explanation,)))
     return findings
 
 

@@ -157,7 +157,8 @@ def _place_by_chunk(
         for dim in range(whole.tensor.ndim):
             chunks = positions.chunk(grid.size_of((axis,)), dim)
             position = grid.position(rank, axis)
-            if len(chunks) > 1 and position < len(chunks):
-                if chunks[position].shape == value.tensor.shape:
-                    fitting.append(chunks[position])
+            if len(chunks) < 2 or position >= len(chunks):
+                continue
+            if chunks[position].shape == value.tensor.shape:
+                fitting.append(chunks[position])
     return Place(name, fitting[0]) if len(fitting) == 1 else None

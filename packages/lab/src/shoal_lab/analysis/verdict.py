@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from math import isclose
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from .find_index import find_index
 from .grid import Grid
 from .losses import explain_losses, relate_losses
 from .masks import compare_masks
-from .placing import Place, Places, place_parameters
+from .placing import Place, place_parameters
 
 
 @dataclass(slots=True)
@@ -116,7 +114,9 @@ class _Comparison:
         if counts != [steps]:
             text = f"the optimizer stepped {' or '.join(map(str, counts))} times, on one device {steps} times"
             explanation = Explanation("missing", (), text)
-            self.findings.append(Finding(counts[0], "steps", "the program", 1.0, (explanation,)))
+            self.findings.append(
+                Finding(counts[0], "steps", "the program", 1.0, explanations=(explanation,))
+            )
             return
         self._prepare(max(steps - 1, 0))
         if not self.findings:
@@ -143,7 +143,7 @@ class _Comparison:
         """Report parameters without a place; those of a known name are findings."""
         wholes = self.reference.steps[0].before if self.reference.steps else {}
         for rank, name in self.places.unplaced:
-            if name in wholes:
+            if name in wholes and not name.startswith("optimizer."):
                 shape = tuple(self.ranks[rank].steps[0].before[name].tensor.shape)
                 text = (
                     f"no part of the parameter of one device {tuple(wholes[name].tensor.shape)} has "
@@ -151,7 +151,9 @@ class _Comparison:
                 )
                 explanation = Explanation("random", self._sharded_axes(name), text)
                 if name not in {finding.name for finding in self.findings}:
-                    self.findings.append(Finding(0, "parameter", name, 1.0, (explanation,)))
+                    self.findings.append(
+                        Finding(0, "parameter", name, 1.0, explanations=(explanation,))
+                    )
             else:
                 self.not_compared.append(f"{name} on rank {rank}: no parameter of one device fits")
         for rank, name in self.places.ambiguous:
@@ -190,8 +192,8 @@ class _Comparison:
         """Compare the gradients at the optimizer's step."""
         steps = [record.steps[step] for record in self.ranks]
         record = self.reference.steps[step]
-        values = [_with_zeros(rank_step, rank_step.before) for rank_step in steps]
-        wholes = _with_zeros(record, record.before)
+        values = [_with_zeros(rank_step) for rank_step in steps]
+        wholes = _with_zeros(record)
         history = [earlier.gradients for earlier in self.reference.steps[:step]]
         self._compare(step, "gradient", (values, wholes, history))
         if not self.findings:
@@ -206,10 +208,7 @@ class _Comparison:
                 self.findings[number] = replace(finding, explanations=uneven)
 
     def _copies_of_gradients(self, step: int) -> dict[str, list[Copy]]:
-        values = [
-            _with_zeros(record.steps[step], record.steps[step].before) for record in self.ranks
-        ]
-        return self._gather(values)
+        return self._gather([_with_zeros(record.steps[step]) for record in self.ranks])
 
     def _states_before(self, step: int) -> None:
         """Compare the state that an optimizer has before its first step, as after a resume."""
@@ -288,7 +287,7 @@ class _Comparison:
         family = "optimizer state" if quantity.startswith("optimizer") else quantity
         explanations = explain_copies(copies, expected, setting, family)
         difference = relative_difference(copies, expected.now)
-        self.findings.append(Finding(step, quantity, name, difference, explanations))
+        self.findings.append(Finding(step, quantity, name, difference, explanations=explanations))
 
     def _stale_gradients(self, step: int) -> dict[str, Tensor]:
         """Return the gradients of one device with parameters of the step before."""
@@ -318,11 +317,11 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _with_zeros(step: StepRecord, parameters: Values) -> Values:
-    """Return the gradients of a step, zeros for parameters that have none."""
+def _with_zeros(step: StepRecord) -> Values:
+    """Return the gradients of a step, zeros for trained parameters that have none."""
     values = dict(step.gradients)
-    for name, parameter in parameters.items():
-        if name not in values:
+    for name, parameter in step.before.items():
+        if name in step.trained and name not in values:
             zeros = torch.zeros_like(parameter.tensor)
             values[name] = LocalValue(zeros, parameter.shape, parameter.index)
     return values

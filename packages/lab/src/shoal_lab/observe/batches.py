@@ -56,9 +56,10 @@ def map_tensors(combine: Callable[[list[Tensor]], Any], batches: Sequence[Any]) 
     if isinstance(first, Tensor):
         return combine(list(batches))
     if isinstance(first, dict):
-        return type(first)(
-            {key: map_tensors(combine, [batch[key] for batch in batches]) for key in first}
-        )
+        combined = dict[Any, Any]()
+        for key in first:
+            combined[key] = map_tensors(combine, [batch[key] for batch in batches])
+        return type(first)(combined)
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(map_tensors(combine, part) for part in zip(*batches, strict=True)))
     if isinstance(first, list | tuple):

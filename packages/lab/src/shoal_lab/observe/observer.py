@@ -89,10 +89,15 @@ class Observer:
 
     def finish(self, returned: Any) -> RankRecord:
         """Complete the record when the program has ended."""
-        if self._step.before or self._step.gradients:
+        parameters = self._roots.parameters()
+        if self._step.before and not self._step.trained:
+            # A program without an optimizer.
+            self._step.trained |= parameters.keys()
+            self._step.gradients = self._read(_gradients_of(parameters))
+        if self._step.before:
             self._close_step()
         record = self.record
-        record.after = self._read(self._roots.parameters())
+        record.after = self._read(parameters)
         record.returned = self._read_returned(returned)
         record.meshes = _find_meshes()
         if self._is_shoal is None:
@@ -231,10 +236,14 @@ class Observer:
         if id(optimizer) in self._stepped:
             self._close_step()
         parameters = self._named(optimizer)
-        for name, value in self._read(_gradients_of(parameters)).items():
-            self._step.gradients.setdefault(name, value)
-        if not self._step.before:
-            self._step.before = self._read(parameters)
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = {name: value for name, value in parameters.items() if id(value) in held}
+        self._step.trained |= trained.keys()
+        self._step.gradients |= self._read(_gradients_of(trained))
+        missing = {
+            name: value for name, value in parameters.items() if name not in self._step.before
+        }
+        self._step.before |= self._read(missing)
         if self._previous:
             self._swap_out_previous(parameters)
         if id(optimizer) not in self._known_optimizers:
@@ -266,9 +275,11 @@ class Observer:
         for number, group in enumerate(optimizer.param_groups):
             names = group.get("param_names") or range(len(group["params"]))
             for name, parameter in zip(names, group["params"], strict=True):
-                if id(parameter) not in known:
-                    is_named = isinstance(name, str) and name not in parameters
-                    parameters[name if is_named else f"optimizer.{number}.{name}"] = parameter
+                if id(parameter) in known:
+                    continue
+                is_named = isinstance(name, str) and name not in parameters
+                full_name = name if is_named else f"optimizer.{number}.{name}"
+                parameters[full_name] = parameter
         return parameters
 
     # --- stale parameters -----------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""The command line: run a script on many ranks of this machine, or certify it against one device.
+
+May import: certify, errors, ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from math import prod
+
+from .certify import certify
+from .errors import CertifyError
+from .ranks import run_script_on_ranks
+
+_USAGE = """\
+python -m shoal_lab SCRIPT --ranks N [--device cpu] [ARGUMENTS]
+       python -m shoal_lab certify SCRIPT (--ranks N | --mesh dp=2,tp=4) [OPTIONS] [ARGUMENTS]"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; return 0 if it succeeds, 1 if a mesh differs from one device, 2 for wrong arguments."""
+    words = sys.argv[1:] if argv is None else argv
+    certifies = words[:1] == ["certify"]
+    parser = _make_parser(certifies)
+    options, arguments = parser.parse_known_args(words[1:] if certifies else words)
+    # What follows -- is for the script, whatever it looks like.
+    arguments = [word for word in arguments if word != "--"]
+    try:
+        if not certifies:
+            run_script_on_ranks(options.script, arguments, (options.ranks, options.device))
+            return 0
+        mesh = _read_mesh(options.mesh) if options.mesh else {"ranks": options.ranks}
+        report = certify(
+            options.script,
+            meshes=[mesh],
+            arguments=arguments,
+            dtype="" if options.dtype == "keep" else options.dtype,
+            tolerance=options.tolerance,
+            device=options.device,
+        )
+    except CertifyError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{report}\n")
+    return int(not report.passed)
+
+
+def _make_parser(certifies: bool) -> argparse.ArgumentParser:
+    """Make the parser of a command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shoal_lab",
+        usage=_USAGE,
+        description="Options of the script itself may follow; after -- all are the script's.",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="a script for torchrun")
+    count = parser.add_mutually_exclusive_group(required=True)
+    count.add_argument("--ranks", type=int, metavar="N", help="the number of ranks")
+    parser.add_argument(
+        "--device", choices=["cpu"], help="run programs for an accelerator on the CPU"
+    )
+    if certifies:
+        count.add_argument("--mesh", help="axes and sizes, in the order of the ranks: dp=2,tp=4")
+        parser.add_argument(
+            "--dtype", default="float64", help="the default dtype; keep leaves torch's"
+        )
+        parser.add_argument(
+            "--tolerance", type=float, help="the allowed difference, relative to the norm"
+        )
+    return parser
+
+
+def _read_mesh(text: str) -> dict[str, int]:
+    """Read axes and sizes such as dp=2,tp=4."""
+    mesh = dict[str, int]()
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name or not size.isdecimal():
+            raise CertifyError(f"--mesh: expected axes and sizes such as dp=2,tp=4, got {text!r}")
+        mesh[name.strip()] = int(size)
+    if prod(mesh.values()) < 1:
+        raise CertifyError(f"--mesh: the sizes must be positive, got {text!r}")
+    return mesh
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""`Certification`: a program and its reference, compared on one mesh after the other.
+
+May import: analysis, errors, observe, ranks, records, report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from .analysis.find_grid import find_grid
+from .analysis.forward import explain_forward, find_first_module
+from .analysis.verdict import Verdict, compare_records
+from .errors import CertifyError
+from .observe.batches import concatenate
+from .observe.observer import Observation
+from .ranks import Job, observe_job
+from .records import RankRecord
+from .report import MeshResult
+
+
+class ProgramFailure(Exception):
+    """An error of the program on its ranks.
+
+    Args:
+        error: the error.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(slots=True)
+class Certification:
+    """A program, its reference, and the runs of the reference that were made.
+
+    Attributes:
+        job: the program.
+        reference: the program of one device.
+        tolerance: the user's, or None.
+    """
+
+    job: Job
+    reference: Job
+    tolerance: float | None
+    _references: dict[Any, RankRecord] = field(default_factory=dict)
+
+    def run(self, mesh: Mapping[str, int], *, locates: bool = True) -> MeshResult:
+        """Compare the program on one mesh with one device.
+
+        Args:
+            mesh: axis sizes by name.
+            locates: after a failure, run both again to find the first module that differs.
+
+        Raises:
+            ProgramFailure: the program fails on the ranks.
+            CertifyError: it fails on one device.
+        """
+        started = time.perf_counter()
+        try:
+            records = observe_job(self.job, mesh, prod(mesh.values()), Observation())
+        except Exception as error:
+            raise ProgramFailure(error) from error
+        batches = concatenate([record.batches for record in records])
+        observation = Observation(applies_dropout=records[0].shoal, batches=batches)
+        reference = self._run_reference(mesh, observation)
+        grid = find_grid(mesh, records)
+        verdict = compare_records(records, reference, grid, tolerance=self.tolerance)
+        if any(finding.step and not finding.explanations for finding in verdict.findings):
+            stale = self._run_reference(mesh, replace(observation, uses_stale_parameters=True))
+            verdict = compare_records(
+                records, reference, grid, stale=stale, tolerance=self.tolerance
+            )
+        if not verdict.compared and not verdict.findings:
+            reason = verdict.not_compared[0] if verdict.not_compared else "no parameters were seen"
+            raise CertifyError(
+                "certify: nothing could be compared: no module with parameters ran with gradients, "
+                f"or no parameter of one device fits those of the ranks: {reason}"
+            )
+        axes = dict(zip(grid.names, grid.sizes, strict=True))
+        result = MeshResult(
+            axes,
+            findings=verdict.findings,
+            compared=verdict.compared,
+            not_compared=verdict.not_compared,
+            tolerance=verdict.setting.tolerance,
+        )
+        if locates and verdict.findings:
+            self._locate(result, verdict, observation)
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def _run_reference(self, mesh: Mapping[str, int], observation: Observation) -> RankRecord:
+        """Run the reference on one rank, once for each set of choices without recorded batches."""
+        single = dict.fromkeys(mesh, 1)
+        key = (
+            tuple(single),
+            observation.applies_dropout,
+            observation.uses_stale_parameters,
+            observation.outputs_of_step,
+            self.reference.sizes,
+        )
+        if not observation.batches and key in self._references:
+            return self._references[key]
+        try:
+            record = observe_job(self.reference, single, 1, observation)[0]
+        except Exception as error:
+            raise CertifyError(
+                "certify: the program ran on the ranks, but not on one device: "
+                f"{type(error).__name__}: {error}. Give a reference, or let the program pick its "
+                "rows of a global batch by rank"
+            ) from error
+        if not observation.batches:
+            self._references[key] = record
+        return record
+
+    def _locate(self, result: MeshResult, verdict: Verdict, observation: Observation) -> None:
+        """Find the first module whose values differ, and explain by it what nothing else explains."""
+        step = verdict.findings[0].step
+        grid = verdict.setting.grid
+        records = observe_job(self.job, result.mesh, grid.count, Observation(outputs_of_step=step))
+        reference = self._run_reference(result.mesh, replace(observation, outputs_of_step=step))
+        first = find_first_module(records, reference, verdict.setting)
+        if first is None:
+            return
+        result.first_module = f"step {step}: {first}"
+        result.findings = explain_forward(result.findings, first)

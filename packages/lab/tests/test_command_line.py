@@ -1,0 +1,77 @@
+"""Covers: __main__.py, observe/batches.py, ranks.py: scripts run and are certified without a change."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal_lab import CertifyError, certify
+from shoal_lab.__main__ import main
+
+SCRIPT = str(Path(__file__).parent / "support" / "training_script.py")
+
+
+def test_a_script_is_equal_to_itself_with_the_concatenated_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["certify", SCRIPT, "--ranks", "2"]) == 0
+    assert (
+        "mesh ranks=2: 20 values compared within 1e-09: equal to one device"
+        in capsys.readouterr().out
+    )
+
+
+def test_arguments_reach_the_script_and_axes_have_the_names_of_the_user(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["certify", SCRIPT, "--mesh", "dp=2", "--", "--wrong"]) == 1
+    printed = capsys.readouterr().out
+    assert (
+        "gradient of 0.weight, 0.bias, 2.weight, 2.bias: 2 times too large: mean taken as sum over dp"
+        in printed
+    )
+    assert f"certify {SCRIPT} --ranks 2 --wrong" in printed
+
+
+def test_options_set_the_tolerance_and_the_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["certify", SCRIPT, "--ranks", "2", "--dtype", "keep"]
+    assert main(command) == 0
+    assert "within 1e-04" in capsys.readouterr().out
+    assert main([*command, "--tolerance", "10", "--wrong"]) == 0
+    assert "within 1e+01" in capsys.readouterr().out
+
+
+def test_a_script_runs_on_ranks_without_observation() -> None:
+    # the ranks write to the output of the process that starts them, not to pytest's
+    command = [sys.executable, "-m", "shoal_lab", SCRIPT, "--ranks", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    printed = sorted(line for line in done.stdout.splitlines() if line)
+    assert printed == [f"rank {rank} of 3 is done" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["certify", "missing.py", "--ranks", "2"], "the script missing.py does not exist"),
+        (["missing.py", "--ranks", "2"], "the script missing.py does not exist"),
+        (
+            ["certify", SCRIPT, "--mesh", "dp"],
+            "expected axes and sizes such as dp=2,tp=4, got 'dp'",
+        ),
+        (["certify", SCRIPT, "--mesh", "dp=0"], "the sizes must be positive"),
+        (["certify", SCRIPT, "--ranks", "0"], "the sizes of a mesh must be positive"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_script_has_no_other_reference() -> None:
+    with pytest.raises(CertifyError, match="a script is its own reference"):
+        certify(SCRIPT, lambda: None, meshes=[{"ranks": 2}])
