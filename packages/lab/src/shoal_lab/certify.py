@@ -92,7 +92,7 @@ def certify(  # noqa: PLR0913  # keywords for what runs may differ in
     return report
 
 
-def _make_job(program: Program, choices: tuple[tuple[str, ...], str, Mapping[str, int]]) -> Job:
+def _make_job(program: object, choices: tuple[tuple[str, ...], str, Mapping[str, int]]) -> Job:
     """Make the job of a function or a script."""
     arguments, dtype, sizes = choices
     if isinstance(program, str | PathLike):
@@ -108,9 +108,7 @@ def _make_job(program: Program, choices: tuple[tuple[str, ...], str, Mapping[str
     return Job(function=program, dtype=dtype, sizes=tuple(sizes.items()))
 
 
-def _make_reference(
-    job: Job, reference: Callable[..., Any] | None, sizes: Mapping[str, int]
-) -> Job:
+def _make_reference(job: Job, reference: object, sizes: Mapping[str, int]) -> Job:
     """Make the job of one device."""
     if reference is None:
         return job
@@ -131,7 +129,7 @@ def _make_reference(
     return replace(job, function=reference, takes_mesh=bool(required))
 
 
-def _check_meshes(meshes: Sequence[Mapping[str, int]]) -> None:
+def _check_meshes(meshes: object) -> None:
     """Raise for meshes that have no ranks."""
     if not isinstance(meshes, Sequence) or not all(isinstance(mesh, Mapping) for mesh in meshes):
         raise CertifyTypeError(
@@ -141,5 +139,5 @@ def _check_meshes(meshes: Sequence[Mapping[str, int]]) -> None:
     if not meshes:
         raise CertifyError("certify: meshes is empty; give at least one mesh")
     for mesh in meshes:
-        if not mesh or not all(isinstance(size, int) and size > 0 for size in mesh.values()):
+        if not mesh or any(not isinstance(size, int) or size < 1 for size in mesh.values()):
             raise CertifyError(f"certify: the sizes of a mesh must be positive, got {dict(mesh)}")

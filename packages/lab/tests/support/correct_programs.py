@@ -48,7 +48,7 @@ def clipped(mesh: Mesh) -> Any:
     """Clip by the whole norm, replicated gradients counted once; return the norm."""
     axes = make_axes(mesh)
     torch.manual_seed(61)
-    model = nn.Sequential(Block(WIDTH, axes["tp"]))
+    model: Any = nn.Sequential(Block(WIDTH, axes["tp"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     norm = torch.zeros(())
     for step in range(2):
@@ -226,7 +226,7 @@ def without_optimizer(mesh: Mesh) -> None:
         average(model.parameters(), dp)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= 0.1 * _gradient(parameter)
+                parameter.sub_(0.1 * _gradient(parameter))
 
 
 def in_bfloat16(mesh: Mesh) -> None:

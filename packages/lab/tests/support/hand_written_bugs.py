@@ -480,7 +480,8 @@ class FusedAttention(nn.Module):
         heads = list[Tensor]()
         for part in self.qkv(CopyToAxis.apply(x, self._tp)).chunk(3, -1):
             heads.append(part.unflatten(-1, (-1, 2)).transpose(1, 2))
-        mixed = F.scaled_dot_product_attention(*heads)
+        q, k, v = heads
+        mixed = F.scaled_dot_product_attention(q, k, v)
         return ReduceFromAxis.apply(self.out(mixed.transpose(1, 2).flatten(2)), self._tp)
 
 
