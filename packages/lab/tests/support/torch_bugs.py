@@ -159,8 +159,8 @@ def rowwise_output_left_partial(mesh: Mesh) -> None:
         "0": ColwiseParallel(use_local_output=False),
         "2": RowwiseParallel(use_local_output=False),
     }
-    model = parallelize_module(model, device_mesh, plan)
-    model[2].register_forward_hook(_keep_partial)
+    parallel: Any = parallelize_module(model, device_mesh, plan)
+    parallel[2].register_forward_hook(_keep_partial)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         model(batch(step, 4, WIDTH)).square().mean().backward()

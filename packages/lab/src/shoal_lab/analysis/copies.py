@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -88,7 +89,7 @@ def relative_difference(copies: Sequence[Copy], whole: Tensor) -> float:
         difference += float((copy.values - part).square().sum())
         norm += float(part.square().sum())
     if norm:
-        return (difference / norm) ** 0.5
+        return math.sqrt(difference / norm)
     return float("inf") if difference else 0.0
 
 
