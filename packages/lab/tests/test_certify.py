@@ -13,9 +13,9 @@ from torch import nn
 import hand_written_bugs as hand
 from hand_written import average, batch, make_axes, rows
 from shoal_lab import CertifyError, CertifyTypeError, NotCertifiedError, Report, certify
-from shoal_lab.pytest_fixture import (
-    certified as certified,
-)  # the fixture, which an installation registers
+
+# An installation registers this fixture.
+from shoal_lab.pytest_fixture import certified as certified
 
 WIDTH = 8
 

@@ -81,7 +81,7 @@ def test_a_combination_is_named(
 def test_axes_of_one_size_are_both_named() -> None:
     found = explain(lambda rank: 2 * values(), Grid.of({"dp": 2, "tp": 2}))
     assert [fits.axes for fits in found] == [("dp",), ("tp",)]
-    sentence = Finding(0, "gradient", "w", 1.0, found).sentence()
+    sentence = Finding(0, "gradient", "w", 1.0, explanations=found).sentence()
     assert sentence.startswith("two explanations fit: ")
 
 

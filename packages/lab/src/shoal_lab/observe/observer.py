@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-# The hook by which fully_shard delivers gradients must be registered before those of the observer.
-import shoal_data_parallel  # noqa: F401  # for its hook
+# Imported before the observer registers its hooks: fully_shard delivers gradients in such a hook.
+from shoal_data_parallel import FSDPModule
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import forward_of, owners_of
 
@@ -180,8 +180,9 @@ class Observer:
         for root in self._roots:
             if owners_of(root) or any(isinstance(p, DTensor) for p in root.parameters()):
                 return True
-            if any(forward_of(module) is not None for module in root.modules()):
-                return True
+            for module in root.modules():
+                if isinstance(module, FSDPModule) or forward_of(module) is not None:
+                    return True
         return False
 
     # --- backward -------------------------------------------------------------------------------
