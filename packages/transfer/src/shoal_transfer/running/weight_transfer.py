@@ -295,11 +295,11 @@ class WeightTransfer:
 
     def _agree(self, version: int | None) -> tuple[int, bool]:
         """Compare what the members report; make the plan again if local tensors have changed."""
-        moved = self._source.refresh()
-        moved = self._target.refresh() or moved
-        # `or` would leave the second question out
-        changed = [self._source.shapes_changed(), self._target.shapes_changed()]
-        if moved:
+        sides = (self._source, self._target)
+        # lists, because each call also notes the present addresses and shapes
+        moved = [memories.refresh() for memories in sides]
+        changed = [memories.shapes_changed() for memories in sides]
+        if any(moved):
             self._forget_program()
         digest = self.plan.digest
         error = self._refuse(version)
