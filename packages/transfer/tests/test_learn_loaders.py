@@ -223,6 +223,13 @@ def reuse_a_buffer(server: Server, weights: Weights) -> None:
 
 
 @loader({"p": (2, 6)}, {"w": (2, 6), "v": (1, 6)})
+def change_a_clone(server: Server, weights: Weights) -> None:
+    changed = weights["w"].clone()
+    changed[1:].copy_(weights["v"])
+    server.p.copy_(changed)
+
+
+@loader({"p": (2, 6)}, {"w": (2, 6), "v": (1, 6)})
 def write_to_the_source(server: Server, weights: Weights) -> None:
     weights["w"][1:].copy_(weights["v"])
     server.p.copy_(weights["w"])

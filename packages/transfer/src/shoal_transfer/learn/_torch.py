@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ def operator_name(operator: Operator) -> str:
     return name
 
 
+@cache
+def makes_views(operator: Operator) -> bool:
+    """Return whether the operator's results are views of its arguments, and nothing is written."""
+    schema = operator._schema  # type: ignore[attr-defined]  # every OpOverload has it
+    aliases = [argument.alias_info for argument in schema.arguments if argument.alias_info]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+@cache
 def written_arguments(operator: Operator) -> tuple[list[int], list[str]]:
     """Return the positions and the keywords of the arguments that an operator writes to."""
     schema = operator._schema  # type: ignore[attr-defined]  # every OpOverload has it

@@ -15,6 +15,7 @@ from ..errors import LoaderComputesError
 from ._torch import (
     Operator,
     leaves_memory_unset,
+    makes_views,
     operator_name,
     sets_storage,
     storage_key,
@@ -111,6 +112,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
         tensors = _tensors_in((args, kwargs))
         if not any(storage_key(tensor) in self._by_storage for tensor in tensors):
             return self._run_unwatched(func, args, kwargs)
+        if makes_views(func) and all(tensor.is_meta for tensor in tensors):
+            # the results share a watched storage
+            return func(*args, **kwargs)
         if operator_name(func) == _READ_NUMBER:
             return self._read_number(tensors[0])
         return self._run(func, args, kwargs)
