@@ -28,6 +28,11 @@ class MeshResult:
         first_module: the first module whose output, or gradient at the output, differs; "" if all
             agree or none was looked for.
         seconds: that the run took.
+
+    Example:
+        >>> result = MeshResult({"dp": 2}, [], 12, [], tolerance=1e-9)
+        >>> print(Report([result]))
+        mesh dp=2: 12 values compared within 1e-09: equal to one device
     """
 
     mesh: dict[str, int]

@@ -13,10 +13,20 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from .copies import Copy, Expected, Setting, best_factor, fit, is_right, sum_over
+from .copies import (
+    Copy,
+    Expected,
+    Setting,
+    are_multiples,
+    best_factor,
+    fit,
+    is_right,
+    sum_over,
+)
 from .explanations import Explanation
 from .factors import name_factor
 from .find_index import find_index, match_rows
+from .rank_weights import scale_ranks, weigh_ranks
 
 _Hypothesis = Callable[[Sequence[Copy], Expected, Setting, str], list[Explanation]]
 
@@ -47,8 +57,8 @@ def explain_copies(
         _permuted,
         _some_ranks,
         _some_rows,
-        _weighted_sums,
-        _factor_of_each_rank,
+        weigh_ranks,
+        scale_ranks,
     )
     for family in families:
         found = family(copies, expected, setting, quantity)
@@ -117,7 +127,7 @@ def _sums_over_axes(
     """Sum the values of the ranks along axes: the sum, the mean or a multiple of them is right."""
     if quantity not in ("gradient", "output", "returned value"):
         return []
-    if _are_multiples(copies, expected.now, setting):
+    if are_multiples(copies, expected.now, setting):
         # Any sum of multiples of one value is a multiple.
         return []
     found = list[Explanation]()
@@ -136,13 +146,6 @@ def _sums_over_axes(
             fewest = len(axes)
             found += texts
     return found
-
-
-def _are_multiples(copies: Sequence[Copy], whole: Tensor, setting: Setting) -> bool:
-    """Tell whether every rank has a multiple of its part, which need not be the same multiple."""
-    if whole.numel() < 3:
-        return False
-    return all(best_factor([copy], whole, setting) is not None for copy in copies)
 
 
 def _describe_sum(
@@ -393,76 +396,3 @@ def _describe_runs(numbers: Sequence[int]) -> str:
             runs.append([number, number])
     texts = [str(start) if start == stop else f"{start}-{stop}" for start, stop in runs]
     return ", ".join(texts[:6]) + (", ..." if len(texts) > 6 else "")
-
-
-def _weighted_sums(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
-    """Weigh the ranks along an axis by numbers that are not equal."""
-    if quantity != "gradient" or _are_multiples(copies, expected.now, setting):
-        return []
-    found = list[Explanation]()
-    by_rank = {copy.rank: copy for copy in copies}
-    for axis in setting.grid.names:
-        weights = _weights_over(by_rank, axis, expected.now, setting)
-        if weights is None:
-            continue
-        text = (
-            f"missing all-reduce over {axis}: it is right after a sum over {axis} with the weights "
-            f"{', '.join(f'{weight:.4g}' for weight in weights)}"
-        )
-        found.append(Explanation("missing reduction", (axis,), text))
-    return found
-
-
-def _weights_over(
-    by_rank: dict[int, Copy], axis: str, whole: Tensor, setting: Setting
-) -> list[float] | None:
-    """Return weights of the coordinates of an axis with which sums over it are right."""
-    grid = setting.grid
-    columns = list[Tensor]()
-    targets = list[Tensor]()
-    for ranks in grid.groups((axis,)):
-        group = [by_rank[rank] for rank in ranks if rank in by_rank]
-        if len(group) != grid.size_of((axis,)):
-            return None
-        if any(not torch.equal(copy.index, group[0].index) for copy in group):
-            return None
-        columns.append(torch.stack([copy.values.flatten() for copy in group], 1))
-        targets.append(group[0].part_of(whole).flatten())
-    matrix = torch.cat(columns)
-    target = torch.cat(targets)
-    if matrix.shape[0] <= 2 * matrix.shape[1] or matrix.shape[1] < 2:
-        return None
-    solution = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
-    if not setting.is_close(matrix @ solution, target):
-        return None
-    weights: list[float] = solution.tolist()
-    return weights
-
-
-def _factor_of_each_rank(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
-    """Find a factor for each rank alone."""
-    factors = dict[int, float]()
-    for copy in copies:
-        factor = best_factor([copy], expected.now, setting)
-        if copy.values.numel() and (factor is None or copy.values.numel() < 3):
-            return []
-        factors[copy.rank] = 1.0 if factor is None else factor
-    axes = axes_of_factors(factors, setting)
-    numbers = ", ".join(f"{factor:.4g}" for factor in factors.values())
-    return [Explanation("scaled", axes, f"scaled by another factor on each rank: {numbers}")]
-
-
-def axes_of_factors(factors: dict[int, float], setting: Setting) -> tuple[str, ...]:
-    """Return the axes along which the factors of ranks differ."""
-    differing = list[str]()
-    for axis in setting.grid.names:
-        for ranks in setting.grid.groups((axis,)):
-            numbers = [factors[rank] for rank in ranks if rank in factors]
-            if any(not isclose(number, numbers[0], rel_tol=1e-6) for number in numbers):
-                differing.append(axis)
-                break
-    return tuple(differing)

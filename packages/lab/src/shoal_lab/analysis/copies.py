@@ -139,6 +139,13 @@ def best_factor(copies: Sequence[Copy], whole: Tensor, setting: Setting) -> floa
     return factor
 
 
+def are_multiples(copies: Sequence[Copy], whole: Tensor, setting: Setting) -> bool:
+    """Tell whether every rank has a multiple of its part, which need not be the same multiple."""
+    if whole.numel() < 3:
+        return False
+    return all(best_factor([copy], whole, setting) is not None for copy in copies)
+
+
 def fit(copies: Sequence[Copy], basis: Sequence[Tensor], setting: Setting) -> list[float] | None:
     """Return the coefficients with which the basis gives all copies; None if none do.
 

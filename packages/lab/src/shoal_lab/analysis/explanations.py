@@ -37,6 +37,10 @@ class Explanation:
         kind: one of `KINDS`.
         axes: the mesh axes that the explanation names, in the order of the mesh.
         text: the sentence for the report.
+
+    Example:
+        >>> Explanation("stale", ("dp",), "stale at dp=1").axes
+        ('dp',)
     """
 
     kind: str
@@ -54,6 +58,10 @@ class Finding:
         name: of the parameter, or of the place.
         difference: the norm of the difference relative to the norm of the value.
         explanations: all that fit; empty if none does.
+
+    Example:
+        >>> print(Finding(0, "gradient", "head.bias", 0.5, explanations=()))
+        step 0: gradient of head.bias: differs by 5.0e-01; no combination of the ranks explains it
     """
 
     step: int

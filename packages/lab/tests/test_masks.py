@@ -1,4 +1,4 @@
-"""Covers: analysis/masks.py, analysis/losses.py, analysis/clipping.py."""
+"""Covers: analysis/masks.py, analysis/losses.py, analysis/clipping.py, observe/dropout.py."""
 
 from __future__ import annotations
 

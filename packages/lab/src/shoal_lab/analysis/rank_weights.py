@@ -1,0 +1,85 @@
+"""Explanations with another number for each rank: weights of a sum over an axis, and factors of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isclose
+
+import torch
+from torch import Tensor
+
+from .copies import Copy, Expected, Setting, are_multiples, best_factor
+from .explanations import Explanation
+
+
+def weigh_ranks(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Weigh the ranks along an axis by numbers that are not equal."""
+    if quantity != "gradient" or are_multiples(copies, expected.now, setting):
+        return []
+    found = list[Explanation]()
+    by_rank = {copy.rank: copy for copy in copies}
+    for axis in setting.grid.names:
+        weights = _weights_over(by_rank, axis, expected.now, setting)
+        if weights is None:
+            continue
+        text = (
+            f"missing all-reduce over {axis}: it is right after a sum over {axis} with the weights "
+            f"{', '.join(f'{weight:.4g}' for weight in weights)}"
+        )
+        found.append(Explanation("missing reduction", (axis,), text))
+    return found
+
+
+def _weights_over(
+    by_rank: dict[int, Copy], axis: str, whole: Tensor, setting: Setting
+) -> list[float] | None:
+    """Return weights of the coordinates of an axis with which sums over it are right."""
+    grid = setting.grid
+    columns = list[Tensor]()
+    targets = list[Tensor]()
+    for ranks in grid.groups((axis,)):
+        group = [by_rank[rank] for rank in ranks if rank in by_rank]
+        if len(group) != grid.size_of((axis,)):
+            return None
+        if any(not torch.equal(copy.index, group[0].index) for copy in group):
+            return None
+        columns.append(torch.stack([copy.values.flatten() for copy in group], 1))
+        targets.append(group[0].part_of(whole).flatten())
+    matrix = torch.cat(columns)
+    target = torch.cat(targets)
+    if matrix.shape[0] <= 2 * matrix.shape[1] or matrix.shape[1] < 2:
+        return None
+    solution = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+    if not setting.is_close(matrix @ solution, target):
+        return None
+    weights: list[float] = solution.tolist()
+    return weights
+
+
+def scale_ranks(
+    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
+) -> list[Explanation]:
+    """Find a factor for each rank alone."""
+    factors = dict[int, float]()
+    for copy in copies:
+        factor = best_factor([copy], expected.now, setting)
+        if copy.values.numel() and (factor is None or copy.values.numel() < 3):
+            return []
+        factors[copy.rank] = 1.0 if factor is None else factor
+    axes = _axes_of_factors(factors, setting)
+    numbers = ", ".join(f"{factor:.4g}" for factor in factors.values())
+    return [Explanation("scaled", axes, f"scaled by another factor on each rank: {numbers}")]
+
+
+def _axes_of_factors(factors: dict[int, float], setting: Setting) -> tuple[str, ...]:
+    """Return the axes along which the factors of ranks differ."""
+    differing = list[str]()
+    for axis in setting.grid.names:
+        for ranks in setting.grid.groups((axis,)):
+            numbers = [factors[rank] for rank in ranks if rank in factors]
+            if any(not isclose(number, numbers[0], rel_tol=1e-6) for number in numbers):
+                differing.append(axis)
+                break
+    return tuple(differing)
