@@ -1,4 +1,7 @@
-"""Covers: analysis/combinations.py, analysis/factors.py, analysis/copies.py, analysis/explanations.py, analysis/rank_weights.py."""
+"""Combinations are named.
+
+Covers: analysis/combinations.py, analysis/factors.py, analysis/copies.py, analysis/explanations.py, analysis/rank_weights.py.
+"""
 
 from __future__ import annotations
 
