@@ -338,7 +338,11 @@ class ReplacedAttention(FunctionMode):
 
     def hold_in_recomputation(self) -> None:
         """Stay active when backward recomputes the calls that a checkpoint makes in this block."""
-        recomputed_in(self, lambda: nullcontext() if self in _active() else self, self._outside[-1])
+
+        def enter_once() -> AbstractContextManager[object]:
+            return nullcontext() if self in _active() else self
+
+        recomputed_in(self, enter_once, self._outside[-1])
 
     def _replaced(self, args: Any, kwargs: Any) -> Any:
         self.hold_in_recomputation()

@@ -186,7 +186,7 @@ def spec_of_operand(operand: Operand, axes: tuple[MeshAxis, ...]) -> Spec:
     shape = [*operand.meta.shape]
     if operand.tensor_type is None:
         everywhere = [Replicate()] * len(axes)
-        return Spec(mesh, everywhere, shape, None, operand.meta.dtype)
+        return Spec(mesh, everywhere, shape, None, dtype=operand.meta.dtype)
     placements: list[Placement] = []
     folded: dict[int, Placement] = {}
     for index, axis in enumerate(axes):
@@ -204,12 +204,13 @@ def spec_of_operand(operand: Operand, axes: tuple[MeshAxis, ...]) -> Spec:
         if indices:
             order.append((dim, indices))
     # Contiguous: strides only decide whether a view exists, and on local tensors it did.
-    spec = Spec(mesh, placements, shape, None, operand.meta.dtype, tuple(order))
+    dtype = operand.meta.dtype
+    spec = Spec(mesh, placements, shape, None, dtype=dtype, shard_order=tuple(order))
     if not folded:
         return spec
     # The placements of a spec alone determine its layout.
     combined = [folded.get(index, placement) for index, placement in enumerate(spec.placements)]
-    return Spec(mesh, combined, shape, None, operand.meta.dtype)
+    return Spec(mesh, combined, shape, None, dtype=dtype)
 
 
 def _types_of_spec(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from math import inf, prod
+from typing import TYPE_CHECKING
 
 from .links import axes_of, mask_of
-from .space import Space, State
+
+if TYPE_CHECKING:
+    from .space import Space, State
 
 
 class Bound:

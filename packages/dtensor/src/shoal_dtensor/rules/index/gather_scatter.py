@@ -254,6 +254,12 @@ def embedding_bag(call: OpCall) -> Iterator[Row]:
         yield call.row(weight=S(0), out0=P("sum"))
 
 
+def _dense_gradient(local_call: LocalCall) -> LocalFunction | None:
+    """Return the gradient as a dense tensor: no DTensor is sparse."""
+    call = local_call.call
+    return with_arguments(call, sparse=False) if call.get("sparse") else None
+
+
 def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
     """Sum bags of a sharded vocabulary, with two rows of zeros added to the shard.
 
@@ -323,14 +329,7 @@ GATHER_SCATTER: Table = family(
             embedding_bag, _in_table(_embedding_bag), checks=_row_indices
         ),
         "_embedding_bag_dense_backward _embedding_bag_backward": Rule(
-            # Dense: no DTensor is sparse.
-            embedding_bag,
-            lambda local_call: (
-                with_arguments(local_call.call, sparse=False)
-                if local_call.call.get("sparse")
-                else None
-            ),
-            linear="grad",
+            embedding_bag, _dense_gradient, linear="grad"
         ),
         # Each is the product of a row of the gradient and one of the vocabulary.
         "_embedding_bag_per_sample_weights_backward": replace(

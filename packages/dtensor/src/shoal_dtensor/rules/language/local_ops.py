@@ -55,6 +55,14 @@ def shard_index(spec: Spec, dim: int) -> int:
     return spec.dim_sharding(dim).index(coordinate)
 
 
+def keepdim_shape(shape: Iterable[int], dims: Iterable[int]) -> list[int]:
+    """Return the shape of a reduction over these dims that keeps them, with size 1."""
+    sizes = [*shape]
+    for dim in dims:
+        sizes[dim] = 1
+    return sizes
+
+
 def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "sum") -> Tensor:
     """Reduce `tensor` over axes of `spec`'s mesh; return `tensor` itself if there are none.
 

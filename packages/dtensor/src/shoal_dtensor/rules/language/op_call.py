@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, Final
@@ -118,6 +118,14 @@ class RowError(ShoalTensorError, ValueError):
     """The error for a row with an unknown argument name or a wrong number of entries for a list."""
 
 
+def entries_at(positions: Iterable[int], entry: Entry, count: int) -> list[Entry]:
+    """Return the entries of a row for `count` tensors: `entry` at these positions, else R."""
+    entries: list[Entry] = [R] * count
+    for position in positions:
+        entries[position] = entry
+    return entries
+
+
 @lru_cache(maxsize=256)
 def partial_rows(
     partials: tuple[Partial, ...], together: frozenset[int], tensors: int, results: int
@@ -125,7 +133,7 @@ def partial_rows(
     """Return a row per partial placement, shared by the inputs `together` and all results."""
     rows = []
     for partial in partials:
-        inputs = [partial if i in together else R for i in range(tensors)]
+        inputs = entries_at(together, partial, tensors)
         rows.append(Row(tuple(inputs), (partial,) * results))
     return rows
 

@@ -221,10 +221,14 @@ def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
             result.append(row)
             continue
         for norm in norms:
-            inputs = [norm if entry is ANY_NORM else entry for entry in row.inputs]
-            outputs = [norm if entry is ANY_NORM else entry for entry in row.outputs]
-            result.append(replace(row, inputs=tuple(inputs), outputs=tuple(outputs)))
+            inputs = _with_norm(row.inputs, norm)
+            outputs = _with_norm(row.outputs, norm)
+            result.append(replace(row, inputs=inputs, outputs=outputs))
     return result
+
+
+def _with_norm(entries: Iterable[Entry], norm: Partial) -> tuple[Entry, ...]:
+    return tuple([norm if entry is ANY_NORM else entry for entry in entries])
 
 
 def replicated(call: OpCall) -> Iterable[Row]:

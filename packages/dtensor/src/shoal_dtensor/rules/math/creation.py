@@ -8,7 +8,7 @@ distribution. Operators whose use of the generator is data-dependent are replica
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Generator, Tensor
@@ -150,6 +150,14 @@ def _native_dropout(local_call: LocalCall) -> LocalFunction:
     return run_dropout
 
 
+def rrelu_with_noise(call: OpCall) -> Iterable[Row]:
+    """Return the rows of a pointwise operator; none while training.
+
+    The generator then makes numbers for negative elements only, so how many depends on values.
+    """
+    return () if call["training"] else alike(call)
+
+
 def multinomial(call: OpCall) -> Iterator[Row]:
     """Yield the row that shards a matrix of probabilities by rows.
 
@@ -218,10 +226,7 @@ CREATION: Table = family(
         "normal.*Tensor*": Rule(pointwise().rows, _normal),
         "native_dropout.default": Rule(pointwise().rows, _native_dropout),
         "multinomial.default": Rule(multinomial, _multinomial),
-        # While training, the generator is used for negative elements only: not sharded then.
-        "rrelu_with_noise.default rrelu_with_noise_.default": Rule(
-            lambda call: () if call["training"] else alike(call)
-        ),
+        "rrelu_with_noise.default rrelu_with_noise_.default": Rule(rrelu_with_noise),
         "poisson binomial _standard_gamma _sample_dirichlet": Rule(replicated),
         "zeros_like ones_like empty_like full_like": Rule(
             fill, by_value=False, unordered=True, sizes=()

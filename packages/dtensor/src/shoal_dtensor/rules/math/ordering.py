@@ -25,6 +25,7 @@ from ..language.local_ops import (
     along_dim,
     bytes_of,
     functional,
+    keepdim_shape,
     moved_between_boxes,
     shard_index,
     where_sharded,
@@ -231,8 +232,10 @@ def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     def gather_ends(scanned: Tensor) -> Tensor:
         """Gather the last element of every shard's scan; an empty shard sends any value."""
         n = scanned.shape[dim]
-        shape = [1 if d == dim else size for d, size in enumerate(scanned.shape)]
-        end = scanned.narrow(dim, n - 1, 1) if n else scanned.new_zeros(shape)
+        if n:
+            end = scanned.narrow(dim, n - 1, 1)
+        else:
+            end = scanned.new_zeros(keepdim_shape(scanned.shape, [dim]))
         return all_gather(end.contiguous(), spec.mesh.comm(axes), dim)
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:

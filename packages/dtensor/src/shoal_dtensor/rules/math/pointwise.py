@@ -19,6 +19,7 @@ from ...layout.placements import REDUCE_OPS
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduce_traffic, all_reduced, sharding_axes, with_arguments
 from ..language.notation import Partials, pointwise
+from ..language.op_call import entries_at
 from ..language.rule import (
     Entry,
     LocalCall,
@@ -45,12 +46,12 @@ def _partial(call: OpCall, ops: Iterable[str], *groups: tuple[int, ...]) -> Part
 
     The group `()` stands for all operands.
     """
-    operands = range(len(call.tensors))
+    count = len(call.tensors)
     rows: PartialRows = []
     for op in ops:
         partial = P(op)
         for group in groups:
-            entries = [partial if i in (group or operands) else R for i in operands]
+            entries = entries_at(group or range(count), partial, count)
             rows.append((tuple(entries), partial))
     return rows
 
@@ -157,7 +158,11 @@ def _extremum(op: str) -> Rule:
 
 def _joint(op: str) -> Partials:
     """Return a function for `op` of two partial values that are reduced with the same `op`."""
-    return lambda call: [] if _number_operands(call) else _partial(call, [op], ())
+
+    def partials(call: OpCall) -> PartialRows:
+        return [] if _number_operands(call) else _partial(call, [op], ())
+
+    return partials
 
 
 def _linear_in(*groups: tuple[int, ...], averages: Sequence[tuple[int]]) -> Rule:

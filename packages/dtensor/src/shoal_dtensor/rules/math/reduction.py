@@ -23,6 +23,7 @@ from ..language.local_ops import (
     all_reduce_traffic,
     all_reduced,
     along_dim,
+    keepdim_shape,
     mean_of_sums,
     mean_rows,
     sharding_axes,
@@ -244,11 +245,10 @@ def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Loca
 
 def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
     """Return the maximum along dims of which some are sharded; -inf if there are no elements."""
-    shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
     if x.numel():
         largest = x.amax(tuple(dims), keepdim=True)
     else:
-        largest = x.new_full(shape, -inf)
+        largest = x.new_full(keepdim_shape(x.shape, dims), -inf)
     return all_reduced(largest, spec, sharding_axes(spec, dims), "max")
 
 

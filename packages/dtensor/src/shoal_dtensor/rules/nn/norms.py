@@ -22,6 +22,7 @@ from ..language.local_ops import (
     all_reduced,
     bytes_of,
     in_every_form,
+    keepdim_shape,
     sharding_axes,
     with_arguments,
 )
@@ -160,8 +161,7 @@ class Statistics:
     def given(self, statistic: Tensor) -> Tensor:
         """Reshape a statistic that an operator is given, or returns, to broadcast to `shape`."""
         # (8, 3, 6): (8, 3, 1)
-        sizes = [1 if d in self.dims else n for d, n in enumerate(self.shape)]
-        return statistic.reshape(sizes)
+        return statistic.reshape(keepdim_shape(self.shape, self.dims))
 
 
 def _norm(local_call: LocalCall) -> LocalFunction | None:

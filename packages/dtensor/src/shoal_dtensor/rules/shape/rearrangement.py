@@ -26,12 +26,11 @@ from ...layout.dim_sharding import DimSharding
 from ..exchange import Relocation
 from ..language.local_ops import bytes_of, in_every_form, with_arguments
 from ..language.notation import alike, product
-from ..language.op_call import ShardingMap
+from ..language.op_call import ShardingMap, entries_at
 from ..language.rule import (
     LocalCall,
     LocalFunction,
     OpCall,
-    R,
     Row,
     Rule,
     S,
@@ -49,10 +48,10 @@ def cat(call: OpCall) -> Iterator[Row]:
     dim = int(call["dim"]) % max(result.ndim, 1)
     # torch lets 1-D tensors without elements pass beside tensors of any shape.
     joined = [i for i, t in enumerate(tensors) if t.ndim == result.ndim]
-    positions = range(len(tensors))
+    count = len(tensors)
     for d in range(result.ndim):
         if d != dim:
-            entries = [S(d) if i in joined else R for i in positions]
+            entries = entries_at(joined, S(d), count)
             yield call.row(tensors=entries, out=S(d))
     lengths = [t.shape[dim] if i in joined else 0 for i, t in enumerate(tensors)]
     for i in joined:
@@ -60,7 +59,7 @@ def cat(call: OpCall) -> Iterator[Row]:
         before = sum(lengths[:i])
         after = sum(lengths[i:])
         padded = SliceMap(-before, after, exclusive=True)
-        entries = [S(dim) if j == i else R for j in positions]
+        entries = entries_at([i], S(dim), count)
         yield call.row(tensors=entries, out=S(dim, map=padded))
 
 
@@ -232,10 +231,10 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
             places = [(start + turn, start + turn - n) for start, _ in shards]
             wanted = shards
         moves.append(Relocation(source, d, places, wanted))
+    if not is_flip and turns:
+        return _rearrange(local_call, moves, lambda x: x.roll([*turns.values()], [*turns]))
     if not is_flip:
-        return _rearrange(
-            local_call, moves, lambda x: x.roll([*turns.values()], [*turns]) if turns else x
-        )
+        return _rearrange(local_call, moves, lambda x: x)
     dims = call["dims"]
     if source.dtype.is_floating_point and source.dtype.itemsize == 1:
         is_sharded = not source.replicated
