@@ -1,6 +1,7 @@
 """Combinations are named.
 
-Covers: analysis/combinations.py, analysis/factors.py, analysis/copies.py, analysis/explanations.py, analysis/rank_weights.py.
+Covers: analysis/combinations.py, analysis/factors.py, analysis/copies.py, analysis/explanations.py,
+analysis/rank_weights.py.
 """
 
 from __future__ import annotations

@@ -2,13 +2,8 @@
 
 They may change with any release; all packages are released together.
 
-<<<<<<< HEAD
-May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades, groups, mesh, observers,
-scoped_value, topology, transport, watch.
-=======
-May import: _torch, accelerator, argument_types, collectives, events, facades, groups, lab, mesh, observers,
-scoped_value, shared_memory, topology, transport.
->>>>>>> 1b0e538a (fix(lab): import the lab by mesh's internal module)
+May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades, groups, lab, mesh,
+observers, scoped_value, topology, transport, watch.
 """
 
 # mypy: implicit-reexport
