@@ -93,13 +93,14 @@ def _model(text: str) -> nn.Module:
     if Path(text).exists():
         from transformers import AutoConfig, AutoModelForCausalLM  # the extra `hf`
 
-        made: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(text))
+        config = AutoConfig.from_pretrained(text)
+        model: Any = AutoModelForCausalLM.from_config(config)
     else:
         named = _named(text)
-        made = named if isinstance(named, nn.Module) else named()
-    if not isinstance(made, nn.Module):
-        raise PlanError(f"{text} is no module and makes none, but {type(made).__name__}")
-    return made
+        model = named if isinstance(named, nn.Module) else named()
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"{text} is no module and makes none, but {type(model).__name__}")
+    return model
 
 
 def _plan(text: str, model: nn.Module, mesh: DeviceMesh, inputs: list[torch.Tensor]) -> Any:
@@ -138,11 +139,9 @@ def _tensor(text: str) -> torch.Tensor:
     shape, _, below = text.partition(":")
     sizes = [int(size) for size in shape.split("x")]
     generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randint(int(below), sizes, generator=generator)
-        if below
-        else torch.randn(sizes, generator=generator)
-    )
+    if below:
+        return torch.randint(int(below), sizes, generator=generator)
+    return torch.randn(sizes, generator=generator)
 
 
 if __name__ == "__main__":

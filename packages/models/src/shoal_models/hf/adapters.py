@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import nn
 from shoal_dtensor import DTensor, full_tensor, implicit_replication
 from shoal_dtensor.errors import UnsupportedModuleError
 from shoal_dtensor.internal import local_of, unwatch_draws, watch_draws
+from shoal_mesh import DeviceMesh
+from shoal_tp_styles import ModuleSharding
 from shoal_tp_styles.internal import ColumnLinear, RowLinear, apply_sharding, shardings_of
 from shoal_transfer.internal import own_rank
 
@@ -48,34 +51,60 @@ def parallelize_adapters(model: Model) -> Model:
         >>> model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"]))  # doctest: +SKIP
         >>> model = parallelize_adapters(model)  # doctest: +SKIP
     """
-    # by peft
-    around: list[Any] = [
-        m for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Module)
-    ]
-    found = [(layer, *record) for layer in around for record in shardings_of(layer.base_layer)]
-    # DoRA and its kin; embeddings
-    variants = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")
-    for layer, record, _ in found:
-        plain = record.lowering in (ColumnLinear, RowLinear) and record.options is None
-        is_lora = all(
-            isinstance(getattr(layer, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B")
-        )
-        if not (plain and is_lora) or any(
-            len(getattr(layer, name, None) or ()) for name in variants
-        ):
+    layers = [*_adapted_layers(model)]
+    for layer, record, _ in layers:
+        if not _can_be_sharded(layer, record):
             raise UnsupportedModuleError(
                 f"parallelize_adapters: {type(layer).__module__}.{type(layer).__name__} around a "
                 f"layer with the style {record.style} is not sharded; LoRA (without DoRA) of "
                 "Linear layers under ColwiseParallel and RowwiseParallel is. Leave the layer out "
                 "of target_modules, or out of the plan"
             )
-    for layer, record, mesh in found:
-        for adapter in (layer.lora_B if record.lowering is ColumnLinear else layer.lora_A).values():
-            if not isinstance(adapter.weight, DTensor):
-                apply_sharding(adapter, record, mesh)
+    for layer, record, mesh in layers:
+        factors = layer.lora_B if record.lowering is ColumnLinear else layer.lora_A
+        for factor in factors.values():
+            if not isinstance(factor.weight, DTensor):
+                apply_sharding(factor, record, mesh)
+    # The Dropouts of the adapters draw too.
     unwatch_draws(model)
-    watch_draws(model)  # of the adapters' Dropouts too
+    watch_draws(model)
     return model
+
+
+class _AdaptedLayer(NamedTuple):
+    """A layer that peft has put around a parallel layer.
+
+    Attributes:
+        layer: the layer of peft.
+        record: the declaration of a style for the layer inside.
+        mesh: the mesh of the style.
+    """
+
+    layer: Any
+    record: ModuleSharding
+    mesh: DeviceMesh
+
+
+def _adapted_layers(model: nn.Module) -> Iterator[_AdaptedLayer]:
+    """Yield the layers of peft around parallel layers, once per style."""
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module):
+            for record, mesh in shardings_of(base):
+                yield _AdaptedLayer(module, record, mesh)
+
+
+# Attributes that other kinds of adapters have: DoRA and its kin; adapters of embeddings.
+_VARIANTS = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")
+
+
+def _can_be_sharded(layer: Any, record: ModuleSharding) -> bool:
+    """Tell whether the adapters of a layer are LoRA for a Linear by columns or by rows."""
+    is_linear = record.lowering in (ColumnLinear, RowLinear) and record.options is None
+    factors = [getattr(layer, name, None) for name in ("lora_A", "lora_B")]
+    is_lora = all(isinstance(factor, nn.ModuleDict) for factor in factors)
+    has_variants = any(len(getattr(layer, name, None) or ()) for name in _VARIANTS)
+    return is_linear and is_lora and not has_variants
 
 
 def merging_adapters() -> AbstractContextManager[None]:
@@ -118,7 +147,7 @@ def save_adapters(
         from safetensors.torch import save_file
 
         Path(directory).mkdir(parents=True, exist_ok=True)
-        tensors = {name: each.detach().cpu().contiguous() for name, each in gathered.items()}
+        tensors = {name: value.detach().cpu().contiguous() for name, value in gathered.items()}
         save_file(tensors, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
         model.peft_config[adapter_name].save_pretrained(directory)
     if dist.is_initialized():
@@ -149,12 +178,14 @@ def load_adapters(
     file = Path(directory) / "adapter_model.safetensors"
     with ExitStack() as stack, torch.no_grad():
         stored = stored_in(file, stack)
-        apart = state.keys() ^ stored.keys()
-        apart |= {name for name in state.keys() - apart if state[name].shape != stored[name].shape}
-        if apart:
+        differing = state.keys() ^ stored.keys()
+        for name in state.keys() & stored.keys():
+            if state[name].shape != stored[name].shape:
+                differing.add(name)
+        if differing:
             raise CheckpointError(
                 f"load_adapters: {file} and the model's adapter {adapter_name!r} differ in "
-                f"{', '.join(sorted(apart))}; make the model with the adapter_config.json beside "
+                f"{', '.join(sorted(differing))}; make the model with the adapter_config.json beside "
                 "the file"
             )
         for name, tensor in state.items():

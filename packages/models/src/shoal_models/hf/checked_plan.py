@@ -44,7 +44,8 @@ def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
         _warn_unproven(name, sample.reason)
         return chosen
     # Ranks beyond the simulated ones change sizes of shards, not whether a plan is right.
-    ranks = abstract_mesh((min(mesh.size(), MOST_RANKS),), mesh.mesh_dim_names)
+    simulated = min(mesh.size(), MOST_RANKS)
+    ranks = abstract_mesh((simulated,), mesh.mesh_dim_names)
     if chosen is None:
         return _automatic_plan(name, sample, ranks, "has no tp_plan of its own")
     found = verify(sample.model, chosen, ranks, **sample.inputs)
@@ -83,9 +84,11 @@ def _automatic_plan(name: str, sample: SmallCopy, ranks: DeviceMesh, cause: str)
 
 def _first_problem(found: Verification) -> str:
     """Return errors and wrong results as one line; empty if there are none."""
-    lines = [*found.errors, *found.wrong]
-    more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-    return f"{lines[0]}{more}" if lines else ""
+    problems = [*found.errors, *found.wrong]
+    if not problems:
+        return ""
+    others = len(problems) - 1
+    return f"{problems[0]} (and {others} more)" if others else problems[0]
 
 
 def _warn_unproven(name: str, reason: str) -> None:

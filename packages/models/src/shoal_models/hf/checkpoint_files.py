@@ -15,7 +15,7 @@ from copy import deepcopy
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,27 +39,29 @@ def find_files(path: str | PathLike[str]) -> tuple[Path, list[Path]]:
     CheckpointError is raised if the path does not exist or has no files, or if files of the index
     are missing.
     """
-    given = Path(path)
-    if not given.exists():
+    location = Path(path)
+    if not location.exists():
         raise CheckpointError(f"{str(path)!r} does not exist; {_EXPECTED}")
-    if given.is_file():
-        if given.name.endswith(".index.json"):
-            return given.parent, _listed(given)
-        if given.suffix not in (".safetensors", ".bin"):
-            raise CheckpointError(f"{str(given)!r} is no file of weights; {_EXPECTED}")
-        return given.parent, [given]
+    if location.is_file():
+        if location.name.endswith(".index.json"):
+            return location.parent, _listed(location)
+        if location.suffix not in (".safetensors", ".bin"):
+            raise CheckpointError(f"{str(location)!r} is no file of weights; {_EXPECTED}")
+        return location.parent, [location]
     # the order in which transformers looks for them
     for name in _ONE:
-        for file, several in ((given / name, False), (given / f"{name}.index.json", True)):
-            if file.exists():
-                return given, _listed(file) if several else [file]
-    raise CheckpointError(
-        f"no weights in {str(path)!r}, which has {sorted(p.name for p in given.iterdir())}; "
-        f"{_EXPECTED}"
-    )
+        file = location / name
+        index = location / f"{name}.index.json"
+        if file.exists():
+            return location, [file]
+        if index.exists():
+            return location, _listed(index)
+    names = sorted(file.name for file in location.iterdir())
+    raise CheckpointError(f"no weights in {str(path)!r}, which has {names}; {_EXPECTED}")
 
 
 def _listed(index: Path) -> list[Path]:
+    """Return the files that an index names."""
     weights = json.loads(index.read_text()).get("weight_map")
     if not isinstance(weights, dict):
         raise CheckpointError(f"{str(index)!r} has no weight_map; {_EXPECTED}")
@@ -91,28 +93,40 @@ def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
     The model is a model of transformers.
     """
-    found, groups = _by_names_of(model, stored)
-    # those that were made last, by the first name
-    last: dict[str, dict[str, Tensor]] = {}
+    by_name, conversions = _by_names_of(model, stored)
+    # Results of the conversion that was made last, by its first name.
+    latest: dict[str, dict[str, Tensor]] = {}
+
+    def read_whole(entry: str) -> Tensor:
+        return stored[entry][()]
+
+    def read_shape(entry: str) -> Tensor:
+        return torch.empty(stored[entry].shape, device="meta")
 
     def make(first: str, name: str, slices: Slices) -> Tensor:
-        if first not in last:
-            last.clear()  # before the next ones are made
-            last[first] = _convert(model, first, *groups[first], lambda entry: stored[entry][()])
-        return last[first][name][slices]
+        if first not in latest:
+            # before the next results are made
+            latest.clear()
+            latest[first] = _convert(model, first, conversions[first], read_whole)
+        return latest[first][name][slices]
 
-    for first, group in groups.items():
-        made = _convert(
-            model, first, *group, lambda name: torch.empty(stored[name].shape, device="meta")
-        )
-        found |= {
-            name: Lazy(tuple(each.shape), partial(make, first, name)) for name, each in made.items()
-        }
-    return found
+    for first, conversion in conversions.items():
+        results = _convert(model, first, conversion, read_shape)
+        for name, result in results.items():
+            by_name[name] = Lazy(tuple(result.shape), partial(make, first, name))
+    return by_name
 
 
-# transformers' converter; names of entries, and its patterns for them
-_Conversion = tuple[Any, list[tuple[str, str]]]
+class _Conversion(NamedTuple):
+    """A conversion of entries of files.
+
+    Attributes:
+        converter: transformers' converter.
+        entries: names of the entries, each with the converter's pattern for it.
+    """
+
+    converter: Any
+    entries: list[tuple[str, str]]
 
 
 def _by_names_of(
@@ -132,34 +146,37 @@ def _by_names_of(
 
     transforms = get_model_conversion_mapping(model)
     known = model.state_dict()
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, WeightConverter)]
     renamed: dict[str, Stored] = {}
-    groups: dict[str, _Conversion] = {}
+    conversions: dict[str, _Conversion] = {}
     for name in sorted(stored, key=dot_natural_key):
         new, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, known
         )
-        if new not in known and name in known:  # in the model's own form already
+        # The entry has the model's own form already.
+        if new not in known and name in known:
             new = name
             pattern = None
         if pattern is None or new not in known:
             renamed[new] = stored[name]
             continue
-        converter = next(each for each in converters if pattern in each.source_patterns)
-        groups.setdefault(new, (converter, []))[1].append((name, pattern))
-    return renamed, groups
+        if new not in conversions:
+            matching = [item for item in converters if pattern in item.source_patterns]
+            conversions[new] = _Conversion(matching[0], [])
+        conversions[new].entries.append((name, pattern))
+    return renamed, conversions
 
 
 def _convert(
-    model: Any,
-    first: str,
-    converter: Any,
-    entries: list[tuple[str, str]],
-    read: Callable[[str], Tensor],
+    model: Any, first: str, conversion: _Conversion, read: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    converter = deepcopy(converter)  # it collects tensors
-    for name, pattern in entries:
+    """Return the results of a conversion by name."""
+    # A converter collects tensors, so each conversion takes a copy.
+    converter = deepcopy(conversion.converter)
+    for name, pattern in conversion.entries:
         converter.add_tensor(first, name, pattern, read(name))
-    made = converter.convert(first, model=model, config=model.config)
-    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+    results: dict[str, Tensor] = {}
+    for name, result in converter.convert(first, model=model, config=model.config).items():
+        results[name] = result[0] if isinstance(result, list) else result
+    return results

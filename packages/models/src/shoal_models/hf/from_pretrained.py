@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set as AbstractSet
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
-from math import isnan
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +23,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError, UnsupportedModuleError
-from shoal_dtensor.internal import check_device_mesh, local_of, save_whole_tensors
-from shoal_mesh import DeviceMesh, all_reduce
+from shoal_dtensor.internal import check_device_mesh, save_whole_tensors
+from shoal_mesh import DeviceMesh
 from shoal_tp_styles import UnmatchedPlanWarning, parallelize_module, unparallelize_module
 from shoal_tp_styles.internal import Adapter, Plan, apply_sharding, initialize_adapter, shardings_of
 
@@ -34,6 +33,7 @@ from ..weights.loading import Loaded, Stored, load_sharded, stored_in
 from ..weights.saving import save_sharded
 from .checked_plan import choose_plan
 from .checkpoint_files import find_files, source_of, stored_for
+from .unfilled_tensors import UnfilledTensors
 
 
 def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
@@ -97,11 +97,11 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
     with ExitStack() as stack:
         stored = stored_in(source_of(files), stack)
         config = _config(home, config_kwargs)
-        wanted = _dtype(dtype, config, stored)
-        model = _on_meta(_class_of(config, model_class), config, wanted)
-        named = stored_for(model, stored)
+        model_dtype = _dtype(dtype, config, stored)
+        model = _on_meta(_class_of(config, model_class), config, model_dtype)
+        stored_by_name = stored_for(model, stored)
         _parallelize(model, mesh, plan)
-        loaded = load_sharded(model, named, strict=False)
+        loaded = load_sharded(model, stored_by_name, strict=False)
     _check(model, loaded, strict=strict)
     _initialize_rest(model, mesh)
     _finish(model.eval(), home, mesh)
@@ -110,10 +110,11 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
 
 def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
     with warnings.catch_warnings():
-        # a plan of an architecture has entries for all its variants
+        # The plan of an architecture has entries for all its variants.
         if plan is None:
             warnings.simplefilter("ignore", UnmatchedPlanWarning)
-        parallelize_module(model, mesh, choose_plan(model, mesh, plan), src_data_rank=None)
+        chosen = choose_plan(model, mesh, plan)
+        parallelize_module(model, mesh, chosen, src_data_rank=None)
 
 
 def _tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
@@ -144,30 +145,41 @@ def _config(home: Path, changes: Mapping[str, Any]) -> Any:
     return config
 
 
-def _class_of(config: Any, given: Any) -> Any:
+def _class_of(config: Any, model_class: Any) -> Any:
+    """Return the class of the model: the class that was passed, else the configuration's."""
     import transformers
 
-    if given is not None:
-        return given
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    if not named or named[0] is None:
+    if model_class is not None:
+        return model_class
+    names = config.architectures or ()
+    declared = getattr(transformers, names[0], None) if names else None
+    if declared is None:
         raise PlanError(
             f"config.json names the architectures {config.architectures}, of which transformers "
             "has none; pass model_class=, a class of transformers"
         )
-    return named[0]
+    return declared
 
 
 def _dtype(dtype: torch.dtype | str, config: Any, stored: Mapping[str, Stored]) -> torch.dtype:
-    if isinstance(dtype, str) and dtype != "auto":
-        dtype = getattr(torch, dtype)
-    found = config.dtype if dtype == "auto" else dtype
-    # an old configuration: as the files have it
-    if found is None:
-        first = (stored[name][slice(0, 0),].dtype for name in sorted(stored) if stored[name].shape)
-        found = next((each for each in first if each.is_floating_point), torch.get_default_dtype())
-    assert isinstance(found, torch.dtype), "a configuration has a dtype or none"
-    return found
+    """Return the dtype of floating-point parameters."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    declared: torch.dtype | None = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    if declared is None:
+        return _stored_dtype(stored)
+    assert isinstance(declared, torch.dtype), "a configuration has a dtype or none"
+    return declared
+
+
+def _stored_dtype(stored: Mapping[str, Stored]) -> torch.dtype:
+    """Return the floating-point dtype of the files, for an old configuration without a dtype."""
+    for name in sorted(stored):
+        if stored[name].shape:
+            no_rows = stored[name][(slice(0, 0),)]
+            if no_rows.dtype.is_floating_point:
+                return no_rows.dtype
+    return torch.get_default_dtype()
 
 
 def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -175,10 +187,12 @@ def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         make = getattr(model_class, "from_config", None) or model_class._from_config
         model = make(config, dtype=dtype)
-    # modules that stay in float32
-    in_float32 = "|".join(re.escape(name) for name in model._get_dtype_plan(dtype))
-    for name, param in model.named_parameters() if in_float32 else ():
-        if re.search(rf"(^|\.)({in_float32})(\.|$)", name):
+    # names of modules that stay in float32
+    names = "|".join(re.escape(name) for name in model._get_dtype_plan(dtype))
+    if not names:
+        return model
+    for path, param in model.named_parameters():
+        if re.search(rf"(^|\.)({names})(\.|$)", path):
             param.data = param.data.float()
     return model
 
@@ -197,26 +211,6 @@ def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
         )
 
 
-class _Hole(NamedTuple):
-    """A tensor that no file has: a parameter that is missing, or a buffer.
-
-    Attributes:
-        module: its owner.
-        table: the owner's parameters or buffers.
-        name: its name there.
-    """
-
-    module: nn.Module
-    table: dict[str, Any]
-    name: str
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The current tensor of the owner."""
-        tensor: torch.Tensor = self.table[self.name]
-        return tensor
-
-
 def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
     """Initialize buffers, which no file has, and missing parameters.
 
@@ -224,56 +218,21 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
 
     If a tensor has no rule, all ranks raise PlanError.
     """
-    holes = _find_holes(model)
-    shared: dict[int, list[_Hole]] = {}
-    for hole in holes.values():
-        shared.setdefault(id(hole.tensor), []).append(hole)
-    for hole in holes.values():
-        hole.table[hole.name] = _unset_values(hole.tensor, mesh.device_type)
-    _mark_filled_modules(model, holes)
+    unfilled = UnfilledTensors(model, mesh)
+    unfilled.mark()
+    _mark_filled_modules(model, unfilled.holes)
     model.initialize_weights()
-    # Each name of a shared tensor draws values; those of the first name count.
-    for first, *others in shared.values():
-        for other in others:
-            other.table[other.name] = first.tensor
-    _compute_buffers(model, holes, mesh)
-    for module in dict.fromkeys(holes[path].module for path in _untouched(holes, mesh)):
-        _initialize(module, {hole.name for hole in holes.values() if hole.module is module})
-    left = _untouched(holes, mesh)
+    unfilled.share_ties()
+    _compute_buffers(model, unfilled)
+    for module, names in unfilled.modules_left():
+        _initialize(module, names)
+    left = unfilled.left()
     if left:
         raise PlanError(
             f"from_pretrained: nothing initializes {left}, which the files do not have: neither "
             f"_init_weights of {type(model).__name__} nor reset_parameters of their modules. Write "
             "one of them, or files that have them"
         )
-
-
-def _find_holes(model: nn.Module) -> dict[str, _Hole]:
-    """Return tensors on the meta device, by path; mark the other tensors as filled.
-
-    transformers leaves marked tensors alone.
-    """
-    holes: dict[str, _Hole] = {}
-    for path, module in model.named_modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if local_of(tensor).is_meta:
-                    full_name = f"{path}.{name}" if path else name
-                    holes[full_name] = _Hole(module, table, name)
-                else:
-                    tensor._is_hf_initialized = True
-    return holes
-
-
-def _unset_values(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return a tensor of the same kind on the device, with values that no rule gives."""
-    with torch.no_grad():
-        local = torch.full_like(local_of(tensor), _unset(tensor.dtype), device=device_type)
-        value: Any = DTensor(local, tensor.spec) if isinstance(tensor, DTensor) else local
-    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def _mark_filled_modules(model: nn.Module, holes: Iterable[str]) -> None:
@@ -284,28 +243,26 @@ def _mark_filled_modules(model: nn.Module, holes: Iterable[str]) -> None:
     with_holes = {""}
     for path in holes:
         parts = path.split(".")
-        with_holes.update(".".join(parts[:count]) for count in range(1, len(parts)))
+        for count in range(1, len(parts)):
+            with_holes.add(".".join(parts[:count]))
     module: Any
     for path, module in model.named_modules():
         module._is_hf_initialized = path not in with_holes
 
 
-def _compute_buffers(model: Any, holes: Mapping[str, _Hole], mesh: DeviceMesh) -> None:
+def _compute_buffers(model: Any, unfilled: UnfilledTensors) -> None:
     """Compute buffers that no rule has filled, as the constructor of the model does.
 
     No bool value can mark a buffer as unfilled, so all bool buffers are computed.
     """
-    buffers = {path for path, hole in holes.items() if hole.table is hole.module._buffers}
-    missing = buffers.intersection(_untouched(holes, mesh))
-    missing |= {path for path in buffers if holes[path].tensor.dtype is torch.bool}
-    plain = [path for path in sorted(missing) if not isinstance(holes[path].tensor, DTensor)]
+    tensors = {path: unfilled.holes[path].tensor for path in unfilled.buffers_left()}
+    plain = {path: buffer for path, buffer in tensors.items() if not isinstance(buffer, DTensor)}
     if not plain:
         return
     computed = dict(_with_buffers_alone(model).named_buffers())
-    for path in plain:
-        tensor = holes[path].tensor
-        if path in computed and computed[path].shape == tensor.shape:
-            tensor.copy_(computed[path])
+    for path, buffer in plain.items():
+        if path in computed and computed[path].shape == buffer.shape:
+            buffer.copy_(computed[path])
 
 
 def _with_buffers_alone(model: Any) -> nn.Module:
@@ -328,41 +285,26 @@ def _with_buffers_alone(model: Any) -> nn.Module:
     return made
 
 
-def _untouched(holes: Mapping[str, _Hole], mesh: DeviceMesh) -> list[str]:
-    """Return the tensors that still lack values on some rank."""
-    tensors = [hole.tensor for hole in holes.values()]
-    values = [(local_of(tensor), _unset(tensor.dtype)) for tensor in tensors]
-    empty = [
-        bool((local.isnan() if isnan(unset) else local == unset).any()) for local, unset in values
-    ]
-    if any(isinstance(tensor, DTensor) for tensor in tensors):  # shards may be empty
-        empty = all_reduce(
-            torch.tensor(empty, dtype=torch.int, device=mesh.device_type), mesh.comm(0)
-        ).tolist()
-    return [path for path, is_empty in zip(holes, empty, strict=True) if is_empty]
-
-
-def _initialize(module: nn.Module, names: set[str]) -> None:
+def _initialize(module: nn.Module, names: AbstractSet[str]) -> None:
     """Initialize some tensors of a module by its own rule; the other tensors keep their values."""
-    adapted = any(isinstance(sharding.options, Adapter) for sharding, _ in shardings_of(module))
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    rule = partial(initialize_adapter, module) if adapted else reset
-    if rule is not None:
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        with torch.no_grad():
-            values = {name: tensor.clone() for name, tensor in tensors.items() if name not in names}
-            rule()
-            for name, value in values.items():
-                tensors[name].copy_(value)
+    rule = _initializer_of(module)
+    if rule is None:
+        return
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with torch.no_grad():
+        kept = {name: tensor.clone() for name, tensor in tensors.items() if name not in names}
+        rule()
+        for name, value in kept.items():
+            tensors[name].copy_(value)
 
 
-def _unset(dtype: torch.dtype) -> float:
-    """Return a value that no rule gives: NaN, or the largest integer.
-
-    No bool value can serve for this.
-    """
-    whole = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
-    return torch.iinfo(dtype).max if whole else torch.nan
+def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
+    """Return the function that initializes a module by its own rule, if it has one."""
+    for sharding, _ in shardings_of(module):
+        if isinstance(sharding.options, Adapter):
+            return partial(initialize_adapter, module)
+    reset = getattr(module, "reset_parameters", None)
+    return reset or getattr(module, "_reset_parameters", None)
 
 
 # --- methods of a parallel model ------------------------------------------------------------------
@@ -371,7 +313,8 @@ def _unset(dtype: torch.dtype) -> float:
 def _finish(model: Any, home: Path, mesh: DeviceMesh) -> None:
     """Set the files' generation config, and replace methods that do not support shards."""
     if model.can_generate() and (home / "generation_config.json").exists():
-        model.generation_config = type(model.generation_config).from_pretrained(home)
+        generation_config = type(model.generation_config).from_pretrained(home)
+        model.generation_config = generation_config
     model.save_pretrained = partial(_save_pretrained, model)
     model.resize_token_embeddings = partial(_resize_token_embeddings, model)
     if hasattr(model, "init_continuous_batching"):
@@ -394,20 +337,17 @@ def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module
 
     The new rows are the rows of rank 0.
     """
-    found = (model.get_input_embeddings(), model.get_output_embeddings())
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if any(module is each for each in found)
-    }
-    records = {name: [*shardings_of(module)] for name, module in modules.items()}
+    resized_modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    resized_ids = {id(module) for module in resized_modules}
+    modules = {path: child for path, child in model.named_modules() if id(child) in resized_ids}
+    records = {path: [*shardings_of(module)] for path, module in modules.items()}
     # in one call, so that a shared weight stays one
     unparallelize_module(nn.ModuleList(modules.values()))
-    resized: nn.Module = type(model).resize_token_embeddings(model, *args, **kwargs)
-    for name, each in records.items():
-        for sharding, mesh in each:
-            apply_sharding(model.get_submodule(name), sharding, mesh)
-    return resized
+    embeddings: nn.Module = type(model).resize_token_embeddings(model, *args, **kwargs)
+    for path, applied in records.items():
+        for sharding, mesh in applied:
+            apply_sharding(model.get_submodule(path), sharding, mesh)
+    return embeddings
 
 
 def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
@@ -417,23 +357,28 @@ def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs
     another number is refused.
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
-        heads = (
-            getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-        )
+        config = model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        divides = heads % mesh.size() == 0
         for kind in ("k_proj", "v_proj"):
-            planned = any(
-                f"{start}layers.*.self_attn.{kind}" in model.tp_plan for start in ("", "model.")
-            )
-            weights = [
-                module.weight for name, module in model.named_modules() if name.endswith(f".{kind}")
-            ]
-            sharded = weights and all(isinstance(each, DTensor) for each in weights)
-            if not (planned and sharded and heads % mesh.size() == 0):
+            if not divides or not _is_sharded_by_own_plan(model, kind):
                 raise UnsupportedModuleError(
                     f"generate_batch of a parallel model: expected {kind} sharded by the model's "
                     f"own plan, and its {heads} heads divided by {mesh.size()} ranks without a "
                     "rest, because transformers counts the heads of its cache so; use generate()"
                 )
-        # Looked for by the name "tp", or without names.
+        # transformers looks for the axis "tp", or takes a mesh without names.
         model._device_mesh = DeviceMesh(mesh.device_type, mesh.mesh)
     return type(model).init_continuous_batching(model, *args, **kwargs)
+
+
+def _is_sharded_by_own_plan(model: Any, projection: str) -> bool:
+    """Tell whether the model's own plan names a projection, and all its weights are sharded."""
+    entries = [f"{prefix}layers.*.self_attn.{projection}" for prefix in ("", "model.")]
+    if not any(entry in model.tp_plan for entry in entries):
+        return False
+    weights = []
+    for path, module in model.named_modules():
+        if path.endswith(f".{projection}"):
+            weights.append(module.weight)
+    return bool(weights) and all(isinstance(weight, DTensor) for weight in weights)

@@ -50,7 +50,8 @@ def single_process() -> Iterator[None]:
         >>> with single_process():
         ...     pass  # trainer = Trainer(model, TrainingArguments("out"), train_dataset=data)
     """
-    removed = {name: os.environ.pop(name) for name in _WORLD if name in os.environ}
+    names = [name for name in _WORLD if name in os.environ]
+    removed = {name: os.environ.pop(name) for name in names}
     try:
         yield
     finally:
@@ -108,7 +109,8 @@ def prepare_trainer(trainer: Any) -> Any:
     """
     prepare_accelerator(trainer.accelerator)
     if own_rank() != 0:
-        trainer.args.save_total_limit = None  # rank 0 deletes old ones
+        # Rank 0 deletes old checkpoints.
+        trainer.args.save_total_limit = None
     trainer._save = partial(_save, trainer, trainer._save)
     trainer._save_checkpoint = partial(_save_checkpoint, trainer, trainer._save_checkpoint)
     trainer._load_from_checkpoint = partial(_load_model, trainer)
@@ -134,9 +136,8 @@ def _save(
 
 
 def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial: Any) -> None:
-    directory = (
-        Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
-    )
+    output = Path(trainer._get_output_dir(trial=trial))
+    directory = output / f"checkpoint-{trainer.state.global_step}"
     trainer.save_model(str(directory), _internal_call=True)
     if not trainer.args.save_only_model:
         import torch.distributed.checkpoint as dcp
@@ -144,16 +145,15 @@ def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial
         state = get_optimizer_state_dict(trainer.model, _optimizer(trainer))
         dcp.save(state, checkpoint_id=directory / "optimizer")
 
-    def rest() -> Any:
+    def write_rest() -> Any:
         inner(model, trial)
         if not trainer.args.save_only_model:
             torch.save(trainer.lr_scheduler.state_dict(), directory / "scheduler.pt")
         return trainer.state.best_model_checkpoint
 
     with _doing_nothing(trainer, "save_model", "_save_optimizer_and_scheduler"):
-        trainer.state.best_model_checkpoint = on_first(
-            "cannot write the Trainer's checkpoint", rest
-        )
+        best = on_first("cannot write the Trainer's checkpoint", write_rest)
+        trainer.state.best_model_checkpoint = best
 
 
 def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
@@ -161,7 +161,8 @@ def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
     if _adapted(model):
         load_adapters(model, checkpoint, model.active_adapter)
     else:
-        load_sharded(model, source_of(find_files(checkpoint)[1]))
+        _, files = find_files(checkpoint)
+        load_sharded(model, source_of(files))
 
 
 def _adapted(model: Any) -> bool:
@@ -189,8 +190,8 @@ def _load_optimizer(trainer: Any, checkpoint: str | None) -> None:
 
 def _optimizer(trainer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside accelerate's optimizer."""
-    found: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    return found
+    inner: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return inner
 
 
 @contextmanager
@@ -202,5 +203,8 @@ def _doing_nothing(owner: Any, *names: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, each in before.items():
-            delattr(owner, name) if each is None else setattr(owner, name, each)
+        for name, method in before.items():
+            if method is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, method)

@@ -64,16 +64,16 @@ def auto_plan(
     """
     blocks = ModelBlocks(model)
     options = blocks.recipes()
-    first: Entries = {
-        path: style for entries in options.values() for path, style in entries[0].items()
-    }
+    first: Entries = {}
+    for recipes in options.values():
+        first |= recipes[0]
     plan = AutoPlan(first)
     if mesh is None:
         return plan
     dropped: dict[str, str] = {}
     if _unproven(model, first, mesh, args, kwargs=kwargs):
         plan = AutoPlan()
-        # each beside those that are proven
+        # Each block is tried together with the blocks that are proven.
         for block in progress(options.values(), "proving the blocks of a plan"):
             for entries in block:
                 problem = _unproven(model, {**plan, **entries}, mesh, args, kwargs=kwargs)
@@ -83,7 +83,7 @@ def auto_plan(
                 for path in entries:
                     dropped.setdefault(path, problem)
     plan.dropped = dropped
-    plan.whole = dict(_whole(blocks, plan, dropped))
+    plan.whole = dict(_whole_parameters(blocks, plan, dropped))
     plan.proven_for = tuple(mesh.shape) if plan else None
     if not plan and plan.whole:
         warnings.warn(f"auto_plan: {plan.why_empty}", UnmatchedPlanWarning, stacklevel=3)
@@ -98,7 +98,7 @@ def _unproven(
     return "; ".join((*trial.wrong, *trial.unproven))
 
 
-def _whole(
+def _whole_parameters(
     blocks: ModelBlocks, plan: Entries, dropped: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield parameters of several dims that no entry shards, by wildcard path, with the reason."""
@@ -106,19 +106,20 @@ def _whole(
     sharded = {id(param) for param in sharded_parameters(resolve(blocks.model, plan))}
     for path, module in model.named_modules():
         general = blocks.general[path]
+        style = plan.get(general)
+        tried = "" if style is not None else dropped.get(general, "")
         for name, param in module._parameters.items():
-            if param is not None and param.ndim > 1 and id(param) not in sharded:
-                style = plan.get(general)
-                parent = model.get_submodule(path.rpartition(".")[0])
-                if blocks.is_small(general, param.numel()):
-                    why = "small: gathering its output costs more than its bytes"
-                elif style is None and path and read_above(path, parent):
-                    why = f"the code of {type(parent).__name__} reads it by itself, so it is left whole"
-                else:
-                    why = _reason(
-                        module, style, "" if style is not None else dropped.get(general, "")
-                    )
-                yield f"{general}.{name}".lstrip("."), why
+            if param is None or param.ndim <= 1 or id(param) in sharded:
+                continue
+            parent = model.get_submodule(path.rpartition(".")[0])
+            if blocks.is_small(general, param.numel()):
+                reason = "small: gathering its output costs more than its bytes"
+            elif style is None and path and read_above(path, parent):
+                kind = type(parent).__name__
+                reason = f"the code of {kind} reads it by itself, so it is left whole"
+            else:
+                reason = _reason(module, style, tried)
+            yield f"{general}.{name}".lstrip("."), reason
 
 
 def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
@@ -128,7 +129,10 @@ def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
         return "every rank computes the latent of which its heads read all"
     if tried:
         return f"every recipe computes something else; the first: {tried[:200]}"
-    return f"the forward of {type(module).__name__} reads it by itself; a style of your own can say how it is sharded"
+    return (
+        f"the forward of {type(module).__name__} reads it by itself; a style of your own can say "
+        "how it is sharded"
+    )
 
 
 @takes(plan=Mapping)

@@ -33,12 +33,29 @@ from shoal_tp_styles.internal import Plan, StorageReference, apply_plan, map_ten
 
 from .auto import auto_plan
 
-# Data parallelism -> what it divides by the number of replicas, of (parameters, gradients,
-# optimizer state), and how often a step sends the parameters' bytes around a ring.
+
+class _DataParallelism(NamedTuple):
+    """A way to use replicas.
+
+    Attributes:
+        parameters: True if the parameters are divided by the number of replicas.
+        gradients: True if the gradients are.
+        state: True if the optimizer state is.
+        passes: how often a step sends the parameters' bytes around a ring.
+    """
+
+    parameters: bool
+    gradients: bool
+    state: bool
+    passes: int
+
+
 _REPLICAS = {
-    "replicate": ((), 2),
-    "replicate(shard_optimizer=True)": ((2,), 2),
-    "fully_shard": ((0, 1, 2), 3),
+    "replicate": _DataParallelism(False, gradients=False, state=False, passes=2),
+    "replicate(shard_optimizer=True)": _DataParallelism(
+        False, gradients=False, state=True, passes=2
+    ),
+    "fully_shard": _DataParallelism(True, gradients=True, state=True, passes=3),
 }
 
 
@@ -82,21 +99,25 @@ class Proposal(NamedTuple):
         return first if first.nbytes <= self.bound else None
 
     def __repr__(self) -> str:
-        rows = [
-            f"{each.shape[0]:>4} x {each.shape[1]:<4} {each.data:32} "
-            f"{format_bytes(each.nbytes):>11} {format_bytes(each.activation_bytes):>12} "
-            f"{each.seconds * 1e3:9.2f} ms  "
-            f"{'' if each.nbytes <= self.bound else 'too much'}".rstrip()
-            for each in self.candidates
-        ]
-        head = f"  dp x tp   data parallelism {'':19} bytes/rank  activations   of {format_bytes(self.bound)}"
-        return "\n".join(
-            [
-                head,
-                *rows,
-                *[f"activations are not counted: {self.uncounted}"] * bool(self.uncounted),
-            ]
+        bound = format_bytes(self.bound)
+        heading = f"data parallelism {'':19} bytes/rank  activations   of {bound}"
+        lines = [f"  dp x tp   {heading}"]
+        lines += [self._row(candidate) for candidate in self.candidates]
+        if self.uncounted:
+            lines.append(f"activations are not counted: {self.uncounted}")
+        return "\n".join(lines)
+
+    def _row(self, candidate: Candidate) -> str:
+        replicas, ranks = candidate.shape
+        nbytes = format_bytes(candidate.nbytes)
+        activations = format_bytes(candidate.activation_bytes)
+        milliseconds = candidate.seconds * 1e3
+        verdict = "" if candidate.nbytes <= self.bound else "too much"
+        row = (
+            f"{replicas:>4} x {ranks:<4} {candidate.data:32} {nbytes:>11} {activations:>12} "
+            f"{milliseconds:9.2f} ms  {verdict}"
         )
+        return row.rstrip()
 
 
 @takes(model=nn.Module, ranks=int, bound=(int, float))
@@ -142,51 +163,67 @@ def propose(
             f"propose: at least one rank and one byte per rank, got {ranks} ranks and {bound} bytes"
         )
     chosen: Plan = auto_plan(model) if plan is None else plan
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     uncounted = ""
-    for tensor in (size for size in range(1, ranks + 1) if ranks % size == 0):
-        replicas = ranks // tensor
-        mesh = abstract_mesh((tensor,))
-        inputs = _of_one(args, replicas)
-        named = _of_one(kwargs, replicas)
+    for tensor_ranks in range(1, ranks + 1):
+        if ranks % tensor_ranks:
+            continue
+        replicas = ranks // tensor_ranks
+        mesh = abstract_mesh((tensor_ranks,))
+        inputs = _inputs_of_replica(args, replicas)
+        named_inputs = _inputs_of_replica(kwargs, replicas)
         try:
-            activations = activation_bytes(model, chosen, mesh, inputs, kwargs=named)
+            activations = activation_bytes(model, chosen, mesh, inputs, kwargs=named_inputs)
+        # whatever the user's model raises without values is a finding
         except Exception as error:
-            # whatever the user's model raises without values is a finding
             activations = 0
             uncounted = f"{type(error).__name__}: {str(error)[:200]}"
-        cost = preview(model, chosen, mesh, *inputs, **named)
-        link = topology_of(abstract_mesh((replicas,)))[0]
-        for data, (divided, times) in _REPLICAS.items():
-            if replicas > 1 or not divided:
-                sizes = [cost.parameter_bytes, cost.parameter_bytes, cost.parameter_bytes * state]
-                nbytes = sum(
-                    size / (replicas if part in divided else 1) for part, size in enumerate(sizes)
+        cost = preview(model, chosen, mesh, *inputs, **named_inputs)
+        shape = (replicas, tensor_ranks)
+        for data, ways in _REPLICAS.items():
+            # Without replicas there is one way.
+            if replicas > 1 or data == "replicate":
+                nbytes = _divided_bytes(ways, cost.parameter_bytes, state, replicas)
+                seconds = cost.seconds + _ring_seconds(ways, cost.parameter_bytes, replicas)
+                candidates.append(
+                    Candidate(shape, data, nbytes + activations, activations, seconds=seconds)
                 )
-                around = cost.parameter_bytes * times * (replicas - 1) / replicas  # a ring
-                seconds = cost.seconds + (link.seconds(around) if replicas > 1 else 0.0)
-                found.append(
-                    Candidate(
-                        (replicas, tensor),
-                        data,
-                        round(nbytes) + activations,
-                        activations,
-                        seconds=seconds,
-                    )
-                )
-    order = sorted(
-        found, key=lambda c: (c.nbytes > bound, c.seconds if c.nbytes <= bound else c.nbytes)
-    )
-    return Proposal(chosen, bound, tuple(order), uncounted)
+    within = [candidate for candidate in candidates if candidate.nbytes <= bound]
+    beyond = [candidate for candidate in candidates if candidate.nbytes > bound]
+    within.sort(key=lambda candidate: candidate.seconds)
+    beyond.sort(key=lambda candidate: candidate.nbytes)
+    return Proposal(chosen, bound, (*within, *beyond), uncounted)
 
 
-def _of_one(value: Any, replicas: int) -> Any:
+def _divided_bytes(
+    ways: _DataParallelism, parameter_bytes: int, state: float, replicas: int
+) -> int:
+    """Return the bytes of parameters, gradients and optimizer state on each rank."""
+    total = parameter_bytes / (replicas if ways.parameters else 1)
+    total += parameter_bytes / (replicas if ways.gradients else 1)
+    total += parameter_bytes * state / (replicas if ways.state else 1)
+    return round(total)
+
+
+def _ring_seconds(ways: _DataParallelism, parameter_bytes: int, replicas: int) -> float:
+    """Return the expected time of the collectives over the replicas, in a ring."""
+    if replicas == 1:
+        return 0.0
+    link = topology_of(abstract_mesh((replicas,)))[0]
+    sent = parameter_bytes * ways.passes * (replicas - 1) / replicas
+    return link.seconds(sent)
+
+
+def _inputs_of_replica(value: Any, replicas: int) -> Any:
     """Return the inputs of one replica, on the meta device."""
 
-    def rows(tensor: Tensor) -> Tensor:
-        return tensor[: -(-tensor.shape[0] // replicas)].to("meta") if tensor.ndim else tensor
+    def take_rows(tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor
+        rows = -(-tensor.shape[0] // replicas)
+        return tensor[:rows].to("meta")
 
-    return map_tensors(rows, value)
+    return map_tensors(take_rows, value)
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -197,13 +234,15 @@ class _Storages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.made: dict[int, tuple[Any, int]] = {}  # references, and bytes
+        # references to the storages, and their bytes
+        self.made: dict[int, tuple[Any, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in filter(torch.is_tensor, pytree.tree_leaves(out)):
             storage: Any = local_of(leaf).untyped_storage()
-            self.made[storage._cdata] = StorageReference(storage), storage.nbytes()  # type: ignore[no-untyped-call]  # torch
+            reference: Any = StorageReference(storage)  # type: ignore[no-untyped-call]  # torch
+            self.made[storage._cdata] = reference, storage.nbytes()
         return out
 
 
@@ -217,16 +256,19 @@ def _attention(
     **options: Any,
 ) -> Tensor:
     """Compute attention that saves the same tensors on the meta device as a fused kernel."""
-    fits = query.ndim == key.ndim == value.ndim == 4 and query.shape[-1] == value.shape[-1]
-    if dropout_p or not fits or any(isinstance(each, DTensor) for each in (query, key, value)):
+    tensors = (query, key, value)
+    is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors)
+    is_batched = all(tensor.ndim == 4 for tensor in tensors)
+    has_one_width = query.shape[-1] == value.shape[-1]
+    if dropout_p or not is_plain or not is_batched or not has_one_width:
         attend = functional.scaled_dot_product_attention
         return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    mask = (
-        attn_mask
-        if attn_mask is None or attn_mask.is_floating_point()
-        else attn_mask.to(query.dtype)
-    )
-    return flash_attention(query, key, value, is_causal, mask=mask, scale=options.get("scale"))[0]
+    mask = attn_mask
+    if mask is not None and not mask.is_floating_point():
+        mask = mask.to(query.dtype)
+    scale = options.get("scale")
+    out, _ = flash_attention(query, key, value, is_causal, mask=mask, scale=scale)
+    return out
 
 
 def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, kwargs: Any) -> int:
@@ -242,32 +284,38 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         >>> activation_bytes(mlp, {}, abstract_mesh((1,)), (torch.randn(8, 10),), {})
         832
     """
-    # here: it takes longer to import than the whole layer
+    # imported here because it takes longer to import than the whole layer
     from shoal_dtensor.testing import simulate_ranks
 
-    def one_rank(view: DeviceMesh) -> int:
-        # A copy whose parameters and buffers have no values; tied ones stay tied.
-        memo: dict[int, Any] = {
-            id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
-        }
-        memo |= {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
-        module = copy.deepcopy(model, memo)
+    def count_on_one_rank(view: DeviceMesh) -> int:
+        module = _copy_without_values(model)
         apply_plan(plan, module, view)
         tensors = [*module.parameters(), *module.buffers()]
         parameters = {local_of(tensor).untyped_storage()._cdata for tensor in tensors}
         storages = _Storages()
         inputs = to_meta(args)
-        named = to_meta(kwargs)
+        named_inputs = to_meta(kwargs)
         with torch.enable_grad(), storages, ReplacedAttention(_attention):
-            out = module(*inputs, **named)
-        # ranks that have not come as far refer to what this one has sent
+            out = module(*inputs, **named_inputs)
+        # Ranks that have not come as far refer to tensors that this rank has sent.
         all_reduce(torch.zeros(1), view.comm(0))
-        made = storages.made.items()
-        nbytes = sum(
-            size for key, (storage, size) in made if key not in parameters and not storage.expired()
-        )
-        del out  # not before: it holds the graph
+        nbytes = 0
+        for key, (storage, size) in storages.made.items():
+            if key not in parameters and not storage.expired():
+                nbytes += size
+        # The outputs hold the graph, so they must exist until here.
+        del out
         return nbytes
 
     with torch.random.fork_rng(devices=()):
-        return max(simulate_ranks(mesh, one_rank))
+        return max(simulate_ranks(mesh, count_on_one_rank))
+
+
+def _copy_without_values(model: nn.Module) -> nn.Module:
+    """Copy a model to the meta device; tied parameters and buffers stay tied."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)

@@ -42,33 +42,35 @@ from shoal_tp_styles.internal import (
 
 Entries = dict[str, ParallelStyle]
 
+# Shards of a weight of which every rank gathers the output: right wherever the input is replicated.
 GATHERED = ColwiseParallel(output_layouts=Replicate())
-"""Shards of a weight of which every rank gathers the output: right wherever the input is replicated."""
 TOKENS = RowwiseParallel(input_layouts=Replicate())
+# Replicated parameters that a rank uses for its own heads or features: their gradients are summed.
 PER_SHARD = SequenceParallel(use_local_output=True)
-"""Replicated parameters that a rank uses for its own heads or features: their gradients are summed."""
-# part of all parameters below which a module stays whole
+# Part of all parameters below which a module stays whole.
 _SMALL = 0.01
 
-# Roles by the last names of a path.  What a recipe makes of them is tried, so a name may promise
-# too much.
-ROLES: dict[str, re.Pattern[str]] = {
-    role: re.compile(rf"(^|\.)({names})$")
-    for role, names in {
-        "column": r"q_proj|k_proj|v_proj|wq|wk|wv|query|key|value|q_lin|k_lin|v_lin|q_b_proj|kv_b_proj|q_attn|"
-        r"gate_proj|up_proj|w1|w3|fc1|c_fc|lin1|wi|wi_0|wi_1|fc_in|intermediate\.dense|dense_h_to_4h|"
-        r"query_proj|key_proj|value_proj|linear_q|linear_k|linear_v|"
-        r"(Self|EncDec|Local|TransientGlobal|LayerSelf)Attention\.(q|k|v)|net1|linear1|in_linear|input_linear",
-        "row": r"o_proj|out_proj|wo|out_lin|down_proj|w2|fc2|c_proj|lin2|output\.dense|fc_out|linear_out|"
-        r"dense_4h_to_h|(Self|EncDec|Local|TransientGlobal|LayerSelf)Attention\.o|net2|linear2|out_linear|"
-        r"output_linear|(attention|attn|self_attention|self_attn)\.dense|Wo|output_dense",
-        "fused": r"c_attn|qkv|qkv_proj|query_key_value|Wqkv|gate_up_proj|Wi|W_pack",
-        "latent": r"kv_a_proj_with_mqa|kv_a_proj",
-        "tokens": r"embed_tokens|tok_embeddings|wte|word_embeddings|shared|token_embedding",
-        "head": r"lm_head|output|head|embed_out",
-    }.items()
+# Last names of a path, by role. Recipes are tried, so a name may promise too much.
+_NAMES_OF_ROLES = {
+    "column": r"q_proj|k_proj|v_proj|wq|wk|wv|query|key|value|q_lin|k_lin|v_lin|q_b_proj|kv_b_proj|"
+    r"q_attn|gate_proj|up_proj|w1|w3|fc1|c_fc|lin1|wi|wi_0|wi_1|fc_in|intermediate\.dense|"
+    r"dense_h_to_4h|query_proj|key_proj|value_proj|linear_q|linear_k|linear_v|"
+    r"(Self|EncDec|Local|TransientGlobal|LayerSelf)Attention\.(q|k|v)|net1|linear1|in_linear|"
+    r"input_linear",
+    "row": r"o_proj|out_proj|wo|out_lin|down_proj|w2|fc2|c_proj|lin2|output\.dense|fc_out|linear_out|"
+    r"dense_4h_to_h|(Self|EncDec|Local|TransientGlobal|LayerSelf)Attention\.o|net2|linear2|"
+    r"out_linear|output_linear|(attention|attn|self_attention|self_attn)\.dense|Wo|output_dense",
+    "fused": r"c_attn|qkv|qkv_proj|query_key_value|Wqkv|gate_up_proj|Wi|W_pack",
+    "latent": r"kv_a_proj_with_mqa|kv_a_proj",
+    "tokens": r"embed_tokens|tok_embeddings|wte|word_embeddings|shared|token_embedding",
+    "head": r"lm_head|output|head|embed_out",
 }
+ROLES: dict[str, re.Pattern[str]] = {
+    role: re.compile(rf"(^|\.)({names})$") for role, names in _NAMES_OF_ROLES.items()
+}
+# Attributes that count heads.
 _HEADS = re.compile(r"(^|_)n(um)?_(\w+_)?heads?$|^heads?$")
+# Last names of modules that belong to the block of the module above them.
 _ABOVE = re.compile(r"(^|\.)(output|self|intermediate|attention\.attention|attention|attn)$")
 
 
@@ -78,16 +80,20 @@ def _general_paths(model: nn.Module) -> dict[str, str]:
     general = {"": ""}
     for path in list(modules)[1:]:
         above, _, name = path.rpartition(".")
-        parent = modules[above]
-        children = [*parent.children()]
-        alike = (
-            len(children) > 1 and len({*map(type, children)}) == 1 and any(children[0].children())
-        )
-        listed = alike or isinstance(parent, nn.ModuleList)
-        general[path] = f"{general[above]}.{'*' if listed and name.isdecimal() else name}".lstrip(
-            "."
-        )
+        if name.isdecimal() and _is_list_of_layers(modules[above]):
+            name = "*"
+        general[path] = f"{general[above]}.{name}".lstrip(".")
     return general
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    """Tell whether the children of a module are layers of one kind."""
+    if isinstance(module, nn.ModuleList):
+        return True
+    children = [*module.children()]
+    if len(children) < 2 or not any(children[0].children()):
+        return False
+    return len({type(child) for child in children}) == 1
 
 
 def read_above(path: str, parent: Any) -> bool:
@@ -115,15 +121,18 @@ class ModelBlocks:
     """The modules of a model by wildcard path, and their roles."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.general = model, _general_paths(model)
+        self.model = model
+        self.general = _general_paths(model)
         self.modules: dict[str, Any] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self.modules.setdefault(self.general[path], module)
         self.total = sum(param.numel() for param in model.parameters()) or 1
         self.layers = Counter(self.general.values())
-        self.roles = {
-            path: role for path, module in self.modules.items() if (role := _role(path, module))
-        }
+        self.roles: dict[str, str] = {}
+        for path, module in self.modules.items():
+            role = _role(path, module)
+            if role:
+                self.roles[path] = role
         for path, module in self.modules.items():
             for name, role in _pair(module):
                 self.roles.setdefault(f"{path}.{name}".lstrip("."), role)
@@ -137,47 +146,53 @@ class ModelBlocks:
             [['0', '2'], ['0', '2']]
         """
         vocabulary = self._vocabulary()
-        inside = [path for path, module in self.modules.items() if _is_experts(module)]
-        found: dict[str, list[Entries]] = {}
+        experts = [path for path, module in self.modules.items() if _is_experts(module)]
+        blocks = self._projections_by_block(vocabulary, experts)
+        declared = self._declared_entries(set(blocks), experts, vocabulary)
+        options: dict[str, list[Entries]] = {}
+        for block, roles in blocks.items():
+            gathered_paths = [path for path in roles if self._gathers(path)]
+            gathered: Entries = dict.fromkeys(gathered_paths, GATHERED)
+            options[block] = [*declared.pop(block, []), *self._by_roles(block, roles), gathered]
+        for path in experts:
+            by_hidden: Entries = {path: ExpertTensorParallel()}
+            by_expert: Entries = {path: ExpertParallel(input_layouts=Replicate())}
+            options[path] = [*declared.pop(path, []), by_hidden, by_expert]
+        options.update(declared)
+        if vocabulary:
+            options["vocabulary"] = [vocabulary]
+        options.update(self._single_modules(options, experts))
+        return {block: _distinct(recipes) for block, recipes in options.items()}
+
+    def _projections_by_block(
+        self, vocabulary: Entries, experts: list[str]
+    ) -> dict[str, dict[str, str]]:
+        """Return the roles of the projections of each block, by path."""
         blocks: dict[str, dict[str, str]] = {}
         for path, role in self.roles.items():
-            if (
-                path not in vocabulary
-                and role in ("column", "row", "fused", "latent")
-                and not _below(path, inside)
-            ):
+            is_projection = role in ("column", "row", "fused", "latent")
+            if is_projection and path not in vocabulary and not _below(path, experts):
                 blocks.setdefault(self._block(path), {})[path] = role
-        own = self._own(set(blocks), inside, vocabulary)
-        for block, roles in blocks.items():
-            leaves = [path for path in roles if self._gathers(path)]
-            gathered: Entries = dict.fromkeys(leaves, GATHERED)
-            found[block] = [*own.pop(block, []), *self._by_roles(block, roles), gathered]
-        for path in inside:
-            experts: list[Entries] = [
-                {path: ExpertTensorParallel()},
-                {path: ExpertParallel(input_layouts=Replicate())},
-            ]
-            found[path] = [*own.pop(path, []), *experts]
-        found.update(own)
-        if vocabulary:
-            found["vocabulary"] = [vocabulary]
-        with_role = {path for options in found.values() for entries in options for path in entries}
+        return blocks
+
+    def _single_modules(
+        self, options: Mapping[str, list[Entries]], experts: list[str]
+    ) -> dict[str, list[Entries]]:
+        """Return entries for modules that no recipe names, whose output every rank gathers."""
+        named: set[str] = set()
+        for recipes in options.values():
+            for entries in recipes:
+                named.update(entries)
+        single: dict[str, list[Entries]] = {}
         for path, module in self.modules.items():
-            if path in with_role or _below(path, inside) or not self._gathers(path):
+            if path in named or _below(path, experts) or not self._gathers(path):
                 continue
-            size = sum(param.numel() for param in module._parameters.values() if param is not None)
-            if not self.is_small(path, size) and not read_above(
-                path, self.modules.get(path.rpartition(".")[0])
-            ):
-                found[path] = [{path: GATHERED}]
-        return {
-            block: [
-                entries
-                for i, entries in enumerate(options)
-                if entries and entries not in options[:i]
-            ]
-            for block, options in found.items()
-        }
+            params = [param for param in module._parameters.values() if param is not None]
+            size = sum(param.numel() for param in params)
+            parent = self.modules.get(path.rpartition(".")[0])
+            if not self.is_small(path, size) and not read_above(path, parent):
+                single[path] = [{path: GATHERED}]
+        return single
 
     def is_small(self, path: str, size: int) -> bool:
         """Tell whether a tensor of `size` elements per layer is left whole.
@@ -187,49 +202,49 @@ class ModelBlocks:
         return size * self.layers[path] < _SMALL * self.total
 
     def _block(self, path: str) -> str:
+        """Return the path of the block of a module: the module above it, or one higher."""
         above = path.rpartition(".")[0]
-        return (
-            _ABOVE.sub("", above) if path.endswith(".dense") or above.endswith(".self") else above
-        )
+        is_nested = path.endswith(".dense") or above.endswith(".self")
+        return _ABOVE.sub("", above) if is_nested else above
 
-    def _own(
-        self, blocks: set[str], inside: list[str], vocabulary: Entries
+    def _declared_entries(
+        self, blocks: set[str], experts: list[str], vocabulary: Entries
     ) -> dict[str, list[Entries]]:
         """Return the entries of the model's own plan, by block."""
         plan = getattr(self.model, "tp_plan", None)
         if not isinstance(plan, Mapping) or not plan:
             return {}
-        found: dict[str, Entries] = {}
+        by_block: dict[str, Entries] = {}
         for key, style in named_styles(plan, self.model).items():
             if key in self.modules and key not in vocabulary:
-                above = key if key in inside or key in blocks else self._block(key)
-                found.setdefault(above, {})[key] = style
-        return {block: [entries] for block, entries in found.items()}
+                is_block = key in experts or key in blocks
+                block = key if is_block else self._block(key)
+                by_block.setdefault(block, {})[key] = style
+        return {block: [entries] for block, entries in by_block.items()}
 
     def _by_roles(self, block: str, roles: Mapping[str, str]) -> Iterator[Entries]:
         """Yield column-wise entries with row-wise ones, with all choices of norms and counts."""
-        by_role = {role: [path for path in roles if roles[path] == role] for role in ROLES}
-        if not by_role["row"] and not by_role["fused"]:
+        by_role: dict[str, list[str]] = {role: [] for role in ROLES}
+        for path, role in roles.items():
+            by_role[role].append(path)
+        columns = by_role["column"]
+        rows = by_role["row"]
+        fused = by_role["fused"]
+        if not rows and not fused:
             return
-        base: Entries = dict.fromkeys(by_role["column"], ColwiseParallel())
+        base: Entries = dict.fromkeys(columns, ColwiseParallel())
         rotary = getattr(_text_config(self.model), "qk_rope_head_dim", None)
         if rotary:
             base |= dict.fromkeys(by_role["latent"], LatentProjection(rotary=rotary))
-        if not base and not by_role["fused"]:
-            yield dict.fromkeys(by_role["row"], RowwiseParallel(input_layouts=Replicate()))
+        if not base and not fused:
+            yield dict.fromkeys(rows, RowwiseParallel(input_layouts=Replicate()))
             return
-        rows: Entries = dict.fromkeys(by_role["row"], RowwiseParallel())
-        fused: list[Entries] = [{}]
-        if by_role["fused"]:
-            three = "gate" not in by_role["fused"][0] and not by_role["fused"][0].endswith("Wi")
-            packed = PackedColwiseParallel(blocks=3 if three else 2)
-            fused = [
-                dict.fromkeys(by_role["fused"], style) for style in (packed, ColwiseParallel())
-            ]
-        for counts in self._counts(by_role["column"] + by_role["fused"], by_role["row"]):
+        row_entries: Entries = dict.fromkeys(rows, RowwiseParallel())
+        fused_options = _fused_entries(fused)
+        for counts in self._counts(columns + fused, rows):
             for between in self._between(block, roles):
-                for style in fused:
-                    yield {**base, **style, **between, **rows, **counts}
+                for fused_entries in fused_options:
+                    yield {**base, **fused_entries, **between, **row_entries, **counts}
 
     def _between(self, block: str, roles: Mapping[str, str]) -> list[Entries]:
         """Return modules of vectors alone, such as norms of heads and learned activations.
@@ -238,32 +253,27 @@ class ModelBlocks:
         """
         vectors: Entries = {}
         features: Entries = {}
+        prefix = f"{block}." if block else ""
         for path, module in self.modules.items():
-            if (
-                path in roles
-                or not path.startswith(f"{block}." if block else "")
-                or self._block(path) != block
-            ):
+            if path in roles or not path.startswith(prefix) or self._block(path) != block:
                 continue
             params = [param for param in module._parameters.values() if param is not None]
+            has_vectors_alone = bool(params) and all(param.ndim < 2 for param in params)
             if isinstance(module, nn.Embedding) and module.embedding_dim == self._heads(block):
                 features[path] = ColwiseParallel()
-            elif params and not module._modules and all(param.ndim < 2 for param in params):
+            elif has_vectors_alone and not module._modules:
                 vectors[path] = PER_SHARD
         return [{**features, **vectors}, features] if vectors else [features]
 
     def _heads(self, block: str) -> int | None:
+        """Return the number of query heads, by an attribute of the block or the configuration."""
+        attributes = dict(vars(self.modules[block]))
         config = _text_config(self.model)
-        for name, value in {
-            **vars(self.modules[block]),
-            **(vars(config) if config is not None else {}),
-        }.items():
-            if (
-                type(value) is int
-                and _HEADS.search(name)
-                and "key_value" not in name
-                and "kv" not in name
-            ):
+        if config is not None:
+            attributes |= vars(config)
+        for name, value in attributes.items():
+            counts_keys = "key_value" in name or "kv" in name
+            if type(value) is int and _HEADS.search(name) and not counts_keys:
                 return value
         return None
 
@@ -273,99 +283,120 @@ class ModelBlocks:
         They are no counts, counts of heads alone, and counts of heads and of all their features.
         """
         paths = dict.fromkeys(path.rpartition(".")[0] for path in columns)
-        widths = {
-            int(self.modules[path].weight.numel() // out_features(self.modules[path]))
-            for path in rows
-        }
-        yield {path: own for path in paths if (own := self._own_parameters(path, ()))}
-        for features in (False, True):
-            counts: Entries = {}
+        widths: set[int] = set()
+        for path in rows:
+            module = self.modules[path]
+            widths.add(int(module.weight.numel() // out_features(module)))
+        yield self._own_parameters(dict.fromkeys(paths, ()))
+        for with_features in (False, True):
+            counts: dict[str, tuple[str, ...]] = {}
             for path in paths:
-                owner = self.modules[path]
-                ints = {
-                    name: value
-                    for name, value in vars(owner).items()
-                    if type(value) is int and value > 1
-                }
-                chosen = tuple(
-                    name
-                    for name, value in ints.items()
-                    if _HEADS.search(name)
-                    or (features and value in widths and not name.startswith("head_"))
-                )
-                if own := self._own_parameters(path, chosen):
-                    counts[path] = own
-            if counts:
-                yield counts
+                counts[path] = _counts_of(self.modules[path], widths if with_features else set())
+            entries = self._own_parameters(counts)
+            if entries:
+                yield entries
 
-    def _own_parameters(self, path: str, counts: tuple[str, ...]) -> OwnParameters | None:
-        """Return vectors with an entry for each head, and the counts; None if there is neither."""
-        vectors = {
-            name: p
-            for name, p in self.modules[path]._parameters.items()
-            if p is not None and p.ndim == 1
-        }
-        dims = {name: 0 for name, param in vectors.items() if param.shape[0] == self._heads(path)}
-        return OwnParameters(dims=dims, counts=counts) if dims or counts else None
+    def _own_parameters(self, counts: Mapping[str, tuple[str, ...]]) -> Entries:
+        """Return entries for modules with vectors with an entry for each head, or with counts."""
+        entries: Entries = {}
+        for path, names in counts.items():
+            heads = self._heads(path)
+            dims: dict[str, int] = {}
+            for name, param in self.modules[path]._parameters.items():
+                if param is not None and param.ndim == 1 and param.shape[0] == heads:
+                    dims[name] = 0
+            if dims or names:
+                entries[path] = OwnParameters(dims=dims, counts=names)
+        return entries
 
     def _vocabulary(self) -> Entries:
         """Return embeddings, output projections, and all modules that share their parameters."""
-        entries: Entries = {
-            path: TOKENS if role == "tokens" else GATHERED
-            for path, role in self.roles.items()
-            if role in ("tokens", "head")
-        }
+        entries: Entries = {}
+        for path, role in self.roles.items():
+            if role == "tokens":
+                entries[path] = TOKENS
+            elif role == "head":
+                entries[path] = GATHERED
         for get in ("get_input_embeddings", "get_output_embeddings"):
             with suppress(AttributeError, NotImplementedError):
-                module = getattr(self.model, get)()
-                entries |= {
-                    path: _of_vocabulary(module, [])
-                    for path, each in self.modules.items()
-                    if each is module
-                }
-        # a head may share its bias with the module above it
+                embedding = getattr(self.model, get)()
+                for path, module in self.modules.items():
+                    if module is embedding:
+                        entries[path] = _of_vocabulary(module, [])
+        # A head may share its bias with the module above it.
         while more := self._sharing(entries):
             entries |= more
         return entries
 
     def _sharing(self, entries: Entries) -> Entries:
-        parameters = {
-            id(p)
-            for path in entries
-            for p in self.modules[path]._parameters.values()
-            if p is not None
-        }
-        shared = {
-            path: [name for name, param in module._parameters.items() if id(param) in parameters]
-            for path, module in self.modules.items()
-            if path not in entries
-        }
-        return {
-            path: _of_vocabulary(self.modules[path], names)
-            for path, names in shared.items()
-            if names
-        }
+        """Return entries for modules that share parameters with those that have entries."""
+        shared_ids: set[int] = set()
+        for path in entries:
+            params = self.modules[path]._parameters.values()
+            shared_ids.update(id(param) for param in params if param is not None)
+        sharing: Entries = {}
+        for path, module in self.modules.items():
+            if path in entries:
+                continue
+            names = [name for name, param in module._parameters.items() if id(param) in shared_ids]
+            if names:
+                sharing[path] = _of_vocabulary(module, names)
+        return sharing
 
     def _gathers(self, path: str) -> bool:
         return any(kind in COLWISE for kind in kinds_of(self.modules[path]))
 
 
+def _distinct(recipes: list[Entries]) -> list[Entries]:
+    """Return the recipes that are not empty, each once."""
+    distinct: list[Entries] = []
+    for entries in recipes:
+        if entries and entries not in distinct:
+            distinct.append(entries)
+    return distinct
+
+
+def _fused_entries(paths: list[str]) -> list[Entries]:
+    """Return the possible entries for fused projections: in blocks, or as one block."""
+    if not paths:
+        return [{}]
+    first = paths[0]
+    is_gate_and_up = "gate" in first or first.endswith("Wi")
+    packed = PackedColwiseParallel(blocks=2 if is_gate_and_up else 3)
+    return [dict.fromkeys(paths, packed), dict.fromkeys(paths, ColwiseParallel())]
+
+
+def _counts_of(owner: nn.Module, widths: set[int]) -> tuple[str, ...]:
+    """Return the names of integers of a module that count heads, or features of these widths."""
+    counts = []
+    for name, value in vars(owner).items():
+        if type(value) is not int or value <= 1:
+            continue
+        counts_features = value in widths and not name.startswith("head_")
+        if _HEADS.search(name) or counts_features:
+            counts.append(name)
+    return tuple(counts)
+
+
 def _role(path: str, module: nn.Module) -> str:
+    """Return the role of a module by its path; empty if it has none."""
     if isinstance(module, nn.Embedding):
         return "tokens" if ROLES["tokens"].search(path) else ""
     if out_features(module) is None:
         return ""
-    return next(
-        (role for role, names in ROLES.items() if role != "tokens" and names.search(path)), ""
-    )
+    for role, names in ROLES.items():
+        if role != "tokens" and names.search(path):
+            return role
+    return ""
 
 
 def _of_vocabulary(module: nn.Module, shared: list[str]) -> ParallelStyle:
+    """Return the style of a module that holds, or shares, parameters of the vocabulary."""
     if isinstance(module, nn.Embedding):
         return TOKENS
-    return (
-        OwnParameters(dims=dict.fromkeys(shared, 0)) if out_features(module) is None else GATHERED
-    )
+    if out_features(module) is None:
+        return OwnParameters(dims=dict.fromkeys(shared, 0))
+    return GATHERED
 
 
 def _pair(module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -374,10 +405,11 @@ def _pair(module: nn.Module) -> Iterator[tuple[str, str]]:
     linears = [(name, child) for name, child in children if class_of(child) is nn.Linear]
     if len(linears) != 2:
         return
-    (first, a), (second, b) = linears
-    if a.out_features == b.in_features and a.out_features > a.in_features:
-        yield first, "column"
-        yield second, "row"
+    (first_name, first), (second_name, second) = linears
+    hidden = first.out_features
+    if hidden == second.in_features and hidden > first.in_features:
+        yield first_name, "column"
+        yield second_name, "row"
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -100,12 +100,13 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
     with ExitStack() as stack:
         stored = stored_in(source, stack)
         entries = list(entries_of(module))
-        loaded = _compared(entries, stored, strict=strict)
+        loaded = _compare_entries(entries, stored, strict=strict)
         present = [entry for entry in entries if entry.source in stored]
         filled: dict[int, Tensor] = {}
         for entry in progress(present, "loading parameters"):
             _fill(entry, stored[entry.source], loaded, filled)
-        for entry in entries:  # the other names of shared parameters
+        # the other names of shared parameters
+        for entry in entries:
             if id(entry.tensor) in filled:
                 entry.table[entry.name] = filled[id(entry.tensor)]
     for owner in module.modules():
@@ -114,7 +115,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
     return loaded
 
 
-def _compared(entries: list[Entry], stored: Mapping[str, Stored], *, strict: bool) -> Loaded:
+def _compare_entries(entries: list[Entry], stored: Mapping[str, Stored], *, strict: bool) -> Loaded:
     """Return the entries that only the model or only the source has.
 
     Errors are raised before anything is written.
@@ -126,7 +127,9 @@ def _compared(entries: list[Entry], stored: Mapping[str, Stored], *, strict: boo
     if strict and (loaded.missing or loaded.unexpected):
         raise PlanError(f"load_sharded: missing {loaded.missing}, unexpected {loaded.unexpected}")
     for entry in entries:
-        shape = tuple(stored[entry.source].shape) if entry.source in common else entry.source_shape
+        if entry.source not in common:
+            continue
+        shape = tuple(stored[entry.source].shape)
         if entry.source_shape != shape:
             raise PlanError(
                 f"load_sharded: {entry.source!r} is {shape} in the source, the model needs "
@@ -139,14 +142,16 @@ def stored_in(source: Source, stack: ExitStack) -> Mapping[str, Stored]:
     """Return the tensors of a source by name; the stack closes the files."""
     if isinstance(source, Mapping):
         return source
-    from safetensors import safe_open  # an extra, needed for files only
+    # an extra, needed for files only
+    from safetensors import safe_open
 
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for path in [source] if isinstance(source, str | PathLike) else source:
         file = stack.enter_context(safe_open(fspath(path), framework="pt"))
         for name in [*file.keys()]:
-            found[name] = Lazy(tuple(file.get_slice(name).get_shape()), partial(_read, file, name))
-    return found
+            shape = file.get_slice(name).get_shape()
+            tensors[name] = Lazy(tuple(shape), partial(_read, file, name))
+    return tensors
 
 
 def _read(file: Any, name: str, slices: Slices) -> Tensor:
@@ -155,29 +160,33 @@ def _read(file: Any, name: str, slices: Slices) -> Tensor:
 
 
 def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor]) -> None:
-    if id(entry.tensor) in filled:
-        return
+    """Read this rank's shard of an entry; a tensor on the meta device is replaced in its table."""
     tensor = entry.tensor
-    local = local_of(entry.tensor)
-    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+    if id(tensor) in filled:
+        return
+    local = local_of(tensor)
     with torch.no_grad():
-        target = (
-            torch.empty(local.shape, dtype=tensor.dtype, device=device) if local.is_meta else local
-        )
+        target = _with_storage(tensor) if local.is_meta else local
         for slices, place in boxes_of(tensor, entry.first_row):
-            read = stored[slices[::-1]].t() if entry.transposed else stored[slices]
-            loaded.bytes_read += read.numel() * read.element_size()
-            target[place].copy_(read)
+            if entry.transposed:
+                values = stored[slices[::-1]].t()
+            else:
+                values = stored[slices]
+            loaded.bytes_read += values.numel() * values.element_size()
+            target[place].copy_(values)
         if not local.is_meta:
             return
         value: Tensor = DTensor(target, tensor.spec) if isinstance(tensor, DTensor) else target
-    replacement = (
-        nn.Parameter(value, requires_grad=tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else value
-    )
-    filled[id(tensor)] = replacement
-    entry.table[entry.name] = replacement
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    filled[id(tensor)] = value
+    entry.table[entry.name] = value
+
+
+def _with_storage(tensor: Tensor) -> Tensor:
+    """Return an empty local tensor for a tensor on the meta device, on the device of its mesh."""
+    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+    return torch.empty(local_of(tensor).shape, dtype=tensor.dtype, device=device)
 
 
 def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:

@@ -31,7 +31,7 @@ from ..errors import CheckpointError
 
 T = TypeVar("T")
 
-# of Linux
+# Constants of Linux for `renameat2`.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _INDEX = "model.safetensors.index.json"
@@ -65,6 +65,24 @@ class Saved(NamedTuple):
 
     files: tuple[str, ...]
     bytes_written: int
+
+
+class DescribedEntry(NamedTuple):
+    """An entry of the files as one rank has it.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape in the files.
+        boxes: the boxes of it that the rank holds.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: list[Box]
+
+
+# This rank's boxes of each entry, with their values.
+LocalBoxes = dict[str, list[tuple[Box, Tensor]]]
 
 
 @dataclass(slots=True)
@@ -120,23 +138,25 @@ def save_sharded(
         Saved(files=('model.safetensors',), bytes_written=36)
     """
     target = Path(directory).resolve()
-    boxes = dict[str, list[tuple[Box, Tensor]]]()
     stage = target.with_name(f".{target.name}.saving")
+    boxes: LocalBoxes = {}
     failed = "save_sharded: nothing is replaced, cannot"
     described = agree(
         lambda: _describe(module, boxes), None, CheckpointError, f"{failed} describe its tensors"
     )
-    tensors = _merged(described)
-    files = _pack(tensors, max_file_bytes)
+    tensors = _merge(described)
+    headers = _pack(tensors, max_file_bytes)
     try:
-        on_first(f"{failed} prepare the files", lambda: _prepare(module, stage, tensors, files))
+        on_first(f"{failed} prepare the files", lambda: _prepare(module, stage, tensors, headers))
         unwritten = f"{failed} write to {stage} (is it visible on all ranks?)"
-        mine = agree(lambda: _write(boxes, tensors, stage), None, CheckpointError, unwritten)
+        bytes_of_ranks = agree(
+            lambda: _write(boxes, tensors, stage), None, CheckpointError, unwritten
+        )
         on_first(f"{failed} replace {target}", lambda: _publish(stage, target))
     finally:
         if own_rank() == 0:
             shutil.rmtree(stage, ignore_errors=True)
-    return Saved(tuple(files), mine[own_rank()])
+    return Saved(tuple(headers), bytes_of_ranks[own_rank()])
 
 
 def on_first(failed: str, step: Callable[[], T]) -> T | None:
@@ -144,13 +164,14 @@ def on_first(failed: str, step: Callable[[], T]) -> T | None:
 
     If the step fails, all ranks raise a CheckpointError whose message begins with `failed`.
     """
-    return agree(lambda: step() if own_rank() == 0 else None, None, CheckpointError, failed)[0]
+    results = agree(lambda: step() if own_rank() == 0 else None, None, CheckpointError, failed)
+    return results[0]
 
 
-def _describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
+def _describe(module: nn.Module, local_boxes: LocalBoxes) -> dict[str, Any]:
     """Describe dtype, shape and this rank's boxes of every entry.
 
-    The tensors of the boxes are added to `shards`.
+    The boxes are added to `local_boxes` with their values.
     """
     described: dict[str, Any] = {}
     for weight in weights_of(module):
@@ -159,19 +180,19 @@ def _describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) ->
             raise CheckpointError(
                 f"{name!r} is {weight.dtype}, which safetensors files do not hold"
             )
-        mine = shards.setdefault(name, [])
+        local = local_boxes.setdefault(name, [])
         for held in weight.boxes():
             if held.memory.is_meta:
                 raise CheckpointError(
                     f"{name!r} is on the meta device; load or initialize it first"
                 )
             if held.view.numel() or not prod(weight.shape):
-                mine.append((held.box, held.view))
-        described[name] = (weight.dtype, weight.shape, [box for box, _ in mine])
+                local.append((held.box, held.view))
+        described[name] = (weight.dtype, weight.shape, [box for box, _ in local])
     return described
 
 
-def _merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
+def _merge(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
     """Merge the entries of all ranks, with one writer per box; equal on every rank."""
     tensors: dict[str, StoredTensor] = {}
     for rank, entries in enumerate(described):
@@ -184,12 +205,16 @@ def _merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
                 )
             for box in boxes:
                 tensor.holders.setdefault(box, []).append(rank)
-    for number, (name, tensor) in enumerate(tensors.items()):  # entry 5, of ranks [0, 1]: 1 writes
-        tensor.writers = {box: ranks[number % len(ranks)] for box, ranks in tensor.holders.items()}
-        covered = sum(map(volume, tensor.holders))  # rows 0:2 and 2:3 of (3, 4): 8 + 4
-        if covered != prod(tensor.shape):
+    for number, (name, tensor) in enumerate(tensors.items()):
+        # entry 5, of ranks [0, 1]: 1 writes
+        for box, ranks in tensor.holders.items():
+            tensor.writers[box] = ranks[number % len(ranks)]
+        # rows 0:2 and 2:3 of (3, 4): 8 + 4
+        covered = sum(map(volume, tensor.holders))
+        elements = prod(tensor.shape)
+        if covered != elements:
             raise CheckpointError(
-                f"the ranks hold {covered} of the {prod(tensor.shape)} elements of {name!r}; all "
+                f"the ranks hold {covered} of the {elements} elements of {name!r}; all "
                 "ranks of its mesh make the call, with the same model"
             )
     return tensors
@@ -203,85 +228,87 @@ def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
     groups = in_groups(tensors, lambda name: tensors[name].nbytes, limit) or [[]]
     headers: dict[str, bytes] = {}
     for number, names in enumerate(groups, 1):
-        file = (
-            f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            if len(groups) > 1
-            else "model.safetensors"
-        )
-        end = 0
-        header = dict[str, Any](__metadata__={"format": "pt"})
-        for name in sorted(names, key=lambda each: -tensors[each].dtype.itemsize):
-            tensor = tensors[name]
-            # (2, 3) and (3,) of float32: 0, 24, then 24, 36
-            start = end
-            end = end + tensor.nbytes
-            header[name] = {
-                "dtype": _DTYPES[tensor.dtype],
-                "shape": tensor.shape,
-                "data_offsets": (start, end),
-            }
-            tensor.file = file
-            tensor.start = start
-        text = json.dumps(header).encode()
-        # 61 bytes and 3 spaces: the data begins at 8 + 64
-        text += b" " * (-len(text) % 8)
-        headers[file] = len(text).to_bytes(8, "little") + text
+        file = "model.safetensors"
+        if len(groups) > 1:
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        header_bytes = _place(names, tensors)
+        headers[file] = header_bytes
         for name in names:
-            # 8 for the length of the text, then the text
-            tensors[name].start += len(headers[file])
+            tensors[name].file = file
+            # The data follow the header.
+            tensors[name].start += len(header_bytes)
     return headers
 
 
+def _place(names: list[str], tensors: dict[str, StoredTensor]) -> bytes:
+    """Set where the data of the entries of one file start; return the header of the file."""
+    end = 0
+    header = dict[str, Any](__metadata__={"format": "pt"})
+    for name in sorted(names, key=lambda entry: -tensors[entry].dtype.itemsize):
+        tensor = tensors[name]
+        # (2, 3) and (3,) of float32: 0, 24, then 24, 36
+        start = end
+        end = start + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, end),
+        }
+        tensor.start = start
+    text = json.dumps(header).encode()
+    # 61 bytes and 3 spaces: the data begins at 8 + 64
+    text += b" " * (-len(text) % 8)
+    # 8 bytes for the length of the text, then the text
+    return len(text).to_bytes(8, "little") + text
+
+
 def _prepare(
-    module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], files: dict[str, bytes]
+    module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], headers: dict[str, bytes]
 ) -> None:
     """Make the directory beside the target: files of their final size, index, and configuration."""
-    shutil.rmtree(stage, ignore_errors=True)  # of a save that was interrupted
+    # The directory may be left from a save that was interrupted.
+    shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
-    for file, header in files.items():
-        data = sum(tensor.nbytes for tensor in tensors.values() if tensor.file == file)
+    for file, header in headers.items():
+        data_bytes = sum(tensor.nbytes for tensor in tensors.values() if tensor.file == file)
         with open(stage / file, "wb") as out:
             out.write(header)
-            out.truncate(len(header) + data)
-    if len(files) > 1:
+            out.truncate(len(header) + data_bytes)
+    if len(headers) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: each.file for name, each in tensors.items()},
-        }
+        files = {name: tensor.file for name, tensor in tensors.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
         (stage / _INDEX).write_text(json.dumps(index, indent=2))
     model: Any = module
-    if hasattr(getattr(model, "config", None), "save_pretrained"):  # of transformers
+    # a model of transformers
+    if hasattr(getattr(model, "config", None), "save_pretrained"):
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(stage)
         if model.can_generate():
             model.generation_config.save_pretrained(stage)
 
 
-def _write(
-    shards: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredTensor], stage: Path
-) -> int:
+def _write(local_boxes: LocalBoxes, tensors: dict[str, StoredTensor], stage: Path) -> int:
     """Write the boxes that this rank writes; return their bytes."""
     rank = own_rank()
     written = 0
     with ExitStack() as stack:
-        files: dict[str, int] = {}
-        for name, boxes in progress(shards.items(), "saving parameters"):
+        descriptors: dict[str, int] = {}
+        for name, boxes in progress(local_boxes.items(), "saving parameters"):
             tensor = tensors[name]
             for box, shard in boxes:
                 if tensor.writers[box] != rank:
                     continue
-                if tensor.file not in files:
-                    files[tensor.file] = stack.enter_context(
-                        open(stage / tensor.file, "rb+", buffering=0)
-                    ).fileno()
-                written += _write_box(files[tensor.file], tensor, box, shard)
-        for file in files.values():
-            os.fsync(file)
+                if tensor.file not in descriptors:
+                    out = stack.enter_context(open(stage / tensor.file, "rb+", buffering=0))
+                    descriptors[tensor.file] = out.fileno()
+                written += _write_box(descriptors[tensor.file], tensor, box, shard)
+        for descriptor in descriptors.values():
+            os.fsync(descriptor)
     return written
 
 
-def _write_box(file: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
+def _write_box(descriptor: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
     """Write one box.
 
     A run of bytes is written for every combination of the dims before the last dim that is not
@@ -291,22 +318,37 @@ def _write_box(file: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
     data = memoryview(values)
     if not data.nbytes:
         return 0
-    full = len(box)
-    # columns 1:3 of (6, 4, 5): 3, then 2
-    while full and box[full - 1] == (0, tensor.shape[full - 1]):
-        full -= 1
-    strides = [prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))]
-    outer = box[: max(full - 1, 0)]  # ((0, 6),) where columns are sharded
-    run = data.nbytes // volume(outer)  # 6 * 2 * 5 of 4 bytes: 240 // 6 = 40
-    base = tensor.start + (box[full - 1][0] * strides[full - 1] if full else 0)  # column 1: 1 * 20
+    # Dims before the full ones; columns 1:3 of (6, 4, 5): 3, then 2
+    partial_dims = len(box)
+    while partial_dims and box[partial_dims - 1] == (0, tensor.shape[partial_dims - 1]):
+        partial_dims -= 1
+    itemsize = tensor.dtype.itemsize
+    strides = [prod(tensor.shape[dim + 1 :]) * itemsize for dim in range(len(box))]
+    # ((0, 6),) where columns are sharded
+    outer = box[: max(partial_dims - 1, 0)]
+    # 6 * 2 * 5 of 4 bytes: 240 // 6 = 40
+    run_bytes = data.nbytes // volume(outer)
+    base = tensor.start
+    if partial_dims:
+        # column 1: 1 * 20
+        last = partial_dims - 1
+        base += box[last][0] * strides[last]
     for number, indices in enumerate(product(*(range(*bounds) for bounds in outer))):
         # row 3: 3 * 80
-        offset = base + sum(index * stride for index, stride in zip(indices, strides, strict=False))
-        rest = data[number * run : (number + 1) * run]
-        while rest:  # a call may write less than it is given
-            count = os.pwrite(file, rest, offset)
-            rest, offset = rest[count:], offset + count
+        offset = base
+        for index, stride in zip(indices, strides, strict=False):
+            offset += index * stride
+        first = number * run_bytes
+        _write_run(descriptor, data[first : first + run_bytes], offset)
     return data.nbytes
+
+
+def _write_run(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write bytes at an offset; a call of the system may write less than it is given."""
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data = data[count:]
+        offset += count
 
 
 def _publish(stage: Path, target: Path) -> None:
@@ -316,7 +358,7 @@ def _publish(stage: Path, target: Path) -> None:
         return
     if not target.is_dir():
         raise NotADirectoryError(f"{target} is a file; save_sharded takes a directory")
-    # What of the old checkpoint has no place beside the new one.
+    # The weights of the old checkpoint have no place beside the new ones.
     safetensors = "model-[0-9]*-of-[0-9]*.safetensors"
     pickled = "pytorch_model-[0-9]*-of-[0-9]*.bin"
     weights = shutil.ignore_patterns(
@@ -327,12 +369,14 @@ def _publish(stage: Path, target: Path) -> None:
         old = target.with_name(f".{target.name}.replaced")
         target.rename(old)
         stage.rename(target)
-        old.rename(stage)  # which the caller removes
+        # The caller removes the stage.
+        old.rename(stage)
 
 
 def _keep(source: str, new: str) -> None:
+    """Link or copy a file of the old directory, unless the new checkpoint has one of its name."""
     if os.path.exists(new):
-        return  # the new checkpoint's own
+        return
     try:
         os.link(source, new)
     except OSError:
@@ -341,8 +385,8 @@ def _keep(source: str, new: str) -> None:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two directories in one step; return False if system or file system cannot."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None)
-    return (
-        call is not None
-        and call(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0
-    )
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    status: int = renameat2(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE)
+    return status == 0
