@@ -168,12 +168,12 @@ def on_first(failed: str, step: Callable[[], T]) -> T | None:
     return results[0]
 
 
-def _describe(module: nn.Module, local_boxes: LocalBoxes) -> dict[str, Any]:
+def _describe(module: nn.Module, local_boxes: LocalBoxes) -> dict[str, DescribedEntry]:
     """Describe dtype, shape and this rank's boxes of every entry.
 
     The boxes are added to `local_boxes` with their values.
     """
-    described: dict[str, Any] = {}
+    described: dict[str, DescribedEntry] = {}
     for weight in weights_of(module):
         name = weight.name
         if weight.dtype not in _DTYPES:
@@ -188,11 +188,12 @@ def _describe(module: nn.Module, local_boxes: LocalBoxes) -> dict[str, Any]:
                 )
             if held.view.numel() or not prod(weight.shape):
                 local.append((held.box, held.view))
-        described[name] = (weight.dtype, weight.shape, [box for box, _ in local])
+        boxes = [box for box, _ in local]
+        described[name] = DescribedEntry(weight.dtype, weight.shape, boxes)
     return described
 
 
-def _merge(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
+def _merge(described: list[dict[str, DescribedEntry]]) -> dict[str, StoredTensor]:
     """Merge the entries of all ranks, with one writer per box; equal on every rank."""
     tensors: dict[str, StoredTensor] = {}
     for rank, entries in enumerate(described):
