@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_models import needs_hf
 from served_models import Seat, ServedModel
 from shoal_data_parallel import fully_shard
-from shoal_dtensor import DTensor
+from shoal_dtensor import full_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_models import load_sharded, save_sharded
@@ -125,7 +125,7 @@ def files_of(trainer: Any, single: Any) -> dict[str, Tensor]:
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
     logits = model(input_ids=tokens, use_cache=False).logits
-    found: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    found: Tensor = full_tensor(logits)
     return found
 
 

@@ -1,6 +1,7 @@
 """What an operator with given specs will do, before it does it.
 
-Covers: dispatch/propagate.py, dispatch/global_call.py, dispatch/results.py.
+Covers: dispatch/propagate.py, dispatch/input_moves.py, dispatch/global_call.py,
+dispatch/results.py.
 """
 
 from __future__ import annotations

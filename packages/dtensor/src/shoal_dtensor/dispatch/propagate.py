@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,8 +19,6 @@ from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, is_list, mapped
-from ..redistribute.plan import plan
-from ..redistribute.steps import Plan
 from ..rng.state import draws_at_once
 from ..rules.language.notation import pointwise
 from ..rules.language.op_call import schema_of
@@ -36,7 +34,7 @@ from ..rules.language.rule import (
     nothing_of,
     replicated,
 )
-from ..scopes import Scope, notice_of
+from ..scopes import Scope
 from .assign import Sharding, ShardingProblem, assign, assign_without_moves
 from .composites import collective_on_shards, sized_by_values
 from .global_call import (
@@ -46,62 +44,18 @@ from .global_call import (
     specs_in,
     without_symbols,
 )
+from .input_moves import InputMove, ShardedCall, communication_of, plan_moves
 from .plain_tensors import instead
 from .results import (
     ArgumentPosition,
     Decision,
     ResultKind,
     check_outs,
-    check_writes,
     dtype_that_decides,
     in_place_view,
     result_kind,
     with_overlap_fallback,
 )
-
-
-class ShardedCall(NamedTuple):
-    """A call of an operator with the shardings that were chosen for it.
-
-    Attributes:
-        rule: the rule that offered the shardings.
-        call: the call with a `TensorMeta` for each tensor.
-        specs: of its inputs as they are, followed by those of its `out=` arguments.
-        sharding: of its inputs and outputs.
-    """
-
-    rule: Rule
-    call: OpCall
-    specs: tuple[Spec, ...]
-    sharding: Sharding
-
-
-class InputMove(NamedTuple):
-    """The redistribution of one tensor argument before a call, and back if the call writes to it.
-
-    Attributes:
-        position: flat index among the inputs and `out=` arguments.
-        plan: from its own layout to the layout that the call requires.
-        write_back: from there to its own layout; None if the call does not write to it.
-    """
-
-    position: int
-    plan: Plan
-    write_back: Plan | None
-
-
-class CommunicationTexts(NamedTuple):
-    """Texts about the communication of a decided call; empty if they are not needed.
-
-    Attributes:
-        reason: the operator with its inputs, if inputs move by collectives.
-        notice: the warning of the communication policy.
-        watched: the operator with its inputs, if the policy holds for its local function.
-    """
-
-    reason: str = ""
-    notice: str = ""
-    watched: str = ""
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
@@ -334,8 +288,8 @@ def _decision_of(
 ) -> Decision:
     """Return the decision that gives every input of a call the spec that its sharding requires."""
     rule, call, _, sharding = sharded
-    moves = _plan_moves(sharded, copies)
-    communication = _communication_of(sharded, moves, scope)
+    moves = plan_moves(sharded, copies)
+    communication = communication_of(sharded, moves, scope)
     is_dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
     kind = result_kind(call)
     positions = _argument_positions(call) if moves else []
@@ -366,46 +320,6 @@ def _decision_of(
         default_dtype=default_dtype,
         only_compares_dtype=not has_more_to_do,
     )
-
-
-def _plan_moves(sharded: ShardedCall, copies: frozenset[int]) -> list[InputMove]:
-    """Plan the redistributions of inputs and `out=` arguments; refuse writes that cannot be made."""
-    _, call, specs, sharding = sharded
-    # `out=` takes a result in its own layout, if that can be
-    outs = specs[len(sharding.inputs) :]
-    results = (*sharding.outputs, *outs[len(sharding.outputs) :])
-    wanted_outs = [out.in_layout_of(to) for out, to in zip(outs, results, strict=False)]
-    wanted = [*sharding.inputs, *wanted_outs]
-    out_positions = range(len(sharding.inputs), len(specs))
-    written = (*call.written, *out_positions, *call.updated)
-    check_writes(call.op, specs, written, copies)
-    moves = []
-    for index, (spec, to) in enumerate(zip(specs, wanted, strict=True)):
-        if not spec.same_layout(to):
-            write_back = plan(to, spec) if index in written else None
-            moves.append(InputMove(index, plan(spec, to), write_back))
-    return moves
-
-
-def _communication_of(
-    sharded: ShardedCall, moves: Sequence[InputMove], scope: Scope
-) -> CommunicationTexts:
-    """Describe what a call communicates, as far as debug modes and the policy need it.
-
-    A CommunicationForbiddenError is raised if the policy forbids it.
-    """
-    is_allowed = scope.communication == "allow"
-    has_collectives = any(move.plan.collectives for move in moves)
-    if is_allowed and not has_collectives:
-        return CommunicationTexts()
-    call_text = f"{sharded.call.op}({', '.join(map(repr, sharded.specs))})"
-    reason = call_text if has_collectives else ""
-    if is_allowed:
-        return CommunicationTexts(reason)
-    needs = _needs(sharded, moves)
-    notice = notice_of(call_text, needs, scope) if needs else ""
-    watched = "" if sharded.sharding.communicating else call_text
-    return CommunicationTexts(reason, notice, watched)
 
 
 def _choose_local_function(
@@ -491,26 +405,6 @@ def _argument_positions(call: OpCall) -> list[ArgumentPosition]:
                 if isinstance(element, TensorMeta):
                     positions.append((at, item))
     return positions
-
-
-def _needs(sharded: ShardedCall, moves: Sequence[InputMove]) -> list[str]:
-    """Describe everything that a call communicates, one line each.
-
-    These are the plans of its inputs, and the collectives of its local function along mesh axes.
-    """
-    plans = [(move.position, move.plan) for move in moves]
-    plans += [(move.position, move.write_back) for move in moves if move.write_back]
-    needs = []
-    for i, plan_of_input in plans:
-        if plan_of_input.collectives:
-            ends = f"{plan_of_input.src!r} -> {plan_of_input.dst!r}"
-            needs.append(f"  input {i}: {ends}\n{plan_of_input}")
-    mesh = sharded.specs[0].mesh
-    axes = [axis for axis in sharded.sharding.communicating if mesh.shape[axis] > 1]
-    if axes:
-        names = ", ".join(repr(mesh.axis_names[axis]) for axis in axes)
-        needs.append(f"  collectives of its local function along {names}")
-    return needs
 
 
 _ELEMENT_BY_ELEMENT = pointwise()
