@@ -16,7 +16,7 @@ from .collectives.uneven import (
     scatter,
 )
 from .elastic import ElasticWorld
-from .errors import CollectiveError, LockstepError, MeshError, PeerError
+from .errors import CollectiveError, DeadlockError, LockstepError, MeshError, PeerError
 from .events import purpose
 from .facades import facade
 from .groups.process_groups import Comm, comm_over
@@ -39,6 +39,7 @@ __all__ = [
     "CollectiveError",
     "Comm",
     "CommDebugMode",
+    "DeadlockError",
     "DeviceMesh",
     "ElasticWorld",
     "Link",

@@ -495,15 +495,15 @@ def run_at_end_of_backward(function: Callable[[], None]) -> None:
 # --- the creation of groups, which a lab takes over ------------------------------------------------
 
 
-def group_helper() -> Callable[..., Any]:
-    """Return the function through which c10d creates all of its groups."""
-    helper: Callable[..., Any] = _c10d._new_process_group_helper
-    return helper
+def c10d_function(name: str) -> Callable[..., Any]:
+    """Return the function that c10d calls by a name."""
+    function: Callable[..., Any] = getattr(_c10d, name)
+    return function
 
 
-def set_group_helper(helper: Callable[..., Any]) -> None:
-    """Have c10d create all of its groups through a function."""
-    _c10d._new_process_group_helper = helper
+def set_c10d_function(name: str, function: Callable[..., Any]) -> None:
+    """Have c10d call another function by a name."""
+    setattr(_c10d, name, function)
 
 
 def note_backend(group: ProcessGroup, backend: str) -> None:

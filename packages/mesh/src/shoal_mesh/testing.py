@@ -2,7 +2,7 @@
 
 Four gloo ranks start once per session in about two seconds; then a test takes milliseconds.
 
-May import: _torch, accelerator, argument_types, errors, events, groups, local_ranks, mesh,
+May import: _torch, accelerator, argument_types, errors, events, groups, lab, local_ranks, mesh,
 observers.
 """
 
@@ -23,12 +23,23 @@ from .argument_types import require, require_each
 from .errors import MeshError
 from .events import Event, observing
 from .groups.world import ensure_world, require_world
+from .lab.calls import GroupKey as GroupKey
+from .lab.group import LabGroup as LabGroup
+from .lab.link import RankFacts as RankFacts
+from .lab.rank_state import RandomStates as RandomStates
+from .lab.run import Lab, lab
+from .lab.threads import (
+    Conductor as Conductor,
+    ThreadLink as ThreadLink,
+    run_on_threads as run_on_threads,
+)
 from .local_ranks.pool import RankPool, kept_pool
 from .mesh.create import init_device_mesh
 from .mesh.device_mesh import DeviceMesh
 from .observers.comm_debug import CommDebugMode
 
 __all__ = [
+    "Lab",
     "RankPool",
     "RankTestCase",
     "all_ranks",
@@ -36,6 +47,7 @@ __all__ = [
     "default_world_size",
     "device_type",
     "fake_world",
+    "lab",
     "observed",
     "on_ranks",
     "rank_pool",

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from shoal_mesh import _torch
+
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Small whole numbers that differ on all ranks, so that sums are exact."""
@@ -18,7 +20,7 @@ def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def reductions(rank: int, size: int) -> list[Any]:
-    results = []
+    results: list[Any] = []
     for op in ("SUM", "PRODUCT", "MIN", "MAX"):
         for dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.float16):
             tensor = values(rank, 2, 3, dtype=dtype)
@@ -113,7 +115,7 @@ def groups(rank: int, size: int) -> list[Any]:
     dist.all_reduce(total, group=mine)
     alone = dist.new_group([rank], use_local_synchronization=True)
     dist.all_reduce(total, group=alone)
-    own, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    own, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])  # type: ignore[no-untyped-call]  # of torch
     gathered = torch.zeros(2)
     dist.all_gather_into_tensor(gathered, torch.tensor([float(rank)]), group=own)
     dist.barrier(group=mine)
@@ -146,7 +148,7 @@ def functional_collectives(rank: int, size: int) -> list[Any]:
 
 
 def stores(rank: int, size: int) -> list[Any]:
-    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    store = _torch.PrefixStore("test", _torch.default_store())
     if rank == 0:
         store.set("key", "value")
     value = store.get("key")

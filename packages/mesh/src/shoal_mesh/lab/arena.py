@@ -29,7 +29,7 @@ _MOST_IDLE = 1 << 23
 
 
 class Extent(NamedTuple):
-    """Some pages of a rank's file.
+    """Some bytes of a rank's file.
 
     Attributes:
         rank: the rank that owns the file.
@@ -47,11 +47,30 @@ class Packet(NamedTuple):
 
     Attributes:
         metas: shapes and dtypes of the tensors.
-        data: their bytes, or the pages that have them.
+        data: their bytes, or the part of a file that has them.
+        first: the number of the first tensor among the tensors of the call.
     """
 
     metas: tuple[Meta, ...]
     data: bytes | Extent
+    first: int = 0
+
+    def tensor(self, number: int) -> Packet:
+        """Return the packet of one of the tensors.
+
+        Args:
+            number: its number.
+        """
+        if number >= len(self.metas):
+            return self
+        starts, _ = _places(self.metas[: number + 1])
+        start = starts[-1]
+        meta = self.metas[number]
+        size = meta.numel * meta.dtype.itemsize
+        if isinstance(self.data, bytes):
+            return Packet((meta,), self.data[start : start + size], number)
+        extent = Extent(self.data.rank, self.data.offset + start, size)
+        return Packet((meta,), extent, number)
 
 
 class SharedFile(NamedTuple):
@@ -115,8 +134,8 @@ class Arena:
         return Packet(metas, extent)
 
     @contextmanager
-    def read(self, packet: Packet) -> Iterator[list[Tensor]]:
-        """Open a block in which the tensors of a packet can be read.
+    def read(self, packet: Packet) -> Iterator[dict[int, Tensor]]:
+        """Open a block in which the tensors of a packet can be read, by their numbers.
 
         Args:
             packet: the packet, of any rank.
@@ -124,10 +143,10 @@ class Arena:
         starts, length = _places(packet.metas)
         if isinstance(packet.data, bytes):
             memory = torch.frombuffer(bytearray(packet.data or b"\0"), dtype=torch.uint8)
-            yield _views(memory, starts, packet.metas)
+            yield _views(memory, starts, packet)
             return
         with self._mapped(packet.data) as memory:
-            yield _views(memory[:length], starts, packet.metas)
+            yield _views(memory[:length], starts, packet)
 
     def free(self, offsets: Sequence[int]) -> None:
         """Free extents that all other ranks have read.
@@ -157,9 +176,15 @@ class Arena:
 
     @contextmanager
     def _mapped(self, extent: Extent) -> Iterator[Tensor]:
-        memory = mmap.mmap(self._file(extent.rank), extent.length, offset=extent.offset)
+        # a mapping begins with a page
+        before = extent.offset % _PAGE
+        if not extent.length:
+            yield torch.empty(0, dtype=torch.uint8, device="cpu")
+            return
+        length = before + extent.length
+        memory = mmap.mmap(self._file(extent.rank), length, offset=extent.offset - before)
         # the mapping ends with the last tensor that refers to it
-        yield torch.frombuffer(memory, dtype=torch.uint8)
+        yield torch.frombuffer(memory, dtype=torch.uint8)[before:]
 
     def _file(self, rank: int) -> int:
         descriptor = self._files.get(rank)
@@ -188,12 +213,12 @@ def _fill(memory: Tensor, starts: Sequence[int], tensors: Sequence[Tensor]) -> N
             place.copy_(tensor)
 
 
-def _views(memory: Tensor, starts: Sequence[int], metas: Sequence[Meta]) -> list[Tensor]:
-    views = []
-    for start, meta in zip(starts, metas, strict=True):
+def _views(memory: Tensor, starts: Sequence[int], packet: Packet) -> dict[int, Tensor]:
+    views = {}
+    for number, (start, meta) in enumerate(zip(starts, packet.metas, strict=True), packet.first):
         size = meta.numel * meta.dtype.itemsize
         if size:
-            views.append(memory[start : start + size].view(meta.dtype).view(meta.shape))
+            views[number] = memory[start : start + size].view(meta.dtype).view(meta.shape)
         else:
-            views.append(torch.empty(meta.shape, dtype=meta.dtype, device="cpu"))
+            views[number] = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
     return views

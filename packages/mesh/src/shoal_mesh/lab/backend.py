@@ -66,7 +66,15 @@ def _init_in_lab(*args: Any, **kwargs: Any) -> Any:
     return _ORDINARY_INIT(*args, **kwargs)
 
 
-_ORDINARY_HELPER = _torch.group_helper()
+def _timeout_in_lab(backend: str) -> Any:
+    """Return the timeout of a backend, which a lab does not need."""
+    if current_link() is None:
+        return _ORDINARY_TIMEOUT(backend)
+    return _torch.default_timeout(dist.Backend("gloo"))
+
+
+_ORDINARY_HELPER = _torch.c10d_function("_new_process_group_helper")
+_ORDINARY_TIMEOUT = _torch.c10d_function("_get_default_timeout")
 _ORDINARY_INIT = dist.init_process_group
 # Declared mutable state: how many blocks of `installed` are open, and handlers of rendezvous.
 _OPEN = [0]
@@ -98,7 +106,8 @@ def install() -> None:
         for scheme in _SCHEMES:
             _HANDLERS[scheme] = handlers[scheme]
             handlers[scheme] = _rendezvous_in_lab(scheme)
-        _torch.set_group_helper(_create_in_lab)
+        _torch.set_c10d_function("_new_process_group_helper", _create_in_lab)
+        _torch.set_c10d_function("_get_default_timeout", _timeout_in_lab)
         dist.init_process_group = _init_in_lab
 
 
@@ -109,7 +118,8 @@ def uninstall() -> None:
         if _OPEN[0]:
             return
         _torch.rendezvous_handlers().update(_HANDLERS)
-        _torch.set_group_helper(_ORDINARY_HELPER)
+        _torch.set_c10d_function("_new_process_group_helper", _ORDINARY_HELPER)
+        _torch.set_c10d_function("_get_default_timeout", _ORDINARY_TIMEOUT)
         dist.init_process_group = _ORDINARY_INIT
 
 

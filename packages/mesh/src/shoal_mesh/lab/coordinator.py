@@ -16,6 +16,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 
 from .arena import Extent, Packet
+from .calls import sources_of
+from .meetings import Answer, Meeting, Task, Ticket
 from .messages import (
     INPUTS,
     REDUCE,
@@ -30,8 +32,10 @@ from .messages import (
     Totals,
     Wait,
 )
-from .scheduler import Answer, Meeting, Scheduler, Task, Ticket
+from .scheduler import Scheduler
 
+# collectives in which a member brings an input for each other member
+_ONE_FOR_EACH = frozenset({"reduce_scatter", "all_to_all", "scatter"})
 # seconds that other threads of ranks have to end the wait of all main threads
 _GRACE = 10.0
 
@@ -66,7 +70,9 @@ class Coordinator:
         self._held: dict[Meeting, list[Task]] = {}
         self._unsent: dict[Task, Reply] = {}
         self._freed: dict[int, list[int]] = defaultdict(list)
-        self._thread = threading.Thread(target=self._serve, name="shoal_lab", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve_or_hang_up, name="shoal_lab", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -78,6 +84,15 @@ class Coordinator:
         self._listener.close()
         os.close(self._wake)
         os.close(self._woken)
+
+    def _serve_or_hang_up(self) -> None:
+        """Serve ranks; an error here ends their connections, so that none of them waits for ever."""
+        try:
+            self._serve()
+        except BaseException:
+            for connection in self._connections:
+                connection.close()
+            raise
 
     def _serve(self) -> None:
         socket = self._listener._listener._socket  # type: ignore[attr-defined]  # no public way to wait for a connection
@@ -201,26 +216,41 @@ class Coordinator:
         task = answer.task
         if answer.error is not None:
             self._send(task, Reply(VALUE, error=answer.error))
-        elif not isinstance(answer.value, Meeting):
+        elif not isinstance(answer.value, Ticket):
             # the first turn of a rank is given without a request
             self._send(task, Reply(VALUE, answer.value))
-        elif answer.value.calls[0].kind != "all_reduce":
-            self._send_inputs(task, answer.value, INPUTS)
-        else:
+        elif answer.value.call.kind == "all_reduce":
             self._send_all_reduce(task, answer.value)
+        elif answer.value.call.kind in _ONE_FOR_EACH:
+            self._send_own_inputs(task, answer.value)
+        else:
+            self._send_inputs(task, answer.value, INPUTS)
 
-    def _send_all_reduce(self, task: Task, meeting: Meeting) -> None:
+    def _send_own_inputs(self, task: Task, ticket: Ticket) -> None:
+        """Send the only input of each member that a member needs, as far as the call has one."""
+        meeting = ticket.meeting
+        assert meeting is not None, "a complete call has met the others"
+        packets: dict[int, list[Packet]] = {}
+        for number in range(len(ticket.call.outputs)):
+            for source in sources_of(ticket.call, number):
+                packet: Packet = meeting.tickets[source.member].payload
+                packets.setdefault(source.member, []).append(packet.tensor(source.position))
+        self._send(task, Reply(INPUTS, pickle.dumps(packets)))
+
+    def _send_all_reduce(self, task: Task, ticket: Ticket) -> None:
         """Send reductions, or have the first rank that waits compute them for all."""
+        meeting = ticket.meeting
+        assert meeting is not None, "a complete call has met the others"
         is_small = isinstance(meeting.tickets[0].payload.data, bytes)
         if is_small:
-            self._send_inputs(task, meeting, INPUTS)
+            self._send_inputs(task, ticket, INPUTS)
         elif meeting.totals is not None:
             self._send(task, Reply(TOTALS, meeting.totals))
         elif meeting.reducer is not None:
             self._held.setdefault(meeting, []).append(task)
         else:
             meeting.reducer = task
-            self._send_inputs(task, meeting, REDUCE)
+            self._send_inputs(task, ticket, REDUCE)
 
     def _take_totals(self, rank: int, message: Totals) -> None:
         meeting = self._tickets[rank, message.number].meeting
@@ -229,11 +259,15 @@ class Coordinator:
         for task in self._held.pop(meeting, []):
             self._send(task, Reply(TOTALS, message.packet))
 
-    def _send_inputs(self, task: Task, meeting: Meeting, kind: int) -> None:
+    def _send_inputs(self, task: Task, ticket: Ticket, kind: int) -> None:
+        meeting = ticket.meeting
+        assert meeting is not None, "a complete call has met the others"
         source = meeting.calls[0].rank if meeting.calls[0].kind == "send" else None
         packed = self._packed.get(meeting)
         if packed is None:
-            packets: dict[int, Packet] = {m: t.payload for m, t in meeting.tickets.items()}
+            packets: dict[int, list[Packet]] = {
+                member: [other.payload] for member, other in meeting.tickets.items()
+            }
             packed = pickle.dumps(packets)
             self._packed[meeting] = packed
         self._send(task, Reply(kind, packed, source=source))

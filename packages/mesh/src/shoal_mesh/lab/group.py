@@ -41,7 +41,6 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         self._member = key.ranks.index(link.facts.rank)
         super().__init__(self._member, len(key.ranks))
         self._link = link
-        self._number = 0
         self._name = key.name
         self._description = "undefined"
         self.options = SimpleNamespace(_timeout=timeout or dt.timedelta(minutes=30))
@@ -80,7 +79,7 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         return self
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._number
+        return self._link.started(self.key)
 
     def _set_sequence_number_for_group(self) -> None:
         pass
@@ -252,8 +251,7 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         call = self._call(kind, inputs, outputs, root=root)
         call.op = op[0]
         call.factor = op[1]
-        call.number = self._number
-        self._number += 1
+        call.number = self._link.count_start(self.key)
         return self._post(call, inputs, outputs, result=result)
 
     def _call(self, kind: str, inputs: Tensors, outputs: Tensors, **facts: Any) -> Call:

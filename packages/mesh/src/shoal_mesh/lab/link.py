@@ -7,10 +7,12 @@ rank.
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -18,12 +20,13 @@ from torch import Tensor
 
 from .. import _torch
 from ..errors import MeshError
+from ..shared_memory.recorder import LIBRARIES
 from .calls import Call, Frame, GroupKey
 from .shared_values import StoreRequest
 
 _KEY = "shoal_mesh.lab"
 _MOST_FRAMES = 4
-_LIBRARIES = ("torch", "shoal_mesh", "importlib", "runpy", "contextlib", "threading", "concurrent")
+_STANDARD_LIBRARIES = frozenset({"importlib", "runpy", "contextlib", "threading", "concurrent"})
 # Declared mutable state: the link of a process that is one rank, for all of its threads.
 _OF_PROCESS: list[Link] = []
 
@@ -81,6 +84,7 @@ class Link(ABC):
         self.facts = facts
         # C++ keeps no reference to the part of a store that is in Python
         self.stores: list[Any] = []
+        self._started: dict[GroupKey, int] = {}
 
     @abstractmethod
     def post(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pending:
@@ -122,6 +126,24 @@ class Link(ABC):
         Raises:
             TimeoutError: it has a time limit, and no rank can go on otherwise.
         """
+
+    def started(self, key: GroupKey) -> int:
+        """Return how many collectives this rank has started in a group.
+
+        Args:
+            key: the group.
+        """
+        return self._started.get(key, 0)
+
+    def count_start(self, key: GroupKey) -> int:
+        """Return the number of the collective that this rank starts in a group.
+
+        Args:
+            key: the group.
+        """
+        number = self._started.get(key, 0)
+        self._started[key] = number + 1
+        return number
 
     def next_generation(self, key: GroupKey) -> GroupKey:
         """Return the identity of a new group, which differs from earlier groups of its name.
@@ -176,13 +198,19 @@ def require_link() -> Link:
     return link
 
 
+@lru_cache(maxsize=4096)
+def _is_of_library(module: str) -> bool:
+    """Return whether a module belongs to torch, to these packages or to machinery of Python."""
+    package = module.partition(".")[0]
+    return package in _STANDARD_LIBRARIES or re.fullmatch(LIBRARIES, package) is not None
+
+
 def program_frames() -> tuple[Frame, ...]:
     """Return the innermost lines of the program that calls a collective, innermost first."""
     frames: list[Frame] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < _MOST_FRAMES:
-        module = frame.f_globals.get("__name__", "").partition(".")[0]
-        if module not in _LIBRARIES:
+        if not _is_of_library(frame.f_globals.get("__name__", "")):
             code = frame.f_code
             frames.append(Frame(code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back

@@ -30,8 +30,7 @@ from .messages import (
     Wait,
 )
 from .shared_values import StoreRequest
-from .threads import copy_message
-from .values import deliver, totals_of
+from .values import copy_message, deliver, totals_of
 
 
 class ProcessLink(Link):
@@ -73,7 +72,7 @@ class ProcessLink(Link):
         reply = self._receive()
         if reply.kind == TOTALS:
             with self._arena.read(reply.value) as totals:
-                deliver(pending.call, pending.outputs, {}, totals)
+                deliver(pending.call, pending.outputs, {}, [*totals.values()])
         else:
             self._read_inputs(pending, reply)
         if pending.outputs:
@@ -83,18 +82,17 @@ class ProcessLink(Link):
         pending.source = reply.source
 
     def _read_inputs(self, pending: Pending, reply: Reply) -> None:
-        packets: Mapping[int, Packet] = pickle.loads(reply.value)
+        packets: Mapping[int, list[Packet]] = pickle.loads(reply.value)
         call = pending.call
         with ExitStack() as stack:
             needed = packets if pending.outputs else {}
-            inputs = {
-                member: stack.enter_context(self._arena.read(packet))
-                for member, packet in needed.items()
-                if packet.metas
-            }
+            inputs: dict[int, dict[int, Tensor]] = {}
+            for member, of_member in needed.items():
+                tensors = [stack.enter_context(self._arena.read(packet)) for packet in of_member]
+                inputs[member] = {n: tensor for each in tensors for n, tensor in each.items()}
             if call.kind == "recv":
                 with torch.no_grad():
-                    copy_message(inputs[0], pending.outputs)
+                    copy_message([*inputs[0].values()], pending.outputs)
                 return
             totals = totals_of(call, inputs) if call.kind == "all_reduce" else []
             if reply.kind == REDUCE:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from ..argument_types import require, require_each
 from ..errors import MeshError
+from ..local_ranks.pool import ForkServer
 from .backend import NAME, installed
 from .link import RankFacts
 from .processes import Order, run_on_processes
-from .programs import run_program
+from .programs import imports_of, loaded_modules, run_program
 from .rank_state import RankState, environment_of
 from .thread_world import RankLink, worlds_of_threads
 from .threads import Conductor, run_on_threads
@@ -25,7 +26,27 @@ Isolation = Literal["process", "thread"]
 
 
 class Lab:
-    """A number of ranks on this machine, made for each run; see `lab`."""
+    """A number of ranks on this machine, made for each run; `lab` returns one.
+
+    Args:
+        ranks: number of ranks.
+        isolation: `process` or `thread`.
+        seed: of the choices among ranks that can go on, and of torch's generators.
+        order: the ranks to choose, one for each choice among several.
+        device: `cpu` to run programs for an accelerator on the CPU, or None.
+        show_output: whether ranks that are processes print to the output of this process.
+
+    Attributes:
+        choices: the ranks chosen in the last run where several could go on; as `order` of another
+            lab they repeat the run.
+
+    Example:
+        >>> ranks = lab(2, isolation="thread")
+        >>> ranks.run(dist.get_rank)
+        [0, 1]
+        >>> lab(2, isolation="thread", order=ranks.choices).run(dist.get_rank)
+        [0, 1]
+    """
 
     def __init__(
         self,
@@ -43,7 +64,6 @@ class Lab:
         self.order = tuple(order)
         self.device = device
         self.show_output = show_output
-        #: ranks chosen in the last run where several could go on
         self.choices: list[int] = []
 
     def run(
@@ -106,13 +126,21 @@ class Lab:
                 "threads share the main module, so a script needs ranks that are processes: "
                 "lab(ranks, isolation='process')"
             )
+        if not is_module:
+            ForkServer.get().preload(imports_of(program))
         self.run(run_program, program, tuple(arguments), is_module=is_module, world=False)
 
     def _run_on_processes(
         self, function: Callable[..., T], arguments: tuple[Any, Any], world: bool
     ) -> list[T]:
+        ForkServer.get().preload(loaded_modules())
         order = Order(
-            self.ranks, self.seed, self.order, self.device, world, environment=dict(os.environ)
+            self.ranks,
+            self.seed,
+            self.order,
+            device=self.device,
+            world=world,
+            environment=dict(os.environ),
         )
         results, self.choices = run_on_processes(
             order, function, arguments, show_output=self.show_output

@@ -14,97 +14,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
 from random import Random
-from typing import Any, NamedTuple
 
 from ..errors import DeadlockError, LockstepError, MeshError, PeerError
-from .calls import ANY, POINT_TO_POINT, Call, GroupKey, disagreement, misfit
+from .calls import ANY, POINT_TO_POINT, Call, GroupKey, disagreement
+from .meetings import Answer, Meeting, Open, Task, Ticket, misfit_of
 from .reports import RankReport, deadlock_text, mismatch_text, victim_text
 from .shared_values import SharedValues, StoreRequest
 
 # vain answers to `is_completed`, one after the other, while every other rank waits
 MOST_VAIN_POLLS = 10_000
-
-
-class Task(NamedTuple):
-    """A thread of a rank.
-
-    Attributes:
-        rank: the global rank.
-        thread: 0 for the main thread; other threads take no turns.
-    """
-
-    rank: int
-    thread: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Meeting:
-    """A collective or a message, with the calls that have arrived.
-
-    Attributes:
-        calls: the calls, by index in the group; a message has the sender as 0, the receiver as 1.
-        tickets: the tickets of the calls.
-        is_complete: whether all members have arrived.
-        totals: the reductions of an `all_reduce`, in the form of the isolation.
-        reducer: the task that computes them, where one does.
-    """
-
-    calls: dict[int, Call] = field(default_factory=dict)
-    tickets: dict[int, Ticket] = field(default_factory=dict)
-    is_complete: bool = False
-    totals: Any = None
-    reducer: Task | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A posted call of one rank.
-
-    Attributes:
-        number: the number that the rank gave the call.
-        task: the thread that posted it.
-        call: the call.
-        payload: its tensors, in the form of the isolation.
-        meeting: the meeting that the call is part of; None for a message without its other end.
-        waiter: the thread that waits for the call.
-    """
-
-    number: int
-    task: Task
-    call: Call
-    payload: Any
-    meeting: Meeting | None = None
-    waiter: Task | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the call has met the calls of its other members."""
-        return self.meeting is not None and self.meeting.is_complete
-
-
-class Answer(NamedTuple):
-    """The answer to an open request.
-
-    Attributes:
-        task: the thread that waits for it.
-        value: a Meeting, a bool, the value of a store, or None.
-        error: the exception to raise instead.
-    """
-
-    task: Task
-    value: Any = None
-    error: BaseException | None = None
-
-
-class Open(NamedTuple):
-    """An open request of a task: a ticket to wait for or to poll, or a request to the stores."""
-
-    kind: str
-    ticket: Ticket | None = None
-    store: StoreRequest | None = None
 
 
 class Scheduler:
@@ -196,6 +115,7 @@ class Scheduler:
         if not others:
             mine = self._messages if is_send else self._receives
             mine.setdefault(key, deque()).append(ticket)
+            self._wake_threads()
             return
         other = others.popleft()
         self._pair(ticket if is_send else other, other if is_send else ticket)
@@ -218,7 +138,7 @@ class Scheduler:
             return
         for ticket in meeting.tickets.values():
             if ticket.waiter is not None:
-                self._make_ready(ticket.waiter, meeting)
+                self._make_ready(ticket.waiter, ticket)
 
     def wait(self, task: Task, ticket: Ticket) -> None:
         """Open a request that is answered when a call is complete.
@@ -258,7 +178,7 @@ class Scheduler:
         if request.kind == "wait" and ticket is not None:
             ticket.waiter = task
         if request.kind == "wait" and ticket is not None and ticket.is_complete:
-            self._make_ready(task, ticket.meeting)
+            self._make_ready(task, ticket)
         elif task.thread:
             # a thread beside the main one has no turn to wait for
             self._decide(task)
@@ -302,7 +222,9 @@ class Scheduler:
         """Give turns, decide what depends on the order, and return the answers that are due."""
         while self.failure is None and not self._answers:
             self._give_turns()
-            if self._running or not self._decide_when_all_wait():
+            # a main thread may wait for another thread of its rank, without a request
+            helped = {task.rank for task in self._open if task.thread}
+            if self._running - helped or not self._decide_when_all_wait():
                 break
         answers = self._answers
         self._answers = []
@@ -321,6 +243,8 @@ class Scheduler:
             everyone_fits = len(self._running) + len(self._ready) <= self._width
             ranks = [task.rank for task in self._ready]
             rank = ranks[0] if everyone_fits else self._choose(ranks)
+            if self.failure is not None:
+                return
             self._running.add(rank)
             self._answers.append(self._ready.pop(Task(rank)))
 
@@ -362,7 +286,7 @@ class Scheduler:
         return True
 
     def _see_deadlock(self, waiting: list[Task]) -> bool:
-        if not waiting:
+        if not waiting or self._running:
             return False
         threads = sum(self._free_threads.get(task.rank, 0) for task in waiting)
         blocked = sum(1 for task in self._open if task.thread)
@@ -411,10 +335,10 @@ class Scheduler:
             self._make_ready(task, TimeoutError(request.text))
 
     def _wake_threads(self) -> None:
-        """Answer requests of threads beside the main ones that a new value answers."""
-        for task, request in list(self._open.items()):
-            if task.thread and request.store is not None and self._stores.can_answer(request.store):
-                self._make_ready(task, self._stores.answer(request.store))
+        """Answer requests of threads beside the main ones that a new value or message answers."""
+        for task in [task for task in self._open if task.thread]:
+            if task in self._open and self._can_decide(task):
+                self._decide(task)
 
     def _count_poll(self, ticket: Ticket) -> None:
         if ticket.is_complete:
@@ -447,6 +371,8 @@ class Scheduler:
         call = receive.call
         ranks = {call.group.ranks[sender]: sender for sender in senders}
         sender = ranks[self._choose(ranks)]
+        if self.failure is not None:
+            return
         self._receives[call.group, ANY, call.member, call.tag].popleft()
         send = self._messages[call.group, sender, call.member, call.tag].popleft()
         self._pair(send, receive)
@@ -491,25 +417,3 @@ class Scheduler:
             return () if peer is None or peer == ANY else (call.group.ranks[peer],)
         arrived = ticket.meeting.calls
         return tuple(rank for m, rank in enumerate(call.group.ranks) if m not in arrived)
-
-
-def misfit_of(meeting: Meeting) -> str:
-    """Describe tensors of a complete meeting that do not fit each other, or return ''."""
-    send = meeting.calls[0]
-    if send.kind != "send":
-        return misfit(meeting.calls)
-    receive = meeting.calls[1]
-    for sent, received in zip(send.inputs, receive.outputs, strict=True):
-        if (sent.numel, sent.dtype) != (received.numel, received.dtype):
-            return (
-                f"rank {receive.rank} expects {received} from rank {send.rank}, which sends {sent}"
-            )
-    return ""
-
-
-_TICKETS = count()
-
-
-def next_number() -> int:
-    """Return a number for a ticket that no other ticket of this process has."""
-    return next(_TICKETS)

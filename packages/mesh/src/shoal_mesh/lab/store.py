@@ -33,7 +33,7 @@ class LabStore(Store):
         # c10d prefixes keys with the names of groups, which differ between threads
         suffix = self._link.facts.suffix or "\0"
         names = tuple((self._prefix + key).replace(suffix, "") for key in keys)
-        request = StoreRequest(op, names, tuple(values), expires, program_frames())
+        request = StoreRequest(op, names, tuple(values), expires=expires, frames=program_frames())
         try:
             return self._link.ask_store(request)
         except TimeoutError as error:

@@ -18,10 +18,11 @@ from torch import Tensor
 from ..errors import PeerError
 from .calls import Call
 from .link import Link, Pending, RankFacts, current_link, enter_thread
+from .meetings import Answer, Meeting, Task, Ticket, next_number
 from .rank_state import RandomStates, RankState
-from .scheduler import Answer, Meeting, Scheduler, Task, Ticket, next_number
+from .scheduler import Scheduler
 from .shared_values import StoreRequest
-from .values import deliver, totals_of
+from .values import copy_message, deliver, totals_of
 
 T = TypeVar("T")
 State = RandomStates | RankState
@@ -38,6 +39,7 @@ class Conductor:
     Attributes:
         scheduler: the scheduler of the ranks.
         capture: returns the state that a rank keeps while others run.
+        used_groups: the ranks of groups in which a collective or message was complete.
     """
 
     def __init__(self, size: int, *, seed: int = 0, order: Sequence[int] = ()) -> None:
@@ -46,12 +48,17 @@ class Conductor:
         )
         self.capture: Callable[[], State] = RandomStates.capture
         self._lock = threading.Lock()
-        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        # held by its rank until the next turn; a plain lock switches threads sooner than a semaphore
+        self._turns = [threading.Lock() for _ in range(size)]
+        for turn in self._turns:
+            turn.acquire()
         self._answers: list[Answer | None] = [None] * size
         self._runner: int | None = None
+        self.used_groups: set[tuple[int, ...]] = set()
 
     def _write_outputs(self, meeting: Meeting) -> None:
         """Write the outputs of all members of a complete meeting."""
+        self.used_groups.add(meeting.calls[0].group.ranks)
         try:
             _write_outputs(meeting)
         except Exception as error:
@@ -138,17 +145,6 @@ def _write_outputs(meeting: Meeting) -> None:
         deliver(meeting.calls[member], ticket.payload[1], inputs, totals)
 
 
-def copy_message(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Write the tensors of a receive.
-
-    Args:
-        inputs: the tensors that were sent.
-        outputs: the tensors to write.
-    """
-    for sent, received in zip(inputs, outputs, strict=True):
-        received.copy_(sent.reshape(received.shape))
-
-
 def _value_of(answer: Answer) -> Any:
     """Return the value of an answer, or raise its error for this rank."""
     if answer.error is None:
@@ -169,6 +165,15 @@ class ThreadLink(Link):
     def __init__(self, facts: RankFacts, conductor: Conductor) -> None:
         super().__init__(facts)
         self.conductor = conductor
+
+    def join(self, conductor: Conductor) -> None:
+        """Take part in another run, whose collectives are counted from the start.
+
+        Args:
+            conductor: the turns of all ranks in that run.
+        """
+        self.conductor = conductor
+        self._started.clear()
 
     def post(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pending:
         """Enter a call; see `Link.post`."""
@@ -222,7 +227,7 @@ def settle(pending: Pending, ticket: Ticket) -> None:
 def run_on_threads(
     functions: Sequence[Callable[[], T]],
     links: Sequence[ThreadLink],
-    states: Sequence[State] | Callable[[], State],
+    states: Sequence[State],
     threads: Executor | None = None,
 ) -> list[T]:
     """Return the results of functions that run on the ranks of a conductor.
@@ -230,7 +235,7 @@ def run_on_threads(
     Args:
         functions: one for each rank.
         links: the links of the ranks, all of one conductor.
-        states: the first state of each rank, or a function that makes it, called on the rank.
+        states: the first state of each rank.
         threads: an executor that runs all of the functions at a time; new threads for this call
             when left out.
 
@@ -246,8 +251,7 @@ def run_on_threads(
         failed = True
         reason = "has failed"
         try:
-            state = states() if callable(states) else states[rank]
-            conductor.start(rank, state)
+            conductor.start(rank, states[rank])
             result = functions[rank]()
             failed = False
             reason = "has returned"

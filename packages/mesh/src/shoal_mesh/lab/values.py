@@ -17,7 +17,8 @@ from .._torch import ReduceOp, on_plain_kernels
 from ..errors import CollectiveError
 from .calls import REDUCING, Call, sources_of
 
-Inputs = Mapping[int, Sequence[Tensor]]
+# the tensors of each member, by their numbers
+Inputs = Mapping[int, Sequence[Tensor] | Mapping[int, Tensor]]
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -79,12 +80,11 @@ def reduce_tensors(op: str, tensors: Sequence[Tensor], factor: float | Tensor | 
 
 def totals_of(call: Call, inputs: Inputs) -> list[Tensor]:
     """Return the reduction of each input over all members, for an `all_reduce`."""
-    return [
-        on_plain_kernels(
-            reduce_tensors, call.op, [inputs[m][index] for m in sorted(inputs)], call.factor
-        )
-        for index in range(len(call.inputs))
-    ]
+    totals = []
+    for number in range(len(call.inputs)):
+        terms = [inputs[member][number] for member in sorted(inputs)]
+        totals.append(on_plain_kernels(reduce_tensors, call.op, terms, call.factor))
+    return totals
 
 
 def deliver(
@@ -99,20 +99,29 @@ def deliver(
         totals: for an `all_reduce`, the reductions of `totals_of`.
     """
     with torch.no_grad():
-        for index, output in enumerate(outputs):
-            on_plain_kernels(_write, call, index, output, (inputs, totals))
+        on_plain_kernels(_write, call, outputs, inputs, totals)
 
 
-def _write(call: Call, index: int, output: Tensor, values: tuple[Inputs, Sequence[Tensor]]) -> None:
-    """Write one output."""
-    inputs, totals = values
-    if totals:
-        output.copy_(totals[index].view(output.shape))
-        return
-    sources = sources_of(call, index)
-    terms = [inputs[source.member][source.position] for source in sources]
-    if call.kind in REDUCING:
-        output.copy_(reduce_tensors(call.op, terms, call.factor).view(output.shape))
-        return
-    if terms[0].data_ptr() != output.data_ptr() or terms[0].stride() != output.stride():
-        output.copy_(terms[0].reshape(output.shape))
+def _write(call: Call, outputs: Sequence[Tensor], inputs: Inputs, totals: Sequence[Tensor]) -> None:
+    """Write all outputs."""
+    for number, output in enumerate(outputs):
+        if totals:
+            output.copy_(totals[number].view(output.shape))
+            continue
+        sources = sources_of(call, number)
+        terms = [inputs[source.member][source.position] for source in sources]
+        if call.kind in REDUCING:
+            output.copy_(reduce_tensors(call.op, terms, call.factor).view(output.shape))
+        elif terms[0].data_ptr() != output.data_ptr() or terms[0].stride() != output.stride():
+            output.copy_(terms[0].reshape(output.shape))
+
+
+def copy_message(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Write the tensors of a receive.
+
+    Args:
+        inputs: the tensors that were sent.
+        outputs: the tensors to write.
+    """
+    for sent, received in zip(inputs, outputs, strict=True):
+        received.copy_(sent.reshape(received.shape))

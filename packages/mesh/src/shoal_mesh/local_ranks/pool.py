@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from itertools import count
 from math import inf
@@ -74,6 +74,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self.parent: int = os.getpid()
+        self._loaded: set[str] = set()
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -114,6 +115,17 @@ class ForkServer:
             ):
                 cls._own = cls()
             return cls._own
+
+    def preload(self, names: Collection[str]) -> None:
+        """Import modules before ranks are forked that need them.
+
+        Args:
+            names: the modules; they must start no threads and use no device.
+        """
+        news = sorted(set(names) - self._loaded)
+        self._loaded.update(news)
+        if news:
+            self.fork(preload=news)
 
     def fork(self, **order: object) -> None:
         """Fork a rank; `order` has the arguments of `worker._run_rank`."""

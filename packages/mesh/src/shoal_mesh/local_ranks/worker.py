@@ -58,29 +58,38 @@ class Job(NamedTuple):
 
 
 def serve_forks(preload: list[str]) -> None:
-    """Import the modules that ranks need, then fork a rank for every line of JSON on stdin.
+    """Import the modules that ranks need, then carry out every line of JSON on stdin.
+
+    A line has the arguments of a rank to fork, or more modules to import.
 
     Stdin closes when the parent ends; then the server ends its ranks and itself. The kernel's own
     signal would be sent at the end of the thread that has started this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in preload:
-        # the program may have made a module of that name itself
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    # a collection would walk half a million objects in every rank, 0.3 s, and copy their pages
-    gc.freeze()
+    _import_modules(preload)
     # the exit status of a rank is discarded, so that it leaves nothing behind
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
-        if os.fork() == 0:
+        order = json.loads(line)
+        if "preload" in order:
+            _import_modules(order["preload"])
+        elif os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _run_rank(**json.loads(line))
+            _run_rank(**order)
     # which ends them with the process that has forked them
     if sys.platform != "linux":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # of the session that this one was started in
         os.killpg(0, signal.SIGTERM)
+
+
+def _import_modules(names: list[str]) -> None:
+    for name in names:
+        # the program may have made a module of that name itself
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # a collection would walk half a million objects in every rank, 0.3 s, and copy their pages
+    gc.freeze()
 
 
 def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:

@@ -1,0 +1,111 @@
+"""Meetings of calls, and the requests and answers of ranks, as the scheduler has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+from .calls import Call, misfit
+from .shared_values import StoreRequest
+
+
+class Task(NamedTuple):
+    """A thread of a rank.
+
+    Attributes:
+        rank: the global rank.
+        thread: 0 for the main thread; other threads take no turns.
+    """
+
+    rank: int
+    thread: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """A collective or a message, with the calls that have arrived.
+
+    Attributes:
+        calls: the calls, by index in the group; a message has the sender as 0, the receiver as 1.
+        tickets: the tickets of the calls.
+        is_complete: whether all members have arrived.
+        totals: the reductions of an `all_reduce`, in the form of the isolation.
+        reducer: the task that computes them, where one does.
+    """
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    is_complete: bool = False
+    totals: Any = None
+    reducer: Task | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A posted call of one rank.
+
+    Attributes:
+        number: the number that the rank gave the call.
+        task: the thread that posted it.
+        call: the call.
+        payload: its tensors, in the form of the isolation.
+        meeting: the meeting that the call is part of; None for a message without its other end.
+        waiter: the thread that waits for the call.
+    """
+
+    number: int
+    task: Task
+    call: Call
+    payload: Any
+    meeting: Meeting | None = None
+    waiter: Task | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the call has met the calls of its other members."""
+        return self.meeting is not None and self.meeting.is_complete
+
+
+class Answer(NamedTuple):
+    """The answer to an open request.
+
+    Attributes:
+        task: the thread that waits for it.
+        value: a Ticket that is complete, a bool, the value of a store, or None.
+        error: the exception to raise instead.
+    """
+
+    task: Task
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Open(NamedTuple):
+    """An open request of a task: a ticket to wait for or to poll, or a request to the stores."""
+
+    kind: str
+    ticket: Ticket | None = None
+    store: StoreRequest | None = None
+
+
+def misfit_of(meeting: Meeting) -> str:
+    """Describe tensors of a complete meeting that do not fit each other, or return ''."""
+    send = meeting.calls[0]
+    if send.kind != "send":
+        return misfit(meeting.calls)
+    receive = meeting.calls[1]
+    for sent, received in zip(send.inputs, receive.outputs, strict=True):
+        if (sent.numel, sent.dtype) != (received.numel, received.dtype):
+            return (
+                f"rank {receive.rank} expects {received} from rank {send.rank}, which sends {sent}"
+            )
+    return ""
+
+
+_TICKETS = count()
+
+
+def next_number() -> int:
+    """Return a number for a ticket that no other ticket of this process has."""
+    return next(_TICKETS)
