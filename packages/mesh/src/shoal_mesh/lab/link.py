@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import _torch
 from ..errors import MeshError
-from ..shared_memory.recorder import LIBRARIES
+from ..watch.recorder import LIBRARIES
 from .calls import Call, Frame, GroupKey
 from .shared_values import StoreRequest
 
