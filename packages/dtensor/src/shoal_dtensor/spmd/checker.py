@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh.internal import Event, ScopedValue, observing
+from shoal_mesh.internal import Event, observing
 
 from .._torch.interception import (
-    FunctionMode,
+    CheckpointFunction,
     TorchDispatchMode,
     intercept_autograd_functions,
 )
@@ -32,9 +32,11 @@ from .declared import (
     declare_local,
     tensors_in,
 )
-from .infer import Leading, infer_types
+from .function_hints import LEADING, FunctionHints, with_wildcard
+from .infer import infer_types
 from .mesh_axes import MESH, MeshAxis
 from .messages import user_line
+from .module_boundaries import module_boundaries
 from .operator_call import LocalOperatorCall, Operand, local_meta
 from .state import CHECKER, TRACE_LOG, TRACES, active_checker, paused, varying_axes
 from .tensor_types import TensorType, is_constant, mark_constant, set_type, type_of
@@ -143,11 +145,12 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
             return operand
 
         described, named = mapped((args, {**kwargs}), Tensor, read)
+        described = with_wildcard(func, described)
         axes = _common_axes(func, operands)
         is_varying = varying_axes()
         varying = frozenset([axis for axis in axes if is_varying(axis)])
         metas = tuple([local_meta(output) for output in outputs])
-        leading = _LEADING.own()
+        leading = LEADING.own()
         key = (func, _frozen(described), _frozen(named), varying, axes, metas, leading)
         found = self._results.get(key)
         if found is None:
@@ -159,39 +162,6 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
             found = infer_types(call, axes, varying, leading)
             self._results[key] = found
         return found
-
-
-# Functions whose operators merge leading dims of their operands, and divide them again.
-_ON_BATCHES = frozenset(
-    {"linear", "matmul", "__matmul__", "__rmatmul__", "scaled_dot_product_attention"}
-)
-_LEADING: ScopedValue[Leading | None] = ScopedValue(
-    "shoal_spmd_leading", default=None, in_backward=False
-)
-
-
-class _LeadingDims(FunctionMode):
-    """The mode that notes how functions on batches shard their leading dims."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _ON_BATCHES or active_checker() is None:
-            return func(*args, **kwargs)
-        tensors = tensors_in((args, kwargs))
-        operand = max(tensors, key=lambda tensor: tensor.ndim)
-        present = type_of(operand)
-        if present is None:
-            return func(*args, **kwargs)
-        kept = 2 if func.__name__ == "scaled_dot_product_attention" else operand.ndim - 1
-        dims = tuple([present.dims.get(dim, ()) for dim in range(kept)])
-        with _LEADING.entered(Leading(dims)):
-            return func(*args, **kwargs)
 
 
 def _frozen(value: Any) -> Any:
@@ -294,6 +264,13 @@ def _refuse_varying(
 # --- autograd functions ---------------------------------------------------------------------------
 
 
+def _run_checkpointed(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+    """Run a checkpointed function as it is recomputed, with gradients, for its types."""
+    with torch.enable_grad():
+        return function(*args)
+
+
+DECOMPOSITIONS[CheckpointFunction] = _run_checkpointed
 # functions whose own `typecheck_forward` is running, and calls `apply` in turn
 _RUNNING_CHECKS: list[type] = []
 
@@ -385,7 +362,8 @@ def typecheck(strict_mode: str | None = None, *, local: bool | None = None) -> I
         stack.enter_context(CHECKER.entered(checker))
         stack.enter_context(intercept_autograd_functions(apply_checked))
         stack.enter_context(observing(before=_refuse_collective))
-        stack.enter_context(_LeadingDims())
+        stack.enter_context(module_boundaries())
+        stack.enter_context(FunctionHints())
         stack.enter_context(checker)
         yield
 

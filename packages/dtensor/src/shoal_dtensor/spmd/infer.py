@@ -332,6 +332,24 @@ def _unchanged_dims(call: LocalOperatorCall) -> Leading | None:
     return Leading(tuple(dims))
 
 
+def _local_sizes(call: LocalOperatorCall, sizes: Sequence[int]) -> list[int]:
+    """Return the positions of the sizes that may depend on the shard.
+
+    Beside a -1, numbers of the program itself do not, such as the size of a head. Sizes of the
+    operand, and products of consecutive ones, do.
+    """
+    if -1 not in sizes:
+        return [dim for dim, size in enumerate(sizes) if size != 0]
+    shape = call.operands[0].meta.shape
+    products = set()
+    for first in range(len(shape)):
+        total = 1
+        for size in shape[first:]:
+            total *= size
+            products.add(total)
+    return [dim for dim, size in enumerate(sizes) if size != -1 and size in products]
+
+
 def _is_sharded(call: LocalOperatorCall, axis: MeshAxis) -> bool:
     return any(isinstance(operand.on(axis), SHARDS) for operand in call.operands)
 
@@ -368,7 +386,7 @@ def _global_arguments(
         return
     place = lists[0]
     local: Sequence[int] = call.args[place]
-    choices = [None, *[dim for dim, size in enumerate(local) if size not in (-1, 0)]]
+    choices = [None, *_local_sizes(call, local)]
     for dims in product(choices, repeat=len(sharding)):
         sizes = [*local]
         for axis, dim in zip(sharding, dims, strict=True):

@@ -50,6 +50,7 @@ from .mesh_axes import (
     set_current_mesh,
 )
 from .messages import hide_frames_of, user_line
+from .module_boundaries import BOUNDARY_FINDERS
 from .operator_call import LocalOperatorCall, Operand, local_meta
 from .state import (
     active_checker,
@@ -58,7 +59,6 @@ from .state import (
     is_type_checking,
     leave_unchecked,
     paused,
-    resumed,
     tracing,
     varying_axes,
 )

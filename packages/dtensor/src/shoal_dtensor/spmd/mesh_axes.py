@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -124,12 +124,14 @@ class CurrentMesh:
         names: all axes by name, also axes of one rank.
         local: axes along which every coordinate is a tensor of its own, also in global mode.
         mesh: the device mesh, if the program gave one; it has the communicators.
+        lines: objects that callers keep by the name of an axis.
     """
 
     axes: tuple[MeshAxis, ...]
     names: Mapping[str, MeshAxis]
     local: frozenset[MeshAxis] = frozenset()
     mesh: Any = None
+    lines: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 MESH: ScopedValue[CurrentMesh | None] = ScopedValue("shoal_spmd_mesh", default=None)

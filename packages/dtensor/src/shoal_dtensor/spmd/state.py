@@ -85,13 +85,6 @@ def paused() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def resumed() -> Iterator[None]:
-    """Run a block whose operators are checked, inside of a block where checks are paused."""
-    with _IS_PAUSED.entered(False):
-        yield
-
-
 def leave_unchecked(function: Callable[..., Any]) -> None:
     """Leave operators unchecked while a function is running, however it is called.
 

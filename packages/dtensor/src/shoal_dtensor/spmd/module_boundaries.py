@@ -1,0 +1,89 @@
+"""Modules that declare the types of their inputs and outputs, and whose inside is not checked.
+
+While types are checked, global hooks of torch compare the inputs, pause the checker, and give the
+outputs their types.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from .state import active_checker, paused
+
+
+class Boundary(Protocol):
+    """The types of one module's inputs and outputs."""
+
+    def check_inputs(self, args: tuple[Any, ...]) -> None:
+        """Compare the types of positional inputs; raise SpmdTypeError if one is another."""
+
+    def declare_outputs(self, args: tuple[Any, ...], outputs: Any) -> None:
+        """Give the outputs their types."""
+
+
+class _Call(NamedTuple):
+    """A running call of a module: its boundary and its pause, or two times None."""
+
+    boundary: Boundary | None = None
+    pause: AbstractContextManager[None] | None = None
+
+
+# functions that return the boundary of a module, or None
+BOUNDARY_FINDERS: list[Callable[[nn.Module], Boundary | None]] = []
+
+
+class _Calls(threading.local):
+    """The calls of modules that are running on this thread."""
+
+    def __init__(self) -> None:
+        self.running: list[_Call] = []
+
+
+_CALLS = _Calls()
+
+
+def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
+    # first, because the hook after the call also runs if this one raises
+    _CALLS.running.append(_Call())
+    if active_checker() is None:
+        return
+    found = [boundary for finder in BOUNDARY_FINDERS if (boundary := finder(module)) is not None]
+    if not found:
+        return
+    found[0].check_inputs(args)
+    pause = paused()
+    pause.__enter__()
+    _CALLS.running[-1] = _Call(found[0], pause)
+
+
+def _after(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+    call = _CALLS.running.pop() if _CALLS.running else _Call()
+    if call.boundary is None or call.pause is None:
+        return
+    call.pause.__exit__(None, None, None)
+    if outputs is not None:
+        call.boundary.declare_outputs(args, outputs)
+
+
+@contextmanager
+def module_boundaries() -> Iterator[None]:
+    """Respect the declared types of modules inside the block."""
+    if not BOUNDARY_FINDERS:
+        yield
+        return
+    before = register_module_forward_pre_hook(_before)
+    after = register_module_forward_hook(_after, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
