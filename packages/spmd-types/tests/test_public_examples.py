@@ -225,3 +225,9 @@ def test_tensors_without_types_are_errors_in_strict_mode_only() -> None:
             assert not spmd.has_local_type(x + y)
     with pytest.raises(SpmdTypeError, match="permissive"), spmd.typecheck("loose"):
         pass
+
+
+def test_names_that_are_left_out_say_what_to_use() -> None:
+    for name in ("set_dist", "traceback_filtering"):
+        with pytest.raises(AttributeError, match=r"shoal_mesh|line of the program"):
+            getattr(spmd, name)

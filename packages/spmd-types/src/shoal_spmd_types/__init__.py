@@ -155,4 +155,11 @@ __all__ = [
 spmd.FINDERS.append(declare_by_method)
 spmd.hide_frames_of(str(Path(__file__).parent))
 
-__dir__, __getattr__ = facade(__name__, __all__)
+__dir__, __getattr__ = facade(
+    __name__,
+    __all__,
+    {
+        "set_dist": "collectives are those of shoal_mesh; pass a process group to use a backend",
+        "traceback_filtering": "an error names the line of the program in its first words",
+    },
+)

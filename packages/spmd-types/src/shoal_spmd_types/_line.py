@@ -6,17 +6,15 @@ May import: nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shoal_dtensor.internal import FakeTensor, spmd
 from shoal_mesh import Comm, DeviceMesh
 from shoal_mesh.errors import NoGroupError
-
-_COMMS: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +54,20 @@ class Line:
         return True
 
 
+# of simulated ranks, each of which has communicators of its own
+_MOST_LINES = 1024
+
+
+class _Cache:
+    """Lines by group or communicator, under one default group.
+
+    A line refers to its group, so another default group empties the cache.
+    """
+
+    world: ProcessGroup | None = None
+    lines: ClassVar[dict[ProcessGroup | Comm, Line]] = {}
+
+
 def line_along(axis: Any) -> Line:
     """Return the ranks along an axis.
 
@@ -66,13 +78,21 @@ def line_along(axis: Any) -> Line:
         SpmdTypeError: if the current mesh does not have the axis.
         ArgumentTypeError: for other arguments.
     """
-    if isinstance(axis, Comm):
-        return Line(spmd.normalize_axis(axis), axis.rank, axis)
-    if isinstance(axis, ProcessGroup):
-        comm = _comm_over(axis)
-        return Line(spmd.normalize_axis(axis), comm.rank, comm)
-    found = spmd.normalize_axis(axis)
+    if isinstance(axis, Comm | ProcessGroup):
+        return _line_of(axis)
     current = spmd.MESH.get()
+    if current is None or not isinstance(axis, str):
+        return _line_in(current, axis)
+    line: Line | None = current.lines.get(axis)
+    if line is None:
+        line = _line_in(current, axis)
+        current.lines[axis] = line
+    return line
+
+
+def _line_in(current: spmd.CurrentMesh | None, axis: Any) -> Line:
+    """Return the ranks along an axis of the current mesh."""
+    found = spmd.normalize_axis(axis)
     if current is None or current.mesh is None:
         return Line(found, 0, None)
     index = next((i for i, name in enumerate(current.names) if current.names[name] == found), None)
@@ -80,8 +100,7 @@ def line_along(axis: Any) -> Line:
         return Line(found, 0, None)
     mesh = current.mesh
     if not isinstance(mesh, DeviceMesh):
-        comm = _comm_over(mesh.get_group(index))
-        return Line(found, comm.rank, comm)
+        return _line_of(mesh.get_group(index))
     coordinate = mesh.get_coordinate()
     rank = coordinate[index] if coordinate is not None else 0
     try:
@@ -90,10 +109,22 @@ def line_along(axis: Any) -> Line:
         return Line(found, rank, None)
 
 
-def _comm_over(group: ProcessGroup) -> Comm:
-    comm = _COMMS.get(group)
-    if comm is None:
-        ranks = spmd.group_ranks(group)
-        comm = Comm.over(group, (spmd.group_name(group) or "group",), ranks)
-        _COMMS[group] = comm
-    return comm
+def _line_of(group: ProcessGroup | Comm) -> Line:
+    world = dist.group.WORLD
+    if world is not _Cache.world or len(_Cache.lines) > _MOST_LINES:
+        _Cache.lines.clear()
+        _Cache.world = world
+    line = _Cache.lines.get(group)
+    if line is None:
+        line = _new_line(group)
+        _Cache.lines[group] = line
+    return line
+
+
+def _new_line(group: ProcessGroup | Comm) -> Line:
+    axis = spmd.normalize_axis(group)
+    if isinstance(group, Comm):
+        return Line(axis, group.rank, group)
+    name = spmd.group_name(group) or "group"
+    comm = Comm.over(group, (name,), spmd.group_ranks(group))
+    return Line(axis, comm.rank, comm)

@@ -79,6 +79,9 @@ class Dtypes:
     backward_out: torch.dtype | None = None
 
 
+UNCHANGED = Dtypes()
+
+
 class Move(torch.autograd.Function):
     """A move along an axis whose gradient is moved by another step."""
 
@@ -115,9 +118,11 @@ def move(x: Tensor, line: Line, steps: tuple[Step, Step], dtypes: Dtypes | None 
         steps: the move, and the move of the gradient.
         dtypes: dtypes of both.
     """
+    arguments = (x, line, steps, dtypes or UNCHANGED)
+    if not spmd.is_active():
+        return cast(Tensor, apply(Move, *arguments))
     with spmd.paused():
-        result = apply(Move, x, line, steps, dtypes or Dtypes())
-    return cast(Tensor, result)
+        return cast(Tensor, apply(Move, *arguments))
 
 
 def run_step(step: Step, x: Tensor, line: Line) -> Tensor:
