@@ -1,9 +1,10 @@
-"""Types of the lowerings' autograd functions, by which plain SPMD code around them is checked.
+"""Types of lowered modules at their ports, by which plain SPMD code around them is checked.
 
-A replicated activation between modules is I: its gradient is complete on every rank. A reader that
+The inside of a lowered module is not checked: what it computes is tested against one process. A
+replicated activation between modules is I: its gradient is complete on every rank. A reader that
 reduces its gradient makes it R. Data axes are not axes of a plan's mesh; parameters are R there.
 
-May import: lowering, modules.
+May import: lowering.
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import linear
+from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Spec
-from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, local_shard, spmd
+from shoal_dtensor import DTensor, Partial, Placement, Shard as Sharded, Spec
+from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
 from shoal_mesh import Comm
 
 from .lowering import collective_functions as moves
+from .lowering.lowered import Lowered, lowered_of
 from .lowering.parameters import DeliveredShards
-from .modules.embedding import OwnRows
-from .modules.linear_product import LinearProduct
+from .lowering.ports import DTensorForward
 
 AxisType = spmd.AnyAxisType
 
@@ -87,74 +86,87 @@ def _declare_shards(outputs: Any, args: tuple[Any, ...]) -> None:
             spmd.set_type(output, type_of_parameter(param.spec, comm))
 
 
-def _declare_own_rows(outputs: Any, args: tuple[Any, ...]) -> None:
-    table = args[1]
-    present = spmd.type_of(table)
-    tokens = spmd.type_of(args[0])
-    if present is None or tokens is None:
-        return
-    rows = [axis for axis, kind in present.by_axis.items() if kind is Shard(0)]
-    found = tokens
-    for axis in rows:
-        found = found.with_axis(axis, P)
-    spmd.set_type(outputs, found)
+class _LoweredBoundary:
+    """The declared types of a lowered module: those of its ports."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.sharding = lowered.sharding
+        self.axis = spmd.normalize_axis(lowered.comm)
+
+    def check_inputs(self, args: tuple[Any, ...]) -> None:
+        """Compare the types of plain tensors with the layouts that the style expects."""
+        if self.axis.size() == 1:
+            return
+        for value, port in zip(args, self.sharding.inputs or (), strict=False):
+            if port is None or spmd.type_of(value) is None:
+                continue
+            wanted = _type_of_layout(port.layout, value.ndim)
+            if wanted is not V:
+                spmd.check_source(value, self.axis, wanted, f"input of {self.sharding.style}")
+
+    def declare_outputs(self, args: tuple[Any, ...], outputs: Any) -> None:
+        """Give plain outputs the types of the layouts in which they leave the module."""
+        typed = [value for value in args if spmd.type_of(value) is not None]
+        if not typed:
+            return
+        listed = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        for index, output in enumerate(listed):
+            if isinstance(output, Tensor) and not isinstance(output, DTensor):
+                kind = self._output_type(index, output, typed[0])
+                spmd.set_type(output, _type_beside(typed[0], output, self.axis, kind))
+
+    def _output_type(self, index: int, output: Tensor, entered: Tensor) -> AxisType:
+        """Return the type of a plain output; without a declared layout, that of the input."""
+        ports = self.sharding.outputs or ()
+        port = ports[index] if index < len(ports) else None
+        if port is not None:
+            return _type_of_layout(port.desired, output.ndim)
+        present = spmd.type_of(entered)
+        kind = V if present is None else present.by_axis.get(self.axis, V)
+        if isinstance(kind, Shard) and output.shape != entered.shape:
+            return V
+        return kind
 
 
-def _declare_linear(outputs: Any, args: tuple[Any, ...]) -> None:
-    x, weight, bias, options = args
-    leaves = options.after
-    present = spmd.type_of(x)
-    if present is None:
-        return
-    entered = _entered_type(x, options.before)
-    out, *token = outputs if isinstance(outputs, tuple) else (outputs,)
-    features = _like(x, entered, _entered_shape(x, options.before))
-    added = None if bias is None or leaves is not None else _like_parameter(bias)
-    with torch.no_grad(), spmd.resumed():
-        product = linear(features, _like_parameter(weight), added)
-    after = spmd.type_of(product) or spmd.TensorType({})
-    if leaves is not None:
-        comm = leaves[0] if isinstance(leaves, tuple) else leaves
-        dst = _shard_along(*leaves[1:]) if isinstance(leaves, tuple) else I
-        axis = spmd.normalize_axis(comm)
-        spmd.check_source(product, axis, P, "a row-wise Linear")
-        after = spmd.moved_type(product, axis, dst, out.ndim)
-    spmd.set_type(out, after)
-    for one in token:
-        spmd.set_type(one, entered)
+def _type_of_layout(layout: Placement, ndim: int) -> AxisType:
+    """Return the type of a plain tensor between modules."""
+    if layout.is_replicate():
+        return I
+    if isinstance(layout, Partial):
+        return P
+    dim = getattr(layout, "dim", None)
+    plain = isinstance(layout, Sharded) and layout.sizes is None and layout.multiple_of == 1
+    return Shard(dim % ndim) if plain and dim is not None else V
 
 
-def _entered_type(x: Tensor, enters: Any) -> spmd.TensorType:
-    """Return the type of the input of the product."""
-    if enters is None:
-        return spmd.type_of(x) or spmd.TensorType({})
-    comm = enters[0] if isinstance(enters, tuple) else enters
-    axis = spmd.normalize_axis(comm)
-    src = _shard_along(*enters[1:]) if isinstance(enters, tuple) else I
-    spmd.check_source(x, axis, src, "a column-wise Linear")
-    return spmd.moved_type(x, axis, R, x.ndim)
+def _type_beside(
+    tensor: Tensor, output: Tensor, axis: spmd.MeshAxis, kind: AxisType
+) -> spmd.TensorType:
+    """Return the type of an output; along other axes it has the type of an input.
+
+    A shard of a dim whose size changes is V.
+    """
+    present = spmd.type_of(tensor) or spmd.TensorType({})
+    found = present
+    for other, other_kind in present.by_axis.items():
+        if other == axis or not isinstance(other_kind, Shard):
+            continue
+        dim = other_kind.dim
+        stays = dim < output.ndim and output.shape[dim] == tensor.shape[dim]
+        if not stays:
+            found = found.with_axis(other, V)
+    return found if axis.size() == 1 else found.with_axis(axis, kind)
 
 
-def _entered_shape(x: Tensor, enters: Any) -> list[int]:
-    shape = [*x.shape]
-    if isinstance(enters, tuple):
-        comm, dim, sizes = enters
-        shape[dim] = sum(sizes) if sizes is not None else shape[dim] * comm.size
-    return shape
+def _boundary_of(module: nn.Module) -> _LoweredBoundary | None:
+    lowered = lowered_of(module)
+    # A style that only prepares inputs or outputs leaves the forward to be checked.
+    if lowered is None or type(lowered) is DTensorForward:
+        return None
+    return _LoweredBoundary(lowered)
 
 
-def _like(x: Tensor, tensor_type: spmd.TensorType, shape: Sequence[int]) -> Tensor:
-    like = torch.empty([*shape], dtype=x.dtype, device="meta")
-    spmd.set_type(like, tensor_type)
-    return like
-
-
-def _like_parameter(param: DTensor) -> Tensor:
-    return _like(param, type_of_parameter(param.spec, None), local_shard(param).shape)
-
-
+spmd.BOUNDARY_FINDERS.append(_boundary_of)
 spmd.hide_frames_of(str(Path(__file__).parent))
 spmd.declare_types(moves.ReversibleMove, _declare_move)
 spmd.declare_types(DeliveredShards, _declare_shards)
-spmd.declare_types(OwnRows, _declare_own_rows)
-spmd.declare_types(LinearProduct, _declare_linear)
