@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal_dtensor import Partial, Shard, distribute_tensor
 from shoal_dtensor.testing import simulate_ranks
-from shoal_mesh import DeviceMesh, abstract_mesh, all_gather, all_reduce
+from shoal_mesh import DeviceMesh, _torch, abstract_mesh, all_gather, all_reduce
+from shoal_mesh.testing import rank_pool
 
 
 def test_ranks_of_several_axes_meet_along_each() -> None:
@@ -71,3 +75,34 @@ def test_a_program_of_dtensors_runs_forward_and_backward(source: int | None) -> 
     for total, gradient in simulate_ranks(abstract_mesh((2, 3)), run):
         torch.testing.assert_close(total, expected.detach())
         torch.testing.assert_close(gradient, leaf.grad)
+
+
+def state_of_process() -> list[Any]:
+    world = dist.group.WORLD
+    groups = len(_torch.WORLDS.pg_map)
+    numbers = [torch.get_rng_state().tolist(), random.getstate(), torch.get_default_dtype()]
+    names = [dist.get_rank(), dist.get_world_size(), dist.get_backend()]
+    return [world, groups, type(_torch.WORLDS), *numbers, *names, dict(os.environ)]
+
+
+def simulate_in_job() -> list[bool]:
+    """Run a plan on simulated ranks inside of a rank of a job, before and after its own calls."""
+
+    def run(mesh: DeviceMesh) -> Tensor:
+        inside.append(dist.get_rank())
+        torch.rand(3)
+        return all_reduce(torch.ones(1), (mesh, 0))
+
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    before = state_of_process()
+    inside: list[int] = []
+    results = simulate_ranks(abstract_mesh((4,)), run)
+    after = state_of_process()
+    dist.all_reduce(total)
+    everyone = inside == [dist.get_rank()] * 4
+    return [before == after, results == [4.0] * 4, total.item() == 4, everyone]
+
+
+def test_the_job_around_a_simulation_is_unchanged() -> None:
+    assert rank_pool(2).run(simulate_in_job) == [[True] * 4] * 2

@@ -369,7 +369,7 @@ def rank_in_backward() -> list[int]:
             return gradient * (dist.get_rank() + 1)
 
     leaf = torch.ones(1, requires_grad=True)
-    Ranks.apply(leaf).sum().backward()  # type: ignore[no-untyped-call]  # torch
+    Ranks.apply(leaf).sum().backward()  # type: ignore[no-untyped-call]  # of torch
     assert leaf.grad is not None
     return leaf.grad.tolist()
 

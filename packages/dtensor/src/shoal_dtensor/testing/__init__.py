@@ -3,7 +3,8 @@
 May import: _torch, dispatch, layout, redistribute, rng, rules.
 """
 
-from .random_states import RandomStates
+from shoal_mesh.testing import RandomStates
+
 from .simulate import coordinates, deal, gather, global_value, local_shards, part_of, simulate
 from .thread_ranks import ThreadMesh, on_threads, simulate_ranks, thread_meshes
 from .validate import Report, validate

@@ -1,71 +1,79 @@
 """Ranks as threads of one process, without process groups, which may communicate.
 
-Each rank has a view of an abstract mesh. The members of a group exchange tensors by reference;
-their groups implement the calls that `shoal_mesh.collectives` makes. One rank runs at a time, with
-a default generator of its own.
+Each rank has a view of an abstract mesh, whose groups are groups of a lab: the scheduler of
+`shoal_mesh.testing.lab` on threads, without a default group. The state of c10d in this process is
+neither read nor changed, so plans can be tried inside of a job that runs.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
-from contextlib import nullcontext
-from dataclasses import dataclass
+from concurrent.futures import Executor
 from functools import partial
-from itertools import repeat
 from math import prod
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal_mesh import Comm, DeviceMesh, abstract_mesh
 from shoal_mesh.internal import accelerator
-
-from .random_states import RandomStates
-from .simulate import COMBINE, reduce_all
+from shoal_mesh.testing import (
+    Conductor,
+    GroupKey,
+    LabGroup,
+    RandomStates,
+    RankFacts,
+    ThreadLink,
+    run_on_threads,
+)
 
 T = TypeVar("T")
 
-# of a collective that is over
-_DONE = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: True)
-
 
 class Simulation:
-    """State shared by the ranks of a mesh: turns to run, and meetings of their groups."""
+    """The ranks of a mesh, which meet in the groups of their views.
+
+    Args:
+        shape: shape of the mesh.
+        names: names of the mesh axes.
+
+    Attributes:
+        shape: shape of the mesh.
+        names: names of the mesh axes.
+        links: the link of each rank.
+    """
 
     def __init__(self, shape: Sequence[int], names: Sequence[str] | None) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
         self.names: Sequence[str] = names or [*map(str, range(len(shape)))]
-        # groups in which a collective was started
-        self.used: set[tuple[int, ...]] = set()
-        # By a group's ranks: the values of the members that have arrived, by their index, and the
-        # turns on which they wait.
-        self.meetings: dict[tuple[int, ...], tuple[dict[int, Any], list[threading.Semaphore]]] = {}
-        self.ready: deque[threading.Semaphore] = deque()  # of the ranks that can go on
+        size = prod(self.shape)
+        conductor = Conductor(size)
+        self.links = [ThreadLink(RankFacts(rank, size), conductor) for rank in range(size)]
 
-    def pass_on(self) -> None:
-        """Let the next rank run; if no rank can continue, fail the ranks that wait for others."""
-        if not self.ready:
-            for _, waiting in self.meetings.values():
-                self.ready.extend(waiting)
-            self.meetings.clear()
-        if self.ready:
-            self.ready.popleft().release()
+    @property
+    def used(self) -> set[tuple[int, ...]]:
+        """The ranks of groups in which the last run completed a collective."""
+        return self.links[0].conductor.used_groups
+
+    def begin(self) -> None:
+        """Prepare another run, in which no rank has run yet."""
+        conductor = Conductor(len(self.links))
+        for link in self.links:
+            link.join(conductor)
 
     def connect(self, rank: int, ranks: tuple[int, ...]) -> Comm:
-        """Return the communicator of a rank among these ranks."""
-        index = ranks.index(rank)
+        """Return the communicator of a rank among these ranks.
+
+        Args:
+            rank: the rank.
+            ranks: the ranks of the group, in the order of the group.
+        """
         return Comm(
-            cast("ProcessGroup", ThreadGroup(self, ranks, index)),
+            SimulatedGroup(self, rank, ranks),
             name="threads",
             axes=tuple(self.names[axis] for axis in self.axes_of(ranks)),
             size=len(ranks),
-            rank=index,
+            rank=ranks.index(rank),
             line=ranks,
             order=None,
             backend="cpu:threads",
@@ -82,76 +90,23 @@ class Simulation:
     @staticmethod
     def of(mesh: DeviceMesh) -> Simulation:
         """Return the simulation of one of `thread_meshes`."""
-        return cast(ThreadGroup, mesh.comm(tuple(range(mesh.ndim))).group).simulation
+        group = mesh.comm(tuple(range(mesh.ndim))).group
+        assert isinstance(group, SimulatedGroup), "a view of `thread_meshes`"
+        return group.simulation
 
 
-@dataclass(eq=False)
-class ThreadGroup:
-    """The process group of one member of a meeting, with the methods that collectives call."""
+class SimulatedGroup(LabGroup):
+    """The group of one rank of a simulation.
 
-    simulation: Simulation
-    ranks: tuple[int, ...]
-    index: int
+    Args:
+        simulation: the simulation.
+        rank: the rank.
+        ranks: the ranks of the group, in the order of the group.
+    """
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all members by index; other ranks run until the last one arrives."""
-        simulation = self.simulation
-        brought, waiting = simulation.meetings.setdefault(self.ranks, ({}, []))
-        brought[self.index] = value
-        simulation.used.add(self.ranks)
-        if len(brought) == len(self.ranks):
-            del simulation.meetings[self.ranks]
-            simulation.ready.extend(waiting)
-        else:
-            # ranks share the process's default generators
-            states = RandomStates.capture()
-            waiting.append(turn := threading.Semaphore(0))
-            simulation.pass_on()
-            turn.acquire()
-            states.restore()
-            if len(brought) < len(self.ranks):
-                raise threading.BrokenBarrierError(
-                    f"of ranks {self.ranks}, which meet here, some do not come"
-                )
-        return [brought[index] for index in range(len(self.ranks))]
-
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
-        op = next(name for name in COMBINE if opts.reduceOp == getattr(ReduceOp, name.upper()))
-        for tensor in tensors:
-            tensor.copy_(reduce_all(self.exchange(tensor.clone()), op))
-        return _DONE
-
-    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        output.copy_(
-            torch.cat([value.reshape(-1) for value in self.exchange(tensor.clone())]).view(
-                output.shape
-            )
-        )
-        return _DONE
-
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
-        total = tensor.clone()
-        self.allreduce([total], opts)
-        output.copy_(total.view(-1).chunk(len(self.ranks))[self.index].view(output.shape))
-        return _DONE
-
-    def alltoall_base(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        received: Sequence[int],
-        sent: Sequence[int],
-        opts: Any = None,
-    ) -> Any:
-        rows = list(sent) or [tensor.shape[0] // len(self.ranks)] * len(self.ranks)
-        blocks = self.exchange(torch.split(tensor.clone(), rows))
-        output.copy_(torch.cat([from_rank[self.index] for from_rank in blocks]))
-        return _DONE
-
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
-        for tensor in tensors:
-            tensor.copy_(self.exchange(tensor.clone())[opts.rootRank])
-        return _DONE
+    def __init__(self, simulation: Simulation, rank: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(simulation.links[rank], GroupKey("threads", ranks))
+        self.simulation = simulation
 
 
 ThreadMesh = DeviceMesh  # what a thread's view is
@@ -219,29 +174,15 @@ def on_threads(
         [tensor([2., 2.]), tensor([2., 2.])]
     """
     simulation = Simulation.of(meshes[0])
+    simulation.begin()
     # no stack is formatted
     set_seed = torch.manual_seed if accelerator() else torch.default_generator.manual_seed
 
-    def work(function: Callable[[], T], turn: threading.Semaphore) -> T:
-        with turn:
-            try:
-                with torch.no_grad():
-                    set_seed(seed)
-                    return function()
-            finally:
-                simulation.pass_on()
+    def run(function: Callable[[], T]) -> T:
+        with torch.no_grad():
+            set_seed(seed)
+            return function()
 
-    turns = [threading.Semaphore(0) for _ in functions]
-    pool = nullcontext(threads) if threads else ThreadPoolExecutor(len(functions))
-    with torch.random.fork_rng(devices=()), pool as workers:
-        ranks = [*map(workers.submit, repeat(work), functions, turns)]
-        simulation.ready.extend(turns)
-        simulation.pass_on()
-        wait(ranks)
-    for rank in sorted(
-        ranks, key=lambda rank: isinstance(rank.exception(), threading.BrokenBarrierError)
-    ):
-        # raises the exceptions of the functions; exceptions caused by another rank's failure come
-        # last
-        rank.result()
-    return [rank.result() for rank in ranks]
+    works = [partial(run, function) for function in functions]
+    states = [RandomStates.capture()] * len(works)
+    return run_on_threads(works, simulation.links, states, threads)

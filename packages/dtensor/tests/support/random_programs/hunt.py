@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import BrokenBarrierError
 from typing import Any
 
 import torch
 
 from shoal_dtensor.testing import on_threads, thread_meshes
-from shoal_mesh.errors import RankError
+from shoal_mesh.errors import DeadlockError, RankError
 from shoal_mesh.testing import rank_pool
 
 from .compose import compose, holds
@@ -45,7 +44,7 @@ def on_one(programs: Sequence[Program]) -> list[str]:
                     )
                 )
             )
-        except BrokenBarrierError as error:
+        except DeadlockError as error:
             found.append(f"hang: {error!r}")
     return found
 
