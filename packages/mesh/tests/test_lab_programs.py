@@ -35,6 +35,7 @@ def numbers(output: Path) -> list[float]:
     return [float(word) for word in text.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_scripts_for_torchrun(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results_of_torchrun(name, tmp_path)

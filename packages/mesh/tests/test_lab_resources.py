@@ -129,6 +129,7 @@ def train_transformer() -> float:
     return total.item() / size
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_64_ranks_train_two_layers() -> None:
     results = {isolation: lab(64, isolation).run(train_transformer) for isolation in ISOLATIONS}
