@@ -176,6 +176,9 @@ def test_senders_take_turns_and_the_near_ones_first() -> None:
     source = Manifest(shared, {0: "a", 1: "a", 2: "b", 3: "b"}, "trainer")
     served = {name: [rows(rank, 0, 4) for rank in range(2)] for name in whole}
     target = manifest(served, "server")
+    layout = target.tensors["0"].holdings
+    shared = {name: replace(one, holdings=layout) for name, one in target.tensors.items()}
+    target = Manifest(shared, target.hosts, "server")
     near = plan_transfer(source, Manifest(target.tensors, {0: "b", 1: "b"}, "server"))
     assert near.traffic().between_hosts == 0
     assert near.traffic().most_sent == 8 * 32
@@ -184,6 +187,8 @@ def test_senders_take_turns_and_the_near_ones_first() -> None:
     assert far.traffic().between_hosts == 8 * 32, "once per receiving host"
     assert far.traffic().total == 16 * 32
     assert {copy.stage for copy in far.regions()} == {0, 1}
+    first = [copy.sender.rank for copy in far.regions() if copy.sender and copy.stage == 0]
+    assert sorted(first) == [0, 0, 1, 1, 2, 2, 3, 3], "senders take turns over the tensors"
     text = far.explain(pairs=1)
     assert "16 tensors" not in text
     assert "8 tensors from 4 ranks to 2 ranks: 512 B between ranks" in text
