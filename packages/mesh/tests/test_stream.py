@@ -25,6 +25,7 @@ from shoal_mesh.errors import CollectiveError, PeerError, RankError
 from shoal_mesh.internal import Flat, Pending, start_packed
 from shoal_mesh.shared_memory import exchange
 from shoal_mesh.shared_memory.channel import channel_of
+from shoal_mesh.shared_memory.packed_messages import Packer
 from shoal_mesh.testing import on_ranks
 
 
@@ -125,7 +126,7 @@ def test_a_failure_before_anything_is_shared_leaves_the_group_usable() -> None:
             all_gather(torch.ones(2), comm)
         with mock.patch.object(exchange, "_movable", fail), pytest.raises(MemoryError):
             all_gather(torch.ones(2), comm, async_op=True)
-        with mock.patch.object(exchange.Packer, "pack", fail), pytest.raises(MemoryError):
+        with mock.patch.object(Packer, "pack", fail), pytest.raises(MemoryError):
             got(start_packed("all_reduce", [torch.ones(1)], comm))
         x = torch.arange(3.0) + comm.rank + turn
         first, second = [*range(turn, turn + 3)], [*range(turn + 1, turn + 4)]

@@ -83,18 +83,14 @@ def env(asked: argparse.Namespace) -> tuple[list[str], int]:
     name_of = getattr(module_of(kind or "cpu"), "get_device_name", lambda index: f"{kind} {index}")
     values["GPUs"] = ", ".join(name_of(index) for index in range(device_count())) or "none"
     if kind == "cuda":
-        values["CUDA"] = (
-            f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]  # torch's
-        )
+        version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch's
+        values["CUDA"] = f"{torch.version.cuda}, NCCL {'.'.join(map(str, version))}"
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         values["/dev/shm"] = f"{free / 2**20:.0f} MiB free"
-    given = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(PREFIXES) or name in NAMES
-    }
-    values |= {f"${name}": given[name] for name in sorted(given)}
+    for name in sorted(os.environ):
+        if name.startswith(PREFIXES) or name in NAMES:
+            values[f"${name}"] = os.environ[name]
     width = max(map(len, values))
     return [f"{name:{width}}  {value}" for name, value in values.items()], 0
 
@@ -125,23 +121,19 @@ def report(dumps: Dumps, last: int = 3) -> list[str]:
     votes = Counter(rank for dump in dumps.values() for rank in dump["culprits"])
     lines = [f"{len(dumps)} of {world} ranks have written"]
     for rank, count in votes.most_common(5):
-        lines.append(
-            f"rank {rank} is named by {count}{'; it has written nothing' if rank in silent else ''}"
-        )
+        silence = "; it has written nothing" if rank in silent else ""
+        lines.append(f"rank {rank} is named by {count}{silence}")
     for rank in silent:
         seen = {dump["seen"][str(rank)] for dump in dumps.values() if str(rank) in dump["seen"]}
-        lines.append(
-            f"rank {rank} has written nothing; last seen: {'; '.join(sorted(seen)) or 'by nobody'}"
-        )
+        last_seen = "; ".join(sorted(seen)) or "by nobody"
+        lines.append(f"rank {rank} has written nothing; last seen: {last_seen}")
     for rank, dump in sorted(dumps.items()):
         lines.append(f"rank {rank} (process {dump['process']} on {dump['host']}): {dump['error']}")
-        for seconds, group, what, purpose in dump["collectives"][-last:]:
-            lines.append(
-                f"  {seconds:8.3f} s before, group {group}: "
-                f"{what}{f', for {purpose}' if purpose else ''}"
-            )
-        own = [frame for frame in dump["stack"] if not _LIBRARY.search(frame)]
-        lines.append(f"  at {own[-1] if own else 'no line of the program'}")
+        for seconds, group, collective, purpose in dump["collectives"][-last:]:
+            suffix = f", for {purpose}" if purpose else ""
+            lines.append(f"  {seconds:8.3f} s before, group {group}: {collective}{suffix}")
+        frames = [frame for frame in dump["stack"] if not _LIBRARY.search(frame)]
+        lines.append(f"  at {frames[-1] if frames else 'no line of the program'}")
     return lines
 
 
@@ -160,10 +152,10 @@ def topology(asked: argparse.Namespace) -> tuple[list[str], int]:
 
 
 def _measure(shape: tuple[int, ...], largest: int) -> tuple[tuple[Link, ...], RankOrder]:
-    device = (accelerator() if device_count() >= math.prod(shape) else None) or "cpu"
-    return measure(init_device_mesh(device, shape), largest=largest).links, measured_order(
-        shape, device
-    )
+    has_devices = device_count() >= math.prod(shape)
+    device = (accelerator() if has_devices else None) or "cpu"
+    measured = measure(init_device_mesh(device, shape), largest=largest)
+    return measured.links, measured_order(shape, device)
 
 
 def _shape(text: str) -> tuple[int, ...]:

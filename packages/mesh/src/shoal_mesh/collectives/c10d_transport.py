@@ -22,7 +22,8 @@ from .._torch import ReduceOp, Work, call_of, on_plain_kernels
 from ..errors import PeerError
 from ..groups.process_groups import Comm, comm_for
 from ..shared_memory.channel import Channel, all_have, channel_of
-from ..shared_memory.exchange import SharedMemoryTransport, is_carried, reduce_rows
+from ..shared_memory.exchange import SharedMemoryTransport, is_carried
+from ..shared_memory.row_reductions import reduce_rows
 from ..transport import Handle, Pending, Transport, as_bytes, split_divisor
 from ..watch.backend_work import BackendWork, first_failure
 from ..watch.recorder import CARRIED_DTYPES, OPS, record

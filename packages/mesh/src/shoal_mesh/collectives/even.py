@@ -18,7 +18,7 @@ from .._torch import is_compiling
 from ..errors import CollectiveError
 from ..events import observed
 from ..groups.process_groups import Comm
-from ..shared_memory.exchange import reduce_rows
+from ..shared_memory.row_reductions import reduce_rows
 from ..transport import Pending, Sizes
 from . import calls
 from .calls import Along, Async, Sync, checked, collective, normal_dim
@@ -64,11 +64,10 @@ def all_reduce(
 
     def start() -> Pending:
         # Functional collectives write to no operand, so compiled code needs no copy.
-        own = (
-            tensor.contiguous()
-            if is_compiling()
-            else tensor.clone(memory_format=torch.contiguous_format)
-        )
+        if is_compiling():
+            own = tensor.contiguous()
+        else:
+            own = tensor.clone(memory_format=torch.contiguous_format)
         return reduced(own, comm, how, async_op)
 
     return collective("all_reduce", tensor, comm, start, async_op=async_op, reduce_op=op)
@@ -102,22 +101,26 @@ def all_reduce_(
 
     def start() -> Pending:
         own = tensor
-        # a compiler cannot trace it
-        if not (tensor.is_contiguous() and (is_compiling() or not tensor.is_neg())):
-            if any(
-                size > 1 and stride == 0
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            ):
-                raise CollectiveError(
-                    f"all_reduce_ cannot write into shape {tuple(tensor.shape)} with strides "
-                    f"{tensor.stride()}: several elements are one memory location, call clone() "
-                    "first"
-                )
+        # A compiler cannot trace `is_neg`.
+        is_lazily_negated = not is_compiling() and tensor.is_neg()
+        if not tensor.is_contiguous() or is_lazily_negated:
+            _refuse_overlapping(tensor)
             own = calls.materialized(tensor)
         pending = reduced(own, comm, how, async_op)
         return pending if pending.value is tensor else pending.then(tensor.copy_)
 
     return collective("all_reduce", tensor, comm, start, async_op=async_op, reduce_op=op)
+
+
+def _refuse_overlapping(tensor: Tensor) -> None:
+    """Raise CollectiveError if several elements of a tensor are one memory location."""
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size > 1 and stride == 0:
+            raise CollectiveError(
+                f"all_reduce_ cannot write into shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}: several elements are one memory location, call clone() "
+                "first"
+            )
 
 
 @overload
@@ -152,12 +155,7 @@ def all_gather(
 
     def start() -> Pending:
         pending = calls.all_gather(source, comm, async_op)
-        # Joined along `dim` instead: (n * a, b) -> (a, n * b) for dim 1.
-        return (
-            pending
-            if dim == 0
-            else pending.then(lambda blocks: torch.cat(blocks.chunk(comm.size), dim))
-        )
+        return _join_along(pending, comm, dim)
 
     return collective(
         "all_gather_into_tensor",
@@ -257,17 +255,15 @@ def all_to_all(
         [[[1], [1]], [[2], [2]]]
     """
     comm = checked(tensor, comm)
-    split_dim, concat_dim = normal_dim(tensor, split_dim), normal_dim(tensor, concat_dim)
+    split_dim = normal_dim(tensor, split_dim)
+    concat_dim = normal_dim(tensor, concat_dim)
     if tensor.shape[split_dim] % comm.size:
         calls.refuse_uneven(tensor, split_dim, comm)
 
     def start() -> Pending:
-        pending = calls.all_to_all(_blocks_first(tensor, comm.size, split_dim), comm, async_op)
-        return (
-            pending
-            if concat_dim == 0
-            else pending.then(lambda out: torch.cat(out.chunk(comm.size), concat_dim))
-        )
+        blocks = _blocks_first(tensor, comm.size, split_dim)
+        pending = calls.all_to_all(blocks, comm, async_op)
+        return _join_along(pending, comm, concat_dim)
 
     dims = {"split_dim": split_dim, "concat_dim": concat_dim}
     return collective(
@@ -278,6 +274,13 @@ def all_to_all(
 def _blocks_first(tensor: Tensor, count: int, dim: int) -> Tensor:
     """Move the blocks along `dim` to dim 0: (a, count * b) -> (count * a, b) for dim 1."""
     return tensor if dim == 0 else torch.cat(tensor.chunk(count, dim))
+
+
+def _join_along(pending: Pending, comm: Comm, dim: int) -> Pending:
+    """Join blocks that arrive along dim 0 along `dim`: (n * a, b) -> (a, n * b) for dim 1."""
+    if dim == 0:
+        return pending
+    return pending.then(lambda blocks: torch.cat(blocks.chunk(comm.size), dim))
 
 
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
@@ -310,16 +313,19 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
 def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
     """`P -> R`: reduce a contiguous tensor that nothing else refers to."""
     sent = own if how.dtype is None else _as_sent(own, how.dtype)
+    is_sent_as_is = how.dtype is None and comm.on_gloo
     if in_tree(own, how.op):
         pending = Pending(_all_reduce_in_tree(sent, comm, how.op), None)
-    elif how.dtype is None and comm.on_gloo and calls.is_one_shot(own, comm, how.op):
+    elif is_sent_as_is and calls.is_one_shot(own, comm, how.op):
         # In the same order everywhere, so the sums of all ranks agree bit by bit.
         # (5,) -> (4, 5)
-        pending = calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)
+        copies = own.expand(comm.size, *own.shape).contiguous()
+        pending = calls.all_to_all(copies, comm)
         pending = pending.then(lambda terms: _reduced_terms(terms, how.op, own))
     else:
         pending = calls.all_reduce_(sent, comm, how.op, background)
-    return _as_asked(pending, comm, how, own.dtype) if how.divide or how.dtype else pending
+    is_converted = how.divide or how.dtype
+    return _as_asked(pending, comm, how, own.dtype) if is_converted else pending
 
 
 def reduced_blocks(
@@ -330,28 +336,36 @@ def reduced_blocks(
     Shapes are (size * m, ...) -> (m, ...), or with `sizes` (sum(sizes), ...) -> (sizes[rank], ...).
     """
     if sizes and not calls.are_equal(sizes):
-        largest = max(sizes)
-        own = sizes[comm.rank]
-        # padded blocks would send more than an all-reduce
-        if largest * comm.size > 2 * sum(sizes):
-            first = sum(sizes[: comm.rank])
-            whole = rows.clone(memory_format=torch.contiguous_format)
-            return reduced(whole, comm, how, background).then(
-                lambda total: total.narrow(0, first, own)
-            )
-        # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
-        zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
-        blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
-        padded = torch.cat([part for block, n in blocks for part in (block, zeros[: largest - n])])
-        return reduced_blocks(padded, comm, how, background).then(lambda block: block[:own])
+        return _reduced_uneven_blocks(rows, comm, how, background, sizes=sizes)
     sent = rows if how.dtype is None else _as_sent(rows, how.dtype)
     if in_tree(rows, how.op):
-        pending = calls.all_to_all(sent, comm, background).then(
-            lambda terms: _reduced_in_tree(terms, comm, how.op)
-        )
+        pending = calls.all_to_all(sent, comm, background)
+        pending = pending.then(lambda terms: _reduced_in_tree(terms, comm, how.op))
     else:
         pending = calls.reduce_scatter(sent, comm, how.op, background)
-    return _as_asked(pending, comm, how, rows.dtype) if how.divide or how.dtype else pending
+    is_converted = how.divide or how.dtype
+    return _as_asked(pending, comm, how, rows.dtype) if is_converted else pending
+
+
+def _reduced_uneven_blocks(
+    rows: Tensor, comm: Comm, how: WireReduction, background: bool, *, sizes: Sizes
+) -> Pending:
+    """`P -> S(0)`: reduce blocks of different sizes and return this rank's one."""
+    largest = max(sizes)
+    own = sizes[comm.rank]
+    # Padded blocks would send more than an all-reduce.
+    if largest * comm.size > 2 * sum(sizes):
+        first = sum(sizes[: comm.rank])
+        whole = rows.clone(memory_format=torch.contiguous_format)
+        pending = reduced(whole, comm, how, background)
+        return pending.then(lambda total: total.narrow(0, first, own))
+    # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
+    zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
+    parts = []
+    for block, size in zip(torch.split(rows, list(sizes)), sizes, strict=True):
+        parts += [block, zeros[: largest - size]]
+    pending = reduced_blocks(torch.cat(parts), comm, how, background)
+    return pending.then(lambda block: block[:own])
 
 
 def _as_sent(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -359,9 +373,9 @@ def _as_sent(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
     It has the same shape, or (..., 2) for complex numbers.
     """
-    return (
-        torch.view_as_real(calls.materialized(tensor)) if tensor.is_complex() else tensor.to(dtype)
-    )
+    if tensor.is_complex():
+        return torch.view_as_real(calls.materialized(tensor))
+    return tensor.to(dtype)
 
 
 def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dtype) -> Pending:
@@ -370,9 +384,9 @@ def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dty
         pending = pending.then(lambda total: total.div_(comm.size))
     if how.dtype is None:
         return pending
-    return pending.then(
-        lambda sent: torch.view_as_complex(sent) if dtype.is_complex else sent.to(dtype)
-    )
+    if dtype.is_complex:
+        return pending.then(torch.view_as_complex)
+    return pending.then(lambda sent: sent.to(dtype))
 
 
 def _reduced_terms(terms: Tensor, op: str, own: Tensor) -> Tensor:
@@ -386,7 +400,8 @@ def _reduced_terms(terms: Tensor, op: str, own: Tensor) -> Tensor:
 def _reduced_in_tree(terms: Tensor, comm: Comm, op: str) -> Tensor:
     """Return the sum or mean of the blocks of all ranks, (size * m, ...) -> (m, ...)."""
     # (8, 3) of 4: (4, 2, 3)
-    rows = terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:])
+    rows_per_rank = terms.shape[0] // comm.size
+    rows = terms.reshape(comm.size, rows_per_rank, *terms.shape[1:])
     return tree_sum(rows) if op == "sum" else tree_mean(rows)
 
 
@@ -398,8 +413,13 @@ def _all_reduce_in_tree(tensor: Tensor, comm: Comm, op: str) -> Tensor:
         flat.copy_(tree_sum(terms) if op == "sum" else tree_mean(terms))
         return tensor
     # 10 elements of 4 ranks: parts of 3, of which each rank sums one
-    part = -(-flat.numel() // comm.size)
-    padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])  # 10 and two zeros
-    own = _reduced_in_tree(calls.all_to_all(padded, comm).wait(), comm, op)
-    flat.copy_(calls.all_gather(own, comm).wait()[: flat.numel()])  # (12,), of which 10 are wanted
+    count = flat.numel()
+    part = -(-count // comm.size)
+    # 10 and two zeros
+    padding = flat.new_zeros(part * comm.size - count)
+    exchanged = calls.all_to_all(torch.cat([flat, padding]), comm).wait()
+    own = _reduced_in_tree(exchanged, comm, op)
+    # (12,), of which 10 are wanted
+    gathered = calls.all_gather(own, comm).wait()
+    flat.copy_(gathered[:count])
     return tensor

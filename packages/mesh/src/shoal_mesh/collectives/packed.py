@@ -73,37 +73,48 @@ def start_packed(
         [[0, 1, 0], [0, 1, 0]]
     """
     comm = checked_each(tensors, comm, "a packed collective takes a list of flat tensors")
-    rows = (comm.size,) if kind == "reduce_scatter" and tensors and tensors[0].ndim == 2 else ()
-    if not tensors or any(
-        t.dtype != tensors[0].dtype or t.shape[:-1] != rows or not t.ndim for t in tensors
-    ):
-        got = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
-        raise CollectiveError(f"a packed collective takes flat tensors of one dtype, got {got}")
-    if any(type(tensor) is not Tensor for tensor in tensors) and not is_traced(tensors[0]):
+    _check_flat(kind, tensors, comm)
+    dtype = tensors[0].dtype
+    is_plain = all(type(tensor) is Tensor for tensor in tensors)
+    if not is_plain and not is_traced(tensors[0]):
         tensors[:] = [calls.as_plain(tensor) for tensor in tensors]
     if kind == "all_gather":
         op = ""
     else:
-        reduction(tensors[0].dtype, op)
+        reduction(dtype, op)
     counts = [tensor.numel() for tensor in tensors]
     if kind == "all_reduce":
         sizes = counts
     else:
         total = check_sizes(sizes, comm)
-        if sum(counts) != (total if kind == "reduce_scatter" else sizes[comm.rank]):
+        wanted = total if kind == "reduce_scatter" else sizes[comm.rank]
+        if sum(counts) != wanted:
             raise CollectiveError(
                 f"rank {comm.rank} gives {sum(counts)} elements for a packed {kind}, but sizes say "
                 f"{tuple(sizes)}"
             )
     start = partial(_start, kind, tensors, comm, sizes, op, background)
-    return observed(start, _FUNCTIONAL[kind], comm, tensors, op, {"sizes": sizes})
+    return observed(start, _FUNCTIONAL[kind], comm, tensors, reduce_op=op, same={"sizes": sizes})
+
+
+def _check_flat(kind: str, tensors: list[Tensor], comm: Comm) -> None:
+    """Refuse tensors of several dtypes, and tensors that are not flat, or matrices of n rows."""
+    rows: tuple[int, ...] = ()
+    if kind == "reduce_scatter" and tensors and tensors[0].ndim == 2:
+        rows = (comm.size,)
+    dtypes = {tensor.dtype for tensor in tensors}
+    are_flat = all(tensor.ndim and tensor.shape[:-1] == rows for tensor in tensors)
+    if len(dtypes) != 1 or not are_flat:
+        got = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
+        raise CollectiveError(f"a packed collective takes flat tensors of one dtype, got {got}")
 
 
 def _start(
     kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool
 ) -> Pending[Flat]:
     pending: Pending[Flat] = Pending((), None)
-    if not (comm.size == 1 or is_traced(tensors[0]) or (op and in_tree(tensors[0], op))):
+    follows_tree = bool(op) and in_tree(tensors[0], op)
+    if comm.size > 1 and not is_traced(tensors[0]) and not follows_tree:
         order = comm.order if kind == "all_gather" else None
 
         def receive(arrived: Flat) -> None:
@@ -112,40 +123,37 @@ def _start(
             else:
                 pending.value = arrived
 
-        of_group = (
-            sizes if order is None else [sizes[index] for index in calls.group_to_index(comm)]
-        )
+        sizes_in_group = sizes
+        if order is not None:
+            sizes_in_group = [sizes[index] for index in calls.group_to_index(comm)]
         carrier = calls.carrier_of(comm, tensors[0], op)
-        pending.work = carrier.packed(kind, tensors, receive, of_group, own=comm.rank, op=op)
+        pending.work = carrier.packed(kind, tensors, receive, sizes_in_group, own=comm.rank, op=op)
         if pending.work is not None:
             return pending
     arriving = [sizes[comm.rank]] if kind == "reduce_scatter" else list(sizes)
-    is_matrix = any(arriving) and are_equal(arriving)  # 3, 3: (2, 3); 3, 1: [(3,), (1,)]
+    # 3, 3: (2, 3); 3, 1: [(3,), (1,)]
+    is_matrix = any(arriving) and are_equal(arriving)
     message = _in_one_tensor(kind, tensors, comm, sizes, op=op, background=background)
-    return message.then(
-        lambda flat: flat.view(len(arriving), -1) if is_matrix else torch.split(flat, arriving)
-    )
+    if is_matrix:
+        return message.then(lambda flat: flat.view(len(arriving), -1))
+    return message.then(lambda flat: torch.split(flat, arriving))
 
 
 def _in_one_tensor(
     kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool
 ) -> Pending:
-    if (
-        kind == "all_gather"
-        and comm.size > 1
-        and comm.order is None
-        and are_equal(sizes)
-        and not is_traced(tensors[0])
-    ):
+    """Run a collective of the tensors, packed into one message for the backend."""
+    if kind == "all_gather" and _is_even_in_order(tensors, comm, sizes):
+        size = sizes[0]
         # packed where it is to arrive
-        out = calls.in_huge_pages(tensors[0].new_empty(comm.size * sizes[0]))
+        out = calls.in_huge_pages(tensors[0].new_empty(comm.size * size))
         # rank 2, blocks of 3: 6:9
-        own = torch.cat(tensors, out=out.narrow(0, comm.rank * sizes[0], sizes[0]))
+        own = torch.cat(tensors, out=out.narrow(0, comm.rank * size, size))
         return calls.all_gather(own, comm, background, out)
     # The message of a single tensor is the caller's memory, so it is copied if it is reduced in
     # place.
-    is_copy = len(tensors) > 1 or kind == "all_reduce" or comm.size == 1
-    message = torch.cat(tensors, -1).view(-1) if is_copy else tensors[0].reshape(-1)
+    is_copied = len(tensors) > 1 or kind == "all_reduce" or comm.size == 1
+    message = torch.cat(tensors, -1).view(-1) if is_copied else tensors[0].reshape(-1)
     tensors.clear()
     if comm.size == 1:
         return Pending(message, None)
@@ -157,7 +165,13 @@ def _in_one_tensor(
     return reduced_blocks(message, comm, how, background, sizes=sizes)
 
 
-# the fields of an event, and how it runs
+def _is_even_in_order(tensors: list[Tensor], comm: Comm, sizes: Sizes) -> bool:
+    """Tell whether equal messages arrive in the order of the group, of several ranks."""
+    if comm.size == 1 or comm.order is not None:
+        return False
+    return are_equal(sizes) and not is_traced(tensors[0])
+
+
 def _coalesced(
     name: str,
     tensors: Sequence[Tensor],
@@ -174,13 +188,14 @@ def _coalesced(
 
     def run_each() -> list[Tensor]:
         out = list(tensors)
-        for of_dtype in positions.values():
-            for i, result in zip(of_dtype, run([tensors[i] for i in of_dtype]), strict=True):
+        for indices in positions.values():
+            results = run([tensors[i] for i in indices])
+            for i, result in zip(indices, results, strict=True):
                 out[i] = result
         return out
 
     facts = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": dim}
-    return observed(run_each, name, comm, tensors, op, facts)
+    return observed(run_each, name, comm, tensors, reduce_op=op, same=facts)
 
 
 def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -> list[Tensor]:
@@ -206,10 +221,10 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
     for tensor in tensors:
         reduction(tensor.dtype, op)
 
-    def run(alike: list[Tensor]) -> list[Tensor]:
-        flat = [tensor.reshape(-1) for tensor in alike]
+    def run(same_dtype: list[Tensor]) -> list[Tensor]:
+        flat = [tensor.reshape(-1) for tensor in same_dtype]
         totals = start_packed("all_reduce", flat, comm, op=op, background=False).wait()
-        return [total.view(tensor.shape) for total, tensor in zip(totals, alike, strict=True)]
+        return [total.view(tensor.shape) for total, tensor in zip(totals, same_dtype, strict=True)]
 
     return _coalesced("all_reduce_coalesced", tensors, comm, run, dim=None, op=op)
 
@@ -238,20 +253,22 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
     for tensor in tensors:
         normal_dim(tensor if tensor.ndim else tensor.view(1), dim)
 
-    def run(alike: list[Tensor]) -> list[Tensor]:
-        flat = [tensor.reshape(-1) for tensor in alike]
-        lengths = [each.numel() for each in flat]
+    def run(same_dtype: list[Tensor]) -> list[Tensor]:
+        flat = [tensor.reshape(-1) for tensor in same_dtype]
+        lengths = [tensor.numel() for tensor in flat]
 
         def unpack(rows: Flat) -> list[Tensor]:
-            # of_rank[i][k]: tensor k of rank i
-            of_rank = [torch.split(row, lengths) for row in rows]
-            return [
-                torch.cat([shard.view(tensor.shape or (1,)) for shard in shards], dim)
-                for tensor, *shards in zip(alike, *of_rank, strict=True)
-            ]
+            # shards_of_ranks[i][k]: tensor k of rank i
+            shards_of_ranks = [torch.split(row, lengths) for row in rows]
+            gathered = []
+            for tensor, *shards in zip(same_dtype, *shards_of_ranks, strict=True):
+                shape = tensor.shape or (1,)
+                gathered.append(torch.cat([shard.view(shape) for shard in shards], dim))
+            return gathered
 
         sizes = [sum(lengths)] * comm.size
-        return start_packed("all_gather", flat, comm, sizes, background=False).then(unpack).wait()
+        pending = start_packed("all_gather", flat, comm, sizes, background=False)
+        return pending.then(unpack).wait()
 
     return _coalesced("all_gather_into_tensor_coalesced", tensors, comm, run, dim=dim)
 
@@ -286,18 +303,17 @@ def reduce_scatter_coalesced(
         if tensor.shape[normal_dim(tensor, dim)] % comm.size:
             refuse_uneven(tensor, dim, comm)
 
-    def run(alike: list[Tensor]) -> list[Tensor]:
+    def run(same_dtype: list[Tensor]) -> list[Tensor]:
         # 2 ranks, tensors of 4 and 2 elements: rows a b and e go to rank 0, c d and f to rank 1, so
-        # 3 elements to each.
-        blocks = [torch.stack(tensor.chunk(comm.size, dim)) for tensor in alike]  # (n, *block)
-        rows = [each.view(comm.size, -1) for each in blocks]  # (2, 2) and (2, 1)
-        widths = [row.shape[1] for row in rows]  # 4 and 2 elements on 2 ranks: [2, 1]
-        own = start_packed(
-            "reduce_scatter", rows, comm, [sum(widths)] * comm.size, op=op, background=False
-        ).wait()[0]
-        return [
-            part.view(each.shape[1:])
-            for part, each in zip(torch.split(own, widths), blocks, strict=True)
-        ]
+        # 3 elements to each. Each tensor is stacked to (n, *block).
+        blocks = [torch.stack(tensor.chunk(comm.size, dim)) for tensor in same_dtype]
+        # (2, 2) and (2, 1)
+        rows = [block.view(comm.size, -1) for block in blocks]
+        # 4 and 2 elements on 2 ranks: [2, 1]
+        widths = [row.shape[1] for row in rows]
+        sizes = [sum(widths)] * comm.size
+        pending = start_packed("reduce_scatter", rows, comm, sizes, op=op, background=False)
+        parts = torch.split(pending.wait()[0], widths)
+        return [part.view(block.shape[1:]) for part, block in zip(parts, blocks, strict=True)]
 
     return _coalesced("reduce_scatter_tensor_coalesced", tensors, comm, run, dim=dim, op=op)

@@ -70,10 +70,10 @@ def all_gather_v(
     comm = checked(tensor, comm)
     dim = normal_dim(tensor, dim)
     total = check_sizes(sizes, comm)
-    if tensor.shape[dim] != sizes[comm.rank]:
+    own_size = tensor.shape[dim]
+    if own_size != sizes[comm.rank]:
         raise CollectiveError(
-            f"rank {comm.rank} gives {tensor.shape[dim]} along dim {dim}, but sizes say "
-            f"{tuple(sizes)}"
+            f"rank {comm.rank} gives {own_size} along dim {dim}, but sizes say {tuple(sizes)}"
         )
     if are_equal(sizes):
         return all_gather(tensor, comm, dim, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
@@ -82,11 +82,8 @@ def all_gather_v(
         pending = calls.all_gather_v(tensor.movedim(dim, 0), comm, sizes, async_op)
         return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
-    facts = {
-        "shape": (*tensor.shape[:dim], total, *tensor.shape[dim + 1 :]),
-        "dim": dim,
-        "sizes": sizes,
-    }
+    gathered_shape = (*tensor.shape[:dim], total, *tensor.shape[dim + 1 :])
+    facts = {"shape": gathered_shape, "dim": dim, "sizes": sizes}
     return collective(
         "all_gather_into_tensor", tensor, comm, start, async_op=async_op, reduce_op="", same=facts
     )
@@ -203,10 +200,11 @@ def all_to_all_v(
     comm = checked(flat, comm, "flat")
     total = check_sizes(send_sizes, comm, "send_sizes")
     check_sizes(recv_sizes, comm, "recv_sizes")
-    if send_sizes[comm.rank] != recv_sizes[comm.rank]:
+    sends_itself = send_sizes[comm.rank]
+    expects = recv_sizes[comm.rank]
+    if sends_itself != expects:
         raise CollectiveError(
-            f"rank {comm.rank} sends itself {send_sizes[comm.rank]} elements, but receives "
-            f"{recv_sizes[comm.rank]}"
+            f"rank {comm.rank} sends itself {sends_itself} elements, but receives {expects}"
         )
     if flat.shape != (total,):
         raise CollectiveError(
@@ -257,39 +255,47 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
         "scatter takes a list of tensors on the source, None elsewhere",
         CollectiveTypeError,
     )
-    mine = tuple(tensors or ()) if comm.rank == src else ()
+    sent: tuple[Tensor, ...] = ()
     if comm.rank == src:
-        require_each(mine, Tensor, "scatter sends a list of tensors", CollectiveTypeError)
-        # no gradient is followed here
-        mine = tuple([tensor.detach() for tensor in mine])
-        for tensor in mine:
-            check_operand(tensor, "a tensor")
-        if len(mine) != comm.size:
-            given = "None" if tensors is None else len(mine)
-            raise CollectiveError(
-                f"scatter from rank {src} needs {comm.size} tensors there, got {given}"
-            )
-        if any(t.dtype != out.dtype for t in mine):
-            raise CollectiveError(
-                f"scatter into {out.dtype} of tensors of {sorted({str(t.dtype) for t in mine})}"
-            )
-        if mine[src].shape != out.shape:
-            raise CollectiveError(
-                f"scatter keeps a tensor of shape {tuple(mine[src].shape)} on rank {src}, out has "
-                f"{tuple(out.shape)}"
-            )
+        sent = _checked_blocks(tensors, comm, src, out)
     if comm.size == 1:
-        return out.copy_(mine[0])
-    send = [t.numel() for t in mine] or [0] * comm.size
-    receive = [out.numel() if i == src else 0 for i in range(comm.size)]
+        return out.copy_(sent[0])
+    send = [tensor.numel() for tensor in sent] or [0] * comm.size
+    receive = [0] * comm.size
+    receive[src] = out.numel()
 
     def run() -> Tensor:
-        flat = torch.cat([t.reshape(-1) for t in mine]) if mine else out.new_empty((0,))
-        return out.copy_(calls.all_to_all_v(flat, comm, send, receive).wait().view(out.shape))
+        flat = torch.cat([tensor.reshape(-1) for tensor in sent]) if sent else out.new_empty((0,))
+        block = calls.all_to_all_v(flat, comm, send, receive).wait()
+        return out.copy_(block.view(out.shape))
 
-    return observed(
-        run, "scatter", comm, mine, same={"src": src, "dtype": str(out.dtype)}, flow=(send, receive)
-    )
+    facts = {"src": src, "dtype": str(out.dtype)}
+    return observed(run, "scatter", comm, sent, same=facts, flow=(send, receive))
+
+
+def _checked_blocks(
+    tensors: Sequence[Tensor] | None, comm: Comm, src: int, out: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the tensors that the source scatters, or raise if they do not fit."""
+    listed = tuple(tensors or ())
+    require_each(listed, Tensor, "scatter sends a list of tensors", CollectiveTypeError)
+    # no gradient is followed here
+    blocks = tuple([tensor.detach() for tensor in listed])
+    for block in blocks:
+        check_operand(block, "a tensor")
+    if len(blocks) != comm.size:
+        got = "None" if tensors is None else len(blocks)
+        raise CollectiveError(f"scatter from rank {src} needs {comm.size} tensors there, got {got}")
+    if any(block.dtype != out.dtype for block in blocks):
+        dtypes = sorted({str(block.dtype) for block in blocks})
+        raise CollectiveError(f"scatter into {out.dtype} of tensors of {dtypes}")
+    kept = blocks[src]
+    if kept.shape != out.shape:
+        raise CollectiveError(
+            f"scatter keeps a tensor of shape {tuple(kept.shape)} on rank {src}, out has "
+            f"{tuple(out.shape)}"
+        )
+    return blocks
 
 
 def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
@@ -312,18 +318,20 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
     check_root(dst, comm, "dst")
     if comm.size == 1:
         return [tensor.clone(memory_format=torch.contiguous_format)]
-    send = [tensor.numel() if i == dst else 0 for i in range(comm.size)]
-    receive = [tensor.numel() if comm.rank == dst else 0] * comm.size
+    count = tensor.numel()
+    send = [0] * comm.size
+    send[dst] = count
+    receive = [count if comm.rank == dst else 0] * comm.size
 
     def run() -> list[Tensor] | None:
-        out = calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait()
-        return (
-            [block.view(tensor.shape) for block in torch.split(out, receive)]
-            if comm.rank == dst
-            else None
-        )
+        flat = materialized(tensor).view(-1)
+        out = calls.all_to_all_v(flat, comm, send, receive).wait()
+        if comm.rank != dst:
+            return None
+        return [block.view(tensor.shape) for block in torch.split(out, receive)]
 
-    return observed(run, "gather", comm, (tensor,), same={"shape": tensor.shape, "dst": dst})
+    facts = {"shape": tensor.shape, "dst": dst}
+    return observed(run, "gather", comm, (tensor,), same=facts)
 
 
 def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
@@ -345,21 +353,20 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
     """
     comm = checked(tensor, comm)
     check_targets(targets, comm)
-    send = [tensor.numel() if i == targets[comm.rank] else 0 for i in range(comm.size)]
-    receive = [tensor.numel() if target == comm.rank else 0 for target in targets]
+    count = tensor.numel()
+    send = [0] * comm.size
+    send[targets[comm.rank]] = count
+    receive = [count if target == comm.rank else 0 for target in targets]
     if comm.size == 1:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def run() -> Tensor:
-        return (
-            calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive)
-            .wait()
-            .view(tensor.shape)
-        )
+        flat = materialized(tensor).view(-1)
+        block = calls.all_to_all_v(flat, comm, send, receive).wait()
+        return block.view(tensor.shape)
 
-    return observed(
-        run, "all_to_all_single", comm, (tensor,), same={"shape": tensor.shape, "targets": targets}
-    )
+    facts = {"shape": tensor.shape, "targets": targets}
+    return observed(run, "all_to_all_single", comm, (tensor,), same=facts)
 
 
 def check_targets(targets: Sequence[int], comm: Comm) -> None:

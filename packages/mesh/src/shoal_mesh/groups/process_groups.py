@@ -197,7 +197,8 @@ class Comm:
                     "is no axis of a mesh; call it itself, as in "
                     "torch.distributed.all_reduce(gradient.to_local(), group=group)"
                 )
-            ranks, order = tuple(ranks), tuple(position[rank] for rank in ranks)
+            ranks = tuple(ranks)
+            order = tuple(position[rank] for rank in ranks)
         backend = _torch.backend_config(group)
         comm = cls(
             _group=group,

@@ -14,8 +14,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-# from one look to the next, which must see the same; then longer from look to look
-_SECONDS, _LONGEST, _LONGER = 2.0, 30.0, 1.5
+# Seconds from one look to the next, which must see the same; then longer from look to look, up to
+# the longest ones.
+_SECONDS = 2.0
+_LONGEST = 30.0
+_LONGER = 1.5
 # read and written by a rank between two looks: more is a transfer that goes on
 _BYTES_OF_TRANSFER = 1 << 20
 # innermost frames of a thread that waits in a collective
@@ -54,7 +57,8 @@ class VainWaits:
         self._seconds = min(self._seconds * _LONGER, _LONGEST)
         calls = tuple(map(_innermost_call, self._stacks(tuple(pids)).values()))
         transferred = sum(map(_bytes_of, pids.values()))
-        before, self._seen = self._seen, (calls, transferred)
+        before = self._seen
+        self._seen = (calls, transferred)
         if before is None or not all(map(_COLLECTIVES.search, calls)):
             return False
         return before[0] == calls and transferred - before[1] < _BYTES_OF_TRANSFER

@@ -42,9 +42,11 @@ class Layout:
     def of(cls, shape: Sequence[int], ranks: Sequence[int]) -> Layout:
         """Return the grid of any distinct ranks in row-major order."""
         first = ranks[0]
-        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        line = range(first, first + step * len(ranks), step)  # 1 3 5 7: range(1, 9, 2)
-        return cls(tuple(shape), line if all(map(int.__eq__, line, ranks)) else tuple(ranks))
+        step = ranks[1] - first if len(ranks) > 1 else 1
+        # 1 3 5 7: range(1, 9, 2)
+        line = range(first, first + step * len(ranks), step)
+        is_line = all(map(int.__eq__, line, ranks))
+        return cls(tuple(shape), line if is_line else tuple(ranks))
 
     def __setstate__(self, state: Any) -> None:
         """Restore a grid, also from files of earlier versions.
@@ -52,20 +54,22 @@ class Layout:
         They hold a (size, step) pair for each axis, an offset, and perhaps a list of all ranks.
         """
         if "axes" in state:
-            axes = state["axes"]
-            offset = state["offset"]
-            listed = state["listed"]
-            # (2, 3) with steps 3 and 1: 0 1 2 3 4 5
-            pairs = [pair for axis in axes for pair in axis]
-            places = [
-                offset + sum(each)
-                for each in product(*(range(0, n * step, step) for n, step in pairs))
-            ]
-            shape = [prod(n for n, _ in axis) for axis in axes]
             state = vars(
-                Layout.of(shape, places if listed is None else [listed[place] for place in places])
+                Layout._of_earlier_version(state["axes"], state["offset"], state["listed"])
             )
         vars(self).update(state)
+
+    @classmethod
+    def _of_earlier_version(
+        cls, axes: Sequence[Sequence[tuple[int, int]]], offset: int, listed: Sequence[int] | None
+    ) -> Layout:
+        """Return the grid of the state of an earlier version."""
+        # (2, 3) with steps 3 and 1: 0 1 2 3 4 5
+        steps = [range(0, size * step, step) for axis in axes for size, step in axis]
+        places = [offset + sum(shifts) for shifts in product(*steps)]
+        ranks = places if listed is None else [listed[place] for place in places]
+        shape = [prod(size for size, _ in axis) for axis in axes]
+        return cls.of(shape, ranks)
 
     @classmethod
     def dense(cls, shape: Sequence[int]) -> Layout:
@@ -86,29 +90,28 @@ class Layout:
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """Return the rank at a coordinate."""
         # (1, 2, 3) of (2, 3, 4): 12 + 8 + 3
-        return self.ranks[sum(map(int.__mul__, coordinate, self._steps))]
+        position = sum(map(int.__mul__, coordinate, self._steps))
+        return self.ranks[position]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return the coordinate of a rank; None if the grid does not have the rank."""
         if rank not in self.ranks:
             return None
         position = self.ranks.index(rank)
-        return tuple(
-            position // step % size for step, size in zip(self._steps, self.shape, strict=True)
-        )
+        sizes = zip(self._steps, self.shape, strict=True)
+        return tuple(position // step % size for step, size in sizes)
 
     def select(self, axes: Sequence[int], at: Sequence[int]) -> Layout:
         """Return the grid over some axes in the given order, through a coordinate."""
-        positions = [
-            sum(at[axis] * step for axis, step in enumerate(self._steps) if axis not in axes)
-        ]
+        fixed = [at[axis] * step for axis, step in enumerate(self._steps) if axis not in axes]
+        positions = [sum(fixed)]
         # (2, 3, 4), axes 2 and 0 at 1 of axis 1: 4, then 4 5 6 7, then 4 16, 5 17, 6 18, 7 19
         for axis in axes:
-            steps = range(0, self.shape[axis] * self._steps[axis], self._steps[axis])
-            positions = [position + step for position in positions for step in steps]
-        return Layout.of(
-            [self.shape[axis] for axis in axes], [self.ranks[position] for position in positions]
-        )
+            step = self._steps[axis]
+            steps = range(0, self.shape[axis] * step, step)
+            positions = [position + shift for position in positions for shift in steps]
+        shape = [self.shape[axis] for axis in axes]
+        return Layout.of(shape, [self.ranks[position] for position in positions])
 
     def flatten(self) -> Layout:
         """Return the grid with all axes merged into one, row-major."""
@@ -135,30 +138,31 @@ class Layout:
         2 x 4 grid cross at 5: from 5, rank 4 is one step back, and rank 1 four steps.
         """
         lines = [[self.ranks.index(rank) for rank in part.ranks] for part in parts]
-        own = next(iter(set(lines[0]).intersection(*lines[1:])), None)
-        if own is None:
+        common = set(lines[0]).intersection(*lines[1:])
+        if not common:
             return None
+        crossing = next(iter(common))
+        repeated = crossing * (len(lines) - 1)
         # 4 + 1 - 5 = 0, 4 + 5 - 5 = 4
-        positions = [sum(each) - own * (len(lines) - 1) for each in product(*lines)]
-        if len(set(positions)) < len(positions) or max(positions) >= len(self.ranks):
+        positions = [sum(combination) - repeated for combination in product(*lines)]
+        has_twice = len(set(positions)) < len(positions)
+        if has_twice or max(positions) >= len(self.ranks):
             return None
-        return Layout.of(
-            [size for part in parts for size in part.shape], [self.ranks[p] for p in positions]
-        )
+        shape = [size for part in parts for size in part.shape]
+        return Layout.of(shape, [self.ranks[position] for position in positions])
 
     def is_crossed_by_axes(self, part: Layout) -> bool:
         """Return whether a part of this grid is the span of its axes through one rank."""
-        return (
-            self.crossed([part.select((axis,), (0,) * part.ndim) for axis in range(part.ndim)])
-            == part
-        )
+        origin = (0,) * part.ndim
+        axes = [part.select((axis,), origin) for axis in range(part.ndim)]
+        return self.crossed(axes) == part
 
     def parallel(self, part: Layout, rank: int) -> Layout:
         """Return the part with the same steps through another rank.
 
         For the ranks 4-7 of a 2 x 4 grid, the part through rank 1 is ranks 0-3.
         """
-        positions = [self.ranks.index(each) for each in part.ranks]
+        positions = [self.ranks.index(held) for held in part.ranks]
         first = min(positions)
         start = self.ranks.index(rank)
         offsets = [position - first for position in sorted(positions)]
@@ -166,26 +170,41 @@ class Layout:
         # 12, a run of 2 by 12.
         while len(offsets) > 1:
             step = offsets[1]
-            size = next((i for i, offset in enumerate(offsets) if offset != i * step), len(offsets))
+            size = _length_of_run(offsets)
             # through 21: 21 - 1 = 20, then 20 - 12 = 8
             start -= start // step % size * step
             offsets = offsets[::size]
-        return Layout.of(
-            part.shape, [self.ranks[position - first + start] for position in positions]
-        )
+        shift = start - first
+        return Layout.of(part.shape, [self.ranks[position + shift] for position in positions])
+
+
+def _length_of_run(offsets: Sequence[int]) -> int:
+    """Return how many offsets from 0 on have the step of the first two."""
+    step = offsets[1]
+    for length, offset in enumerate(offsets):
+        if offset != length * step:
+            return length
+    return len(offsets)
 
 
 @dataclass(frozen=True, slots=True)
 class MeshFields:
-    """The fields of a mesh as checked values, which is also the pickled state."""
+    """The fields of a mesh as checked values, which is also the pickled state.
 
-    device_type: str  # without an index
-    layout: Layout  # coordinate -> rank
-    names: tuple[str, ...] | None  # of the axes, or None
-    choices: tuple[BackendChoice, ...]  # backend of every axis
-    # the rank whose view an abstract mesh is, None for a mesh with process groups
+    Attributes:
+        device_type: the device type, without an index.
+        layout: the rank at each coordinate.
+        names: names of the axes, or None.
+        choices: backend of every axis.
+        abstract_rank: the rank whose view an abstract mesh is; None for a mesh with process groups.
+        connect: function that returns communicators of an abstract mesh, or None.
+    """
+
+    device_type: str
+    layout: Layout
+    names: tuple[str, ...] | None
+    choices: tuple[BackendChoice, ...]
     abstract_rank: int | None = None
-    # the function that returns communicators of an abstract mesh, or None
     connect: Callable[[tuple[int, ...]], Comm] | None = None
 
 
@@ -195,7 +214,8 @@ class MeshFields:
 def read_sizes(values: Iterable[int], name: str) -> tuple[int, ...]:
     """Return integers in an order as a tuple; raise MeshTypeError for anything else."""
     if not isinstance(values, str | bytes | Set | Mapping):
-        with suppress(TypeError, RuntimeError):  # RuntimeError: torch's own mesh
+        # torch's own mesh raises a RuntimeError.
+        with suppress(TypeError, RuntimeError):
             return tuple(map(index, values))
     raise MeshTypeError(f"{name} is a sequence of int, got {kind_of(values)}")
 
@@ -242,17 +262,20 @@ def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> 
         raise MeshError(
             f"the ranks of a mesh are a tensor or nested list of int of equal lengths: {error}"
         ) from error
-    if ranks.is_floating_point() or ranks.is_complex() or ranks.dtype == torch.bool:
+    is_integer = not ranks.is_floating_point() and not ranks.is_complex()
+    if not is_integer or ranks.dtype == torch.bool:
         raise MeshTypeError(f"the ranks of a mesh are integers, got {ranks.dtype}")
     if ranks.numel() == 0:
         raise MeshError(f"a mesh holds at least one rank, got shape {tuple(ranks.shape)}")
     shape = tuple(ranks.shape) or (1,)
     flat = ranks.reshape(-1).tolist()
-    if twice := sorted(rank for rank, times in Counter(flat).items() if times > 1):
+    repeated = sorted(rank for rank, times in Counter(flat).items() if times > 1)
+    if repeated:
         raise MeshError(
-            f"each rank may be in a mesh once; {twice} are there more often, in shape {shape}"
+            f"each rank may be in a mesh once; {repeated} are there more often, in shape {shape}"
         )
-    if wrong := [rank for rank in flat if rank < 0 or (world is not None and rank >= world)]:
+    wrong = [rank for rank in flat if rank < 0 or (world is not None and rank >= world)]
+    if wrong:
         raise MeshError(
             f"ranks {wrong[:8]} are not in the world of {world} ranks (mesh of shape {shape})"
         )
@@ -266,12 +289,12 @@ def read_names(names: Sequence[Any] | None, ndim: int) -> tuple[str, ...] | None
     if isinstance(names, str):
         names = (names,)
     require_each(names, str, f"names of mesh axes are strings, one for each of {ndim} axes")
-    given = tuple(names)
-    if len(given) != ndim:
-        raise AxisError(f"a mesh of {ndim} axes needs {ndim} names, got {given}")
-    if len(set(given)) != len(given) or not all(given):
-        raise AxisError(f"names of mesh axes are distinct, non-empty strings, got {given}")
-    return given
+    axis_names = tuple(names)
+    if len(axis_names) != ndim:
+        raise AxisError(f"a mesh of {ndim} axes needs {ndim} names, got {axis_names}")
+    if len(set(axis_names)) != len(axis_names) or not all(axis_names):
+        raise AxisError(f"names of mesh axes are distinct, non-empty strings, got {axis_names}")
+    return axis_names
 
 
 def read_backends(
@@ -283,16 +306,14 @@ def read_backends(
     """
     choices: dict[int, BackendChoice] = {}
     require(override, Mapping | None, "backend_override maps axes to backends")
+    axis_names = tuple(names or ())
     for axis, value in (override or {}).items():
-        index = (
-            list(names or ()).index(axis)
-            if isinstance(axis, str) and axis in (names or ())
-            else axis
-        )
+        index = axis
+        if isinstance(axis, str) and axis in axis_names:
+            index = axis_names.index(axis)
         if not isinstance(index, int) or not 0 <= index < ndim:
-            raise AxisError(
-                f"backend_override names axis {axis!r}; the axes are {tuple(names or range(ndim))}"
-            )
+            axes: Sequence[object] = axis_names or range(ndim)
+            raise AxisError(f"backend_override names axis {axis!r}; the axes are {tuple(axes)}")
         if index in choices:
             raise AxisError(f"backend_override gives axis {axis!r} twice, by name and by index")
         choices[index] = _read_choice(axis, value)
@@ -302,16 +323,19 @@ def read_backends(
 def _read_choice(axis: int | str, value: object) -> BackendChoice:
     if isinstance(value, BackendOptions):
         return BackendChoice(options=value)
-    backend, options = (
-        value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
-    )
+    backend = value
+    options = None
+    if isinstance(value, tuple | list) and len(value) == 2:
+        backend, options = value
     if not isinstance(backend, str):
         raise BackendError(
             f"backend_override of axis {axis!r} is a backend, its options, or both as a pair, got "
             f"{kind_of(value)}"
         )
     known = dist.Backend.backend_list
-    if not all(part.rpartition(":")[2] in known for part in backend.lower().split(",")):
+    # "cpu:gloo,cuda:nccl": gloo, nccl
+    parts = [part.rpartition(":")[2] for part in backend.lower().split(",")]
+    if any(part not in known for part in parts):
         raise BackendError(
             f"backend {backend!r} of axis {axis!r} is none of {', '.join(known)}, "
             "cpu:gloo,cuda:nccl"
@@ -321,7 +345,8 @@ def _read_choice(axis: int | str, value: object) -> BackendChoice:
 
 def check_fits(shape: Sequence[int], world: int) -> None:
     """Raise MeshError unless a mesh of this shape fits the world."""
-    if prod(shape) > world:
+    needed = prod(shape)
+    if needed > world:
         raise MeshError(
-            f"a mesh of shape {tuple(shape)} needs {prod(shape)} ranks; the world has {world}"
+            f"a mesh of shape {tuple(shape)} needs {needed} ranks; the world has {world}"
         )

@@ -28,7 +28,7 @@ import platform
 import secrets
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from ..watch.deadlocks import Watcher, board_of_process, note_addresses
 from ..watch.peers import BROKEN, Peers, head_bytes, minority
 from ..watch.processes import machine, note_processes, processes_of
 from ..watch.recorder import record
+from .rounds import WAIT_FOR_SLOT, ReceiveError, Steps
 
 # of one rank in one round in the foreground; two per rank. Larger messages take several rounds.
 SLOT_BYTES = 1 << 20
@@ -53,10 +54,6 @@ OPT_OUT = "SHOAL_SHARED_MEMORY"
 # Flags are stored after data without a fence, which is right where stores become visible in program
 # order (TSO).
 _ORDERED = {"x86_64", "AMD64"}
-# Steps yield this instead of a request to wait until their next slot is free; the first slot is
-# free when they begin.
-FREE = -1
-Steps = Iterator[int]
 # of slots, by dtype, length and blocks, kept because making them takes longer than copying 1 KiB
 _MOST_VIEWS = 1024
 
@@ -85,7 +82,7 @@ class Stream:
             self.open.complete()
         self.peers.check()
         if self.depth == 1:
-            self.wait(FREE)
+            self.wait(WAIT_FOR_SLOT)
         slot = self._slot
         try:
             first = _torch.on_plain_kernels(next, steps)
@@ -129,7 +126,9 @@ class Stream:
         words[line] = self.round
 
     def is_ready(self, awaited: int) -> bool:
-        word, least = (1, self.round + 1 - self.depth) if awaited == FREE else (0, self.round)
+        word, least = (
+            (1, self.round + 1 - self.depth) if awaited == WAIT_FOR_SLOT else (0, self.round)
+        )
         return all(self.peers.words[line + word] >= least for line, _ in self._others)
 
     def wait(self, awaited: int) -> None:
@@ -137,7 +136,7 @@ class Stream:
 
         Then check that all ranks run the same collective.
         """
-        if awaited == FREE:
+        if awaited == WAIT_FOR_SLOT:
             for line, rank in self._others:
                 self.peers.wait(line + 1, self.round + 1 - self.depth, rank)
             return
@@ -160,7 +159,7 @@ class Underway:
     def __init__(self, stream: Stream, steps: Steps) -> None:
         self._stream = stream
         self._steps = steps
-        # a request, or FREE; None before the first and when it is complete
+        # a request, or WAIT_FOR_SLOT; None before the first and when it is complete
         self._awaited: int | None = None
         # the error of the receiver of the result
         self._error: Exception | None = None
@@ -213,26 +212,15 @@ class Underway:
         self.show(following)
 
     def show(self, request: int | None) -> None:
-        """Show the round that the last step filled, or (FREE, None) if all rounds were read."""
+        """Show the round that the last step filled, or (WAIT_FOR_SLOT, None) if all rounds were read."""
         stream = self._stream
-        if request is None or request == FREE:
+        if request is None or request == WAIT_FOR_SLOT:
             stream.peers.words[stream.lines[stream.rank] + 1] = stream.round
         else:
             stream.show(request)
         if request is None:
             stream.open = None
         self._awaited = request
-
-
-class ReceiveError(Exception):
-    """An error of the receiver of a collective's result.
-
-    The caller that waits gets the original error.
-    """
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 class Channel:

@@ -108,9 +108,8 @@ def first_failure(name: str, text: str, ranks: Sequence[int]) -> tuple[str, tupl
     first.
     """
     own = json.dumps([text, ranks])
-    text, ranks = json.loads(
-        _answer(lambda store: store.compare_set(f"shoal_failed/{name}", "", own), 0) or own
-    )
+    first = _answer(lambda store: store.compare_set(f"shoal_failed/{name}", "", own), 0)
+    text, ranks = json.loads(first or own)
     return text, tuple(ranks)
 
 
@@ -162,13 +161,13 @@ def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
     here = machine()
     lost = {}
     for rank, (where, pid) in zip(ranks, processes_of(group), strict=False):
-        if where == here and here:
-            state = state_of(pid)
-            if state != "running":
-                lost[rank] = (
-                    f"(process {pid}) "
-                    f"{'is stopped (SIGSTOP)' if state == 'stopped' else f'has {state}'}"
-                )
+        if not here or where != here:
+            continue
+        state = state_of(pid)
+        if state == "stopped":
+            lost[rank] = f"(process {pid}) is stopped (SIGSTOP)"
+        elif state != "running":
+            lost[rank] = f"(process {pid}) has {state}"
     return lost
 
 

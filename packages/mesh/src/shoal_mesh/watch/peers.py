@@ -81,20 +81,22 @@ class Peers:
         self.name: str = group.group_name
         self._group = weakref.ref(group)
         self._pids = pids
-        pages = [LINE + rank * _page_words(self.size, streams) for rank in range(self.size)]
+        page_words = _page_words(self.size, streams)
+        pages = [LINE + rank * page_words for rank in range(self.size)]
         # by stream and rank
-        self.lines = [[page + LINE * i for page in pages] for i in range(streams)]
+        self.lines: list[list[int]] = []
+        for stream in range(streams):
+            self.lines.append([page + LINE * stream for page in pages])
         self._announced = [page + LINE * streams for page in pages]
         # By parity of the round and rank: the numbers that it publishes in a round of the first
         # stream.
         said = [call + LINE + ANNOUNCED for call in self._announced]
         count = _said_words(self.size)
-        self.said = [
-            [self.words[first + start :][:count] for first in said] for start in (0, count)
-        ]
-        self._reasons = [
-            memory[8 * (page + _page_words(self.size, streams)) - REASON_BYTES :] for page in pages
-        ]
+        self.said: list[list[memoryview]] = []
+        for start in (0, count):
+            self.said.append([self.words[first + start :][:count] for first in said])
+        page_ends = [8 * (page + page_words) for page in pages]
+        self._reasons = [memory[end - REASON_BYTES :] for end in page_ends]
         self._calls = 0
         self._failure: PeerError | None = None
 
@@ -325,9 +327,9 @@ class Peers:
         return self._differ(dict(enumerate(requests)))
 
     def _differ(self, requests: Mapping[int, int]) -> PeerError:
-        return self.fail(
-            *different_collectives({self.ranks[rank]: describe(r) for rank, r in requests.items()})
-        )
+        collectives = {self.ranks[rank]: describe(number) for rank, number in requests.items()}
+        text, culprits = different_collectives(collectives)
+        return self.fail(text, culprits)
 
     def _name(self, rank: int) -> str:
         return f"rank {self.ranks[rank]} (process {self._pids[rank]})"
@@ -382,8 +384,6 @@ def minority(values: Mapping[int, object]) -> tuple[int, ...]:
     """Return the keys whose value differs from the value of more than half of all keys."""
     counts = Counter(values.values())
     common, times = counts.most_common(1)[0]
-    return (
-        tuple(key for key, value in values.items() if value != common)
-        if times * 2 > len(values)
-        else ()
-    )
+    if times * 2 <= len(values):
+        return ()
+    return tuple(key for key, value in values.items() if value != common)

@@ -75,4 +75,6 @@ def state_of(pid: int) -> str:
     if returned and int(job) >= _job:
         return "returned"
     state = rest.split()[0]
-    return "ended" if state in "ZX" else "stopped" if state == "T" else "running"
+    if state in "ZX":
+        return "ended"
+    return "stopped" if state == "T" else "running"

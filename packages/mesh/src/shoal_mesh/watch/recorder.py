@@ -84,7 +84,11 @@ def name_of(number: int) -> str:
 
 
 def _in_words(kind: str, dtype: object, count: int, op: str, root: int) -> str:
-    extra = f" {op}" if op else f" from {root}" if kind == "broadcast" else ""
+    extra = ""
+    if op:
+        extra = f" {op}"
+    elif kind == "broadcast":
+        extra = f" from {root}"
     how_many = "any number" if kind == "all_to_all_v" else count
     return f"{kind}{extra} of {how_many} x {str(dtype).removeprefix('torch.')}"
 
@@ -116,11 +120,10 @@ def current_purpose() -> str:
 
 def last_of_backend(group: str) -> str:
     """Describe the last call of a group's backend; 'nothing' if it is no longer known."""
-    last = next(
-        (entry for entry in reversed(ENTRIES) if entry[1] == group and isinstance(entry[2], tuple)),
-        None,
-    )
-    return "nothing" if last is None else _in_words(*last[2])
+    for entry in reversed(ENTRIES):
+        if entry[1] == group and isinstance(entry[2], tuple):
+            return _in_words(*entry[2])
+    return "nothing"
 
 
 def folder() -> str:
@@ -128,9 +131,9 @@ def folder() -> str:
 
     Ranks of one launcher have one folder.
     """
-    given = os.environ.get(SWITCH, "")
-    if given:
-        return "" if given == "0" else given
+    chosen = os.environ.get(SWITCH, "")
+    if chosen:
+        return "" if chosen == "0" else chosen
     from tempfile import gettempdir
 
     return os.path.join(gettempdir(), f"shoal_postmortem_{os.getuid()}_{os.getppid()}")
@@ -151,15 +154,11 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
 
     import torch.distributed as dist
 
-    last = [
-        (
-            round(now - at, 3),
-            group,
-            describe(what) if isinstance(what, int) else _in_words(*what),
-            _joined(texts),
-        )
-        for at, group, what, texts in _with_notes()
-    ]
+    collectives = []
+    for at, group, what, texts in _with_notes():
+        text = describe(what) if isinstance(what, int) else _in_words(*what)
+        collectives.append((round(now - at, 3), group, text, _joined(texts)))
+    stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack()]
     written = {
         "rank": rank,
         "world": dist.get_world_size() if dist.is_initialized() else rank + 1,
@@ -169,19 +168,21 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
         "process": os.getpid(),
         "host": socket.gethostname(),
         "time": time.time(),
-        "collectives": last,
-        "stack": [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack()],
+        "collectives": collectives,
+        "stack": stack,
     }
     with suppress(OSError):
         os.makedirs(path, mode=0o700, exist_ok=True)
         # a name in a shared folder may be somebody else's
         if os.stat(path).st_uid != os.getuid():
             return ""
-        whole, partial = (os.path.join(path, f"rank{rank}{end}") for end in (".json", ".json.part"))
+        complete = os.path.join(path, f"rank{rank}.json")
+        partial = f"{complete}.part"
         with open(partial, "w") as file:
             json.dump(written, file)
-        os.replace(partial, whole)
-        return f" (what all ranks did last: python -m {__package__.partition('.')[0]} postmortem {path})"
+        os.replace(partial, complete)
+        package = __package__.partition(".")[0]
+        return f" (what all ranks did last: python -m {package} postmortem {path})"
     return ""
 
 
@@ -194,7 +195,9 @@ def _with_notes() -> Iterator[tuple[float, str, Any, tuple[Text, ...]]]:
             said, left = entry
             continue
         at, group, what, texts = entry
-        yield at, group, what, (*texts, said) if left > 0 else texts
+        if left > 0:
+            texts = (*texts, said)
+        yield at, group, what, texts
         left -= 1
 
 

@@ -1,4 +1,4 @@
-"""Covers: exchange.py: packing and unpacking of messages that take several rounds, without other ranks."""
+"""Covers: packed_messages.py: packing and unpacking of messages that take several rounds, without other ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal_mesh.shared_memory import exchange
-from shoal_mesh.shared_memory.exchange import Packer
+from shoal_mesh.shared_memory import packed_messages
+from shoal_mesh.shared_memory.packed_messages import Packer
 
 
 def test_pieces_fill_slots_in_order_and_are_released_when_they_are_packed() -> None:
@@ -57,17 +57,21 @@ def test_results_take_windows_of_any_length(one_round_bytes: int) -> None:
         for elements in (1, 2, 5, 100):
             got: list[Tensor] = []
             stream: Any = Alone(elements)
-            with mock.patch.object(exchange, "_PACKED_ONE_ROUND_SUM_BYTES", one_round_bytes):
-                assert [*exchange._all_reduce(stream, torch.split(whole, sizes), "sum", got.extend)]
+            with mock.patch.object(packed_messages, "_ONE_ROUND_SUM_BYTES", one_round_bytes):
+                assert [
+                    *packed_messages.all_reduce_packed(
+                        stream, torch.split(whole, sizes), "sum", got.extend
+                    )
+                ]
             assert [len(tensor) for tensor in got] == sizes
             assert torch.equal(torch.cat(got), whole)
 
 
 def test_a_result_gets_memory_when_it_begins() -> None:
     stream: Any = Alone(3)
-    steps: Any = exchange._all_reduce(
+    steps: Any = packed_messages.all_reduce_packed(
         stream, [torch.ones(4, dtype=torch.int32)] * 2, "sum", lambda _: None
     )
-    begun = [sum(map(len, steps.gi_frame.f_locals["totals"])) for _ in steps]
+    begun = [sum(map(len, steps.gi_frame.f_locals["totals"].tensors)) for _ in steps]
     # a round, then a slot that is free, and so on
     assert begun == [0, 4, 4, 8, 8]

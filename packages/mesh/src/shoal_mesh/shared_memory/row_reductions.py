@@ -1,0 +1,63 @@
+"""Reductions of the rows that ranks show in shared memory, in the order of ranks on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Elements of all rows of an average that are in float32 at a time: 1 MiB stays in the cache.
+_WIDE_ELEMENTS = 1 << 18
+
+# Reductions of two rows, and along a dim.
+_REDUCE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "sum": (torch.add, torch.sum),
+    "min": (torch.minimum, torch.amin),
+    "max": (torch.maximum, torch.amax),
+    "product": (torch.mul, torch.prod),
+}
+
+
+def reduce_rows(rows: Tensor, op: str, out: Tensor) -> None:
+    """Reduce rows, (size, k) -> (k,)."""
+    if op == "avg":
+        _average_rows(rows, out)
+        return
+    reduce_two, reduce_along_dim = _REDUCE[op]
+    # 1 MiB each: 40 us, where a reduction along a dim takes 110
+    if rows.shape[0] == 2:
+        reduce_two(rows[0], rows[1], out=out)
+    else:
+        reduce_along_dim(rows, 0, out=out)
+
+
+def _average_rows(rows: Tensor, out: Tensor) -> None:
+    """Average rows in float32, (size, k) -> (k,).
+
+    In half types the sum may leave the range although the mean is within it.
+    """
+    size, length = rows.shape
+    step = max(1, _WIDE_ELEMENTS // size)
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        wide = rows[:, start:stop].to(torch.float32)
+        # Divided first, for bfloat16 has the range of float32; small terms keep their digits there.
+        mean = wide.mul_(1 / size).sum(0)
+        elements_between(out, start, stop).copy_(mean)
+
+
+def elements_between(flat: Tensor, start: int, stop: int) -> Tensor:
+    """Return the elements from `start` to `stop`.
+
+    A slice takes a microsecond, so all elements are returned unsliced.
+    """
+    return flat if stop - start == flat.numel() else flat[start:stop]
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """Return all elements in one dim.
+
+    A view takes a microsecond, so a 1-D tensor is returned as it is.
+    """
+    return tensor if tensor.ndim == 1 else tensor.view(-1)
