@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh.lab.arena import Arena, Extent, create_file
-from shoal_mesh.lab.calls import Meta
+from shoal_mesh.lab.posted_calls import Meta
 
 TENSORS = [
     torch.arange(3000.0).view(30, 100).t(),

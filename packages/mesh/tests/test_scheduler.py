@@ -1,4 +1,4 @@
-"""Covers: lab/scheduler.py, lab/meetings.py, lab/shared_values.py, lab/reports.py, lab/calls.py."""
+"""Covers: lab/scheduler.py, lab/meetings.py, lab/shared_values.py, lab/reports.py, lab/posted_calls.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from shoal_mesh.errors import DeadlockError, MeshError
-from shoal_mesh.lab.calls import ANY, Call, GroupKey, Meta
 from shoal_mesh.lab.meetings import Answer, Task, Ticket
+from shoal_mesh.lab.posted_calls import ANY, Call, GroupKey, Meta
 from shoal_mesh.lab.scheduler import Scheduler
 from shoal_mesh.lab.shared_values import StoreRequest
 

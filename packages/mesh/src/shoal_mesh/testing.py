@@ -23,9 +23,9 @@ from .argument_types import require, require_each
 from .errors import MeshError
 from .events import Event, observing
 from .groups.world import ensure_world, require_world
-from .lab.calls import GroupKey as GroupKey
 from .lab.group import LabGroup as LabGroup
 from .lab.link import RankFacts as RankFacts
+from .lab.posted_calls import GroupKey as GroupKey
 from .lab.rank_state import RandomStates as RandomStates
 from .lab.run import Lab, lab
 from .lab.threads import (

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from .. import _torch
 from .._torch import Store
-from .calls import GroupKey
 from .group import LabGroup
 from .link import current_link, require_link
+from .posted_calls import GroupKey
 from .store import LabStore
 
 NAME = "lab"

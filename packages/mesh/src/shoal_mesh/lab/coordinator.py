@@ -16,7 +16,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 
 from .arena import Extent, Packet
-from .calls import sources_of
 from .meetings import Answer, Meeting, Task, Ticket
 from .messages import (
     INPUTS,
@@ -32,6 +31,7 @@ from .messages import (
     Totals,
     Wait,
 )
+from .posted_calls import sources_of
 from .scheduler import Scheduler
 
 # collectives in which a member brings an input for each other member

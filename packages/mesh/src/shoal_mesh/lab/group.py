@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._torch import PythonGroup
 from ..errors import CollectiveError
-from .calls import ANY, Call, GroupKey, Meta
 from .link import Link, program_frames
+from .posted_calls import ANY, Call, GroupKey, Meta
 from .values import name_of_op
 from .work import LabWork
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import _torch
 from ..errors import MeshError
 from ..watch.recorder import LIBRARIES
-from .calls import Call, Frame, GroupKey
+from .posted_calls import Call, Frame, GroupKey
 from .shared_values import StoreRequest
 
 _KEY = "shoal_mesh.lab"

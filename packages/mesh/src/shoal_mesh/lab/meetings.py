@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
-from .calls import Call, misfit
+from .posted_calls import Call, misfit
 from .shared_values import StoreRequest
 
 

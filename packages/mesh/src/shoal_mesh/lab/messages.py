@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .arena import Packet
-from .calls import Call
+from .posted_calls import Call
 from .shared_values import StoreRequest
 
 # of an answer: the tensors of all members, the same for the rank that has to reduce them, the

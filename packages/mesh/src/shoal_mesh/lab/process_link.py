@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .arena import Arena, Packet
-from .calls import Call, Meta
 from .link import Link, Pending, RankFacts
 from .messages import (
     REDUCE,
@@ -29,6 +28,7 @@ from .messages import (
     Totals,
     Wait,
 )
+from .posted_calls import Call, Meta
 from .shared_values import StoreRequest
 from .values import copy_message, deliver, totals_of
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..argument_types import by_ranks, name_ranks
-from .calls import Call, Frame, describe
+from .posted_calls import Call, Frame, describe
 
 
 class RankReport(NamedTuple):

@@ -15,7 +15,7 @@ from ..errors import MeshError
 from ..local_ranks.pool import ForkServer
 from .backend import NAME, installed
 from .link import RankFacts
-from .processes import Order, run_on_processes
+from .process_ranks import Order, run_on_processes
 from .programs import imports_of, loaded_modules, run_program
 from .rank_state import RankState, environment_of
 from .thread_world import RankLink, worlds_of_threads

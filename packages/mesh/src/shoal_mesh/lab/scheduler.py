@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from ..errors import DeadlockError, LockstepError, MeshError, PeerError
-from .calls import ANY, POINT_TO_POINT, Call, GroupKey, disagreement
 from .meetings import Answer, Meeting, Open, Task, Ticket, misfit_of
+from .posted_calls import ANY, POINT_TO_POINT, Call, GroupKey, disagreement
 from .reports import RankReport, deadlock_text, mismatch_text, victim_text
 from .shared_values import SharedValues, StoreRequest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .calls import Frame
+from .posted_calls import Frame
 
 
 class StoreRequest(NamedTuple):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import PeerError
-from .calls import Call
 from .link import Link, Pending, RankFacts, current_link, enter_thread
 from .meetings import Answer, Meeting, Task, Ticket, next_number
+from .posted_calls import Call
 from .rank_state import RandomStates, RankState
 from .scheduler import Scheduler
 from .shared_values import StoreRequest

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._torch import ReduceOp, on_plain_kernels
 from ..errors import CollectiveError
-from .calls import REDUCING, Call, sources_of
+from .posted_calls import REDUCING, Call, sources_of
 
 # the tensors of each member, by their numbers
 Inputs = Mapping[int, Sequence[Tensor] | Mapping[int, Tensor]]
