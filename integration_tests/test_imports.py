@@ -316,6 +316,8 @@ def test_frames_of_no_layer_are_lines_of_the_program(layers: Any) -> None:
 # torch's name in two of its modules, and errors that users catch by the name that their layer
 # documents.
 SHARED_NAMES = {"Shard", "ArgumentTypeError", "CheckpointError"}
+# names of the public package spmd_types, which shoal-spmd-types takes the place of
+SHARED_NAMES |= {"PartitionSpec", "RedistributeError"}
 
 
 def test_no_class_name_is_defined_twice(layers: Any) -> None:

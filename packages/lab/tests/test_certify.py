@@ -12,7 +12,13 @@ from torch import nn
 
 import hand_written_bugs as hand
 from hand_written import average, batch, make_axes, rows
-from shoal_lab import CertifyError, CertifyTypeError, NotCertifiedError, Report, certify
+from shoal_lab import (
+    CertificationReport,
+    CertifyError,
+    CertifyTypeError,
+    NotCertifiedError,
+    certify,
+)
 
 # An installation registers this fixture.
 from shoal_lab.pytest_fixture import certified as certified
@@ -124,7 +130,9 @@ def local_loss(mesh: Mapping[str, int]) -> Any:
     return {"loss": rows(batch(0, 8, WIDTH), dp).square().mean()}
 
 
-def test_the_fixture_fails_a_test_with_the_report(certified: Callable[..., Report]) -> None:
+def test_the_fixture_fails_a_test_with_the_report(
+    certified: Callable[..., CertificationReport],
+) -> None:
     assert certified(train, meshes=[{"dp": 2}]).passed
     with pytest.raises(NotCertifiedError, match="mean taken as sum over dp"):
         certified(train_wrong, meshes=[{"dp": 2}])

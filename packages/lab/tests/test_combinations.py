@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shoal_lab.analysis.combinations import explain_copies
-from shoal_lab.analysis.copies import Copy, Expected, Setting
-from shoal_lab.analysis.explanations import Explanation, Finding
-from shoal_lab.analysis.grid import Grid
+from shoal_lab.analysis.copies import Expected, RankCopy, Setting
+from shoal_lab.analysis.explanations import CertificationFinding, FittingExplanation
+from shoal_lab.analysis.grid import MeshGrid
 
-GRID = Grid.of({"dp": 2, "tp": 3})
+GRID = MeshGrid.of({"dp": 2, "tp": 3})
 
 
 def values(seed: int = 0, *shape: int) -> Tensor:
@@ -27,17 +27,17 @@ def values(seed: int = 0, *shape: int) -> Tensor:
 
 def explain(
     by_rank: Callable[[int], Tensor],
-    grid: Grid = GRID,
+    grid: MeshGrid = GRID,
     shards: Mapping[int, slice] | None = None,
     **expected: object,
-) -> tuple[Explanation, ...]:
+) -> tuple[FittingExplanation, ...]:
     """Explain what each rank has of the gradient `values()`."""
     whole = values()
     positions = torch.arange(whole.numel()).view(whole.shape)
-    copies = list[Copy]()
+    copies = list[RankCopy]()
     for rank in range(grid.count):
         index = positions[shards[rank]] if shards else positions
-        copies.append(Copy(rank, "w", by_rank(rank), index))
+        copies.append(RankCopy(rank, "w", by_rank(rank), index))
     setting = Setting(grid, 1e-9, backwards=4)
     return explain_copies(copies, Expected(whole, **expected), setting, "gradient")  # type: ignore[arg-type]  # fields of Expected
 
@@ -83,9 +83,9 @@ def test_a_combination_is_named(
 
 
 def test_axes_of_one_size_are_both_named() -> None:
-    found = explain(lambda rank: 2 * values(), Grid.of({"dp": 2, "tp": 2}))
+    found = explain(lambda rank: 2 * values(), MeshGrid.of({"dp": 2, "tp": 2}))
     assert [fits.axes for fits in found] == [("dp",), ("tp",)]
-    sentence = Finding(0, "gradient", "w", 1.0, explanations=found).sentence()
+    sentence = CertificationFinding(0, "gradient", "w", 1.0, explanations=found).sentence()
     assert sentence.startswith("two explanations fit: ")
 
 
@@ -107,7 +107,7 @@ def test_weights_of_microbatches_are_found() -> None:
 
 
 def test_the_shard_of_another_rank_is_recognized() -> None:
-    grid = Grid.of({"tp": 3})
+    grid = MeshGrid.of({"tp": 3})
     shards = {0: slice(0, 2), 1: slice(2, 4), 2: slice(4, 6)}
     order = (1, 2, 0)
     found = explain(lambda rank: values()[shards[order[rank]]], grid, shards)
@@ -116,7 +116,7 @@ def test_the_shard_of_another_rank_is_recognized() -> None:
 
 
 def test_shards_are_scaled_as_replicas_are() -> None:
-    grid = Grid.of({"tp": 3})
+    grid = MeshGrid.of({"tp": 3})
     shards = {0: slice(0, 2), 1: slice(2, 2), 2: slice(2, 6)}
     found = explain(lambda rank: 3 * values()[shards[rank]], grid, shards)
     assert found[0].axes == ("tp",)
@@ -130,10 +130,12 @@ def test_two_parameters_that_are_one_on_one_device_are_named() -> None:
     whole = values()
     index = torch.arange(whole.numel()).view(whole.shape)
     copies = [
-        Copy(0, "embed", values(9), index),
-        Copy(0, "head", whole - values(9), index),
+        RankCopy(0, "embed", values(9), index),
+        RankCopy(0, "head", whole - values(9), index),
     ]
-    found = explain_copies(copies, Expected(whole), Setting(Grid.of({"dp": 1}), 1e-9), "gradient")
+    found = explain_copies(
+        copies, Expected(whole), Setting(MeshGrid.of({"dp": 1}), 1e-9), "gradient"
+    )
     assert found[0].kind == "copies"
     assert "embed and head are one tied parameter" in found[0].text
 
@@ -144,7 +146,7 @@ def test_two_parameters_that_are_one_on_one_device_are_named() -> None:
 def test_losses_tell_a_sum_from_a_second_reduction(relation: str, words: str) -> None:
     whole = values()
     index = torch.arange(whole.numel()).view(whole.shape)
-    copies = [Copy(rank, "w", 2 * whole, index) for rank in range(2)]
-    setting = Setting(Grid.of({"dp": 2}), 1e-9, loss_by_axis={"dp": relation})
+    copies = [RankCopy(rank, "w", 2 * whole, index) for rank in range(2)]
+    setting = Setting(MeshGrid.of({"dp": 2}), 1e-9, loss_by_axis={"dp": relation})
     found = explain_copies(copies, Expected(whole), setting, "gradient")
     assert found[0].text == f"2 times too large: {words} over dp"

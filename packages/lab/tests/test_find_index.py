@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal_lab.analysis.find_index import find_index
-from shoal_lab.analysis.grid import Grid
+from shoal_lab.analysis.grid import MeshGrid
 from shoal_lab.analysis.placing import place_parameters
 from shoal_lab.records import LocalValue, RankRecord, StepRecord
 
@@ -82,7 +82,7 @@ def test_an_expert_is_found_under_its_global_number() -> None:
     second = first + 1
     reference = record(experts_0=first, experts_1=second)
     ranks = [record(experts_0=first), record(experts_0=second)]
-    places = place_parameters(ranks, reference, Grid.of({"ep": 2}))
+    places = place_parameters(ranks, reference, MeshGrid.of({"ep": 2}))
     assert [place["experts.0"].name for place in places.by_rank] == ["experts.0", "experts.1"]
 
 
@@ -94,7 +94,7 @@ def test_a_constant_bias_has_the_rows_of_its_weight() -> None:
         record(up_weight=weight[:3], up_bias=zeros[:3]),
         record(up_weight=weight[3:], up_bias=zeros[3:]),
     ]
-    places = place_parameters(ranks, reference, Grid.of({"tp": 2}))
+    places = place_parameters(ranks, reference, MeshGrid.of({"tp": 2}))
     assert [place["up.bias"].index.tolist() for place in places.by_rank] == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -102,13 +102,13 @@ def test_a_constant_vector_alone_is_the_chunk_of_the_only_axis_that_fits() -> No
     zeros = torch.zeros(6, dtype=torch.float64)
     reference = record(scale=zeros)
     ranks = [record(scale=zeros[:2]) for _ in range(6)]
-    places = place_parameters(ranks, reference, Grid.of({"dp": 2, "tp": 3}))
+    places = place_parameters(ranks, reference, MeshGrid.of({"dp": 2, "tp": 3}))
     assert [place["scale"].index.tolist() for place in places.by_rank[:3]] == [
         [0, 1],
         [2, 3],
         [4, 5],
     ]
     square = place_parameters(
-        [record(scale=zeros[:3]) for _ in range(4)], reference, Grid.of({"dp": 2, "tp": 2})
+        [record(scale=zeros[:3]) for _ in range(4)], reference, MeshGrid.of({"dp": 2, "tp": 2})
     )
     assert square.ambiguous == [(rank, "scale") for rank in range(4)]

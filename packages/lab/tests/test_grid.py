@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from shoal_lab.analysis.find_grid import find_grid
-from shoal_lab.analysis.grid import Grid
+from shoal_lab.analysis.grid import MeshGrid
 from shoal_lab.records import RankRecord
 
 
 def test_the_last_axis_is_the_fastest() -> None:
-    grid = Grid.of({"dp": 2, "tp": 3})
+    grid = MeshGrid.of({"dp": 2, "tp": 3})
     assert [grid.coordinate(rank) for rank in range(6)] == [
         (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2),
     ]  # fmt: skip
@@ -20,7 +20,7 @@ def test_the_last_axis_is_the_fastest() -> None:
 
 
 def test_sets_of_axes_leave_out_axes_of_one_rank() -> None:
-    grid = Grid.of({"pp": 1, "dp": 2, "tp": 2})
+    grid = MeshGrid.of({"pp": 1, "dp": 2, "tp": 2})
     assert list(grid.subsets()) == [("dp",), ("tp",), ("dp", "tp")]
 
 

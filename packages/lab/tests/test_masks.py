@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from shoal_lab.analysis.clipping import explain_clip
-from shoal_lab.analysis.copies import Copy, Setting
-from shoal_lab.analysis.grid import Grid
+from shoal_lab.analysis.copies import RankCopy, Setting
+from shoal_lab.analysis.grid import MeshGrid
 from shoal_lab.analysis.losses import explain_losses, relate_losses
 from shoal_lab.analysis.masks import compare_masks
 from shoal_lab.records import LocalValue, MaskDraw, RankRecord, StepRecord
 
-GRID = Grid.of({"dp": 2})
+GRID = MeshGrid.of({"dp": 2})
 
 
 def drawn(values: int, mask: int, bits: int = 64) -> RankRecord:
@@ -64,12 +64,12 @@ def test_norms_of_local_shards_explain_the_factors() -> None:
     index = torch.arange(8).view(2, 4)
     wholes = {"a": LocalValue(whole), "b": LocalValue(2 * whole)}
     norm = float(torch.cat([whole, 2 * whole]).norm())
-    copies = dict[str, list[Copy]]()
+    copies = dict[str, list[RankCopy]]()
     for name, value in wholes.items():
         for rank in range(2):
             local = float((5**0.5) * whole[index[rank]].norm())
             part = value.tensor[index[rank]] * norm / local
-            copies.setdefault(name, []).append(Copy(rank, name, part, index[rank]))
+            copies.setdefault(name, []).append(RankCopy(rank, name, part, index[rank]))
     (found,) = explain_clip(copies, wholes, StepRecord(), Setting(GRID, 1e-9))
     assert found.axes == ("dp",)
     assert "local clip norm: missing all-reduce of the squared norm over dp" in found.text

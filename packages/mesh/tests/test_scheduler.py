@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 from shoal_mesh.errors import DeadlockError, MeshError
-from shoal_mesh.lab.meetings import Answer, Task, Ticket
-from shoal_mesh.lab.posted_calls import ANY, Call, GroupKey, Meta
+from shoal_mesh.lab.meetings import Answer, RankTask, Ticket
+from shoal_mesh.lab.posted_calls import ANY, GroupKey, Meta, PostedCall
 from shoal_mesh.lab.scheduler import Scheduler
 from shoal_mesh.lab.shared_values import StoreRequest
 
 META = Meta((2,), torch.float32)
 
 
-def call_of(rank: int, kind: str = "barrier", size: int = 2, **facts: Any) -> Call:
-    return Call(kind, GroupKey("0", tuple(range(size))), rank, **facts)
+def call_of(rank: int, kind: str = "barrier", size: int = 2, **facts: Any) -> PostedCall:
+    return PostedCall(kind, GroupKey("0", tuple(range(size))), rank, **facts)
 
 
-def post(scheduler: Scheduler, task: Task, call: Call) -> Ticket:
+def post(scheduler: Scheduler, task: RankTask, call: PostedCall) -> Ticket:
     ticket = Ticket(0, task, call, None)
     scheduler.post(ticket)
     return ticket
@@ -37,16 +37,16 @@ def ranks_of(answers: list[Answer]) -> list[int]:
 
 def test_all_members_are_answered_when_the_last_one_has_come() -> None:
     scheduler = started(2)
-    scheduler.wait(Task(0), post(scheduler, Task(0), call_of(0)))
+    scheduler.wait(RankTask(0), post(scheduler, RankTask(0), call_of(0)))
     assert scheduler.take_answers() == [], "rank 1 has not come"
-    scheduler.wait(Task(1), post(scheduler, Task(1), call_of(1)))
+    scheduler.wait(RankTask(1), post(scheduler, RankTask(1), call_of(1)))
     assert sorted(ranks_of(scheduler.take_answers())) == [0, 1]
 
 
 def test_a_forced_order_that_is_not_legal_fails_all_ranks() -> None:
     scheduler = Scheduler(3, width=1, order=[2, 2])
     assert ranks_of(scheduler.take_answers()) == [2]
-    scheduler.wait(Task(2), post(scheduler, Task(2), call_of(2, size=3)))
+    scheduler.wait(RankTask(2), post(scheduler, RankTask(2), call_of(2, size=3)))
     answers = scheduler.take_answers()
     assert sorted(ranks_of(answers)) == [0, 1, 2]
     assert all(isinstance(answer.error, MeshError) for answer in answers)
@@ -54,9 +54,9 @@ def test_a_forced_order_that_is_not_legal_fails_all_ranks() -> None:
 
 def test_a_value_of_a_store_waits_until_all_main_threads_wait() -> None:
     scheduler = started(2)
-    scheduler.store(Task(1), StoreRequest("set", ("key",), (b"1",)))
+    scheduler.store(RankTask(1), StoreRequest("set", ("key",), (b"1",)))
     assert scheduler.take_answers() == [], "rank 0 may set it first"
-    scheduler.store(Task(0), StoreRequest("get", ("key",)))
+    scheduler.store(RankTask(0), StoreRequest("get", ("key",)))
     answers = scheduler.take_answers()
     assert {answer.task.rank: answer.value for answer in answers} in (
         {1: None},
@@ -66,30 +66,30 @@ def test_a_value_of_a_store_waits_until_all_main_threads_wait() -> None:
 
 def test_a_thread_beside_the_main_one_gets_its_message_while_the_main_one_runs() -> None:
     scheduler = started(2)
-    helper = Task(0, 1)
+    helper = RankTask(0, 1)
     receive = post(scheduler, helper, call_of(0, "recv", outputs=(META,), peer=ANY))
     scheduler.wait(helper, receive)
     assert scheduler.take_answers() == []
-    send = post(scheduler, Task(1), call_of(1, "send", inputs=(META,), peer=0))
+    send = post(scheduler, RankTask(1), call_of(1, "send", inputs=(META,), peer=0))
     assert receive.meeting is send.meeting is not None
     assert [answer.task for answer in scheduler.take_answers()] == [helper]
 
 
 def test_a_store_is_decided_where_a_main_thread_waits_for_another_thread_of_its_rank() -> None:
     scheduler = started(2)
-    helper = Task(0, 1)
+    helper = RankTask(0, 1)
     scheduler.store(helper, StoreRequest("get", ("key",)))
     assert scheduler.take_answers() == []
-    scheduler.store(Task(1), StoreRequest("set", ("key",), (b"1",)))
+    scheduler.store(RankTask(1), StoreRequest("set", ("key",), (b"1",)))
     answers = scheduler.take_answers()
     answers += scheduler.take_answers()
-    assert {answer.task: answer.value for answer in answers} == {Task(1): None, helper: [b"1"]}
+    assert {answer.task: answer.value for answer in answers} == {RankTask(1): None, helper: [b"1"]}
 
 
 def test_other_threads_delay_the_end_of_a_deadlock() -> None:
     scheduler = started(1)
     scheduler.count_threads(0, 1)
-    scheduler.store(Task(0), StoreRequest("get", ("key",)))
+    scheduler.store(RankTask(0), StoreRequest("get", ("key",)))
     assert scheduler.take_answers() == [] and scheduler.is_stuck
     scheduler.fail_stuck()
     (answer,) = scheduler.take_answers()
@@ -110,7 +110,7 @@ def test_operations_of_stores() -> None:
     scheduler = started(1)
 
     def ask(op: str, *values: Any) -> Any:
-        scheduler.store(Task(0), StoreRequest(op, ("key",), values))
+        scheduler.store(RankTask(0), StoreRequest(op, ("key",), values))
         (answer,) = scheduler.take_answers()
         return answer.value
 

@@ -1,4 +1,7 @@
-"""Models of transformers from files onto ranks.  Covers: hf/from_pretrained.py, hf/checkpoint_files.py."""
+"""Models of transformers from files onto ranks.
+
+Covers: hf/from_pretrained.py, hf/unfilled_tensors.py, hf/checkpoint_files.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: runtime.py (registries, boundaries), rules.py, rulecheck.py, scalar.py, dtensors.py, types.py."""
+"""Types that programs declare: registries and boundaries of the checker.
+
+Covers: runtime.py, checker.py, state.py, rules.py, rulecheck.py, scalar.py, dtensors.py, types.py.
+"""
 
 from __future__ import annotations
 

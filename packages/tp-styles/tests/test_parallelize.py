@@ -1,4 +1,4 @@
-"""Covers: plan/parallelize.py, styles/linear.py."""
+"""Covers: plan/parallelize.py, plan/explain_errors.py, styles/linear.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: plan/resolve.py."""
+"""Covers: plan/resolve.py, plan/styled_module.py, plan/tied_parameters.py."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ spmd, tensor.
 # mypy: implicit-reexport
 # ruff: noqa: F401
 
+from typing import TYPE_CHECKING, Any
+
 from ._torch.compiling import eager_only, is_compiling, is_tracing, whole_when_compiled
 from ._torch.interception import FunctionMode, ReplacedAttention, TorchDispatchMode, refuse_in_c
 from ._torch.tensors import (
@@ -79,8 +81,6 @@ from .redistribute.blocks import Blocks, Shards, exchange_blocks, move_blocks
 from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, given_away, redistribute_shards
 from .redistribute.steps import format_bytes
-from .spmd import interface as spmd
-from .spmd.axis_types import I, P, R, Shard as ShardType, V
 from .tensor.autograd import FromLocal
 from .tensor.dtensor import local_shard
 from .tensor.gradients import (
@@ -94,3 +94,22 @@ from .tensor.gradients import (
     running_pass,
 )
 from .tensor.serialization import ShardedKind, chunks_of, install_staging, write_items
+
+if TYPE_CHECKING:
+    from .spmd import interface as spmd
+    from .spmd.axis_types import I, P, R, Shard as ShardType, V
+
+_AXIS_TYPES = {"I": "I", "P": "P", "R": "R", "ShardType": "Shard", "V": "V"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the checker of types when a package first asks for it: few programs do."""
+    if name == "spmd":
+        from .spmd import interface
+
+        return interface
+    if name in _AXIS_TYPES:
+        from .spmd import axis_types
+
+        return getattr(axis_types, _AXIS_TYPES[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,19 +3,19 @@
 from shoal_mesh.internal import facade
 
 from .__about__ import __version__
-from .analysis.explanations import Explanation, Finding
+from .analysis.explanations import CertificationFinding, FittingExplanation
 from .certify import certify
 from .errors import CertifyError, CertifyTypeError, NotCertifiedError
-from .report import MeshResult, Report
+from .report import CertificationReport, MeshResult
 
 __all__ = [
+    "CertificationFinding",
+    "CertificationReport",
     "CertifyError",
     "CertifyTypeError",
-    "Explanation",
-    "Finding",
+    "FittingExplanation",
     "MeshResult",
     "NotCertifiedError",
-    "Report",
     "__version__",
     "certify",
 ]

@@ -17,7 +17,7 @@ from .analysis.verdict import Verdict, compare_records
 from .errors import CertifyError
 from .observe.batches import concatenate
 from .observe.observer import Observation
-from .ranks import Job, observe_job
+from .ranks import RankJob, observe_job
 from .records import RankRecord
 from .report import MeshResult
 
@@ -44,8 +44,8 @@ class Certification:
         tolerance: the user's, or None.
     """
 
-    job: Job
-    reference: Job
+    job: RankJob
+    reference: RankJob
     tolerance: float | None
     _references: dict[Any, RankRecord] = field(default_factory=dict)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from .certification import Certification, ProgramFailure
 from .errors import CertifyError, CertifyTypeError
-from .ranks import Job
-from .report import Report
+from .ranks import RankJob
+from .report import CertificationReport
 from .shrinking import shrink_failure
 
 Program = Callable[..., Any] | str | PathLike[str]
@@ -32,7 +32,7 @@ def certify(  # noqa: PLR0913  # keywords for what runs may differ in
     tolerance: float | None = None,
     shrink: bool = True,
     device: str | None = None,
-) -> Report:
+) -> CertificationReport:
     """Compare a training program on meshes with the same training on one device.
 
     The program runs unchanged on ranks of this machine, and is observed: parameters at the first
@@ -81,7 +81,7 @@ def certify(  # noqa: PLR0913  # keywords for what runs may differ in
     job = replace(_make_job(program, (tuple(arguments), dtype, sizes or {})), device=device)
     certification = Certification(job, _make_reference(job, reference, sizes or {}), tolerance)
     _check_meshes(meshes)
-    report = Report()
+    report = CertificationReport()
     for mesh in meshes:
         try:
             report.results.append(certification.run(mesh))
@@ -92,23 +92,23 @@ def certify(  # noqa: PLR0913  # keywords for what runs may differ in
     return report
 
 
-def _make_job(program: object, choices: tuple[tuple[str, ...], str, Mapping[str, int]]) -> Job:
+def _make_job(program: object, choices: tuple[tuple[str, ...], str, Mapping[str, int]]) -> RankJob:
     """Make the job of a function or a script."""
     arguments, dtype, sizes = choices
     if isinstance(program, str | PathLike):
         path = Path(fspath(program))
         if not path.is_file():
             raise CertifyError(f"certify: the script {path} does not exist")
-        return Job(script=str(path), arguments=arguments, dtype=dtype)
+        return RankJob(script=str(path), arguments=arguments, dtype=dtype)
     if not callable(program):
         raise CertifyTypeError(
             "certify: expected program to be a function or the path of a script, got "
             f"{type(program).__name__}"
         )
-    return Job(function=program, dtype=dtype, sizes=tuple(sizes.items()))
+    return RankJob(function=program, dtype=dtype, sizes=tuple(sizes.items()))
 
 
-def _make_reference(job: Job, reference: object, sizes: Mapping[str, int]) -> Job:
+def _make_reference(job: RankJob, reference: object, sizes: Mapping[str, int]) -> RankJob:
     """Make the job of one device."""
     if reference is None:
         return job

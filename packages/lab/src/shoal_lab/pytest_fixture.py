@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from .certify import certify
-from .report import Report
+from .report import CertificationReport
 
 
 @pytest.fixture
-def certified() -> Callable[..., Report]:
+def certified() -> Callable[..., CertificationReport]:
     """Return a function with the arguments of `certify` that raises NotCertifiedError if a mesh differs.
 
     Example:
@@ -22,8 +22,8 @@ def certified() -> Callable[..., Report]:
         ...     certified("train.py", meshes=[{"ranks": 8}])
     """
 
-    def check(*args: object, **kwargs: object) -> Report:
-        report: Report = certify(*args, **kwargs)  # type: ignore[arg-type]  # checked by certify
+    def check(*args: object, **kwargs: object) -> CertificationReport:
+        report: CertificationReport = certify(*args, **kwargs)  # type: ignore[arg-type]  # checked by certify
         return report.check()
 
     return check

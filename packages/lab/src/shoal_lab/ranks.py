@@ -18,7 +18,7 @@ import torch
 from shoal_mesh.internal import lab
 
 from .errors import CertifyError
-from .observe.observer import Observation, Observer
+from .observe.observer import Observation, ProgramObserver
 from .records import RankRecord
 
 # The state of torch's generator in a new process.
@@ -26,7 +26,7 @@ _FIRST_SEED = 67280421310721
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RankJob:
     """A program for ranks: a function of the mesh, or a script with arguments.
 
     Attributes:
@@ -82,7 +82,7 @@ def run_script_on_ranks(
 
 
 def observe_job(
-    job: Job, axes: Mapping[str, int], count: int, observation: Observation
+    job: RankJob, axes: Mapping[str, int], count: int, observation: Observation
 ) -> list[RankRecord]:
     """Run a job under observation on new ranks.
 
@@ -100,9 +100,9 @@ def observe_job(
     return run_ranks(_run_observed, count, *arguments, world=has_world, device=job.device)
 
 
-def _run_observed(job: Job, axes: dict[str, int], observation: Observation) -> RankRecord:
+def _run_observed(job: RankJob, axes: dict[str, int], observation: Observation) -> RankRecord:
     """Run a job on this rank; the process ends afterwards, so hooks and defaults stay."""
-    observer = Observer(observation)
+    observer = ProgramObserver(observation)
     observer.install()
     if job.dtype:
         torch.set_default_dtype(getattr(torch, job.dtype))

@@ -1,4 +1,4 @@
-"""`Report`: the findings of certification, mesh after mesh, as data and as text.
+"""`CertificationReport`: the findings of certification, mesh after mesh, as data and as text.
 
 May import: analysis, errors.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .analysis.explanations import Finding
+from .analysis.explanations import CertificationFinding
 from .errors import NotCertifiedError
 
 # Lines of findings that the text of a mesh has at most.
@@ -31,12 +31,12 @@ class MeshResult:
 
     Example:
         >>> result = MeshResult({"dp": 2}, [], 12, [], tolerance=1e-9)
-        >>> print(Report([result]))
+        >>> print(CertificationReport([result]))
         mesh dp=2: 12 values compared within 1e-09: equal to one device
     """
 
     mesh: dict[str, int]
-    findings: list[Finding]
+    findings: list[CertificationFinding]
     compared: int
     not_compared: list[str]
     tolerance: float
@@ -45,7 +45,7 @@ class MeshResult:
 
 
 @dataclass(slots=True)
-class Report:
+class CertificationReport:
     """The result of `certify`.
 
     Attributes:
@@ -53,7 +53,7 @@ class Report:
         smallest: text of the smallest program that still fails; "" if nothing failed.
 
     Example:
-        >>> Report().passed
+        >>> CertificationReport().passed
         True
     """
 
@@ -61,7 +61,7 @@ class Report:
     smallest: str = ""
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[CertificationFinding]:
         """The findings of all meshes."""
         return [finding for result in self.results for finding in result.findings]
 
@@ -70,7 +70,7 @@ class Report:
         """True if every mesh computes what one device computes."""
         return not self.findings
 
-    def check(self) -> Report:
+    def check(self) -> CertificationReport:
         """Return the report if all meshes agree with one device.
 
         Raises:

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from .analysis.explanations import Explanation, Finding
+from .analysis.explanations import CertificationFinding, FittingExplanation
 from .certification import Certification, ProgramFailure
 from .errors import CertifyError
-from .report import MeshResult, Report, describe_mesh
+from .report import CertificationReport, MeshResult, describe_mesh
 
 # Lines of the source of a program that a report prints at most.
 _LINES = 60
 
 
-def shrink_failure(certification: Certification, report: Report) -> None:
+def shrink_failure(certification: Certification, report: CertificationReport) -> None:
     """Look for the smallest failure, and decide explanations by it.
 
     An explanation that fits on a large mesh may not fit on a smaller one: explanations that do not
@@ -132,7 +132,9 @@ def _shrink_sizes(
     return certification, smallest
 
 
-def _decide(finding: Finding, failures: tuple[dict[str, MeshResult], list[str]]) -> Finding:
+def _decide(
+    finding: CertificationFinding, failures: tuple[dict[str, MeshResult], list[str]]
+) -> CertificationFinding:
     """Decide the axes of a finding by the axes that make the program fail when they are alone.
 
     Several explanations: those whose axes do not fail alone are dropped. No explanation, or one
@@ -157,7 +159,7 @@ def _decide(finding: Finding, failures: tuple[dict[str, MeshResult], list[str]])
             f"differs by {finding.difference:.1e}; no combination of the ranks explains it, but it "
             f"needs more than one rank along {over} only"
         )
-        return replace(finding, explanations=(Explanation("unexplained", cause, text),))
+        return replace(finding, explanations=(FittingExplanation("unexplained", cause, text),))
     first = finding.explanations[0]
     if first.kind in ("forward", "scaled", "permuted", "random") and first.axes != cause:
         text = f"{first.text} (it needs more than one rank along {over} only)"

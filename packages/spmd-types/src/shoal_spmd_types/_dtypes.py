@@ -12,7 +12,7 @@ import torch
 
 from shoal_dtensor.errors import ArgumentValueError
 
-from ._moves import Dtypes, Step
+from ._moves import Dtypes, TypeStep
 
 # A conversion before these moves changes no value that is reduced, and sends no more bytes.
 _EARLY = frozenset({"all_gather", "all_to_all", "keep_first", "pad"})
@@ -21,7 +21,7 @@ _ALLOWED = ("op_dtype", "out_dtype", "async_op", "backward_options")
 
 
 def read_dtypes(
-    steps: tuple[Step, Step],
+    steps: tuple[TypeStep, TypeStep],
     op_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
     backward_options: Mapping[str, Any] | None,

@@ -34,7 +34,7 @@ Sizes = tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TypeStep:
     """One move, as data.
 
     Attributes:
@@ -87,7 +87,7 @@ class Move(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, line: Line, steps: tuple[Step, Step], dtypes: Dtypes
+        ctx: Any, x: Tensor, line: Line, steps: tuple[TypeStep, TypeStep], dtypes: Dtypes
     ) -> Tensor:
         ctx.line = line
         ctx.steps = steps
@@ -105,11 +105,13 @@ class Move(torch.autograd.Function):
         forward_step, back = ctx.steps
         of_gradient: Dtypes = ctx.dtypes
         dtypes = Dtypes(of_gradient.backward_op, of_gradient.backward_out or ctx.dtype)
-        again = Step("all_reduce") if forward_step.in_place else forward_step
+        again = TypeStep("all_reduce") if forward_step.in_place else forward_step
         return apply(Move, grads[0], ctx.line, (back, again), dtypes), None, None, None
 
 
-def move(x: Tensor, line: Line, steps: tuple[Step, Step], dtypes: Dtypes | None = None) -> Tensor:
+def move(
+    x: Tensor, line: Line, steps: tuple[TypeStep, TypeStep], dtypes: Dtypes | None = None
+) -> Tensor:
     """Run a move with its gradient; its operators are not checked.
 
     Args:
@@ -125,7 +127,7 @@ def move(x: Tensor, line: Line, steps: tuple[Step, Step], dtypes: Dtypes | None 
         return cast(Tensor, apply(Move, *arguments))
 
 
-def run_step(step: Step, x: Tensor, line: Line) -> Tensor:
+def run_step(step: TypeStep, x: Tensor, line: Line) -> Tensor:
     """Return this rank's result of a step.
 
     Args:
@@ -147,14 +149,14 @@ def run_step(step: Step, x: Tensor, line: Line) -> Tensor:
     return _collective(step, x, line.comm)
 
 
-def _own_shard(step: Step, x: Tensor, line: Line) -> Tensor:
+def _own_shard(step: TypeStep, x: Tensor, line: Line) -> Tensor:
     if step.stacks:
         return x.select(step.dim, line.rank).clone()
     sizes = _sizes(step, x, line)
     return x.narrow(step.dim, sum(sizes[: line.rank]), sizes[line.rank]).clone()
 
 
-def _padded(step: Step, x: Tensor, line: Line) -> Tensor:
+def _padded(step: TypeStep, x: Tensor, line: Line) -> Tensor:
     source = x.unsqueeze(step.dim) if step.stacks else x
     sizes = step.sizes or (source.shape[step.dim],) * line.size
     shape = [*source.shape]
@@ -164,7 +166,7 @@ def _padded(step: Step, x: Tensor, line: Line) -> Tensor:
     return padded
 
 
-def _sizes(step: Step, x: Tensor, line: Line) -> Sequence[int]:
+def _sizes(step: TypeStep, x: Tensor, line: Line) -> Sequence[int]:
     """Return the sizes of the ranks' shards of a whole tensor."""
     if step.sizes is not None:
         return step.sizes
@@ -177,7 +179,7 @@ def _sizes(step: Step, x: Tensor, line: Line) -> Sequence[int]:
     return (length // line.size,) * line.size
 
 
-def _of_equal_ranks(step: Step, x: Tensor, line: Line) -> Tensor:
+def _of_equal_ranks(step: TypeStep, x: Tensor, line: Line) -> Tensor:
     """Return the result as if all ranks had this tensor: for shapes, and for a single rank."""
     if step.kind == "all_reduce":
         return x.clone()
@@ -205,7 +207,7 @@ def _check_divides(x: Tensor, dim: int, size: int) -> None:
         )
 
 
-def _collective(step: Step, x: Tensor, comm: Comm) -> Tensor:
+def _collective(step: TypeStep, x: Tensor, comm: Comm) -> Tensor:
     if step.kind == "all_reduce":
         return all_reduce(x, comm, step.reduce_op)
     if step.kind == "all_gather":

@@ -18,7 +18,7 @@ from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
 
 from ._dtypes import read_dtypes
 from ._line import Line, line_along
-from ._moves import Step, move
+from ._moves import TypeStep, move
 from .conversions import convert, finish
 
 AxisType = spmd.AnyAxisType
@@ -81,8 +81,8 @@ def all_reduce(  # noqa: PLR0913  # the public package's arguments
             f"all_reduce: the reduction {reduce_op!r} has no gradient; pass x.detach()"
         )
     _check(x, line, src, "all_reduce")
-    step = Step("all_reduce", reduce_op=reduce_op, in_place=inplace)
-    back = Step("all_reduce" if dst is R else "keep")
+    step = TypeStep("all_reduce", reduce_op=reduce_op, in_place=inplace)
+    back = TypeStep("all_reduce" if dst is R else "keep")
     dtypes = read_dtypes((step, back), op_dtype, out_dtype, backward_options)
     return finish(move(x, line, (step, back), dtypes), x, line.axis, dst)
 
@@ -137,8 +137,8 @@ def all_gather(  # noqa: PLR0913  # the public package's arguments
     sizes = _read_sizes("all_gather", "src", src, split_sizes)
     _check(x, line, src, "all_gather")
     stacks = src is V
-    step = Step("all_gather", dim, stacks, sizes=sizes)
-    back = Step("reduce_scatter" if dst is R else "slice", dim, stacks, sizes=sizes)
+    step = TypeStep("all_gather", dim, stacks, sizes=sizes)
+    back = TypeStep("reduce_scatter" if dst is R else "slice", dim, stacks, sizes=sizes)
     dtypes = read_dtypes((step, back), op_dtype, out_dtype, backward_options)
     return finish(move(x, line, (step, back), dtypes), x, line.axis, dst)
 
@@ -200,8 +200,8 @@ def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
             f"{line.size} ranks; S({dim}) takes several"
         )
     _check(x, line, src, "reduce_scatter")
-    step = Step("reduce_scatter", dim, stacks, sizes=sizes)
-    back = Step("all_gather", dim, stacks, sizes=sizes)
+    step = TypeStep("reduce_scatter", dim, stacks, sizes=sizes)
+    back = TypeStep("all_gather", dim, stacks, sizes=sizes)
     dtypes = read_dtypes((step, back), op_dtype, out_dtype, backward_options)
     return finish(move(x, line, (step, back), dtypes), x, line.axis, _even(dst, sizes))
 
@@ -269,8 +269,8 @@ def all_to_all(  # noqa: PLR0913  # the public package's arguments
     else:
         first, second = _exchange_dims(x.ndim, (src, dst), split_dim, concat_dim)
         steps = (
-            Step("all_to_all", first, concat_dim=second),
-            Step("all_to_all", second, concat_dim=first),
+            TypeStep("all_to_all", first, concat_dim=second),
+            TypeStep("all_to_all", second, concat_dim=first),
         )
         after = dst
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
@@ -279,7 +279,7 @@ def all_to_all(  # noqa: PLR0913  # the public package's arguments
 
 def _uneven_exchange(
     x: Tensor, line: Line, sent: Sequence[int] | None, received: Sequence[int] | None
-) -> tuple[Step, Step]:
+) -> tuple[TypeStep, TypeStep]:
     """Return the exchange of rows between all ranks, and of their gradients."""
     even = (x.shape[0] // line.size,) * line.size
     rows = tuple(sent) if sent is not None else even
@@ -295,8 +295,8 @@ def _uneven_exchange(
             "rows"
         )
     return (
-        Step("all_to_all", sizes=rows, received=incoming),
-        Step("all_to_all", sizes=incoming, received=rows),
+        TypeStep("all_to_all", sizes=rows, received=incoming),
+        TypeStep("all_to_all", sizes=incoming, received=rows),
     )
 
 

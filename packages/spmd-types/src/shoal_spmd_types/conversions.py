@@ -16,7 +16,7 @@ from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
 
 from ._dtypes import read_dtypes
 from ._line import Line, line_along
-from ._moves import Kind, Step, move
+from ._moves import Kind, TypeStep, move
 
 AxisType = spmd.AnyAxisType
 _FOR_EXPERTS = {
@@ -101,12 +101,12 @@ def convert(  # noqa: PLR0913  # the public package's arguments
     return finish(move(x, line, steps, dtypes), x, line.axis, dst)
 
 
-def _conversion(src: AxisType, dst: AxisType, ndim: int) -> tuple[Step, Step] | None:
+def _conversion(src: AxisType, dst: AxisType, ndim: int) -> tuple[TypeStep, TypeStep] | None:
     """Return the steps of a conversion and of its gradient; None if it would send something."""
-    keep = Step("keep")
-    first = Step("keep_first")
+    keep = TypeStep("keep")
+    first = TypeStep("keep_first")
     if (src, dst) == (I, R):
-        return keep, Step("all_reduce")
+        return keep, TypeStep("all_reduce")
     if (src, dst) == (R, I):
         return keep, first
     if dst is P and src in (R, I):
@@ -115,10 +115,10 @@ def _conversion(src: AxisType, dst: AxisType, ndim: int) -> tuple[Step, Step] | 
     if src in (R, I) and spmd.local_type(dst) is V:
         dim = dst.resolve(ndim).dim if isinstance(dst, Shard) else 0
         back: Kind = "pad" if src is R else "all_gather"
-        return Step("slice", dim, dst is V), Step(back, dim, dst is V)
+        return TypeStep("slice", dim, dst is V), TypeStep(back, dim, dst is V)
     if dst is P and spmd.local_type(src) is V:
         dim = src.resolve(ndim).dim if isinstance(src, Shard) else 0
-        return Step("pad", dim, src is V), Step("slice", dim, src is V)
+        return TypeStep("pad", dim, src is V), TypeStep("slice", dim, src is V)
     return None
 
 
@@ -190,14 +190,14 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
     _check_source(x, line, src, "reinterpret")
     if src is dst:
         return x
-    backs: dict[tuple[str, str], Step] = {
-        ("R", "I"): Step("keep_first"),
-        ("R", "V"): Step("keep"),
-        ("R", "P"): Step("keep"),
-        ("V", "P"): Step("keep"),
-        ("I", "R"): Step("all_reduce"),
-        ("I", "V"): Step("all_reduce"),
-        ("I", "P"): Step("all_reduce"),
+    backs: dict[tuple[str, str], TypeStep] = {
+        ("R", "I"): TypeStep("keep_first"),
+        ("R", "V"): TypeStep("keep"),
+        ("R", "P"): TypeStep("keep"),
+        ("V", "P"): TypeStep("keep"),
+        ("I", "R"): TypeStep("all_reduce"),
+        ("I", "V"): TypeStep("all_reduce"),
+        ("I", "P"): TypeStep("all_reduce"),
     }
     back = backs.get(kinds)
     if back is None:
@@ -205,7 +205,7 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
             f"reinterpret({src}, {dst}) would claim more than {src} does; use "
             f"{_collective_for(src, dst)}"
         )
-    steps = (Step("keep"), back)
+    steps = (TypeStep("keep"), back)
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
     return finish(move(x, line, steps, dtypes), x, line.axis, dst)
 

@@ -8,7 +8,7 @@ May import: rules, types.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from shoal_dtensor.errors import ArgumentValueError, ShoalTensorError, SpmdTypeError
 from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
-from shoal_dtensor.testing import simulate_ranks
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 from .rules import check_arguments, run_declaration
@@ -45,6 +44,10 @@ class RuleCheckRejection(NamedTuple):
     Attributes:
         placement: the types of each tensor argument, by axis.
         reason: the text of the refusal.
+
+    Example:
+        >>> rulecheck.RuleCheckRejection({"x": {"tp": P}}, "P is not linear here").reason
+        'P is not linear here'
     """
 
     placement: RuleCheckPlacement
@@ -58,6 +61,11 @@ class RuleCheckReport:
     Attributes:
         checked: the combinations whose values agree with the declared types.
         rejected: the combinations that the declaration refuses.
+
+    Example:
+        >>> report = rulecheck.RuleCheckReport(checked=[{"x": {"tp": R}}])
+        >>> len(report.checked), len(report.rejected)
+        (1, 0)
     """
 
     checked: list[RuleCheckPlacement] = field(default_factory=list)
@@ -175,7 +183,7 @@ class _Trial:
         self.names = [*forward][1:] if has_context else [*forward]
         whole = abstract_mesh((1,) * len(self.axes), tuple(self.axes))
         with spmd.set_current_mesh(whole):
-            results = simulate_ranks(whole, lambda one: self._apply(one, self.args))
+            results = _simulate_ranks(whole, lambda one: self._apply(one, self.args))
         self.expected: list[Tensor] = results[0]
 
     def _apply(self, mesh: DeviceMesh, args: Sequence[Any]) -> list[Tensor]:
@@ -201,7 +209,7 @@ class _Trial:
     def check(self, placement: RuleCheckPlacement) -> None:
         """Compare declared types with values for one combination."""
         mesh = abstract_mesh([*self.axes.values()], tuple(self.axes))
-        results = simulate_ranks(mesh, lambda one: self._on_rank(one, placement))
+        results = _simulate_ranks(mesh, lambda one: self._on_rank(one, placement))
         for index, expected in enumerate(self.expected):
             parts = {result.coordinate: result.outputs[index] for result in results}
             types = results[0].types[index]
@@ -329,3 +337,10 @@ def _has_one_axis_per_dim(placement: RuleCheckPlacement) -> bool:
         if len({*dims}) < len(dims):
             return False
     return True
+
+
+def _simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], Any]) -> list[Any]:
+    # here: `shoal_dtensor.testing` loads all sharding rules, which only a check of rules needs
+    from shoal_dtensor.testing import simulate_ranks
+
+    return simulate_ranks(mesh, run)

@@ -23,9 +23,6 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
 from ..rules.language.rule import DuplicateRuleError, Entry, OpCall, R, Row, Rule, S
 from ..scopes import SCOPES
-from ..spmd.checker import typecheck
-from ..spmd.local_map_types import check_outputs, declare_inputs
-from ..spmd.mesh_axes import set_current_mesh
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import layout_of_ranks
 
@@ -118,6 +115,11 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         mesh = device_mesh or first_mesh
         arguments = pytree.tree_unflatten(local, structure)
         if spmd_types and mesh is not None and not is_tracing():
+            # here: only programs that ask for types load the checker
+            from ..spmd.checker import typecheck
+            from ..spmd.local_map_types import check_outputs, declare_inputs
+            from ..spmd.mesh_axes import set_current_mesh
+
             with set_current_mesh(mesh), typecheck(local=False):
                 declare_inputs(local, flat, in_grad_placements)
                 result = func(*arguments, **kwargs)

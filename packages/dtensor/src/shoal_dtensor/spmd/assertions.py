@@ -7,9 +7,9 @@ from typing import Any
 
 from ..errors import SpmdTypeError
 from .axis_types import AnyAxisType, Shard, V, local_type
+from .checker_state import varying_axes
 from .mesh_axes import MESH, AxisLike, MeshAxis, normalize_axis, regroup
 from .messages import user_line
-from .state import varying_axes
 from .tensor_types import TensorType, describe_axes, read_type, refine, set_type, type_of
 
 

@@ -25,6 +25,7 @@ from ..scopes import current as current_scope
 from ..tensor.dtensor import DTensor
 from .assertions import on_current_mesh
 from .axis_types import V
+from .checker_state import CHECKER, TRACE_LOG, TRACES, active_checker, paused, varying_axes
 from .declared import (
     DECOMPOSITIONS,
     LOCAL_FUNCTIONS,
@@ -38,7 +39,6 @@ from .mesh_axes import MESH, MeshAxis
 from .messages import user_line
 from .module_boundaries import module_boundaries
 from .operator_call import LocalOperatorCall, Operand, local_meta
-from .state import CHECKER, TRACE_LOG, TRACES, active_checker, paused, varying_axes
 from .tensor_types import TensorType, is_constant, mark_constant, set_type, type_of
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "shoal_mesh"})

@@ -15,9 +15,9 @@ from shoal_mesh.internal import ScopedValue
 
 from .._torch.interception import FunctionMode
 from .._torch.operators import OpOverload
+from .checker_state import active_checker
 from .declared import tensors_in
 from .infer import Leading
-from .state import active_checker
 from .tensor_types import type_of
 
 # Functions whose operators merge leading dims of their operands, and divide them again.

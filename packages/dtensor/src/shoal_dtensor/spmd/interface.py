@@ -27,6 +27,16 @@ from .axis_types import (
     type_of_placement,
 )
 from .checker import Checker, local, typecheck
+from .checker_state import (
+    active_checker,
+    is_active,
+    is_strict,
+    is_type_checking,
+    leave_unchecked,
+    paused,
+    tracing,
+    varying_axes,
+)
 from .declared import (
     DECOMPOSITIONS,
     FINDERS,
@@ -52,14 +62,4 @@ from .mesh_axes import (
 from .messages import hide_frames_of, user_line
 from .module_boundaries import BOUNDARY_FINDERS
 from .operator_call import LocalOperatorCall, Operand, local_meta
-from .state import (
-    active_checker,
-    is_active,
-    is_strict,
-    is_type_checking,
-    leave_unchecked,
-    paused,
-    tracing,
-    varying_axes,
-)
 from .tensor_types import TensorType, axes_of_entry, is_constant, read_type, set_type, type_of

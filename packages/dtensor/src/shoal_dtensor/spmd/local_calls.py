@@ -23,7 +23,7 @@ from ..rules.language.rule import LocalCall, Rule, local_function
 _RESHAPES = frozenset({"view", "_unsafe_view", "_reshape_alias", "reshape", "expand", "squeeze"})
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """The operators that a function runs."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def is_the_operator(rule: Rule, local_call: LocalCall) -> bool:
     args, kwargs = mapped((call.args, {**call.kwargs}), TensorMeta, make)
     if call.schema.is_view and _name(call.op) not in _RESHAPES:
         return _makes_same_views(function, call.op, args, kwargs)
-    recorder = _Recorder()
+    recorder = _CallRecorder()
     try:
         with torch.no_grad(), recorder:
             function(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from .state import active_checker, paused
+from .checker_state import active_checker, paused
 
 
 class Boundary(Protocol):
@@ -30,7 +30,7 @@ class Boundary(Protocol):
         """Give the outputs their types."""
 
 
-class _Call(NamedTuple):
+class _ModuleCall(NamedTuple):
     """A running call of a module: its boundary and its pause, or two times None."""
 
     boundary: Boundary | None = None
@@ -45,7 +45,7 @@ class _Calls(threading.local):
     """The calls of modules that are running on this thread."""
 
     def __init__(self) -> None:
-        self.running: list[_Call] = []
+        self.running: list[_ModuleCall] = []
 
 
 _CALLS = _Calls()
@@ -53,7 +53,7 @@ _CALLS = _Calls()
 
 def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
     # first, because the hook after the call also runs if this one raises
-    _CALLS.running.append(_Call())
+    _CALLS.running.append(_ModuleCall())
     if active_checker() is None:
         return
     found = [boundary for finder in BOUNDARY_FINDERS if (boundary := finder(module)) is not None]
@@ -62,11 +62,11 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
     found[0].check_inputs(args)
     pause = paused()
     pause.__enter__()
-    _CALLS.running[-1] = _Call(found[0], pause)
+    _CALLS.running[-1] = _ModuleCall(found[0], pause)
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-    call = _CALLS.running.pop() if _CALLS.running else _Call()
+    call = _CALLS.running.pop() if _CALLS.running else _ModuleCall()
     if call.boundary is None or call.pause is None:
         return
     call.pause.__exit__(None, None, None)

@@ -8,13 +8,13 @@ from math import isclose
 import torch
 
 from ..records import StepRecord, Values
-from .copies import Copy, Setting, best_factor
-from .explanations import Explanation
+from .copies import RankCopy, Setting, best_factor
+from .explanations import FittingExplanation
 
 
 def explain_clip(
-    copies: Mapping[str, Sequence[Copy]], wholes: Values, step: StepRecord, setting: Setting
-) -> tuple[Explanation, ...]:
+    copies: Mapping[str, Sequence[RankCopy]], wholes: Values, step: StepRecord, setting: Setting
+) -> tuple[FittingExplanation, ...]:
     """Explain factors of ranks, common to all parameters, by the norms that ranks divided by.
 
     Args:
@@ -29,7 +29,7 @@ def explain_clip(
     clip = _clip_of_one_device(wholes, step)
     grid = setting.grid
     sharded = _sharded_axes(copies, setting)
-    found = list[Explanation]()
+    found = list[FittingExplanation]()
     for axes in ((), *grid.subsets()):
         norms = _norms_over(copies, wholes, axes, setting)
         true_norm = _norm(value.tensor.norm() for value in wholes.values())
@@ -47,7 +47,7 @@ def _is_exact(norms: Mapping[int, float], norm: float) -> bool:
 
 
 def _common_factors(
-    copies: Mapping[str, Sequence[Copy]], wholes: Values, setting: Setting
+    copies: Mapping[str, Sequence[RankCopy]], wholes: Values, setting: Setting
 ) -> dict[int, float] | None:
     """Return the factor of each rank; None if parameters of a rank have different factors."""
     factors = dict[int, float]()
@@ -83,7 +83,10 @@ def _norm(norms: Iterable[torch.Tensor]) -> float:
 
 
 def _norms_over(
-    copies: Mapping[str, Sequence[Copy]], wholes: Values, axes: tuple[str, ...], setting: Setting
+    copies: Mapping[str, Sequence[RankCopy]],
+    wholes: Values,
+    axes: tuple[str, ...],
+    setting: Setting,
 ) -> dict[int, float]:
     """Return for each rank the norm of the parts of all ranks that differ from it on these axes only."""
     squares = dict[int, float]()
@@ -121,7 +124,7 @@ def _explains(
     return differs
 
 
-def _sharded_axes(copies: Mapping[str, Sequence[Copy]], setting: Setting) -> tuple[str, ...]:
+def _sharded_axes(copies: Mapping[str, Sequence[RankCopy]], setting: Setting) -> tuple[str, ...]:
     """Return the axes along which any parameter is sharded, or held by some ranks only."""
     sharded = set[str]()
     for group in copies.values():
@@ -140,14 +143,16 @@ def _sharded_axes(copies: Mapping[str, Sequence[Copy]], setting: Setting) -> tup
     return tuple(axis for axis in setting.grid.names if axis in sharded)
 
 
-def _describe(axes: tuple[str, ...], sharded: tuple[str, ...], setting: Setting) -> Explanation:
+def _describe(
+    axes: tuple[str, ...], sharded: tuple[str, ...], setting: Setting
+) -> FittingExplanation:
     """Describe a norm that was taken over some axes."""
     missing = tuple(axis for axis in sharded if axis not in axes)
     extra = tuple(axis for axis in axes if axis not in sharded)
     if missing:
         over = ", ".join(missing)
         text = f"local clip norm: missing all-reduce of the squared norm over {over}"
-        return Explanation("local clip norm", missing, text)
+        return FittingExplanation("local clip norm", missing, text)
     over = ", ".join(extra or axes)
     text = f"clip norm too large: replicated gradients are counted once for each rank of {over}"
-    return Explanation("local clip norm", extra or axes, text)
+    return FittingExplanation("local clip norm", extra or axes, text)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .copies import (
-    Copy,
     Expected,
+    RankCopy,
     Setting,
     are_multiples,
     best_factor,
@@ -23,17 +23,17 @@ from .copies import (
     is_right,
     sum_over,
 )
-from .explanations import Explanation
+from .explanations import FittingExplanation
 from .factors import name_factor
 from .find_index import find_index, match_rows
 from .rank_weights import scale_ranks, weigh_ranks
 
-_Hypothesis = Callable[[Sequence[Copy], Expected, Setting, str], list[Explanation]]
+_Hypothesis = Callable[[Sequence[RankCopy], Expected, Setting, str], list[FittingExplanation]]
 
 
 def explain_copies(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> tuple[Explanation, ...]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> tuple[FittingExplanation, ...]:
     """Explain copies of which at least one is wrong.
 
     Args:
@@ -68,49 +68,53 @@ def explain_copies(
 
 
 def _not_finite(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Name the ranks that have nan or infinite elements."""
     ranks = [copy.rank for copy in copies if not copy.values.isfinite().all()]
     if not ranks or not expected.now.isfinite().all():
         return []
     where = describe_ranks(ranks, [copy.rank for copy in copies], setting)
-    return [Explanation("missing", where[0], f"nan or infinite {where[1]}")]
+    return [FittingExplanation("missing", where[0], f"nan or infinite {where[1]}")]
 
 
 def _tied_copies(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Sum several parameters of one rank that are one parameter on one device."""
     names = sorted({copy.name for copy in copies})
-    by_place = dict[tuple[int, int], list[Copy]]()
+    by_place = dict[tuple[int, int], list[RankCopy]]()
     for copy in copies:
         first = int(copy.index.flatten()[0]) if copy.index.numel() else -1
         by_place.setdefault((copy.rank, first), []).append(copy)
     if len(names) < 2 or all(len(group) == 1 for group in by_place.values()):
         return []
-    totals = list[Copy]()
+    totals = list[RankCopy]()
     for group in by_place.values():
         total = torch.stack([copy.values for copy in group]).sum(0)
-        totals.append(Copy(group[0].rank, group[0].name, total, group[0].index))
+        totals.append(RankCopy(group[0].rank, group[0].name, total, group[0].index))
     if not is_right(totals, expected.now, setting):
         return []
     text = f"{' and '.join(names)} are one tied parameter on one device, here their {quantity}s are not added"
-    return [Explanation("copies", (), text)]
+    return [FittingExplanation("copies", (), text)]
 
 
 def _zero_everywhere(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Find a value that is zero on all ranks."""
     if any(float(copy.values.norm()) > setting.floor for copy in copies):
         return []
-    return [Explanation("zero", (), f"the {quantity} is zero on all ranks: it was never computed")]
+    return [
+        FittingExplanation(
+            "zero", (), f"the {quantity} is zero on all ranks: it was never computed"
+        )
+    ]
 
 
 def _same_factor(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Find one factor for all ranks."""
     factor = best_factor(copies, expected.now, setting)
     if factor is None or not factor:
@@ -122,15 +126,15 @@ def _same_factor(
 
 
 def _sums_over_axes(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Sum the values of the ranks along axes: the sum, the mean or a multiple of them is right."""
     if quantity not in ("gradient", "output", "returned value"):
         return []
     if are_multiples(copies, expected.now, setting):
         # Any sum of multiples of one value is a multiple.
         return []
-    found = list[Explanation]()
+    found = list[FittingExplanation]()
     fewest = len(setting.grid.names)
     for axes in setting.grid.subsets():
         if len(axes) > fewest:
@@ -150,38 +154,38 @@ def _sums_over_axes(
 
 def _describe_sum(
     axes: tuple[str, ...], factor: float, setting: Setting, quantity: str
-) -> list[Explanation]:
+) -> list[FittingExplanation]:
     """Describe a sum over axes that is `factor` times right."""
     over = ", ".join(axes)
     slack = max(1e-6, 10 * setting.tolerance)
     count = setting.grid.size_of(axes)
     if isclose(factor, 1, rel_tol=slack):
         text = f"missing all-reduce over {over}: it is right after a sum over {over}"
-        return [Explanation("missing reduction", axes, text)]
+        return [FittingExplanation("missing reduction", axes, text)]
     if isclose(factor, count, rel_tol=slack):
         text = f"missing all-reduce over {over}: it is right after a mean over {over}"
-        return [Explanation("missing reduction", axes, text)]
-    found = list[Explanation]()
+        return [FittingExplanation("missing reduction", axes, text)]
+    found = list[FittingExplanation]()
     for number, operation in ((factor, "sum"), (factor / count, "mean")):
         for explanation in name_factor(number, setting, quantity):
             if explanation.kind == "scaled":
                 continue
             text = f"missing all-reduce over {over}; after a {operation} it is {explanation.text}"
-            found.append(Explanation("missing reduction", axes, text))
+            found.append(FittingExplanation("missing reduction", axes, text))
     return found[:1]
 
 
 def _stale(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Compare with the values of earlier steps, and with sums of this step and the step before."""
     for age, earlier in enumerate(reversed(expected.earlier), 1):
         if is_right(copies, earlier, setting):
             text = f"stale: the {quantity} equals the value of {age} step{'s' * (age > 1)} before"
-            return [Explanation("stale", (), text)]
+            return [FittingExplanation("stale", (), text)]
     if expected.stale is not None and is_right(copies, expected.stale, setting):
         text = "stale: computed with the parameters of the step before, as of weights gathered once"
-        return [Explanation("stale", (), text)]
+        return [FittingExplanation("stale", (), text)]
     if not expected.earlier:
         return []
     coefficients = fit(copies, [expected.now, expected.earlier[-1]], setting)
@@ -190,14 +194,14 @@ def _stale(
     now, before = coefficients
     if isclose(now, 1, rel_tol=1e-6) and isclose(before, 1, rel_tol=1e-6):
         text = f"not zeroed: the sum of this step's {quantity} and that of the step before"
-        return [Explanation("not zeroed", (), text)]
+        return [FittingExplanation("not zeroed", (), text)]
     text = f"{now:.4g} times this step's {quantity} plus {before:.4g} times that of the step before"
-    return [Explanation("not zeroed", (), text)]
+    return [FittingExplanation("not zeroed", (), text)]
 
 
 def _microbatches(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Weigh the gradients of the single microbatches."""
     if quantity != "gradient" or len(expected.microbatches) < 2:
         return []
@@ -210,11 +214,11 @@ def _microbatches(
         text = (
             f"only the gradients of microbatch {', '.join(kept)} count: the weights are {weights}"
         )
-        return [Explanation("microbatches", (), text)]
+        return [FittingExplanation("microbatches", (), text)]
     axes = _axes_of_weights(coefficients, setting)
     cause = f": reduced again over {', '.join(axes)} with each microbatch" if axes else ""
     text = f"microbatches have the weights {weights} in place of equal ones{cause}"
-    return [Explanation("microbatches", axes, text)]
+    return [FittingExplanation("microbatches", axes, text)]
 
 
 def _axes_of_weights(weights: Sequence[float], setting: Setting) -> tuple[str, ...]:
@@ -229,8 +233,8 @@ def _axes_of_weights(weights: Sequence[float], setting: Setting) -> tuple[str, .
 
 
 def _wrong_shard(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Compare each rank with the shards of the other ranks."""
     taken = dict[int, int]()
     for copy in copies:
@@ -248,7 +252,7 @@ def _wrong_shard(
     axes = _axes_between(list(taken.items()), setting)
     pairs = ", ".join(f"rank {rank} has that of rank {other}" for rank, other in taken.items())
     over = f" over {', '.join(axes)}" if axes else ""
-    return [Explanation("wrong shard", axes, f"shards in another order{over}: {pairs}")]
+    return [FittingExplanation("wrong shard", axes, f"shards in another order{over}: {pairs}")]
 
 
 def _axes_between(pairs: Sequence[tuple[int, int]], setting: Setting) -> tuple[str, ...]:
@@ -263,13 +267,13 @@ def _axes_between(pairs: Sequence[tuple[int, int]], setting: Setting) -> tuple[s
 
 
 def _permuted(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Find the elements of each rank elsewhere: other rows of its shard, or of the whole tensor."""
     if expected.now.ndim < 2:
         return []
     slack = setting.tolerance * float(expected.now.abs().max()) + setting.floor
-    wrong = list[Copy]()
+    wrong = list[RankCopy]()
     dims = set[int]()
     for copy in copies:
         part = copy.part_of(expected.now)
@@ -286,7 +290,7 @@ def _permuted(
     axes = sharded_axes(copies, setting)
     where = f"dim {dims.pop()}" if len(dims) == 1 else "the whole tensor"
     order = "in another order than on one device"
-    return [Explanation("permuted", axes, f"permuted: the slices of {where} are {order}")]
+    return [FittingExplanation("permuted", axes, f"permuted: the slices of {where} are {order}")]
 
 
 def _permuted_dim(values: Tensor, part: Tensor, slack: float) -> int | None:
@@ -298,7 +302,7 @@ def _permuted_dim(values: Tensor, part: Tensor, slack: float) -> int | None:
     return None
 
 
-def sharded_axes(copies: Sequence[Copy], setting: Setting) -> tuple[str, ...]:
+def sharded_axes(copies: Sequence[RankCopy], setting: Setting) -> tuple[str, ...]:
     """Return the axes along which ranks have different elements."""
     by_rank = {copy.rank: copy for copy in copies}
     sharded = list[str]()
@@ -312,10 +316,10 @@ def sharded_axes(copies: Sequence[Copy], setting: Setting) -> tuple[str, ...]:
 
 
 def _some_ranks(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Explain the wrong ranks alone where others are right."""
-    wrong = list[Copy]()
+    wrong = list[RankCopy]()
     for copy in copies:
         if not setting.is_close(copy.values, copy.part_of(expected.now)):
             wrong.append(copy)
@@ -326,15 +330,17 @@ def _some_ranks(
     if _zero_everywhere(wrong, expected, setting, quantity):
         over = f", or missing all-reduce over {axes[0]}" if axes else ""
         text = f"the {quantity} is zero {where}: it was never computed there{over}"
-        return [Explanation("zero", axes, text)]
+        return [FittingExplanation("zero", axes, text)]
     for family in (_same_factor, _stale, _microbatches):
         for explanation in family(wrong, expected, setting, quantity):
             text = explanation.text.replace(" on all ranks", "").replace(", alike", "")
-            return [Explanation(explanation.kind, axes or explanation.axes, f"{text} {where}")]
+            return [
+                FittingExplanation(explanation.kind, axes or explanation.axes, f"{text} {where}")
+            ]
     if quantity != "parameter":
         return []
     text = f"differs {where}, which were not given the values of the other ranks"
-    return [Explanation("some ranks", axes, text)]
+    return [FittingExplanation("some ranks", axes, text)]
 
 
 def describe_ranks(
@@ -351,8 +357,8 @@ def describe_ranks(
 
 
 def _some_rows(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Explain the wrong slices of dim 0 alone where other slices are right."""
     whole = expected.now
     if whole.ndim < 1 or whole.shape[0] < 4:
@@ -369,18 +375,18 @@ def _some_rows(
     if count == whole.shape[0] or count < (4 if whole.ndim == 1 else 1):
         return []
     width = whole[0].numel()
-    wrong_copies = list[Copy]()
+    wrong_copies = list[RankCopy]()
     for copy in copies:
         selected = is_wrong[copy.index // width]
         values = copy.values[selected]
-        wrong_copies.append(Copy(copy.rank, copy.name, values, copy.index[selected]))
+        wrong_copies.append(RankCopy(copy.rank, copy.name, values, copy.index[selected]))
     wrong_copies = [copy for copy in wrong_copies if copy.values.numel()]
     rows = _describe_runs(is_wrong.nonzero()[:, 0].tolist())
     for family in (_zero_everywhere, _same_factor, _sums_over_axes, _stale, _microbatches):
-        found = list[Explanation]()
+        found = list[FittingExplanation]()
         for explanation in family(wrong_copies, expected, setting, quantity):
             text = f"rows {rows} of {whole.shape[0]}: {explanation.text}"
-            found.append(Explanation(explanation.kind, explanation.axes, text))
+            found.append(FittingExplanation(explanation.kind, explanation.axes, text))
         if found and found[0].kind != "scaled":
             return found
     return []

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .grid import Grid
+from .grid import MeshGrid
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copy:
+class RankCopy:
     """The values of one logical tensor on one rank.
 
     Attributes:
@@ -63,7 +63,7 @@ class Setting:
             loss of one device.
     """
 
-    grid: Grid
+    grid: MeshGrid
     tolerance: float
     floor: float = 0.0
     backwards: int = 1
@@ -75,12 +75,12 @@ class Setting:
         return difference <= self.tolerance * float(expected.norm()) + self.floor
 
 
-def is_right(copies: Iterable[Copy], whole: Tensor, setting: Setting) -> bool:
+def is_right(copies: Iterable[RankCopy], whole: Tensor, setting: Setting) -> bool:
     """Tell whether all copies equal their part of the whole tensor."""
     return all(setting.is_close(copy.values, copy.part_of(whole)) for copy in copies)
 
 
-def relative_difference(copies: Sequence[Copy], whole: Tensor) -> float:
+def relative_difference(copies: Sequence[RankCopy], whole: Tensor) -> float:
     """Return the norm of the difference of all copies relative to the norm of their parts."""
     difference = 0.0
     norm = 0.0
@@ -93,17 +93,19 @@ def relative_difference(copies: Sequence[Copy], whole: Tensor) -> float:
     return float("inf") if difference else 0.0
 
 
-def sum_over(copies: Sequence[Copy], axes: tuple[str, ...], grid: Grid) -> list[Copy] | None:
+def sum_over(
+    copies: Sequence[RankCopy], axes: tuple[str, ...], grid: MeshGrid
+) -> list[RankCopy] | None:
     """Sum the copies of the ranks that differ on some axes only.
 
     Returns:
         The copies with the sums in place of the values. None if the ranks of a group have
         different elements, or if all ranks of every group have equal values already.
     """
-    by_rank = dict[int, Copy]()
+    by_rank = dict[int, RankCopy]()
     for copy in copies:
         by_rank[copy.rank] = copy
-    summed = list[Copy]()
+    summed = list[RankCopy]()
     is_new = False
     for ranks in grid.groups(axes):
         group = [by_rank[rank] for rank in ranks if rank in by_rank]
@@ -116,11 +118,11 @@ def sum_over(copies: Sequence[Copy], axes: tuple[str, ...], grid: Grid) -> list[
             is_new = is_new or not torch.allclose(copy.values, first.values, 1e-9, 1e-30)
         total = torch.stack([copy.values for copy in group]).sum(0)
         for copy in group:
-            summed.append(Copy(copy.rank, copy.name, total, copy.index))
+            summed.append(RankCopy(copy.rank, copy.name, total, copy.index))
     return summed if is_new else None
 
 
-def best_factor(copies: Sequence[Copy], whole: Tensor, setting: Setting) -> float | None:
+def best_factor(copies: Sequence[RankCopy], whole: Tensor, setting: Setting) -> float | None:
     """Return the factor by which all copies differ from their parts; None if there is none."""
     products = 0.0
     squares = 0.0
@@ -139,14 +141,16 @@ def best_factor(copies: Sequence[Copy], whole: Tensor, setting: Setting) -> floa
     return factor
 
 
-def are_multiples(copies: Sequence[Copy], whole: Tensor, setting: Setting) -> bool:
+def are_multiples(copies: Sequence[RankCopy], whole: Tensor, setting: Setting) -> bool:
     """Tell whether every rank has a multiple of its part, which need not be the same multiple."""
     if whole.numel() < 3:
         return False
     return all(best_factor([copy], whole, setting) is not None for copy in copies)
 
 
-def fit(copies: Sequence[Copy], basis: Sequence[Tensor], setting: Setting) -> list[float] | None:
+def fit(
+    copies: Sequence[RankCopy], basis: Sequence[Tensor], setting: Setting
+) -> list[float] | None:
     """Return the coefficients with which the basis gives all copies; None if none do.
 
     Args:

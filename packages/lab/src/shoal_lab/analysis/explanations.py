@@ -30,7 +30,7 @@ KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class FittingExplanation:
     """One combination that turns the values of the ranks into those of one device.
 
     Attributes:
@@ -39,7 +39,7 @@ class Explanation:
         text: the sentence for the report.
 
     Example:
-        >>> Explanation("stale", ("dp",), "stale at dp=1").axes
+        >>> FittingExplanation("stale", ("dp",), "stale at dp=1").axes
         ('dp',)
     """
 
@@ -49,7 +49,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CertificationFinding:
     """One logical tensor that differs from one device.
 
     Attributes:
@@ -60,7 +60,7 @@ class Finding:
         explanations: all that fit; empty if none does.
 
     Example:
-        >>> print(Finding(0, "gradient", "head.bias", 0.5, explanations=()))
+        >>> print(CertificationFinding(0, "gradient", "head.bias", 0.5, explanations=()))
         step 0: gradient of head.bias: differs by 5.0e-01; no combination of the ranks explains it
     """
 
@@ -68,7 +68,7 @@ class Finding:
     quantity: str
     name: str
     difference: float
-    explanations: tuple[Explanation, ...]
+    explanations: tuple[FittingExplanation, ...]
 
     @property
     def axes(self) -> tuple[str, ...]:

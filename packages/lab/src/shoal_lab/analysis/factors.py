@@ -7,7 +7,7 @@ from math import isclose
 from typing import NamedTuple
 
 from .copies import Setting
-from .explanations import Explanation
+from .explanations import FittingExplanation
 
 
 class _Cause(NamedTuple):
@@ -18,7 +18,7 @@ class _Cause(NamedTuple):
     backwards: int
 
 
-def name_factor(factor: float, setting: Setting, quantity: str) -> list[Explanation]:
+def name_factor(factor: float, setting: Setting, quantity: str) -> list[FittingExplanation]:
     """Return the explanations of a factor, of the fewest axes; the bare number if nothing fits.
 
     Args:
@@ -29,7 +29,7 @@ def name_factor(factor: float, setting: Setting, quantity: str) -> list[Explanat
     sign = "with the opposite sign" if factor < 0 else ""
     size = abs(factor)
     slack = max(1e-6, 10 * setting.tolerance)
-    found = list[tuple[_Cause, Explanation]]()
+    found = list[tuple[_Cause, FittingExplanation]]()
     for cause in _causes(setting):
         if isclose(size, cause.number, rel_tol=slack):
             found.append((cause, _too_large(cause, setting, sign)))
@@ -39,11 +39,11 @@ def name_factor(factor: float, setting: Setting, quantity: str) -> list[Explanat
         fewest = min(_rank_of(cause) for cause, _ in found)
         return [text for cause, text in found if _rank_of(cause) == fewest]
     if sign and isclose(size, 1, rel_tol=slack):
-        return [Explanation("sign", (), f"the {quantity} has the opposite sign")]
+        return [FittingExplanation("sign", (), f"the {quantity} has the opposite sign")]
     exchanged = _exchanged_divisors(size, setting, slack)
     if exchanged:
         return exchanged
-    return [Explanation("scaled", (), f"scaled by {factor:.6g}, on all ranks alike")]
+    return [FittingExplanation("scaled", (), f"scaled by {factor:.6g}, on all ranks alike")]
 
 
 def _rank_of(cause: _Cause) -> int:
@@ -61,12 +61,12 @@ def _causes(setting: Setting) -> Iterator[_Cause]:
                 yield _Cause(number, axes, backwards)
 
 
-def _too_large(cause: _Cause, setting: Setting, sign: str) -> Explanation:
+def _too_large(cause: _Cause, setting: Setting, sign: str) -> FittingExplanation:
     """Describe a value that is too large."""
     times = f"{cause.number} times too large{' and ' + sign if sign else ''}"
     if not cause.axes:
         text = f"{times}: {cause.backwards} microbatches are added where their mean is right"
-        return Explanation("microbatches", (), text)
+        return FittingExplanation("microbatches", (), text)
     axes = ", ".join(cause.axes)
     kind = "too large"
     how = {setting.loss_by_axis.get(axis) for axis in cause.axes}
@@ -78,15 +78,15 @@ def _too_large(cause: _Cause, setting: Setting, sign: str) -> Explanation:
         text = f"{times}: reduced twice over {axes}, or mean taken as sum over {axes}"
     if cause.backwards > 1:
         text += f", and {cause.backwards} microbatches are added where their mean is right"
-    return Explanation(kind, cause.axes, text)
+    return FittingExplanation(kind, cause.axes, text)
 
 
-def _too_small(cause: _Cause, setting: Setting, sign: str) -> Explanation:
+def _too_small(cause: _Cause, setting: Setting, sign: str) -> FittingExplanation:
     """Describe a value that is too small."""
     times = f"{cause.number} times too small{' and ' + sign if sign else ''}"
     if not cause.axes:
         text = f"{times}: divided once too often by the {cause.backwards} microbatches"
-        return Explanation("microbatches", (), text)
+        return FittingExplanation("microbatches", (), text)
     axes = ", ".join(cause.axes)
     how = {setting.loss_by_axis.get(axis) for axis in cause.axes}
     if how == {"mean"}:
@@ -97,12 +97,12 @@ def _too_small(cause: _Cause, setting: Setting, sign: str) -> Explanation:
         text = f"{times}: averaged twice over {axes}, or sum taken as mean over {axes}"
     if cause.backwards > 1:
         text += f", and divided once too often by the {cause.backwards} microbatches"
-    return Explanation("too small", cause.axes, text)
+    return FittingExplanation("too small", cause.axes, text)
 
 
-def _exchanged_divisors(size: float, setting: Setting, slack: float) -> list[Explanation]:
+def _exchanged_divisors(size: float, setting: Setting, slack: float) -> list[FittingExplanation]:
     """Explain a factor as the size of one set of axes divided by the size of another one."""
-    found = list[Explanation]()
+    found = list[FittingExplanation]()
     for right in setting.grid.subsets():
         for wrong in setting.grid.subsets():
             number = setting.grid.size_of(right) / setting.grid.size_of(wrong)
@@ -115,5 +115,5 @@ def _exchanged_divisors(size: float, setting: Setting, slack: float) -> list[Exp
                 f"{right_axes}"
             )
             axes = tuple(axis for axis in setting.grid.names if axis in (*right, *wrong))
-            found.append(Explanation("wrong divisor", axes, text))
+            found.append(FittingExplanation("wrong divisor", axes, text))
     return found

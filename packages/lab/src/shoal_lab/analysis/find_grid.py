@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..records import RankRecord
-from .grid import Grid
+from .grid import MeshGrid
 
 
-def find_grid(mesh: Mapping[str, int], records: Sequence[RankRecord]) -> Grid:
+def find_grid(mesh: Mapping[str, int], records: Sequence[RankRecord]) -> MeshGrid:
     """Return the grid of the ranks.
 
     Args:
@@ -24,7 +24,7 @@ def find_grid(mesh: Mapping[str, int], records: Sequence[RankRecord]) -> Grid:
         >>> str(find_grid({"dp": 2, "tp": 2}, []))
         'dp=2, tp=2'
     """
-    given = Grid.of(mesh)
+    given = MeshGrid.of(mesh)
     if len(mesh) > 1 or not records or tuple(mesh) != ("ranks",):
         return given
     best = given
@@ -37,15 +37,15 @@ def find_grid(mesh: Mapping[str, int], records: Sequence[RankRecord]) -> Grid:
     return _grid_of_groups(records[0].groups, given.count) or given
 
 
-def _grid_of_mesh(names: tuple[str, ...], ranks: Any) -> Grid | None:
+def _grid_of_mesh(names: tuple[str, ...], ranks: Any) -> MeshGrid | None:
     """Return the grid of a mesh whose ranks are in row-major order from 0."""
     tensor = torch.tensor(ranks)
     if tensor.flatten().tolist() != list(range(tensor.numel())):
         return None
-    return Grid(names, tuple(tensor.shape))
+    return MeshGrid(names, tuple(tensor.shape))
 
 
-def _grid_of_groups(groups: Sequence[tuple[int, ...]], count: int) -> Grid | None:
+def _grid_of_groups(groups: Sequence[tuple[int, ...]], count: int) -> MeshGrid | None:
     """Return the grid whose axes are the program's process groups, named by the ranks of the first one.
 
     Ranks (0, 1) and (2, 3) are an axis of stride 1; ranks (0, 2) and (1, 3) one of stride 2.
@@ -62,6 +62,6 @@ def _grid_of_groups(groups: Sequence[tuple[int, ...]], count: int) -> Grid | Non
     names = list[str]()
     for stride, size in zip(strides, sizes, strict=True):
         names.append(f"groups like {tuple(range(0, stride * size, stride))}")
-    grid = Grid(tuple(names), tuple(sizes))
+    grid = MeshGrid(tuple(names), tuple(sizes))
     expected = [prod(sizes[position + 1 :]) for position in range(len(sizes))]
     return grid if expected == strides else None

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..records import LocalValue, Output, RankRecord
 from .combinations import describe_ranks, explain_copies, sharded_axes
-from .copies import Copy, Expected, Setting
-from .explanations import Explanation, Finding
+from .copies import Expected, RankCopy, Setting
+from .explanations import CertificationFinding, FittingExplanation
 from .find_index import find_index
-from .grid import Grid
+from .grid import MeshGrid
 
 # Path of the module, "output" or "gradient", and how often the module had run in this step.
 _Key = tuple[str, str, int]
@@ -31,7 +31,7 @@ class FirstModule:
 
     path: str
     kind: str
-    explanation: Explanation
+    explanation: FittingExplanation
 
     def __str__(self) -> str:
         """Return the line of the report."""
@@ -57,9 +57,9 @@ def find_first_module(
     keys = list(wholes)
     forward = [key for key in keys if key[1] == "output"]
     backward = [key for key in reversed(keys) if key[1] == "gradient"]
-    search = _Search(by_rank, wholes, setting)
+    search = _ModuleSearch(by_rank, wholes, setting)
     found = search.first_of(forward) or search.unfinished_sum(forward)
-    return found or _Search(by_rank, wholes, setting).first_of(backward)
+    return found or _ModuleSearch(by_rank, wholes, setting).first_of(backward)
 
 
 def _keyed(outputs: Sequence[Output]) -> Iterator[tuple[_Key, LocalValue]]:
@@ -71,7 +71,7 @@ def _keyed(outputs: Sequence[Output]) -> Iterator[tuple[_Key, LocalValue]]:
         yield (output.path, output.kind, number), output.value
 
 
-class _Search:
+class _ModuleSearch:
     """One walk over the values of a step in their order."""
 
     def __init__(
@@ -106,7 +106,7 @@ class _Search:
             return None
         return FirstModule(keys[-1][0], "output", self._missing_sum())
 
-    def _missing_sum(self) -> Explanation:
+    def _missing_sum(self) -> FittingExplanation:
         """Explain a wrong value by the partial value before it."""
         assert self._partial is not None, "a sum is missing after a partial value"
         path, axes = self._partial
@@ -115,11 +115,11 @@ class _Search:
             f"missing all-reduce over {over} after {path}, whose output is right after a sum over "
             f"{over}"
         )
-        return Explanation("missing reduction", axes, text)
+        return FittingExplanation("missing reduction", axes, text)
 
     def _judge(
         self, key: _Key, values: Mapping[int, LocalValue], whole: Tensor
-    ) -> Explanation | None:
+    ) -> FittingExplanation | None:
         """Return None for values that are right or partial, else the explanation."""
         setting = self._setting
         allowed = setting.tolerance * float(whole.norm())
@@ -130,7 +130,7 @@ class _Search:
                 self._note_slices(copies, whole)
                 return None
             axes = _differing_axes(values, setting)
-            return Explanation(
+            return FittingExplanation(
                 "forward", axes, f"{missing}: each rank of {', '.join(axes)} has the others' part"
             )
         for axes in setting.grid.subsets():
@@ -150,7 +150,7 @@ class _Search:
 
     def _place(
         self, values: Mapping[int, LocalValue], whole: Tensor, choices: tuple[str, float]
-    ) -> list[Copy] | None:
+    ) -> list[RankCopy] | None:
         """Find the values of all ranks in the whole value, by metadata or by values.
 
         Gradients may be a multiple: each rank's loss is a mean of fewer rows.
@@ -169,9 +169,9 @@ class _Search:
 
     def _place_multiple(
         self, values: Mapping[int, LocalValue], whole: Tensor, allowed: float
-    ) -> list[Copy] | None:
+    ) -> list[RankCopy] | None:
         """Find the values of all ranks in one whole value."""
-        copies = list[Copy]()
+        copies = list[RankCopy]()
         slack = self._setting.tolerance * float(whole.abs().max())
         for rank, value in values.items():
             index = value.index
@@ -185,10 +185,10 @@ class _Search:
                 index = find_index(value.tensor, whole, slack)
             if index is None:
                 return None
-            copies.append(Copy(rank, "", value.tensor, index))
+            copies.append(RankCopy(rank, "", value.tensor, index))
         return copies
 
-    def _note_slices(self, copies: Sequence[Copy], whole: Tensor) -> None:
+    def _note_slices(self, copies: Sequence[RankCopy], whole: Tensor) -> None:
         """Remember which indices of a dim a rank has, where a value is a block of rows and columns."""
         for copy in copies:
             if copy.index.ndim != whole.ndim or not copy.index.numel():
@@ -200,10 +200,10 @@ class _Search:
 
     def _place_by_slices(
         self, values: Mapping[int, LocalValue], whole: Tensor
-    ) -> list[Copy] | None:
+    ) -> list[RankCopy] | None:
         """Place wrong values by the slices that right values of the same sizes had."""
         positions = torch.arange(whole.numel()).view(whole.shape)
-        copies = list[Copy]()
+        copies = list[RankCopy]()
         for rank, value in values.items():
             index = positions
             if value.tensor.ndim != whole.ndim:
@@ -217,10 +217,10 @@ class _Search:
                 if line is None:
                     return None
                 index = index.index_select(dim, line)
-            copies.append(Copy(rank, "", value.tensor, index))
+            copies.append(RankCopy(rank, "", value.tensor, index))
         return copies
 
-    def _explain(self, key: _Key, copies: Sequence[Copy], whole: Tensor) -> Explanation:
+    def _explain(self, key: _Key, copies: Sequence[RankCopy], whole: Tensor) -> FittingExplanation:
         """Explain a wrong value by itself, or by a partial value just before it."""
         setting = self._setting
         explanations = explain_copies(copies, Expected(whole), setting, "output")
@@ -229,17 +229,17 @@ class _Search:
         if explanations:
             first = explanations[0]
             axes = first.axes or sharded_axes(copies, setting)
-            return Explanation("forward", axes, first.text)
+            return FittingExplanation("forward", axes, first.text)
         wrong = [
             copy.rank for copy in copies if not setting.is_close(copy.values, copy.part_of(whole))
         ]
         axes, where = describe_ranks(wrong, [copy.rank for copy in copies], setting)
         axes = axes or sharded_axes(copies, setting)
-        return Explanation("forward", axes, f"differs {where}")
+        return FittingExplanation("forward", axes, f"differs {where}")
 
 
 def _sum_values(
-    values: Mapping[int, LocalValue], axes: tuple[str, ...], grid: Grid
+    values: Mapping[int, LocalValue], axes: tuple[str, ...], grid: MeshGrid
 ) -> dict[int, LocalValue] | None:
     """Sum the values of ranks that differ on some axes only; None if shapes differ or all are equal."""
     summed = dict[int, LocalValue]()
@@ -258,7 +258,7 @@ def _sum_values(
     return summed if is_new else None
 
 
-def _uncovered(copies: Sequence[Copy], whole: Tensor, allowed: float) -> str | None:
+def _uncovered(copies: Sequence[RankCopy], whole: Tensor, allowed: float) -> str | None:
     """Describe the rows of a sharded value that no rank has; None if all are there."""
     if all(copy.values.shape == whole.shape for copy in copies):
         return None
@@ -294,9 +294,11 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other)
 
 
-def explain_forward(findings: Sequence[Finding], first: FirstModule) -> list[Finding]:
+def explain_forward(
+    findings: Sequence[CertificationFinding], first: FirstModule
+) -> list[CertificationFinding]:
     """Give findings that nothing explains the explanation of the first wrong module."""
-    explained = list[Finding]()
+    explained = list[CertificationFinding]()
     for finding in findings:
         kinds = {explanation.kind for explanation in finding.explanations}
         if kinds <= {"scaled", "forward"} and first.kind == "output":

@@ -1,4 +1,4 @@
-"""`Grid`: ranks at coordinates of named axes, as the analysis needs them: no process group, no torch."""
+"""`MeshGrid`: ranks at coordinates of named axes, as the analysis needs them: no process group, no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class MeshGrid:
     """Ranks in a grid of named axes, the last axis fastest.
 
     Attributes:
@@ -17,7 +17,7 @@ class Grid:
         sizes: of the axes.
 
     Example:
-        >>> grid = Grid.of({"dp": 2, "tp": 3})
+        >>> grid = MeshGrid.of({"dp": 2, "tp": 3})
         >>> grid.coordinate(4)
         (1, 1)
         >>> grid.groups(("dp",))
@@ -28,7 +28,7 @@ class Grid:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, axes: Mapping[str, int]) -> Grid:
+    def of(cls, axes: Mapping[str, int]) -> MeshGrid:
         """Make the grid of axes and sizes."""
         return cls(tuple(axes), tuple(axes.values()))
 

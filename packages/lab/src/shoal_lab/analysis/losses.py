@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from math import isclose
 
 from ..records import StepRecord
-from .explanations import Explanation
-from .grid import Grid
+from .explanations import FittingExplanation
+from .grid import MeshGrid
 
 
-def relate_losses(steps: Sequence[StepRecord], reference: StepRecord, grid: Grid) -> dict[str, str]:
+def relate_losses(
+    steps: Sequence[StepRecord], reference: StepRecord, grid: MeshGrid
+) -> dict[str, str]:
     """Return for each axis how the losses of its ranks give the loss of one device.
 
     Returns:
@@ -41,7 +43,7 @@ def _first_losses(steps: Sequence[StepRecord]) -> list[float] | None:
     return losses
 
 
-def _distinct_axes(losses: Sequence[float], grid: Grid) -> tuple[str, ...]:
+def _distinct_axes(losses: Sequence[float], grid: MeshGrid) -> tuple[str, ...]:
     """Return the axes along which losses differ."""
     distinct = list[str]()
     for axis in grid.names:
@@ -54,8 +56,8 @@ def _distinct_axes(losses: Sequence[float], grid: Grid) -> tuple[str, ...]:
 
 
 def explain_losses(
-    steps: Sequence[StepRecord], reference: StepRecord, grid: Grid
-) -> tuple[Explanation, ...]:
+    steps: Sequence[StepRecord], reference: StepRecord, grid: MeshGrid
+) -> tuple[FittingExplanation, ...]:
     """Explain wrong gradients by local means over uneven numbers of targets.
 
     Returns:
@@ -82,4 +84,4 @@ def explain_losses(
         f"wrong divisor: the mean of each rank counts equally over {over}, but the ranks have "
         f"{', '.join(map(str, numbers))} targets; the loss of one device weighs them by these numbers"
     )
-    return (Explanation("uneven mean", axes, text),)
+    return (FittingExplanation("uneven mean", axes, text),)

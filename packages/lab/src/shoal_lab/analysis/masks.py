@@ -5,33 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..records import RankRecord
-from .explanations import Explanation, Finding
-from .grid import Grid
+from .explanations import CertificationFinding, FittingExplanation
+from .grid import MeshGrid
 
 # So many random bits are not alike by chance.
 _BITS = 16.0
 
 
-def compare_masks(ranks: Sequence[RankRecord], grid: Grid) -> list[Finding]:
+def compare_masks(ranks: Sequence[RankRecord], grid: MeshGrid) -> list[CertificationFinding]:
     """Compare the masks of ranks that differ on one axis.
 
     Args:
         ranks: records in the order of the ranks.
         grid: axes of the ranks.
     """
-    findings = list[Finding]()
+    findings = list[CertificationFinding]()
     for axis in grid.names:
         for group in grid.groups((axis,)):
             findings += _compare_group([ranks[rank] for rank in group], axis)
-    unique = dict[tuple[str, str], Finding]()
+    unique = dict[tuple[str, str], CertificationFinding]()
     for finding in findings:
         unique.setdefault((finding.name, finding.explanations[0].text), finding)
     return list(unique.values())
 
 
-def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Finding]:
+def _compare_group(records: Sequence[RankRecord], axis: str) -> list[CertificationFinding]:
     """Compare the masks of the ranks of one group, each rank with the first one."""
-    findings = list[Finding]()
+    findings = list[CertificationFinding]()
     first = records[0]
     for record in records[1:]:
         if first.shoal or record.shoal or len(first.masks) != len(record.masks):
@@ -43,8 +43,10 @@ def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Finding]:
             name, size = _split(one.place)
             if one.values == other.values and one.mask != other.mask:
                 text = f"dropout differs over {axis}, whose ranks have equal inputs"
-                explanation = Explanation("random", (axis,), text)
-                findings.append(Finding(0, "dropout", name, 1.0, explanations=(explanation,)))
+                explanation = FittingExplanation("random", (axis,), text)
+                findings.append(
+                    CertificationFinding(0, "dropout", name, 1.0, explanations=(explanation,))
+                )
                 break
             if one.values != other.values:
                 bits += size
@@ -52,8 +54,10 @@ def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Finding]:
                 place = place or name
         if bits > _BITS and are_alike:
             text = f"dropout alike on all ranks of {axis}, whose inputs differ"
-            explanation = Explanation("random", (axis,), text)
-            findings.append(Finding(0, "dropout", place, 1.0, explanations=(explanation,)))
+            explanation = FittingExplanation("random", (axis,), text)
+            findings.append(
+                CertificationFinding(0, "dropout", place, 1.0, explanations=(explanation,))
+            )
     return findings
 
 

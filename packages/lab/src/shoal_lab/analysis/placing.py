@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..records import LocalValue, RankRecord, Values
 from .find_index import find_index
-from .grid import Grid
+from .grid import MeshGrid
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class ValuePlace:
     """The place of a local tensor.
 
     Attributes:
@@ -36,12 +36,12 @@ class Places:
         ambiguous: local names whose place is not found because their values are constant.
     """
 
-    by_rank: list[dict[str, Place]] = field(default_factory=list)
+    by_rank: list[dict[str, ValuePlace]] = field(default_factory=list)
     unplaced: list[tuple[int, str]] = field(default_factory=list)
     ambiguous: list[tuple[int, str]] = field(default_factory=list)
 
 
-def place_parameters(ranks: Sequence[RankRecord], reference: RankRecord, grid: Grid) -> Places:
+def place_parameters(ranks: Sequence[RankRecord], reference: RankRecord, grid: MeshGrid) -> Places:
     """Find every local parameter in the logical parameters.
 
     Args:
@@ -53,7 +53,7 @@ def place_parameters(ranks: Sequence[RankRecord], reference: RankRecord, grid: G
     places = Places()
     for rank, record in enumerate(ranks):
         values = record.steps[0].before if record.steps else record.after
-        found = dict[str, Place]()
+        found = dict[str, ValuePlace]()
         postponed = list[str]()
         for name, value in values.items():
             place = _place(name, value, wholes)
@@ -77,25 +77,25 @@ def place_parameters(ranks: Sequence[RankRecord], reference: RankRecord, grid: G
     return places
 
 
-def _place(name: str, value: LocalValue, wholes: Values) -> Place | None:
+def _place(name: str, value: LocalValue, wholes: Values) -> ValuePlace | None:
     """Find a parameter by metadata, by name and values, or by values alone."""
     same = wholes.get(name)
     has_layout = value.index is not None and value.shape is not None
     if same is not None and has_layout and value.shape == tuple(same.tensor.shape):
         assert value.index is not None
-        return Place(name, value.index)
+        return ValuePlace(name, value.index)
     if _is_constant(value.tensor) and value.tensor.numel():
         return None
     if same is not None:
         index = find_index(value.tensor, same.tensor)
         if index is not None:
-            return Place(name, index)
+            return ValuePlace(name, index)
     for other, whole in wholes.items():
         has_size = value.tensor.numel() <= whole.tensor.numel()
         if other != name and has_size and value.tensor.numel():
             index = _find_in_other(value, whole)
             if index is not None:
-                return Place(other, index)
+                return ValuePlace(other, index)
     return None
 
 
@@ -113,8 +113,8 @@ def _is_constant(tensor: Tensor) -> bool:
 
 
 def _place_by_sibling(
-    name: str, value: LocalValue, found: Mapping[str, Place], wholes: Values
-) -> Place | None:
+    name: str, value: LocalValue, found: Mapping[str, ValuePlace], wholes: Values
+) -> ValuePlace | None:
     """Place a constant vector along dim 0 of a matrix of the same module."""
     path, _, leaf = name.rpartition(".")
     for other, place in found.items():
@@ -129,23 +129,23 @@ def _place_by_sibling(
         if is_row_wise and place.index.shape[0] == value.tensor.shape[0] and place.index.numel():
             # Element 12 of a (8, 4) matrix is in row 3.
             rows = place.index.flatten(1)[:, 0] // matrix[0].numel()
-            return Place(logical, rows)
+            return ValuePlace(logical, rows)
         if value.tensor.shape == whole.tensor.shape:
-            return Place(logical, torch.arange(whole.tensor.numel()))
+            return ValuePlace(logical, torch.arange(whole.tensor.numel()))
     return None
 
 
-def _place_by_name(name: str, value: LocalValue, wholes: Values) -> Place | None:
+def _place_by_name(name: str, value: LocalValue, wholes: Values) -> ValuePlace | None:
     """Place a parameter of the same name and shape, with whatever values."""
     whole = wholes.get(name)
     if whole is None or whole.tensor.shape != value.tensor.shape:
         return None
-    return Place(name, torch.arange(whole.tensor.numel()).view(whole.tensor.shape))
+    return ValuePlace(name, torch.arange(whole.tensor.numel()).view(whole.tensor.shape))
 
 
 def _place_by_chunk(
-    name: str, value: LocalValue, wholes: Values, place: tuple[Grid, int]
-) -> Place | None:
+    name: str, value: LocalValue, wholes: Values, place: tuple[MeshGrid, int]
+) -> ValuePlace | None:
     """Place a parameter as the chunk of an axis, if only one axis has that many chunks."""
     whole = wholes.get(name)
     grid, rank = place
@@ -161,4 +161,4 @@ def _place_by_chunk(
                 continue
             if chunks[position].shape == value.tensor.shape:
                 fitting.append(chunks[position])
-    return Place(name, fitting[0]) if len(fitting) == 1 else None
+    return ValuePlace(name, fitting[0]) if len(fitting) == 1 else None

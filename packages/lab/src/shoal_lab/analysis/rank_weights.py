@@ -8,17 +8,17 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from .copies import Copy, Expected, Setting, are_multiples, best_factor
-from .explanations import Explanation
+from .copies import Expected, RankCopy, Setting, are_multiples, best_factor
+from .explanations import FittingExplanation
 
 
 def weigh_ranks(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Weigh the ranks along an axis by numbers that are not equal."""
     if quantity != "gradient" or are_multiples(copies, expected.now, setting):
         return []
-    found = list[Explanation]()
+    found = list[FittingExplanation]()
     by_rank = {copy.rank: copy for copy in copies}
     for axis in setting.grid.names:
         weights = _weights_over(by_rank, axis, expected.now, setting)
@@ -28,12 +28,12 @@ def weigh_ranks(
             f"missing all-reduce over {axis}: it is right after a sum over {axis} with the weights "
             f"{', '.join(f'{weight:.4g}' for weight in weights)}"
         )
-        found.append(Explanation("missing reduction", (axis,), text))
+        found.append(FittingExplanation("missing reduction", (axis,), text))
     return found
 
 
 def _weights_over(
-    by_rank: dict[int, Copy], axis: str, whole: Tensor, setting: Setting
+    by_rank: dict[int, RankCopy], axis: str, whole: Tensor, setting: Setting
 ) -> list[float] | None:
     """Return weights of the coordinates of an axis with which sums over it are right."""
     grid = setting.grid
@@ -59,8 +59,8 @@ def _weights_over(
 
 
 def scale_ranks(
-    copies: Sequence[Copy], expected: Expected, setting: Setting, quantity: str
-) -> list[Explanation]:
+    copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
+) -> list[FittingExplanation]:
     """Find a factor for each rank alone."""
     factors = dict[int, float]()
     for copy in copies:
@@ -70,7 +70,7 @@ def scale_ranks(
         factors[copy.rank] = 1.0 if factor is None else factor
     axes = _axes_of_factors(factors, setting)
     numbers = ", ".join(f"{factor:.4g}" for factor in factors.values())
-    return [Explanation("scaled", axes, f"scaled by another factor on each rank: {numbers}")]
+    return [FittingExplanation("scaled", axes, f"scaled by another factor on each rank: {numbers}")]
 
 
 def _axes_of_factors(factors: dict[int, float], setting: Setting) -> tuple[str, ...]:

@@ -11,13 +11,13 @@ from torch import Tensor
 from ..records import LocalValue, RankRecord, StepRecord, Values
 from .clipping import explain_clip
 from .combinations import explain_copies
-from .copies import Copy, Expected, Setting, is_right, relative_difference
-from .explanations import Explanation, Finding
+from .copies import Expected, RankCopy, Setting, is_right, relative_difference
+from .explanations import CertificationFinding, FittingExplanation
 from .find_index import find_index
-from .grid import Grid
+from .grid import MeshGrid
 from .losses import explain_losses, relate_losses
 from .masks import compare_masks
-from .placing import Place, place_parameters
+from .placing import ValuePlace, place_parameters
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Verdict:
         setting: tolerances that were used.
     """
 
-    findings: list[Finding]
+    findings: list[CertificationFinding]
     compared: int
     not_compared: list[str]
     setting: Setting
@@ -52,7 +52,7 @@ def tolerance_of(epsilon: float) -> float:
 def compare_records(
     ranks: Sequence[RankRecord],
     reference: RankRecord,
-    grid: Grid,
+    grid: MeshGrid,
     stale: RankRecord | None = None,
     tolerance: float | None = None,
 ) -> Verdict:
@@ -67,14 +67,14 @@ def compare_records(
     """
     epsilon = max(record.epsilon for record in (*ranks, reference))
     allowed = tolerance_of(epsilon) if tolerance is None else tolerance
-    comparison = _Comparison(ranks, reference, Setting(grid, allowed), stale)
+    comparison = _TensorComparison(ranks, reference, Setting(grid, allowed), stale)
     comparison.run()
     return Verdict(
         comparison.findings, comparison.compared, comparison.not_compared, comparison.setting
     )
 
 
-class _Comparison:
+class _TensorComparison:
     """One comparison; `findings` are those of the first step that has any."""
 
     def __init__(
@@ -88,7 +88,7 @@ class _Comparison:
         self.reference = reference
         self.setting = setting
         self.stale = stale
-        self.findings = list[Finding]()
+        self.findings = list[CertificationFinding]()
         self.compared = 0
         self.not_compared = list[str]()
         self.places = place_parameters(ranks, reference, setting.grid)
@@ -113,9 +113,11 @@ class _Comparison:
         self.findings += compare_masks(self.ranks, self.setting.grid)
         if counts != [steps]:
             text = f"the optimizer stepped {' or '.join(map(str, counts))} times, on one device {steps} times"
-            explanation = Explanation("missing", (), text)
+            explanation = FittingExplanation("missing", (), text)
             self.findings.append(
-                Finding(counts[0], "steps", "the program", 1.0, explanations=(explanation,))
+                CertificationFinding(
+                    counts[0], "steps", "the program", 1.0, explanations=(explanation,)
+                )
             )
             return
         self._prepare(max(steps - 1, 0))
@@ -149,10 +151,10 @@ class _Comparison:
                     f"no part of the parameter of one device {tuple(wholes[name].tensor.shape)} has "
                     f"the initial values that rank {rank} has {shape}"
                 )
-                explanation = Explanation("random", self._sharded_axes(name), text)
+                explanation = FittingExplanation("random", self._sharded_axes(name), text)
                 if name not in {finding.name for finding in self.findings}:
                     self.findings.append(
-                        Finding(0, "parameter", name, 1.0, explanations=(explanation,))
+                        CertificationFinding(0, "parameter", name, 1.0, explanations=(explanation,))
                     )
             else:
                 self.not_compared.append(f"{name} on rank {rank}: no parameter of one device fits")
@@ -207,7 +209,7 @@ class _Comparison:
             elif uneven and kinds <= {"scaled"}:
                 self.findings[number] = replace(finding, explanations=uneven)
 
-    def _copies_of_gradients(self, step: int) -> dict[str, list[Copy]]:
+    def _copies_of_gradients(self, step: int) -> dict[str, list[RankCopy]]:
         return self._gather([_with_zeros(record.steps[step]) for record in self.ranks])
 
     def _states_before(self, step: int) -> None:
@@ -232,7 +234,7 @@ class _Comparison:
     def _returned(self, steps: int) -> None:
         """Compare the values that the program returned: each rank must have the whole value, or a DTensor."""
         for name, whole in self.reference.returned.items():
-            copies = list[Copy]()
+            copies = list[RankCopy]()
             for rank, record in enumerate(self.ranks):
                 value = record.returned.get(name)
                 if value is None:
@@ -244,7 +246,7 @@ class _Comparison:
                     slack = self.setting.tolerance * float(whole.tensor.abs().max())
                     index = find_index(value.tensor, whole.tensor, slack)
                 if index is not None:
-                    copies.append(Copy(rank, name, value.tensor, index))
+                    copies.append(RankCopy(rank, name, value.tensor, index))
             self._judge(max(steps - 1, 0), "returned value", (name, copies, Expected(whole.tensor)))
 
     # --- comparison of one quantity -------------------------------------------------------------
@@ -271,7 +273,9 @@ class _Comparison:
             )
             self._judge(step, quantity, (name, copies[name], expected))
 
-    def _judge(self, step: int, quantity: str, value: tuple[str, Sequence[Copy], Expected]) -> None:
+    def _judge(
+        self, step: int, quantity: str, value: tuple[str, Sequence[RankCopy], Expected]
+    ) -> None:
         """Compare one logical tensor, and explain it if it differs."""
         name, copies, expected = value
         copies = [copy for copy in copies if copy.values.shape == copy.index.shape]
@@ -287,7 +291,9 @@ class _Comparison:
         family = "optimizer state" if quantity.startswith("optimizer") else quantity
         explanations = explain_copies(copies, expected, setting, family)
         difference = relative_difference(copies, expected.now)
-        self.findings.append(Finding(step, quantity, name, difference, explanations=explanations))
+        self.findings.append(
+            CertificationFinding(step, quantity, name, difference, explanations=explanations)
+        )
 
     def _stale_gradients(self, step: int) -> dict[str, Tensor]:
         """Return the gradients of one device with parameters of the step before."""
@@ -296,9 +302,9 @@ class _Comparison:
         gradients = self.stale.steps[step].gradients
         return {name: value.tensor for name, value in gradients.items()}
 
-    def _gather(self, by_rank: Sequence[Values]) -> dict[str, list[Copy]]:
+    def _gather(self, by_rank: Sequence[Values]) -> dict[str, list[RankCopy]]:
         """Collect the copies of each logical parameter."""
-        copies = dict[str, list[Copy]]()
+        copies = dict[str, list[RankCopy]]()
         for rank, values in enumerate(by_rank):
             for name, value in values.items():
                 place = self.places.by_rank[rank].get(name)
@@ -307,7 +313,7 @@ class _Comparison:
                 summed = _sum_pending(value, name, by_rank)
                 index = _index_of(summed, place, self.reference)
                 if index is not None:
-                    copy = Copy(rank, name, summed.tensor, index)
+                    copy = RankCopy(rank, name, summed.tensor, index)
                     copies.setdefault(place.name, []).append(copy)
         return copies
 
@@ -345,7 +351,7 @@ def _sum_pending(value: LocalValue, name: str, by_rank: Sequence[Values]) -> Loc
     return LocalValue(total, value.shape, value.index)
 
 
-def _index_of(value: LocalValue, place: Place, reference: RankRecord) -> Tensor | None:
+def _index_of(value: LocalValue, place: ValuePlace, reference: RankRecord) -> Tensor | None:
     """Return the places of a value's elements: of its own metadata, or those of its parameter."""
     if value.index is not None:
         return value.index

@@ -1,4 +1,4 @@
-"""`Observer`: hooks that record one rank's run of an unchanged program."""
+"""`ProgramObserver`: hooks that record one rank's run of an unchanged program."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Observation:
     batches: Any = None
 
 
-class Observer:
+class ProgramObserver:
     """Hooks of one process, which ends with the program: nothing is put back."""
 
     def __init__(self, observation: Observation) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 
 from .arena import Extent, Packet
-from .meetings import Answer, Meeting, Task, Ticket
+from .meetings import Answer, Meeting, RankTask, Ticket
 from .messages import (
     INPUTS,
     REDUCE,
@@ -29,7 +29,7 @@ from .messages import (
     Read,
     Reply,
     Totals,
-    Wait,
+    WaitRequest,
 )
 from .posted_calls import sources_of
 from .scheduler import Scheduler
@@ -60,15 +60,15 @@ class Coordinator:
         )
         self._listener = Listener(path, family="AF_UNIX", backlog=max(size, 16))
         self._wake, self._woken = os.pipe()
-        self._connections: dict[Connection, Task] = {}
-        self._of_task: dict[Task, Connection] = {}
+        self._connections: dict[Connection, RankTask] = {}
+        self._of_task: dict[RankTask, Connection] = {}
         self._tickets: dict[tuple[int, int], Ticket] = {}
         # the members that have not read the tensors of a meeting
         self._unread: dict[Meeting, set[int]] = {}
         self._packed: dict[Meeting, bytes] = {}
         # tasks that wait for the reductions of a meeting
-        self._held: dict[Meeting, list[Task]] = {}
-        self._unsent: dict[Task, Reply] = {}
+        self._held: dict[Meeting, list[RankTask]] = {}
+        self._unsent: dict[RankTask, Reply] = {}
         self._freed: dict[int, list[int]] = defaultdict(list)
         self._thread = threading.Thread(
             target=self._serve_or_hang_up, name="shoal_lab", daemon=True
@@ -116,7 +116,7 @@ class Coordinator:
     def _accept(self) -> None:
         connection = self._listener.accept()
         hello: Hello = connection.recv()
-        task = Task(hello.rank, hello.thread)
+        task = RankTask(hello.rank, hello.thread)
         self._connections[connection] = task
         self._of_task[task] = connection
         reply = self._unsent.pop(task, None)
@@ -133,7 +133,7 @@ class Coordinator:
         match message:
             case Post():
                 self._post(task, message)
-            case Wait():
+            case WaitRequest():
                 self._wait(task, message)
             case Ask():
                 self.scheduler.count_threads(task.rank, message.threads)
@@ -154,14 +154,14 @@ class Coordinator:
         if task.thread == 0:
             self.scheduler.leave_if_present(task.rank, "has died")
 
-    def _post(self, task: Task, message: Post) -> None:
+    def _post(self, task: RankTask, message: Post) -> None:
         ticket = Ticket(message.number, task, message.call, message.packet)
         self._tickets[task.rank, message.number] = ticket
         self.scheduler.post(ticket)
         if message.is_answered:
             self._send(task, Reply(VALUE))
 
-    def _wait(self, task: Task, message: Wait) -> None:
+    def _wait(self, task: RankTask, message: WaitRequest) -> None:
         self.scheduler.count_threads(task.rank, message.threads)
         ticket = self._tickets[task.rank, message.number]
         if message.is_poll:
@@ -226,7 +226,7 @@ class Coordinator:
         else:
             self._send_inputs(task, answer.value, INPUTS)
 
-    def _send_own_inputs(self, task: Task, ticket: Ticket) -> None:
+    def _send_own_inputs(self, task: RankTask, ticket: Ticket) -> None:
         """Send the only input of each member that a member needs, as far as the call has one."""
         meeting = ticket.meeting
         assert meeting is not None, "a complete call has met the others"
@@ -237,7 +237,7 @@ class Coordinator:
                 packets.setdefault(source.member, []).append(packet.tensor(source.position))
         self._send(task, Reply(INPUTS, pickle.dumps(packets)))
 
-    def _send_all_reduce(self, task: Task, ticket: Ticket) -> None:
+    def _send_all_reduce(self, task: RankTask, ticket: Ticket) -> None:
         """Send reductions, or have the first rank that waits compute them for all."""
         meeting = ticket.meeting
         assert meeting is not None, "a complete call has met the others"
@@ -259,7 +259,7 @@ class Coordinator:
         for task in self._held.pop(meeting, []):
             self._send(task, Reply(TOTALS, message.packet))
 
-    def _send_inputs(self, task: Task, ticket: Ticket, kind: int) -> None:
+    def _send_inputs(self, task: RankTask, ticket: Ticket, kind: int) -> None:
         meeting = ticket.meeting
         assert meeting is not None, "a complete call has met the others"
         source = meeting.calls[0].rank if meeting.calls[0].kind == "send" else None
@@ -272,7 +272,7 @@ class Coordinator:
             self._packed[meeting] = packed
         self._send(task, Reply(kind, packed, source=source))
 
-    def _send(self, task: Task, reply: Reply) -> None:
+    def _send(self, task: RankTask, reply: Reply) -> None:
         connection = self._of_task.get(task)
         if connection is None:
             # the first turn of a rank that has not connected yet

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._torch import PythonGroup
 from ..errors import CollectiveError
-from .link import Link, program_frames
-from .posted_calls import ANY, Call, GroupKey, Meta
+from .link import SchedulerLink, program_frames
+from .posted_calls import ANY, GroupKey, Meta, PostedCall
 from .values import name_of_op
 from .work import LabWork
 
@@ -36,7 +36,9 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
     supports_shrinking = False
     supports_tensor_alloc = False
 
-    def __init__(self, link: Link, key: GroupKey, timeout: dt.timedelta | None = None) -> None:
+    def __init__(
+        self, link: SchedulerLink, key: GroupKey, timeout: dt.timedelta | None = None
+    ) -> None:
         self.key = key
         self._member = key.ranks.index(link.facts.rank)
         super().__init__(self._member, len(key.ranks))
@@ -254,8 +256,8 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         call.number = self._link.count_start(self.key)
         return self._post(call, inputs, outputs, result=result)
 
-    def _call(self, kind: str, inputs: Tensors, outputs: Tensors, **facts: Any) -> Call:
-        return Call(
+    def _call(self, kind: str, inputs: Tensors, outputs: Tensors, **facts: Any) -> PostedCall:
+        return PostedCall(
             kind=kind,
             group=self.key,
             member=self._member,
@@ -265,7 +267,9 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
             **facts,
         )
 
-    def _post(self, call: Call, inputs: Tensors, outputs: Tensors, *, result: Tensors) -> LabWork:
+    def _post(
+        self, call: PostedCall, inputs: Tensors, outputs: Tensors, *, result: Tensors
+    ) -> LabWork:
         return LabWork(self._link, self._link.post(call, inputs, outputs), list(result))
 
     def _blocks(self, tensor: Tensor) -> list[Tensor]:

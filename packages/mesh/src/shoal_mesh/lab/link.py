@@ -21,18 +21,18 @@ from torch import Tensor
 from .. import _torch
 from ..errors import MeshError
 from ..watch.recorder import LIBRARIES
-from .posted_calls import Call, Frame, GroupKey
+from .posted_calls import Frame, GroupKey, PostedCall
 from .shared_values import StoreRequest
 
 _KEY = "shoal_mesh.lab"
 _MOST_FRAMES = 4
 _STANDARD_LIBRARIES = frozenset({"importlib", "runpy", "contextlib", "threading", "concurrent"})
 # Declared mutable state: the link of a process that is one rank, for all of its threads.
-_OF_PROCESS: list[Link] = []
+_OF_PROCESS: list[SchedulerLink] = []
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingCall:
     """A posted call with its tensors.
 
     Attributes:
@@ -46,7 +46,7 @@ class Pending:
     """
 
     number: int
-    call: Call
+    call: PostedCall
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     is_done: bool = False
@@ -73,7 +73,7 @@ class RankFacts:
     generations: dict[GroupKey, int] = field(default_factory=dict)
 
 
-class Link(ABC):
+class SchedulerLink(ABC):
     """The connection of one rank to the scheduler.
 
     Args:
@@ -87,7 +87,9 @@ class Link(ABC):
         self._started: dict[GroupKey, int] = {}
 
     @abstractmethod
-    def post(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pending:
+    def post(
+        self, call: PostedCall, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> PendingCall:
         """Enter a call, and return its record; other ranks may not have arrived.
 
         Args:
@@ -97,7 +99,7 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: PendingCall) -> None:
         """Wait until the outputs of a call are written.
 
         Args:
@@ -109,7 +111,7 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def poll(self, pending: Pending) -> bool:
+    def poll(self, pending: PendingCall) -> bool:
         """Return whether a call is complete; other ranks run first.
 
         Args:
@@ -156,7 +158,7 @@ class Link(ABC):
         return key._replace(generation=times)
 
 
-def enter_process(link: Link) -> None:
+def enter_process(link: SchedulerLink) -> None:
     """Make a link the link of all threads of this process.
 
     Args:
@@ -165,7 +167,7 @@ def enter_process(link: Link) -> None:
     _OF_PROCESS[:] = [link]
 
 
-def enter_thread(link: Link | None) -> None:
+def enter_thread(link: SchedulerLink | None) -> None:
     """Make a link the link of this thread, and of the backward passes that it starts.
 
     Args:
@@ -174,15 +176,15 @@ def enter_thread(link: Link | None) -> None:
     _torch.set_thread_object(_KEY, link)
 
 
-def current_link() -> Link | None:
+def current_link() -> SchedulerLink | None:
     """Return the link of the rank that this thread acts for, or None."""
     if _OF_PROCESS:
         return _OF_PROCESS[0]
-    link: Link | None = _torch.thread_object(_KEY)
+    link: SchedulerLink | None = _torch.thread_object(_KEY)
     return link
 
 
-def require_link() -> Link:
+def require_link() -> SchedulerLink:
     """Return the link of the rank that this thread acts for.
 
     Raises:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
-from .posted_calls import Call, misfit
+from .posted_calls import PostedCall, misfit
 from .shared_values import StoreRequest
 
 
-class Task(NamedTuple):
+class RankTask(NamedTuple):
     """A thread of a rank.
 
     Attributes:
@@ -34,11 +34,11 @@ class Meeting:
         reducer: the task that computes them, where one does.
     """
 
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, PostedCall] = field(default_factory=dict)
     tickets: dict[int, Ticket] = field(default_factory=dict)
     is_complete: bool = False
     totals: Any = None
-    reducer: Task | None = None
+    reducer: RankTask | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -55,11 +55,11 @@ class Ticket:
     """
 
     number: int
-    task: Task
-    call: Call
+    task: RankTask
+    call: PostedCall
     payload: Any
     meeting: Meeting | None = None
-    waiter: Task | None = None
+    waiter: RankTask | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -76,7 +76,7 @@ class Answer(NamedTuple):
         error: the exception to raise instead.
     """
 
-    task: Task
+    task: RankTask
     value: Any = None
     error: BaseException | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .arena import Packet
-from .posted_calls import Call
+from .posted_calls import PostedCall
 from .shared_values import StoreRequest
 
 # of an answer: the tensors of all members, the same for the rank that has to reduce them, the
@@ -24,12 +24,12 @@ class Post(NamedTuple):
     """A call that a rank enters; answered only where the rank has several threads."""
 
     number: int
-    call: Call
+    call: PostedCall
     packet: Packet
     is_answered: bool
 
 
-class Wait(NamedTuple):
+class WaitRequest(NamedTuple):
     """A request to wait for a call, or with `is_poll` for whether it is complete."""
 
     number: int

@@ -68,7 +68,7 @@ class GroupKey(NamedTuple):
     generation: int = 0
 
 
-class Source(NamedTuple):
+class CallSource(NamedTuple):
     """An input of a member of the group."""
 
     member: int
@@ -76,7 +76,7 @@ class Source(NamedTuple):
 
 
 @dataclass(slots=True)
-class Call:
+class PostedCall:
     """A call of one member of a group, without the values of its tensors.
 
     Attributes:
@@ -118,7 +118,7 @@ class Call:
         return self.group.ranks[self.member]
 
 
-def sources_of(call: Call, index: int) -> list[Source]:
+def sources_of(call: PostedCall, index: int) -> list[CallSource]:
     """Return the inputs that determine output `index` of a collective; several are reduced.
 
     Args:
@@ -128,24 +128,24 @@ def sources_of(call: Call, index: int) -> list[Source]:
     members = range(call.size)
     match call.kind:
         case "all_reduce" | "reduce":
-            return [Source(member, index) for member in members]
+            return [CallSource(member, index) for member in members]
         case "reduce_scatter":
             block = index * call.size + call.member
-            return [Source(member, block) for member in members]
+            return [CallSource(member, block) for member in members]
         case "all_gather":
             tensor, member = divmod(index, call.size)
-            return [Source(member, tensor)]
+            return [CallSource(member, tensor)]
         case "all_to_all":
-            return [Source(index, call.member)]
+            return [CallSource(index, call.member)]
         case "gather":
-            return [Source(index, 0)]
+            return [CallSource(index, 0)]
         case "broadcast":
-            return [Source(call.root or 0, index)]
+            return [CallSource(call.root or 0, index)]
     assert call.kind == "scatter", f"no collective {call.kind}"
-    return [Source(call.root or 0, call.member)]
+    return [CallSource(call.root or 0, call.member)]
 
 
-def disagreement(first: Call, second: Call) -> str:
+def disagreement(first: PostedCall, second: PostedCall) -> str:
     """Return the property in which two calls of one collective differ, or ''."""
     if first.kind != second.kind:
         return "the collective"
@@ -165,7 +165,7 @@ def disagreement(first: Call, second: Call) -> str:
     return ""
 
 
-def misfit(calls: Mapping[int, Call]) -> str:
+def misfit(calls: Mapping[int, PostedCall]) -> str:
     """Describe the first output whose size or dtype is not the one of its sources, or return ''.
 
     Args:
@@ -181,7 +181,7 @@ def misfit(calls: Mapping[int, Call]) -> str:
     return ""
 
 
-def _misfit_of_pair(call: Call, output: Meta, sender: Call, index: int) -> str:
+def _misfit_of_pair(call: PostedCall, output: Meta, sender: PostedCall, index: int) -> str:
     if index >= len(sender.inputs):
         return (
             f"rank {call.rank} expects tensor {index} of rank {sender.rank}, which brings "
@@ -193,7 +193,7 @@ def _misfit_of_pair(call: Call, output: Meta, sender: Call, index: int) -> str:
     return f"rank {call.rank} expects {output} from rank {sender.rank}, which brings {sent}"
 
 
-def describe(call: Call) -> str:
+def describe(call: PostedCall) -> str:
     """Return a call in words, such as `all_reduce sum of float32[4] in group '0'`."""
     tensors = call.inputs or call.outputs
     words = [call.kind]

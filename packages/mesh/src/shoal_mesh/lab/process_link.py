@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .arena import Arena, Packet
-from .link import Link, Pending, RankFacts
+from .link import PendingCall, RankFacts, SchedulerLink
 from .messages import (
     REDUCE,
     TOTALS,
@@ -26,14 +26,14 @@ from .messages import (
     Read,
     Reply,
     Totals,
-    Wait,
+    WaitRequest,
 )
-from .posted_calls import Call, Meta
+from .posted_calls import Meta, PostedCall
 from .shared_values import StoreRequest
 from .values import copy_message, deliver, totals_of
 
 
-class ProcessLink(Link):
+class ProcessLink(SchedulerLink):
     """The link of a rank that is a process.
 
     Args:
@@ -54,11 +54,13 @@ class ProcessLink(Link):
         # the first turn
         self._receive()
 
-    def post(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pending:
-        """Enter a call; see `Link.post`."""
+    def post(
+        self, call: PostedCall, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> PendingCall:
+        """Enter a call; see `SchedulerLink.post`."""
         with torch.no_grad(), self._lock:
             packet = self._arena.write(call.inputs, inputs)
-        pending = Pending(next(self._numbers), call, inputs, outputs)
+        pending = PendingCall(next(self._numbers), call, inputs, outputs)
         # another thread may wait for the call by its own connection
         is_answered = threading.active_count() > 1
         self._connection().send(Post(pending.number, call, packet, is_answered))
@@ -66,9 +68,9 @@ class ProcessLink(Link):
             self._receive()
         return pending
 
-    def wait(self, pending: Pending) -> None:
-        """Wait for the coordinator, and write the outputs of a call; see `Link.wait`."""
-        self._connection().send(Wait(pending.number, False, _other_threads()))
+    def wait(self, pending: PendingCall) -> None:
+        """Wait for the coordinator, and write the outputs of a call; see `SchedulerLink.wait`."""
+        self._connection().send(WaitRequest(pending.number, False, _other_threads()))
         reply = self._receive()
         if reply.kind == TOTALS:
             with self._arena.read(reply.value) as totals:
@@ -81,7 +83,7 @@ class ProcessLink(Link):
         pending.inputs = ()
         pending.source = reply.source
 
-    def _read_inputs(self, pending: Pending, reply: Reply) -> None:
+    def _read_inputs(self, pending: PendingCall, reply: Reply) -> None:
         packets: Mapping[int, list[Packet]] = pickle.loads(reply.value)
         call = pending.call
         with ExitStack() as stack:
@@ -105,13 +107,13 @@ class ProcessLink(Link):
             packet = self._arena.write(tuple(map(Meta.of, totals)), totals)
         self._connection().send(Totals(number, packet))
 
-    def poll(self, pending: Pending) -> bool:
-        """Return whether a call is complete; see `Link.poll`."""
-        self._connection().send(Wait(pending.number, True, _other_threads()))
+    def poll(self, pending: PendingCall) -> bool:
+        """Return whether a call is complete; see `SchedulerLink.poll`."""
+        self._connection().send(WaitRequest(pending.number, True, _other_threads()))
         return bool(self._receive().value)
 
     def ask_store(self, request: StoreRequest) -> Any:
-        """Return the answer of the stores to a request; see `Link.ask_store`."""
+        """Return the answer of the stores to a request; see `SchedulerLink.ask_store`."""
         self._connection().send(Ask(request, _other_threads()))
         value = self._receive().value
         if isinstance(value, TimeoutError):

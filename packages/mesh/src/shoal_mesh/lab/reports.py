@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..argument_types import by_ranks, name_ranks
-from .posted_calls import Call, Frame, describe
+from .posted_calls import Frame, PostedCall, describe
 
 
 class RankReport(NamedTuple):
@@ -22,7 +22,7 @@ class RankReport(NamedTuple):
 
     rank: int
     state: str
-    call: Call | None = None
+    call: PostedCall | None = None
     missing: tuple[int, ...] = ()
     frames: tuple[Frame, ...] = ()
 
@@ -46,7 +46,7 @@ def deadlock_text(reports: Sequence[RankReport]) -> tuple[str, tuple[int, ...]]:
 
 
 def mismatch_text(
-    property_name: str, calls: Sequence[Call], reports: Sequence[RankReport]
+    property_name: str, calls: Sequence[PostedCall], reports: Sequence[RankReport]
 ) -> tuple[str, tuple[int, ...]]:
     """Return the text about calls that cannot meet, and their ranks.
 

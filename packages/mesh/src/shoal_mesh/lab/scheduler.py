@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from ..errors import DeadlockError, LockstepError, MeshError, PeerError
-from .meetings import Answer, Meeting, Open, Task, Ticket, misfit_of
-from .posted_calls import ANY, POINT_TO_POINT, Call, GroupKey, disagreement
+from .meetings import Answer, Meeting, Open, RankTask, Ticket, misfit_of
+from .posted_calls import ANY, POINT_TO_POINT, GroupKey, PostedCall, disagreement
 from .reports import RankReport, deadlock_text, mismatch_text, victim_text
 from .shared_values import SharedValues, StoreRequest
 
@@ -64,11 +64,13 @@ class Scheduler:
         self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
         self._messages: dict[tuple[GroupKey, int, int, int], deque[Ticket]] = {}
         self._receives: dict[tuple[GroupKey, int, int, int], deque[Ticket]] = {}
-        self._open: dict[Task, Open] = {}
-        self._ready: dict[Task, Answer] = {Task(rank): Answer(Task(rank)) for rank in range(size)}
+        self._open: dict[RankTask, Open] = {}
+        self._ready: dict[RankTask, Answer] = {
+            RankTask(rank): Answer(RankTask(rank)) for rank in range(size)
+        }
         self._running: set[int] = set()
         self._left: dict[int, str] = {}
-        self._last: dict[int, Call] = {}
+        self._last: dict[int, PostedCall] = {}
         self._answers: list[Answer] = []
         self._vain_polls = 0
         self._free_threads: dict[int, int] = {}
@@ -140,7 +142,7 @@ class Scheduler:
             if ticket.waiter is not None:
                 self._make_ready(ticket.waiter, ticket)
 
-    def wait(self, task: Task, ticket: Ticket) -> None:
+    def wait(self, task: RankTask, ticket: Ticket) -> None:
         """Open a request that is answered when a call is complete.
 
         Args:
@@ -149,7 +151,7 @@ class Scheduler:
         """
         self._request(task, Open("wait", ticket))
 
-    def poll(self, task: Task, ticket: Ticket) -> None:
+    def poll(self, task: RankTask, ticket: Ticket) -> None:
         """Open a request that is answered with whether a call is complete.
 
         Args:
@@ -158,7 +160,7 @@ class Scheduler:
         """
         self._request(task, Open("poll", ticket))
 
-    def store(self, task: Task, request: StoreRequest) -> None:
+    def store(self, task: RankTask, request: StoreRequest) -> None:
         """Open a request to the stores of the lab.
 
         Args:
@@ -167,7 +169,7 @@ class Scheduler:
         """
         self._request(task, Open("store", None, request))
 
-    def _request(self, task: Task, request: Open) -> None:
+    def _request(self, task: RankTask, request: Open) -> None:
         if self.failure is not None:
             self._answers.append(Answer(task, error=self.failure))
             return
@@ -192,7 +194,7 @@ class Scheduler:
             failed: whether the other ranks have to end too.
         """
         self._running.discard(rank)
-        self._ready.pop(Task(rank), None)
+        self._ready.pop(RankTask(rank), None)
         self._left[rank] = reason
         if failed and self.failure is None:
             self.fail(PeerError(*victim_text(rank, reason)))
@@ -230,7 +232,7 @@ class Scheduler:
         self._answers = []
         return answers
 
-    def _make_ready(self, task: Task, value: object) -> None:
+    def _make_ready(self, task: RankTask, value: object) -> None:
         ticket = self._open.pop(task).ticket
         if ticket is not None:
             ticket.waiter = None
@@ -246,7 +248,7 @@ class Scheduler:
             if self.failure is not None:
                 return
             self._running.add(rank)
-            self._answers.append(self._ready.pop(Task(rank)))
+            self._answers.append(self._ready.pop(RankTask(rank)))
 
     def _choose(self, ranks: Iterable[int]) -> int:
         """Return one of several ranks, as the forced order or the seed decides."""
@@ -279,13 +281,13 @@ class Scheduler:
             rank = self._choose([task.rank for task in able])
             able = [task for task in able if task.rank != rank]
             # an earlier decision may have been the answer
-            if Task(rank) in self._open:
-                self._decide(Task(rank))
+            if RankTask(rank) in self._open:
+                self._decide(RankTask(rank))
             if not self._batches:
                 break
         return True
 
-    def _see_deadlock(self, waiting: list[Task]) -> bool:
+    def _see_deadlock(self, waiting: list[RankTask]) -> bool:
         if not waiting or self._running:
             return False
         threads = sum(self._free_threads.get(task.rank, 0) for task in waiting)
@@ -299,7 +301,7 @@ class Scheduler:
         """Fail all ranks because none can go on."""
         self.fail(DeadlockError(*deadlock_text(self._reports())))
 
-    def _can_decide(self, task: Task) -> bool:
+    def _can_decide(self, task: RankTask) -> bool:
         request = self._open[task]
         if request.store is not None:
             return self._stores.can_answer(request.store)
@@ -307,11 +309,11 @@ class Scheduler:
         assert ticket is not None, "a request has a ticket or a store"
         return request.kind == "poll" or bool(self._sources_of(ticket))
 
-    def _can_expire(self, task: Task) -> bool:
+    def _can_expire(self, task: RankTask) -> bool:
         request = self._open[task].store
         return request is not None and request.expires
 
-    def _decide(self, task: Task) -> None:
+    def _decide(self, task: RankTask) -> None:
         """Answer a request that depends on the order, if it has an answer."""
         request = self._open[task]
         ticket = request.ticket
@@ -325,7 +327,7 @@ class Scheduler:
         elif ticket is not None:
             self._match_any(ticket)
 
-    def _decide_store(self, task: Task, request: StoreRequest) -> None:
+    def _decide_store(self, task: RankTask, request: StoreRequest) -> None:
         if self._stores.can_answer(request):
             value = self._stores.answer(request)
             self._vain_polls = 0
@@ -399,7 +401,7 @@ class Scheduler:
     def _report(self, rank: int) -> RankReport:
         if rank in self._left:
             return RankReport(rank, self._left[rank], self._last.get(rank))
-        request = self._open.get(Task(rank))
+        request = self._open.get(RankTask(rank))
         if request is None:
             return RankReport(rank, "runs", self._last.get(rank))
         if request.store is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .._torch import Store
-from .link import Link, program_frames
+from .link import SchedulerLink, program_frames
 from .shared_values import StoreRequest
 
 
@@ -21,7 +21,7 @@ class LabStore(Store):
         prefix: prefix of the keys of this store.
     """
 
-    def __init__(self, link: Link, prefix: str = "") -> None:
+    def __init__(self, link: SchedulerLink, prefix: str = "") -> None:
         super().__init__()
         self._link = link
         self._prefix = prefix

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import PeerError
-from .link import Link, Pending, RankFacts, current_link, enter_thread
-from .meetings import Answer, Meeting, Task, Ticket, next_number
-from .posted_calls import Call
+from .link import PendingCall, RankFacts, SchedulerLink, current_link, enter_thread
+from .meetings import Answer, Meeting, RankTask, Ticket, next_number
+from .posted_calls import PostedCall
 from .rank_state import RandomStates, RankState
 from .scheduler import Scheduler
 from .shared_values import StoreRequest
@@ -70,7 +70,7 @@ class Conductor:
             answers = self.scheduler.take_answers()
         self._hand_out(answers)
 
-    def request(self, rank: int, enter: Callable[[Task], None]) -> Any:
+    def request(self, rank: int, enter: Callable[[RankTask], None]) -> Any:
         """Open a request of a rank, let others run, and return the answer.
 
         Args:
@@ -78,7 +78,7 @@ class Conductor:
             enter: opens the request in the scheduler.
         """
         with self._lock:
-            enter(Task(rank))
+            enter(RankTask(rank))
             answers = self.scheduler.take_answers()
         if len(answers) == 1 and answers[0].task.rank == rank:
             return _value_of(answers[0])
@@ -154,7 +154,7 @@ def _value_of(answer: Answer) -> Any:
     raise answer.error
 
 
-class ThreadLink(Link):
+class ThreadLink(SchedulerLink):
     """The link of a rank on a thread.
 
     Args:
@@ -175,23 +175,25 @@ class ThreadLink(Link):
         self.conductor = conductor
         self._started.clear()
 
-    def post(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pending:
-        """Enter a call; see `Link.post`."""
-        ticket = Ticket(next_number(), Task(self.facts.rank), call, (inputs, outputs))
+    def post(
+        self, call: PostedCall, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> PendingCall:
+        """Enter a call; see `SchedulerLink.post`."""
+        ticket = Ticket(next_number(), RankTask(self.facts.rank), call, (inputs, outputs))
         with self.conductor._lock:
             self.conductor.scheduler.post(ticket)
-        return Pending(ticket.number, call, inputs, outputs, state=ticket)
+        return PendingCall(ticket.number, call, inputs, outputs, state=ticket)
 
-    def wait(self, pending: Pending) -> None:
-        """Let the other ranks run until a call is complete; see `Link.wait`."""
+    def wait(self, pending: PendingCall) -> None:
+        """Let the other ranks run until a call is complete; see `SchedulerLink.wait`."""
         ticket: Ticket = pending.state
         self.conductor.request(
             self.facts.rank, lambda task: self.conductor.scheduler.wait(task, ticket)
         )
         settle(pending, ticket)
 
-    def poll(self, pending: Pending) -> bool:
-        """Return whether a call is complete; see `Link.poll`."""
+    def poll(self, pending: PendingCall) -> bool:
+        """Return whether a call is complete; see `SchedulerLink.poll`."""
         ticket: Ticket = pending.state
         return bool(
             self.conductor.request(
@@ -200,7 +202,7 @@ class ThreadLink(Link):
         )
 
     def ask_store(self, request: StoreRequest) -> Any:
-        """Return the answer of the stores to a request; see `Link.ask_store`."""
+        """Return the answer of the stores to a request; see `SchedulerLink.ask_store`."""
         value = self.conductor.request(
             self.facts.rank, lambda task: self.conductor.scheduler.store(task, request)
         )
@@ -209,7 +211,7 @@ class ThreadLink(Link):
         return value
 
 
-def settle(pending: Pending, ticket: Ticket) -> None:
+def settle(pending: PendingCall, ticket: Ticket) -> None:
     """Record that the outputs of a call are written.
 
     Args:

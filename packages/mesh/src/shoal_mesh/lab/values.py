@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._torch import ReduceOp, on_plain_kernels
 from ..errors import CollectiveError
-from .posted_calls import REDUCING, Call, sources_of
+from .posted_calls import REDUCING, PostedCall, sources_of
 
 # the tensors of each member, by their numbers
 Inputs = Mapping[int, Sequence[Tensor] | Mapping[int, Tensor]]
@@ -78,7 +78,7 @@ def reduce_tensors(op: str, tensors: Sequence[Tensor], factor: float | Tensor | 
     return (total / len(terms)).to(dtype)
 
 
-def totals_of(call: Call, inputs: Inputs) -> list[Tensor]:
+def totals_of(call: PostedCall, inputs: Inputs) -> list[Tensor]:
     """Return the reduction of each input over all members, for an `all_reduce`."""
     totals = []
     for number in range(len(call.inputs)):
@@ -88,7 +88,7 @@ def totals_of(call: Call, inputs: Inputs) -> list[Tensor]:
 
 
 def deliver(
-    call: Call, outputs: Sequence[Tensor], inputs: Inputs, totals: Sequence[Tensor] = ()
+    call: PostedCall, outputs: Sequence[Tensor], inputs: Inputs, totals: Sequence[Tensor] = ()
 ) -> None:
     """Write the outputs of one member's call.
 
@@ -102,7 +102,9 @@ def deliver(
         on_plain_kernels(_write, call, outputs, inputs, totals)
 
 
-def _write(call: Call, outputs: Sequence[Tensor], inputs: Inputs, totals: Sequence[Tensor]) -> None:
+def _write(
+    call: PostedCall, outputs: Sequence[Tensor], inputs: Inputs, totals: Sequence[Tensor]
+) -> None:
     """Write all outputs."""
     for number, output in enumerate(outputs):
         if totals:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch import Work, in_backward_pass, run_at_end_of_backward
-from .link import Link, Pending
+from .link import PendingCall, SchedulerLink
 
 
 class LabFuture(torch.futures.Future[Any]):
@@ -62,7 +62,7 @@ class LabWork(Work):
         result: the tensors that the call returns.
     """
 
-    def __init__(self, link: Link, pending: Pending, result: list[Tensor]) -> None:
+    def __init__(self, link: SchedulerLink, pending: PendingCall, result: list[Tensor]) -> None:
         super().__init__()
         self._link = link
         self._pending = pending

@@ -38,7 +38,8 @@ _OTHER_DTYPE = 31
 CARRIED_DTYPES = frozenset(DTYPES[:8])
 # Packages whose frames do not belong to the program, by whole names: a program may be in
 # `shoal_experiments`.
-LIBRARIES = r"(shoal_(mesh|dtensor|data_parallel|context_parallel|tp_styles|shard_api|models|same_bits|transfer)|torch)"
+# A package of shoal, of whatever name, and torch.
+LIBRARIES = r"(shoal_\w+|torch)"
 SWITCH = "SHOAL_POSTMORTEM"  # the folder of the files; "0" for none
 Text = str | Callable[[], str]
 # The purposes of a collective, as the program states them with `purpose`, innermost last.
