@@ -13,6 +13,7 @@ BUILTINS: dict[str, set[type[Exception]]] = {
     "BackendError": {ValueError, RuntimeError},
     "CollectiveError": {ValueError, RuntimeError},
     "CollectiveTypeError": {TypeError, ValueError, RuntimeError},
+    "DeadlockError": {ValueError, RuntimeError},
     "DimError": {IndexError, ValueError, RuntimeError},
     "LockstepError": {ValueError, RuntimeError},
     "MeshError": {ValueError, RuntimeError},
