@@ -118,7 +118,9 @@ def mends_backlinks(
         space, _, name = target.partition(".")
         # A package may re-export the name of a package below, whose page has the entry.
         places = [target, f"{page_of_package}.{name.rpartition('.')[2]}"]
-        places += [f"{space}.{inner}.{name}" for inner in ("errors", "hf", "internal", "rules")]
+        places += [
+            f"{space}.{inner}.{name}" for inner in ("errors", "hf", "internal", "rules", "types")
+        ]
         home = f"reference/{page_of_package}"
         entries = (place for place in places if place in documented)
         found = next((place for place in entries if documented[place].docname == home), target)

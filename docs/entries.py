@@ -36,7 +36,9 @@ def documented(module: str) -> Iterator[tuple[str, Any]]:
     """Addresses and values of what a module has in public and does not pass on from a layer below."""
     space = import_module(module)
     own = [
-        name for name, value in vars(space).items() if getattr(value, "__module__", "") == module
+        name
+        for name, value in vars(space).items()
+        if getattr(value, "__module__", "") == module and not name.startswith("_")
     ]
     public = {name: getattr(space, name) for name in getattr(space, "__all__", own)}
     for name, value in public.items():

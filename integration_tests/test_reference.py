@@ -19,7 +19,10 @@ def test_every_public_name_has_its_entry(layer: Any, root: Any) -> None:
     # of errors and internal names
     page = re.sub(r"^\.\. module:: .*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
     listed = Counter(
-        re.findall(r"^\.\. auto(?:class|data|exception|function):: (\w+)$", page, re.MULTILINE)
+        # an alias has no docstring of its own, so its entry is written by hand
+        re.findall(
+            r"^\.\. (?:auto(?:class|data|exception|function)|py:data):: (\w+)$", page, re.MULTILINE
+        )
     )
     values = {name: getattr(module, name) for name in module.__all__ if name != "__version__"}
     # What a layer passes on from the one below is on that one's page.

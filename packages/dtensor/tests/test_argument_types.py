@@ -105,7 +105,10 @@ WRONG: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "Partial int": (TypeError, lambda c: Partial(3)),
     "redistribute none": (ValueError, lambda c: c.x.redistribute()),
     "redistribute mesh as placements": (ValueError, lambda c: c.x.redistribute([Replicate()])),
-    "redistribute to partial": (ValueError, lambda c: c.x.redistribute(placements=[Partial("max")])),
+    "redistribute to partial": (
+        ValueError,
+        lambda c: c.x.redistribute(placements=[Partial("max")]),
+    ),
     "from_local list": (TypeError, lambda c: DTensor.from_local([1.0], c.mesh, [Shard(0)])),
     "from_local dtensor": (TypeError, lambda c: DTensor.from_local(c.x, c.mesh, [Shard(0)])),
     "from_local shape str": (

@@ -50,3 +50,17 @@ def test_ranks_that_wait_for_each_other_in_different_groups_fail_at_once() -> No
         on_threads([partial(all_reduce, torch.ones(1), (mesh, 0)) for mesh in meshes], meshes)
         == [2.0] * 4
     )
+
+
+def test_a_collective_outside_of_a_run_is_an_error_before_and_after_it() -> None:
+    """It waited for ever: no other rank comes."""
+    meshes = thread_meshes((2,))
+
+    def reduce(mesh: DeviceMesh) -> torch.Tensor:
+        return all_reduce(torch.ones(()), (mesh, 0))
+
+    for _ in range(2):
+        with pytest.raises(DeadlockError, match="outside of a run"):
+            reduce(meshes[0])
+        results = on_threads([partial(reduce, mesh) for mesh in meshes], meshes)
+        assert [result.item() for result in results] == [2.0, 2.0]

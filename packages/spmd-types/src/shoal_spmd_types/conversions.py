@@ -49,13 +49,13 @@ def convert(  # noqa: PLR0913  # the public package's arguments
 ) -> Tensor:
     """`src -> dst`: change the type and keep the meaning, without sending anything.
 
-    | | backward |
-    |---|---|
-    | I -> R, R -> I | all_reduce to I; zero except on the first rank |
-    | R -> S(i), R -> V: this rank's shard | the gradient padded with zeros |
-    | I -> S(i), I -> V: this rank's shard | all_gather to I |
-    | R -> P, I -> P: zero except on the first rank | the same; nothing |
-    | S(i) -> P, V -> P: padded with zeros | this rank's shard |
+    The changes, and their gradients:
+
+    - I -> R, R -> I; gradient: all_reduce to I; zero except on the first rank
+    - R -> S(i), R -> V: this rank's shard; gradient: the gradient padded with zeros
+    - I -> S(i), I -> V: this rank's shard; gradient: all_gather to I
+    - R -> P, I -> P: zero except on the first rank; gradient: the same; nothing
+    - S(i) -> P, V -> P: padded with zeros; gradient: this rank's shard
 
     Args:
         x: this rank's tensor.
@@ -142,12 +142,12 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
 ) -> Tensor:
     """`src -> dst`: change the type and keep the bytes; the meaning may change.
 
-    | | backward |
-    |---|---|
-    | V -> P: the sum of the ranks' tensors is meant | R -> V, the same bytes |
-    | R -> V, R -> P | V -> P, R -> P, the same bytes |
-    | I -> R, and I -> V, I -> P by way of R | all_reduce to I |
-    | R -> I | zero except on the first rank |
+    The changes, and their gradients:
+
+    - V -> P: the sum of the ranks' tensors is meant; gradient: R -> V, the same bytes
+    - R -> V, R -> P; gradient: V -> P, R -> P, the same bytes
+    - I -> R, and I -> V, I -> P by way of R; gradient: all_reduce to I
+    - R -> I; gradient: zero except on the first rank
 
     Args:
         x: this rank's tensor.

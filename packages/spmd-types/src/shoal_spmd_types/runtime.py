@@ -132,7 +132,8 @@ def merge_types(*types: TypeArgument) -> SpmdType:
     """Return partial types as one; a bare type fills the axes that no other names.
 
     Args:
-        types: dicts by axis, `SpmdType`s, `PartitionSpec`s, one bare type such as R, or None.
+        types: dicts by axis, values of `SpmdType` or `PartitionSpec`, one bare type such as R, or
+            None.
 
     Raises:
         SpmdTypeError: if they contradict each other, or a bare type is given without a current

@@ -52,7 +52,7 @@ class Simulation:
 
     @property
     def used(self) -> set[tuple[int, ...]]:
-        """The ranks of groups in which the last run completed a collective."""
+        """The ranks of groups in which the last run started a collective."""
         return self.links[0].conductor.used_groups
 
     def begin(self) -> None:

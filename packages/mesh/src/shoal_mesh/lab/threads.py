@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import PeerError
+from ..errors import DeadlockError, PeerError
 from .link import PendingCall, RankFacts, SchedulerLink, current_link, enter_thread
 from .meetings import Answer, Meeting, RankTask, Ticket, next_number
 from .posted_calls import PostedCall
@@ -39,7 +39,7 @@ class Conductor:
     Attributes:
         scheduler: the scheduler of the ranks.
         capture: returns the state that a rank keeps while others run.
-        used_groups: the ranks of groups in which a collective or message was complete.
+        used_groups: the ranks of groups in which a collective or message was started.
     """
 
     def __init__(self, size: int, *, seed: int = 0, order: Sequence[int] = ()) -> None:
@@ -54,11 +54,12 @@ class Conductor:
             turn.acquire()
         self._answers: list[Answer | None] = [None] * size
         self._runner: int | None = None
+        # ranks that have begun and not ended; none of them before and after a run
+        self._running = 0
         self.used_groups: set[tuple[int, ...]] = set()
 
     def _write_outputs(self, meeting: Meeting) -> None:
         """Write the outputs of all members of a complete meeting."""
-        self.used_groups.add(meeting.calls[0].group.ranks)
         try:
             _write_outputs(meeting)
         except Exception as error:
@@ -66,6 +67,7 @@ class Conductor:
 
     def begin(self) -> None:
         """Let the first rank run."""
+        self._running = len(self._turns)
         with self._lock:
             answers = self.scheduler.take_answers()
         self._hand_out(answers)
@@ -76,7 +78,15 @@ class Conductor:
         Args:
             rank: the rank.
             enter: opens the request in the scheduler.
+
+        Raises:
+            DeadlockError: if the ranks do not run, so that none of the others can come.
         """
+        if not self._running:
+            raise DeadlockError(
+                f"rank {rank} waits in a collective outside of a run, where no other rank comes: "
+                "call it from the function that the ranks run"
+            )
         with self._lock:
             enter(RankTask(rank))
             answers = self.scheduler.take_answers()
@@ -122,6 +132,7 @@ class Conductor:
             failed: whether the others have to end too.
         """
         with self._lock:
+            self._running -= 1
             self.scheduler.leave(rank, reason, failed=failed)
             answers = self.scheduler.take_answers()
         self._hand_out(answers)
@@ -180,6 +191,7 @@ class ThreadLink(SchedulerLink):
     ) -> PendingCall:
         """Enter a call; see `SchedulerLink.post`."""
         ticket = Ticket(next_number(), RankTask(self.facts.rank), call, (inputs, outputs))
+        self.conductor.used_groups.add(call.group.ranks)
         with self.conductor._lock:
             self.conductor.scheduler.post(ticket)
         return PendingCall(ticket.number, call, inputs, outputs, state=ticket)
