@@ -107,6 +107,12 @@ def leaves_contract_out(
     text[:] = takewhile(lambda line: not line.startswith("May import: "), text)
 
 
+def keeps_aliases_home(_app: object, module: str, name: str) -> str | None:
+    """An alias such as `dict[str, int]` says that it is of `builtins`, which has no page of sources."""
+    value = getattr(import_module(module), name, None)
+    return module if getattr(value, "__module__", "") == "builtins" else None
+
+
 def mends_backlinks(
     app: Any, page: str, _template: str, context: dict[str, Any], _tree: object
 ) -> None:
@@ -162,4 +168,5 @@ def setup(app: Any) -> None:
     app.connect("autodoc-skip-member", leaves_out)
     app.connect("autodoc-process-bases", names_bases)
     app.connect("autodoc-process-docstring", leaves_contract_out)
+    app.connect("viewcode-follow-imported", keeps_aliases_home)
     app.connect("html-page-context", mends_backlinks)
