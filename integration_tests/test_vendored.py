@@ -62,7 +62,7 @@ with fake_world(4):
         assert torch.nn.functional.scaled_dot_product_attention(x, x, x).shape == (1, 2, 2, 4)
 """,
     "lab": """
-from acme._vendor.shoal_lab import Report, certify
+from acme._vendor.shoal_lab import CertificationReport, certify
 import torch
 def train(mesh):
     model = torch.nn.Linear(4, 2)

@@ -172,7 +172,7 @@ class InvariantTokenwise(Tokenwise):
                 # One sum for each sample.
                 yield Collective("all_reduce", call.output.shape[0] * nbytes(param), backward=True)
 
-    def computed(self, local: Tensor) -> Tensor:
+    def compute_tokens(self, local: Tensor) -> Tensor:
         if not local.numel():
             return self.compute(self.module, local, self.local(*self.params))
         return _normalize(self, local)
