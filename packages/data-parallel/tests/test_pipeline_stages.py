@@ -387,7 +387,8 @@ def test_dtensors_cross_the_border_of_stages(layout: Placement) -> None:
 
     def loss_of_dtensors(output: Any, target: Tensor) -> Tensor:
         loss: Any = (output - target).square().sum()
-        return full_tensor(loss)
+        whole: Tensor = full_tensor(loss)
+        return whole
 
     schedule: Any = pipelining.Schedule1F1B(
         stage, n_microbatches=2, loss_fn=loss_of_dtensors, scale_grads=False
