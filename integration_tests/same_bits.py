@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from shoal_data_parallel import fully_shard, replicate
 from shoal_dtensor import Replicate, Shard, clip_grad_norm_, full_tensor
@@ -181,7 +181,9 @@ def train(kind: str, run: Run, dtype: torch.dtype, steps: int) -> Digests:
                 logits = out if kind == "demo" else out.logits
                 loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
                 loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            found = {"loss": digest(all_reduce(whole(loss.detach()), (mesh, "data"), op="avg"))}
+            found = {
+                "loss": digest(all_reduce(full_tensor(loss.detach()), (mesh, "data"), op="avg"))
+            }
             found |= {
                 f"gradient of {name}": digest(param.grad)
                 for name, param in model.named_parameters()
@@ -203,15 +205,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tup
         )
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The global value, on every rank."""
-    return full_tensor(tensor)
-
-
 def digest(tensor: Any) -> str:
     """Of the bits of a global value."""
     return hashlib.sha1(
-        whole(tensor).contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        full_tensor(tensor).contiguous().flatten().view(torch.uint8).numpy().tobytes()
     ).hexdigest()
 
 

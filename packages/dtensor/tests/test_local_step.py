@@ -61,20 +61,15 @@ def give_gradients(plain: list[nn.Parameter], spread: list[nn.Parameter]) -> Non
             other.grad = distribute_tensor(one.grad, mesh(), other.data.placements)
 
 
-def whole(tensor: Any) -> Any:
-    """The global tensor."""
-    return full_tensor(tensor)
-
-
 def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     """Parameters and states of two optimizers agree; states of DTensors are DTensors that lie as their parameters."""
     (group,), (spread_group,) = one.param_groups, other.param_groups
     for param, spread in zip(group["params"], spread_group["params"], strict=True):
-        torch.testing.assert_close(whole(spread.detach()), param.detach())
+        torch.testing.assert_close(full_tensor(spread.detach()), param.detach())
         assert one.state[param].keys() == other.state[spread].keys()
         for name, value in one.state[param].items():
             found = other.state[spread][name]
-            torch.testing.assert_close(whole(found), value)
+            torch.testing.assert_close(full_tensor(found), value)
             if isinstance(spread, DTensor) and isinstance(value, torch.Tensor) and value.ndim:
                 assert isinstance(found, DTensor)
                 assert found._spec.same_layout(spread._spec)
@@ -124,7 +119,9 @@ def test_fused_steps_follow_every_change_and_keep_no_gradients(kind: str) -> Non
                     optimizer.state[params[0]][name] = value * 2
             optimizer.step()
         for param, expected in zip(spread, plain, strict=True):
-            torch.testing.assert_close(whole(param.detach()), expected.detach(), msg=f"step {turn}")
+            torch.testing.assert_close(
+                full_tensor(param.detach()), expected.detach(), msg=f"step {turn}"
+            )
     held: Any = spread[0].grad
     local = held._local_tensor
     spread[0].grad = held = None
@@ -234,7 +231,7 @@ def test_a_step_that_fails_leaves_dtensors() -> None:
     one = torch.optim.AdamW(plain, lr=0.1)
     other.step(), one.step()
     for param, expected in zip(spread, plain, strict=True):
-        torch.testing.assert_close(whole(param.detach()), expected.detach())
+        torch.testing.assert_close(full_tensor(param.detach()), expected.detach())
 
 
 @on_ranks(4)
@@ -255,7 +252,7 @@ def test_what_dispatch_alone_can_do() -> None:
         optimizer.step()
     with implicit_replication():
         optimizer.step()
-    assert torch.equal(whole(replicated.detach()), torch.full((2,), 0.5))
+    assert torch.equal(full_tensor(replicated.detach()), torch.full((2,), 0.5))
     adam = torch.optim.Adam(spread[:1])
     adam.state[spread[0]] = {
         "step": torch.tensor(1.0),
@@ -304,7 +301,7 @@ def test_groups_and_states_that_are_rearranged_count() -> None:
                     dict, {p: OrderedDict(s) for p, s in optimizer.state.items()}
                 )
         for param, expected in zip(spread, plain, strict=True):
-            torch.testing.assert_close(whole(param.detach()), expected.detach())
+            torch.testing.assert_close(full_tensor(param.detach()), expected.detach())
     for optimizer in both:
         for state in optimizer.state.values():
             state["renamed"] = state.pop("exp_avg_sq")  # the same values in the same order
@@ -377,11 +374,11 @@ def test_muon_gathers_each_update_once(shape: tuple[int, ...], nesterov: bool, w
             optimizers[1].step()
         assert counted.get_total_counts() == 1  # for three sharded weights together
         for one, other in zip(plain, spread, strict=True):
-            assert torch.equal(whole(other.detach()), one.detach())  # bit for bit
+            assert torch.equal(full_tensor(other.detach()), one.detach())  # bit for bit
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
     for index, state in states[0].items():
         torch.testing.assert_close(
-            whole(states[1][index]["momentum_buffer"]), state["momentum_buffer"]
+            full_tensor(states[1][index]["momentum_buffer"]), state["momentum_buffer"]
         )
 
 
@@ -407,8 +404,8 @@ def test_muon_keeps_the_momentum_that_it_loaded_in_another_layout() -> None:
             )
     momentum = other.state[spread[0]]["momentum_buffer"]
     assert momentum.placements == (Shard(0),)
-    assert torch.equal(whole(momentum), one.state[plain[0]]["momentum_buffer"])
-    assert torch.equal(whole(spread[0].detach()), plain[0].detach())
+    assert torch.equal(full_tensor(momentum), one.state[plain[0]]["momentum_buffer"])
+    assert torch.equal(full_tensor(spread[0].detach()), plain[0].detach())
 
 
 @on_ranks(2)
@@ -425,9 +422,9 @@ def test_a_step_of_muon_computes_its_closure_first_and_calls_hooks_once() -> Non
         loss.backward()
         return loss.detach()
 
-    assert whole(optimizer.step(closure)).item() == 4
+    assert full_tensor(optimizer.step(closure)).item() == 4
     assert called == ["closure", "after"]
-    assert not torch.equal(whole(weight.detach()), torch.eye(4))
+    assert not torch.equal(full_tensor(weight.detach()), torch.eye(4))
     spoilt = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh(), [Partial()]))
     spoilt.grad = torch.zeros_like(spoilt)
     optimizer = torch.optim.Muon([spoilt])

@@ -129,15 +129,11 @@ def train(
                 model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=0.1
             )
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        seen[f"loss {step}"] = all_reduce(whole(loss.detach()), (mesh, "data"), op="avg")
+        seen[f"loss {step}"] = all_reduce(full_tensor(loss.detach()), (mesh, "data"), op="avg")
         seen[f"norm {step}"] = clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return seen | {name: whole(param.detach()) for name, param in model.named_parameters()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return full_tensor(tensor)
+    return seen | {name: full_tensor(param.detach()) for name, param in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -176,8 +172,8 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
             Model().eval(), init_device_mesh("cpu", (2,)), plan(sequence=False)
         )
         tokens = torch.randint(VOCAB, (5, 7))
-        together = whole(model(tokens))
-        assert torch.equal(together[2:3], whole(model(tokens[2:3])))
+        together = full_tensor(model(tokens))
+        assert torch.equal(together[2:3], full_tensor(model(tokens[2:3])))
 
 
 @needs_transformers
@@ -239,9 +235,11 @@ def test_the_loss_of_labels_has_the_same_bits_with_and_without_a_plan() -> None:
             own = tokens.chunk(shape[1])[mesh.get_local_rank("data")]
             loss = model(own, labels=own).loss
             loss.backward()
-            found.append({name: whole(param.grad) for name, param in model.named_parameters()})
+            found.append(
+                {name: full_tensor(param.grad) for name, param in model.named_parameters()}
+            )
             if styles:  # without shards it is torch's own sum
-                found[-1]["loss"] = all_reduce(whole(loss.detach()), (mesh, "data"), op="avg")
+                found[-1]["loss"] = all_reduce(full_tensor(loss.detach()), (mesh, "data"), op="avg")
     for want, got in zip(found[::2], found[1::2], strict=True):
         assert [name for name in want if not torch.equal(want[name], got[name])] == []
 
@@ -297,7 +295,7 @@ def test_preview_declares_what_the_mode_sends() -> None:
         ]
         x = torch.randn(4, 4, WIDTH, requires_grad=True)
         with CommDebugMode() as counted:
-            whole(model.last(x)).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            full_tensor(model.last(x)).sum().backward()
         assert counted.get_comm_counts()[torch.ops._c10d_functional.all_reduce] == 2
 
 

@@ -44,10 +44,6 @@ PLANS: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-def full(tensor: Any) -> Any:
-    return full_tensor(tensor)
-
-
 def pair(plan: str, kind: str) -> tuple[nn.Module, nn.Module]:
     """A plain model and a parallel one, some of whose parameters are computed since."""
     torch.manual_seed(0)
@@ -70,11 +66,11 @@ def pair(plan: str, kind: str) -> tuple[nn.Module, nn.Module]:
 def test_values_and_gradients_are_those_of_one_device(kind: str, plan: str) -> None:
     plain, parallel = pair(plan, kind)
     x = torch.randn(2, 6, 8, dtype=torch.float64)
-    expected, got = plain(x), full(parallel(x))
+    expected, got = plain(x), full_tensor(parallel(x))
     torch.testing.assert_close(got, expected)
     expected.square().sum().backward()
     got.square().sum().backward()
-    grads = {name: full(param.grad) for name, param in parallel.named_parameters()}
+    grads = {name: full_tensor(param.grad) for name, param in parallel.named_parameters()}
     for name, param in plain.named_parameters():
         torch.testing.assert_close(grads[name], param.grad)
 

@@ -59,16 +59,12 @@ def fused(shapes: dict[str, tuple[int, ...]], groups: int) -> WeightMapping:
 
 def expected_of(trained: nn.Module, groups: int) -> dict[str, Tensor]:
     values = {}
-    state = {name: whole(value) for name, value in trained.state_dict().items()}
+    state = {name: full_tensor(value) for name, value in trained.state_dict().items()}
     for layer in "01":
         blocks = [state[f"{layer}.{name}.weight"].chunk(groups) for name in "qkv"]
         values[f"{layer}.qkv.weight"] = torch.cat([b[g] for g in range(groups) for b in blocks])
         values[f"{layer}.o.weight"] = state[f"{layer}.o.weight"]
     return values
-
-
-def whole(value: Tensor) -> Tensor:
-    return full_tensor(value)
 
 
 def transfer_of(**options: Any) -> tuple[nn.Module, nn.Module | None, WeightTransfer]:
@@ -95,7 +91,7 @@ def transfer_of(**options: Any) -> tuple[nn.Module, nn.Module | None, WeightTran
 def assert_served(served: nn.Module | None, expected: dict[str, Tensor]) -> None:
     if served is not None:
         for name, value in served.state_dict().items():
-            assert torch.equal(whole(value), expected[name]), name
+            assert torch.equal(full_tensor(value), expected[name]), name
 
 
 def step(model: nn.Module, seed: int, share: float = 1.0) -> None:
@@ -130,7 +126,7 @@ def test_three_syncs_with_steps_between(mode: Any, deltas: bool) -> None:
 @on_ranks(4, timeout=200)
 def test_a_transfer_in_the_background_is_committed_by_wait() -> None:
     trained, served, transfer = transfer_of()
-    before = {n: whole(v).clone() for n, v in served.state_dict().items()} if served else {}
+    before = {n: full_tensor(v).clone() for n, v in served.state_dict().items()} if served else {}
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
     transfer.guard(optimizer)
     expected = expected_of(trained, 2)
