@@ -34,6 +34,21 @@ _FOR_EXPERTS_OF_BYTES = {
     ("R", "V"): "every rank has the whole tensor; convert(R, S(i)) shards it",
 }
 
+# The steps of the gradients of `reinterpret`, by the source and the target type.
+_GRADIENTS_OF_BYTES = {
+    ("R", "I"): TypeStep("keep_first"),
+    ("R", "V"): TypeStep("keep"),
+    ("R", "P"): TypeStep("keep"),
+    ("V", "P"): TypeStep("keep"),
+    ("I", "R"): TypeStep("all_reduce"),
+    ("I", "V"): TypeStep("all_reduce"),
+    ("I", "P"): TypeStep("all_reduce"),
+}
+
+
+def _needs_expert_mode(call: str, reason: str) -> ArgumentValueError:
+    return ArgumentValueError(f"{call}: {reason}. Pass expert_mode=True if it is")
+
 
 def convert(  # noqa: PLR0913  # the public package's arguments
     x: Tensor,
@@ -84,10 +99,8 @@ def convert(  # noqa: PLR0913  # the public package's arguments
     line = line_along(axis)
     kinds = (spmd.local_type(src).name, spmd.local_type(dst).name)
     if kinds in _FOR_EXPERTS and not expert_mode:
-        raise ArgumentValueError(
-            f"convert({src}, {dst}) is rarely meant in a forward: {_FOR_EXPERTS[kinds]}. Pass "
-            "expert_mode=True if it is"
-        )
+        call = f"convert({src}, {dst}) is rarely meant in a forward"
+        raise _needs_expert_mode(call, _FOR_EXPERTS[kinds])
     _check_source(x, line, src, "convert")
     if src is dst:
         return x
@@ -183,23 +196,12 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
         )
     kinds = (spmd.local_type(src).name, spmd.local_type(dst).name)
     if kinds in _FOR_EXPERTS_OF_BYTES and not expert_mode:
-        raise ArgumentValueError(
-            f"reinterpret({src}, {dst}) is rarely meant: {_FOR_EXPERTS_OF_BYTES[kinds]}. Pass "
-            "expert_mode=True if it is"
-        )
+        call = f"reinterpret({src}, {dst}) is rarely meant"
+        raise _needs_expert_mode(call, _FOR_EXPERTS_OF_BYTES[kinds])
     _check_source(x, line, src, "reinterpret")
     if src is dst:
         return x
-    backs: dict[tuple[str, str], TypeStep] = {
-        ("R", "I"): TypeStep("keep_first"),
-        ("R", "V"): TypeStep("keep"),
-        ("R", "P"): TypeStep("keep"),
-        ("V", "P"): TypeStep("keep"),
-        ("I", "R"): TypeStep("all_reduce"),
-        ("I", "V"): TypeStep("all_reduce"),
-        ("I", "P"): TypeStep("all_reduce"),
-    }
-    back = backs.get(kinds)
+    back = _GRADIENTS_OF_BYTES.get(kinds)
     if back is None:
         raise ArgumentValueError(
             f"reinterpret({src}, {dst}) would claim more than {src} does; use "

@@ -14,7 +14,7 @@ from shoal_dtensor.internal import format_bytes
 from ..manifest.records import Manifest
 from ..mapping.weight_mapping import WeightMapping
 from .copies import Copy, TensorPlan
-from .routes import Route
+from .routes import Route, Sides
 
 
 class Batch(NamedTuple):
@@ -73,13 +73,13 @@ class TransferPlan:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the mapping has a witness beside its author."""
+        """Tell whether the mapping has a witness beside its author."""
         return self.mapping.witness is not None
 
     @property
     def is_one_world(self) -> bool:
-        """Whether equal ranks of the two sides are one process."""
-        return self.source.world == self.target.world
+        """Tell whether equal ranks of the two sides are one process."""
+        return Sides(self.source, self.target).is_one_world
 
     @cached_property
     def digest(self) -> str:
