@@ -141,6 +141,12 @@ def test_first_operators_and_gradients_import_neither_compiler_nor_torchs_dtenso
     assert said(FIRST_OPERATORS).split() == []
 
 
+def test_layers_load_the_checker_of_types_only_for_programs_that_check(layers: Any) -> None:
+    names = [layer.name for layer in layers if layer.name != "shoal_spmd_types"]
+    loaded = f"import sys, {', '.join(names)}\nprint('shoal_dtensor.spmd.checker' in sys.modules)"
+    assert said(loaded) == "False\n"
+
+
 def test_each_layer_imports_within_its_time(layers: Any) -> None:
     names = [layer.name for layer in layers]
     # The first run leaves bytecode beside the sources, as installing a package does.

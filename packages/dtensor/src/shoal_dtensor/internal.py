@@ -81,6 +81,7 @@ from .redistribute.blocks import Blocks, Shards, exchange_blocks, move_blocks
 from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, given_away, redistribute_shards
 from .redistribute.steps import format_bytes
+from .spmd.first_check import on_first_check
 from .tensor.autograd import FromLocal
 from .tensor.dtensor import local_shard
 from .tensor.gradients import (

@@ -8,9 +8,10 @@ from shoal_dtensor.errors import (
     TiedWeightError,
     UnsupportedModuleError,
 )
+from shoal_dtensor.internal import on_first_check
 from shoal_mesh.internal import facade
 
-from . import declared_types as declared_types, losses
+from . import losses
 from .__about__ import __version__
 from .errors import UnmatchedPlanWarning
 from .losses import sampling as choose
@@ -116,3 +117,8 @@ _INSTEAD = {
 
 
 __dir__, __getattr__ = facade(__name__, __all__, _INSTEAD)
+
+
+@on_first_check
+def _declare_types() -> None:
+    from . import declared_types as declared_types

@@ -33,6 +33,7 @@ from .declared import (
     declare_local,
     tensors_in,
 )
+from .first_check import load_declarations
 from .function_hints import LEADING, FunctionHints, with_wildcard
 from .infer import infer_types
 from .mesh_axes import MESH, MeshAxis
@@ -357,6 +358,7 @@ def typecheck(strict_mode: str | None = None, *, local: bool | None = None) -> I
         with settings(strict, present.is_local if local is None else local):
             yield
         return
+    load_declarations()
     checker = Checker(strict_mode != "permissive", True if local is None else local)
     with ExitStack() as stack:
         stack.enter_context(CHECKER.entered(checker))
