@@ -32,7 +32,7 @@ class TensorType:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What distinguishes this type from others, hashable."""
+        """A hashable value that distinguishes this type from others."""
         return (frozenset(self.by_axis.items()), self.order)
 
     @cached_property

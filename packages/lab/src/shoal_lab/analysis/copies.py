@@ -52,7 +52,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What holds for all tensors of a run.
+    """Facts that hold for all tensors of a run.
 
     Attributes:
         grid: of the ranks.

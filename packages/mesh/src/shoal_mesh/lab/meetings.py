@@ -63,7 +63,7 @@ class Ticket:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the call has met the calls of its other members."""
+        """Tell whether the call has met the calls of its other members."""
         return self.meeting is not None and self.meeting.is_complete
 
 

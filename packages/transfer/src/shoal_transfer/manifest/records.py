@@ -83,7 +83,7 @@ class TensorRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every element is in a box of some rank."""
+        """Tell whether every element is in a box of some rank."""
         boxes = [*{holding.box for holding in self.holdings}]
         if overlap(boxes) is not None:
             return first_gap([region_of_box(box) for box in boxes], self.shape) is None

@@ -71,7 +71,7 @@ class Copy(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether sender and receiver are one rank of one world."""
+        """Tell whether sender and receiver are one rank of one world."""
         if self.sender is None:
             return True
         return (self.sender.side, self.sender.rank) == (self.receiver.side, self.receiver.rank)

@@ -80,7 +80,7 @@ class Sides(NamedTuple):
 
     @property
     def is_one_world(self) -> bool:
-        """Whether equal ranks of the two manifests are one process."""
+        """Tell whether equal ranks of the two manifests are one process."""
         return self.source.world == self.target.world
 
 

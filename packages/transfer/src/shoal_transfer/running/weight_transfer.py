@@ -48,7 +48,7 @@ class Sync(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a member tells the others before bytes move."""
+    """The report of a member to the others before bytes move."""
 
     digest: str
     # of the weights to send; None on a rank that only receives

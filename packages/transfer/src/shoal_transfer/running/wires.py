@@ -50,7 +50,7 @@ class Roster(NamedTuple):
 
 
 class Wire(Protocol):
-    """What a transfer needs of the link between its members.
+    """The link between the members of a transfer.
 
     Attributes:
         member: number of this process among the members.
