@@ -141,10 +141,16 @@ def test_first_operators_and_gradients_import_neither_compiler_nor_torchs_dtenso
     assert said(FIRST_OPERATORS).split() == []
 
 
-def test_layers_load_the_checker_of_types_only_for_programs_that_check(layers: Any) -> None:
-    names = [layer.name for layer in layers if layer.name != "shoal_spmd_types"]
-    loaded = f"import sys, {', '.join(names)}\nprint('shoal_dtensor.spmd.checker' in sys.modules)"
-    assert said(loaded) == "False\n"
+# Modules that few programs use, each with the layer that is about it.
+ON_REQUEST = {"shoal_dtensor.spmd.checker": "shoal_spmd_types", "shoal_mesh.lab": "shoal_lab"}
+
+
+@pytest.mark.parametrize("module", ON_REQUEST)
+def test_other_layers_load_a_module_on_request_only(module: str, layers: Any) -> None:
+    about = {*ON_REQUEST.values()}
+    names = [layer.name for layer in layers if layer.name not in about]
+    program = f"import sys, {', '.join(names)}\nprint({module!r} in sys.modules)"
+    assert said(program) == "False\n"
 
 
 def test_each_layer_imports_within_its_time(layers: Any) -> None:

@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades, groups, lab, mesh,
+May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades, groups, mesh,
 observers, scoped_value, topology, transport, watch.
 """
 
@@ -23,7 +23,6 @@ from .events import Event, is_observed, observe, observing, unobserve, unobserve
 from .facades import facade
 from .groups.process_groups import comm_for, comm_of_threads
 from .groups.world import agree
-from .lab import lab
 from .mesh.device_mesh import with_own_groups
 from .observers.lockstep import in_lockstep
 from .scoped_value import ScopedValue, value_when_traced
