@@ -1,4 +1,4 @@
-"""Covers: lab/arena.py."""
+"""Covers: lab/isolation/arena.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal_mesh.lab.arena import Arena, Extent, create_file
-from shoal_mesh.lab.posted_calls import Meta
+from shoal_mesh.lab.isolation.arena import Arena, Extent, create_file
+from shoal_mesh.lab.scheduling.posted_calls import Meta
 
 TENSORS = [
     torch.arange(3000.0).view(30, 100).t(),

@@ -1,4 +1,4 @@
-"""Covers: lab/process_ranks.py, lab/threads.py: programs of torch, unchanged, on ranks of a lab."""
+"""Covers: lab/isolation/process_ranks.py, lab/isolation/threads.py: programs of torch, unchanged, on ranks of a lab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: lab/scheduler.py, lab/meetings.py, lab/shared_values.py, lab/reports.py, lab/posted_calls.py."""
+"""Covers: lab/scheduling/: meetings, stores, orders and deadlocks, without ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from shoal_mesh.errors import DeadlockError, MeshError
-from shoal_mesh.lab.meetings import Answer, RankTask, Ticket
-from shoal_mesh.lab.posted_calls import ANY, GroupKey, Meta, PostedCall
-from shoal_mesh.lab.scheduler import Scheduler
-from shoal_mesh.lab.shared_values import StoreRequest
+from shoal_mesh.lab.scheduling.meetings import Answer, RankTask, Ticket
+from shoal_mesh.lab.scheduling.posted_calls import ANY, GroupKey, Meta, PostedCall
+from shoal_mesh.lab.scheduling.scheduler import Scheduler
+from shoal_mesh.lab.scheduling.shared_values import StoreRequest
 
 META = Meta((2,), torch.float32)
 

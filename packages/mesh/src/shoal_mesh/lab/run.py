@@ -13,13 +13,13 @@ import torch.distributed as dist
 from ..argument_types import require, require_each
 from ..errors import MeshError
 from ..local_ranks.pool import ForkServer
-from .backend import NAME, installed
-from .link import RankFacts
-from .process_ranks import Order, run_on_processes
+from .c10d.backend import NAME, installed
+from .c10d.link import RankFacts
+from .isolation.process_ranks import Order, run_on_processes
+from .isolation.thread_world import RankLink, worlds_of_threads
+from .isolation.threads import Conductor, run_on_threads
 from .programs import imports_of, loaded_modules, run_program
 from .rank_state import RankState, environment_of
-from .thread_world import RankLink, worlds_of_threads
-from .threads import Conductor, run_on_threads
 
 T = TypeVar("T")
 Isolation = Literal["process", "thread"]

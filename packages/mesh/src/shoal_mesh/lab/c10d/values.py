@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import ReduceOp, on_plain_kernels
-from ..errors import CollectiveError
-from .posted_calls import REDUCING, PostedCall, sources_of
+from ..._torch import ReduceOp, on_plain_kernels
+from ...errors import CollectiveError
+from ..scheduling.posted_calls import REDUCING, PostedCall, sources_of
 
 # the tensors of each member, by their numbers
 Inputs = Mapping[int, Sequence[Tensor] | Mapping[int, Tensor]]

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import _torch
-from ..errors import MeshError
-from ..watch.recorder import LIBRARIES
-from .posted_calls import Frame, GroupKey, PostedCall
-from .shared_values import StoreRequest
+from ... import _torch
+from ...errors import MeshError
+from ...watch.recorder import LIBRARIES
+from ..scheduling.posted_calls import Frame, GroupKey, PostedCall
+from ..scheduling.shared_values import StoreRequest
 
 _KEY = "shoal_mesh.lab"
 _MOST_FRAMES = 4

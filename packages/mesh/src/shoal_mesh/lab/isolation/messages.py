@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..scheduling.posted_calls import PostedCall
+from ..scheduling.shared_values import StoreRequest
 from .arena import Packet
-from .posted_calls import PostedCall
-from .shared_values import StoreRequest
 
 # of an answer: the tensors of all members, the same for the rank that has to reduce them, the
 # reductions, or another value

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
-from ..errors import DeadlockError, LockstepError, MeshError, PeerError
+from ...errors import DeadlockError, LockstepError, MeshError, PeerError
 from .meetings import Answer, Meeting, Open, RankTask, Ticket, misfit_of
 from .posted_calls import ANY, POINT_TO_POINT, GroupKey, PostedCall, disagreement
 from .reports import RankReport, deadlock_text, mismatch_text, victim_text

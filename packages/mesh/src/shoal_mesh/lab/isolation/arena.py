@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .posted_calls import Meta
+from ..scheduling.posted_calls import Meta
 
 _PAGE = mmap.PAGESIZE
 # a tensor begins at a multiple of the largest element

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import DeadlockError, PeerError
-from .link import PendingCall, RankFacts, SchedulerLink, current_link, enter_thread
-from .meetings import Answer, Meeting, RankTask, Ticket, next_number
-from .posted_calls import PostedCall
-from .rank_state import RandomStates, RankState
-from .scheduler import Scheduler
-from .shared_values import StoreRequest
-from .values import copy_message, deliver, totals_of
+from ...errors import DeadlockError, PeerError
+from ..c10d.link import PendingCall, RankFacts, SchedulerLink, current_link, enter_thread
+from ..c10d.values import copy_message, deliver, totals_of
+from ..rank_state import RandomStates, RankState
+from ..scheduling.meetings import Answer, Meeting, RankTask, Ticket, next_number
+from ..scheduling.posted_calls import PostedCall
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.shared_values import StoreRequest
 
 T = TypeVar("T")
 State = RandomStates | RankState

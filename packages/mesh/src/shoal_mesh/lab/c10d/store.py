@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._torch import Store
+from ..._torch import Store
+from ..scheduling.shared_values import StoreRequest
 from .link import SchedulerLink, program_frames
-from .shared_values import StoreRequest
 
 
 class LabStore(Store):

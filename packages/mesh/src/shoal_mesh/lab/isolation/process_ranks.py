@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import RankError
-from ..local_ranks.pickle_functions import dump, dump_function
-from ..local_ranks.pool import RankPool
+from ...errors import RankError
+from ...local_ranks.pickle_functions import dump, dump_function
+from ...local_ranks.pool import RankPool
+from ..c10d.backend import NAME, install
+from ..c10d.link import RankFacts, enter_process
+from ..rank_state import environment_of
 from .arena import create_file
-from .backend import NAME, install
 from .coordinator import Coordinator
-from .link import RankFacts, enter_process
 from .process_link import ProcessLink
-from .rank_state import environment_of
 
 T = TypeVar("T")
 

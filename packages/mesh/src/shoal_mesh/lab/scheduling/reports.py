@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..argument_types import by_ranks, name_ranks
+from ...argument_types import by_ranks, name_ranks
 from .posted_calls import Frame, PostedCall, describe
 
 

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 
+from ..scheduling.meetings import Answer, Meeting, RankTask, Ticket
+from ..scheduling.posted_calls import sources_of
+from ..scheduling.scheduler import Scheduler
 from .arena import Extent, Packet
-from .meetings import Answer, Meeting, RankTask, Ticket
 from .messages import (
     INPUTS,
     REDUCE,
@@ -31,8 +33,6 @@ from .messages import (
     Totals,
     WaitRequest,
 )
-from .posted_calls import sources_of
-from .scheduler import Scheduler
 
 # collectives in which a member brings an input for each other member
 _ONE_FOR_EACH = frozenset({"reduce_scatter", "all_to_all", "scatter"})

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import _torch
-from .link import current_link
+from ... import _torch
+from ..c10d.link import current_link
 from .threads import ThreadLink
 
 

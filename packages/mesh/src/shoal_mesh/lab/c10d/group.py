@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import PythonGroup
-from ..errors import CollectiveError
+from ..._torch import PythonGroup
+from ...errors import CollectiveError
+from ..scheduling.posted_calls import ANY, GroupKey, Meta, PostedCall
 from .link import SchedulerLink, program_frames
-from .posted_calls import ANY, GroupKey, Meta, PostedCall
 from .values import name_of_op
 from .work import LabWork
 

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..c10d.link import PendingCall, RankFacts, SchedulerLink
+from ..c10d.values import copy_message, deliver, totals_of
+from ..scheduling.posted_calls import Meta, PostedCall
+from ..scheduling.shared_values import StoreRequest
 from .arena import Arena, Packet
-from .link import PendingCall, RankFacts, SchedulerLink
 from .messages import (
     REDUCE,
     TOTALS,
@@ -28,9 +31,6 @@ from .messages import (
     Totals,
     WaitRequest,
 )
-from .posted_calls import Meta, PostedCall
-from .shared_values import StoreRequest
-from .values import copy_message, deliver, totals_of
 
 
 class ProcessLink(SchedulerLink):

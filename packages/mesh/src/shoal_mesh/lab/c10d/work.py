@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import Work, in_backward_pass, run_at_end_of_backward
+from ..._torch import Work, in_backward_pass, run_at_end_of_backward
 from .link import PendingCall, SchedulerLink
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import _torch
-from .._torch import Store
+from ... import _torch
+from ..._torch import Store
+from ..scheduling.posted_calls import GroupKey
 from .group import LabGroup
 from .link import current_link, require_link
-from .posted_calls import GroupKey
 from .store import LabStore
 
 NAME = "lab"
