@@ -47,6 +47,20 @@ def test_what_is_of_one_size_is_packed_where_it_arrives() -> None:
                     assert torch.equal(row, torch.cat(values(lengths, rank, dtype)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("length", [5, 100_000, 700_000])
+@on_ranks(3)
+def test_an_average_is_the_same_on_all_ranks_every_time(length: int, dtype: torch.dtype) -> None:
+    # Regression: ranks that read one window together divided its elements of float32 repeatedly.
+    comm = comm_over((0, 1, 2))
+    terms = torch.full((length,), float(comm.rank + 1), dtype=dtype)
+    for _ in range(10):
+        for average in all_reduce_coalesced([terms, terms[:3]], comm, "avg"):
+            assert torch.equal(average, torch.full_like(average, 2.0))
+        (block,) = reduce_scatter_coalesced([terms.repeat(3)], comm, 0, "avg")
+        assert torch.equal(block, torch.full_like(block, 2.0))
+
+
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
 @on_ranks(2)
 def test_a_reduction_of_any_size_uses_8_mib_of_each_rank(kind: str) -> None:

@@ -34,6 +34,25 @@ def test_an_average_of_a_half_type_stays_within_its_range() -> None:
     assert out.tolist() == [60_000] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_an_average_leaves_the_rows_as_they_are(dtype: torch.dtype) -> None:
+    # Regression: rows of float32, which other ranks read too, were divided in place.
+    rows = torch.tensor([[1.0, 2.0], [4.0, 8.0], [7.0, 11.0]], dtype=dtype)
+    before = rows.clone()
+    out = torch.empty(2, dtype=dtype)
+    reduce_rows(rows, "avg", out)
+    assert out.tolist() == [4.0, 7.0]
+    assert torch.equal(rows, before)
+
+
+def test_an_average_of_float64_has_its_digits() -> None:
+    # Regression: it was taken in float32.
+    rows = torch.tensor([[1.0 + 2.0**-40], [1.0 + 2.0**-40]], dtype=torch.float64)
+    out = torch.empty(1, dtype=torch.float64)
+    reduce_rows(rows, "avg", out)
+    assert out.item() == 1.0 + 2.0**-40
+
+
 def test_whole_tensors_are_returned_without_a_view() -> None:
     flat = torch.arange(5)
     assert flat_of(flat) is flat

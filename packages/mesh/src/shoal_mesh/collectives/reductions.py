@@ -28,6 +28,7 @@ from .._torch import is_compiling
 from ..argument_types import require
 from ..errors import CollectiveError, CollectiveTypeError
 from ..scoped_value import ScopedValue, value_when_traced
+from ..shared_memory.row_reductions import HALF_TYPES
 from .c10d_transport import PLAIN, REDUCE
 
 _SENT_AS = {
@@ -37,7 +38,6 @@ _SENT_AS = {
 # two numbers to an element, which torch does not convert
 _MOVED_ONLY = {getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)}
 _BITWISE = {"band", "bor", "bxor"}
-HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 class WireReduction(NamedTuple):

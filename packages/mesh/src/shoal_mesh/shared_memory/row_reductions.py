@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 # Elements of all rows of an average that are in float32 at a time: 1 MiB stays in the cache.
 _WIDE_ELEMENTS = 1 << 18
 
@@ -20,9 +21,13 @@ _REDUCE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 
 
 def reduce_rows(rows: Tensor, op: str, out: Tensor) -> None:
-    """Reduce rows, (size, k) -> (k,)."""
+    """Reduce rows, (size, k) -> (k,); other ranks may read the rows at the same time."""
+    if op == "avg" and rows.dtype in HALF_TYPES:
+        _average_half_types(rows, out)
+        return
     if op == "avg":
-        _average_rows(rows, out)
+        reduce_rows(rows, "sum", out)
+        out.div_(rows.shape[0])
         return
     reduce_two, reduce_along_dim = _REDUCE[op]
     # 1 MiB each: 40 us, where a reduction along a dim takes 110
@@ -32,10 +37,10 @@ def reduce_rows(rows: Tensor, op: str, out: Tensor) -> None:
         reduce_along_dim(rows, 0, out=out)
 
 
-def _average_rows(rows: Tensor, out: Tensor) -> None:
-    """Average rows in float32, (size, k) -> (k,).
+def _average_half_types(rows: Tensor, out: Tensor) -> None:
+    """Average rows of a half type in float32, (size, k) -> (k,).
 
-    In half types the sum may leave the range although the mean is within it.
+    In the half type the sum may leave the range although the mean is within it.
     """
     size, length = rows.shape
     step = max(1, _WIDE_ELEMENTS // size)
