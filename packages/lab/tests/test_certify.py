@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import hand_written_bugs as hand
 from hand_written import average, batch, make_axes, rows
@@ -158,6 +159,28 @@ def forgets_a_step(mesh: Mapping[str, int]) -> None:
 def test_another_number_of_steps_is_a_finding() -> None:
     report = certify(forgets_a_step, meshes=[{"dp": 2}], shrink=False)
     assert "the optimizer stepped 1 times, on one device 2 times" in str(report)
+
+
+_MESHES = list[Any]()
+
+
+def destroys_its_groups(mesh: Mapping[str, int]) -> None:
+    """Sum gradients over the axis of a sliced mesh, and destroy the groups at the end."""
+    grid = init_device_mesh("cpu", (mesh["data"], 1), mesh_dim_names=("data", "other"))
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 2)
+    _MESHES.append(grid["other"])
+    rows = torch.arange(8.0).view(4, 2).chunk(mesh["data"])[dist.get_rank()]
+    layer(rows).square().mean().backward()
+    for parameter in layer.parameters():
+        dist.all_reduce(parameter.grad, group=grid["data"].get_group())
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    dist.destroy_process_group()
+
+
+def test_axes_are_known_after_the_groups_are_destroyed() -> None:
+    report = certify(destroys_its_groups, meshes=[{"data": 2}], shrink=False)
+    assert "2 times too large: mean taken as sum over data" in str(report)
 
 
 def fails_alone(mesh: Mapping[str, int]) -> None:

@@ -99,7 +99,8 @@ class ProgramObserver:
         record = self.record
         record.after = self._read(parameters)
         record.returned = self._read_returned(returned)
-        record.meshes = _find_meshes()
+        if dist.is_initialized():
+            record.meshes = _find_meshes()
         if self._is_shoal is None:
             self._is_shoal = self._find_shoal()
         record.shoal = bool(self._is_shoal)
@@ -257,6 +258,9 @@ class ProgramObserver:
             return
         self._stepped.add(id(optimizer))
         self._step.states |= self._read_states(optimizer)
+        if not self._has_stepped:
+            # now, because torch's meshes cannot be read after destroy_process_group
+            self.record.meshes = _find_meshes()
         self._has_stepped = True
 
     def _read_states(self, optimizer: Any) -> Values:
