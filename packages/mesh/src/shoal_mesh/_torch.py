@@ -525,3 +525,17 @@ def device_types() -> list[str]:
     """Return the device types of this build of torch: `cpu`, and its accelerators."""
     accelerator = torch.accelerator.current_accelerator()
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+# --- CUDA, which a rank of a lab may map to the CPU ------------------------------------------------
+
+
+def device_mesh_class() -> type:
+    """Return torch's own class of device meshes."""
+    mesh_class: type = sys.modules["torch.distributed.device_mesh"].DeviceMesh
+    return mesh_class
+
+
+def set_cuda_initialization(function: Callable[[], object]) -> None:
+    """Have functions of `torch.cuda` that need a device call another function first."""
+    torch.cuda._lazy_init = function

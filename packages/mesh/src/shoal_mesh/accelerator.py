@@ -74,6 +74,7 @@ def own_device(device_type: str) -> torch.device:
         >>> own_device("cpu"), own_device("meta")
         (device(type='cpu'), device(type='cpu'))
     """
-    if device_type in {"cpu", "meta"}:
+    # a rank of a lab may map CUDA to the CPU: torch's device says what the type means here
+    if torch.device(device_type).type in {"cpu", "meta"}:
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

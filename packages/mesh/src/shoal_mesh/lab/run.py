@@ -225,8 +225,9 @@ def lab(
         seed: of the choices among ranks that can go on, and of torch's generators on every rank.
         order: the ranks to choose, one for each choice among several; ranks then run one at a time,
             and `choices` of a run repeats it.
-        device: `cpu` to run programs for an accelerator on the CPU; None for the devices that the
-            program asks for.
+        device: `cpu` to run programs for CUDA on the CPU; None for the devices that the program asks
+            for. On ranks that are processes all that names CUDA is mapped, `torch.cuda` too; on
+            threads, which share torch with this process, only the backends of groups are.
         show_output: whether ranks that are processes print to the output of this process.
 
     Raises:

@@ -21,6 +21,7 @@ from ..c10d.link import RankFacts, enter_process
 from ..rank_state import environment_of
 from .arena import create_file
 from .coordinator import Coordinator
+from .cuda_on_cpu import map_cuda_to_cpu
 from .process_link import ProcessLink
 
 T = TypeVar("T")
@@ -115,6 +116,7 @@ def run_rank(order: Order, code: bytes, payload: bytes) -> Any:
     os.environ.update(order.environment | environment_of(rank, order.size))
     if order.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        map_cuda_to_cpu(rank, order.size)
     link = ProcessLink(RankFacts(rank, order.size, order.device), order.address, order.files)
     enter_process(link)
     install()

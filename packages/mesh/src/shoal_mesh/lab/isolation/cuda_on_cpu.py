@@ -1,0 +1,394 @@
+"""Programs for CUDA on the CPU: a rank of a lab with `device="cpu"` calls `map_cuda_to_cpu`.
+
+A program names its device in five ways. Each of them means the CPU on such a rank:
+
+- a device of torch: `torch.device("cuda", 3)` is `torch.device("cpu")`;
+- an argument of torch's functions: `x.to("cuda")`, `torch.ones(2, device=0)`;
+- `torch.cuda`: streams do nothing, events measure time, generators are those of the CPU, counters of
+  memory are 0;
+- the device type of autocast, of gradient scalers and of device meshes;
+- the device ids of `DistributedDataParallel`.
+
+A move to the device returns the tensor itself if it is on the CPU already, so a copy of it that a
+program keeps on the CPU is the same tensor. The mapping changes torch for the whole process and is
+never undone: it is for processes that are forked to be a rank.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from ... import _torch
+from ...errors import MeshError
+
+_CPU = torch.device("cpu")
+_TorchDevice = torch.device
+_TorchGenerator = torch.Generator
+
+
+def map_cuda_to_cpu(local_rank: int, ranks: int) -> None:
+    """Map everything that names CUDA to the CPU, in this process from now on.
+
+    Args:
+        local_rank: the index of the device that `torch.cuda.current_device()` returns first.
+        ranks: the number of devices that `torch.cuda.device_count()` returns.
+    """
+    # torch has no public hook that changes what a device is
+    torch.device = MappedDevice  # type: ignore[misc]
+    torch.Generator = MappedGenerator  # type: ignore[misc]
+    copyreg.pickle(_TorchDevice, _reduce_device)
+    _map_torch_cuda(_CudaState(local_rank, ranks))
+    _map_methods_of_tensors()
+    _map_parameters()
+    DeviceArguments().__enter__()  # type: ignore[no-untyped-call]  # of torch
+
+
+class _StandIn(type):
+    """The type of a class that stands for a class of torch, whose instances are its instances.
+
+    Attributes:
+        original: the class of torch.
+    """
+
+    original: type
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, cls.original)
+
+
+class MappedDevice(metaclass=_StandIn):
+    """Stands for `torch.device`, and makes devices of torch that are never CUDA devices."""
+
+    original = _TorchDevice
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> torch.device:  # type: ignore[misc]  # torch's device
+        # an index alone is that of an accelerator, which torch refuses where there is none
+        has_index_only = bool(args) and isinstance(args[0], int)
+        return _CPU if has_index_only else map_device(_TorchDevice(*args, **kwargs))
+
+
+class MappedGenerator(metaclass=_StandIn):
+    """Stands for `torch.Generator`, and makes generators of torch that are never CUDA generators."""
+
+    original = _TorchGenerator
+
+    def __new__(cls, device: Any = "cpu") -> torch.Generator:  # type: ignore[misc]  # torch's generator
+        return _TorchGenerator(map_device(device))
+
+
+def _reduce_device(device: torch.device) -> tuple[type, tuple[str]]:
+    """Pickle a device by the name `torch.device`, which is a stand-in here."""
+    return MappedDevice, (str(device),)
+
+
+def map_device(device: object) -> Any:
+    """Return the CPU for a CUDA device in any form that torch takes, and all else unchanged.
+
+    Args:
+        device: a device, its name such as `cuda:1`, or its index.
+    """
+    if isinstance(device, str):
+        return "cpu" if device.partition(":")[0] == "cuda" else device
+    if isinstance(device, _TorchDevice):
+        return _CPU if device.type == "cuda" else device
+    if isinstance(device, int) and not isinstance(device, bool):
+        return _CPU
+    return device
+
+
+class DeviceArguments(TorchFunctionMode):
+    """Maps the devices in arguments of torch's functions."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            kwargs = kwargs | {"device": map_device(kwargs["device"])}
+        if function is torch.Tensor.to:
+            # the only function that takes a device by position
+            args = (args[0], *map(map_device, args[1:]))
+        return function(*args, **kwargs)
+
+
+@dataclass(slots=True)
+class _CudaState:
+    """The devices that a rank sees.
+
+    Attributes:
+        current: the index of the current device.
+        count: the number of devices.
+    """
+
+    current: int
+    count: int
+
+    def set_device(self, device: Any) -> None:
+        """Change the index of the current device; devices without an index change nothing."""
+        if isinstance(device, str) and device.startswith("cuda:"):
+            device = int(device.removeprefix("cuda:"))
+        if isinstance(device, int):
+            self.current = device
+
+    def current_device(self) -> int:
+        return self.current
+
+    def device_count(self) -> int:
+        return self.count
+
+
+class Stream:
+    """A stream on which all work is done when it is submitted."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
+        self.device = _CPU
+        self.priority = priority
+        self.cuda_stream = 0
+        self.stream_id = 0
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Do nothing: the work of the other stream is done."""
+
+    def wait_event(self, event: Event) -> None:
+        """Do nothing: an event that was recorded has happened."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event, or a new one, and return it."""
+        recorded = event or Event()
+        recorded.record(self)
+        return recorded
+
+    def query(self) -> bool:
+        """Return True: no work is in flight."""
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing: no work is in flight."""
+
+
+class Event:
+    """An event that happens when it is recorded."""
+
+    def __init__(self, enable_timing: bool = False, **options: Any) -> None:
+        self._seconds: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Note the time."""
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Do nothing: an event that was recorded has happened."""
+
+    def query(self) -> bool:
+        """Return True: an event that was recorded has happened."""
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing: an event that was recorded has happened."""
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return the milliseconds between two recorded events."""
+        if self._seconds is None or end._seconds is None:
+            raise MeshError("elapsed_time needs two events that were recorded: call record() first")
+        return 1000.0 * (end._seconds - self._seconds)
+
+
+_ONLY_STREAM = Stream()
+
+
+@contextmanager
+def _on_stream(stream: Stream | None) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _on_device(device: Any) -> Iterator[None]:
+    yield
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """Properties of the CPU in the words of `torch.cuda.get_device_properties`.
+
+    Attributes:
+        name: of the device.
+        total_memory: bytes of this machine.
+        major: of the compute capability; 0, which no kernel for CUDA accepts.
+        minor: of the compute capability.
+        multi_processor_count: number of processors.
+    """
+
+    name: str
+    total_memory: int
+    major: int = 0
+    minor: int = 0
+    multi_processor_count: int = 1
+
+
+def _properties(device: Any = None) -> DeviceProperties:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return DeviceProperties("CPU in the place of CUDA", memory)
+
+
+def _return(value: Any) -> Callable[..., Any]:
+    """Return a function that ignores its arguments and returns a value."""
+    return lambda *args, **kwargs: value
+
+
+def _refuse() -> NoReturn:
+    raise MeshError(
+        "this function of torch.cuda needs a device, and this rank of a lab has the CPU in its place "
+        "(device='cpu'): run the lab on a machine with CUDA and without device=, or guard the call "
+        "with `if tensor.is_cuda`"
+    )
+
+
+_NO_EFFECT = [
+    "init",
+    "synchronize",
+    "empty_cache",
+    "ipc_collect",
+    "set_stream",
+    "reset_peak_memory_stats",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "set_per_process_memory_fraction",
+    "set_sync_debug_mode",
+]
+_COUNTERS_OF_MEMORY = [
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "memory_cached",
+    "max_memory_cached",
+    "device_memory_used",
+]
+
+
+def _map_torch_cuda(state: _CudaState) -> None:
+    """Replace the functions of `torch.cuda` that have a meaning on the CPU; the others refuse."""
+    functions: dict[str, Any] = {
+        "is_available": _return(True),
+        "is_initialized": _return(True),
+        "is_bf16_supported": _return(True),
+        "is_tf32_supported": _return(False),
+        "is_current_stream_capturing": _return(False),
+        "device_count": state.device_count,
+        "current_device": state.current_device,
+        "set_device": state.set_device,
+        "device": _on_device,
+        "device_of": _on_device,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": _on_stream,
+        "StreamContext": _on_stream,
+        "current_stream": _return(_ONLY_STREAM),
+        "default_stream": _return(_ONLY_STREAM),
+        "get_device_name": _return(_properties().name),
+        "get_device_capability": _return((0, 0)),
+        "get_device_properties": _properties,
+        "get_arch_list": _return([]),
+        "mem_get_info": lambda device=None: (_properties().total_memory,) * 2,
+        "memory_stats": lambda device=None: defaultdict(int),
+        "memory_summary": _return(""),
+        "memory_snapshot": _return([]),
+        # torch.manual_seed calls manual_seed_all, so that cannot be torch.manual_seed
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "seed": torch.default_generator.seed,
+        "seed_all": torch.default_generator.seed,
+        "initial_seed": torch.initial_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()] * state.count,
+        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
+        "set_rng_state_all": lambda states: torch.set_rng_state(states[state.current]),
+        "default_generators": (torch.default_generator,) * state.count,
+    }
+    functions |= dict.fromkeys(_NO_EFFECT, _return(None))
+    functions |= dict.fromkeys(_COUNTERS_OF_MEMORY, _return(0))
+    for name, function in functions.items():
+        if hasattr(torch.cuda, name):
+            setattr(torch.cuda, name, function)
+    # c10d writes it to its log when a collective fails
+    torch.cuda.nccl.version = _return((0, 0, 0))
+    _torch.set_cuda_initialization(_refuse)
+
+
+def _map_methods_of_tensors() -> None:
+    """Replace the methods of tensors that are only there for CUDA."""
+    methods: dict[str, Callable[..., Any]] = {
+        "cuda": lambda tensor, *args, **kwargs: tensor,
+        "pin_memory": lambda tensor, device=None: tensor,
+        "is_pinned": lambda tensor, device=None: False,
+        "record_stream": lambda tensor, stream: None,
+    }
+    for name, method in methods.items():
+        setattr(torch.Tensor, name, method)
+
+
+def _map_parameters() -> None:
+    """Map the devices among the parameters of functions and classes that no mode observes."""
+    _map_parameter(torch.autocast, "__init__", "device_type", 1)
+    _map_parameter(_torch.device_mesh_class(), "__init__", "device_type", 1)
+    _map_parameter(torch.amp.GradScaler, "__init__", "device", 1, default="cpu")
+    _map_parameter(torch, "load", "map_location", 1, default="cpu")
+    _map_parameter(torch, "is_autocast_enabled", "device_type", 0, default="cpu")
+    _map_parameter(torch, "get_autocast_dtype", "device_type", 0)
+    _map_parameter(torch, "set_autocast_dtype", "device_type", 0)
+    _map_parameter(torch, "set_autocast_enabled", "device_type", 0)
+    original = DistributedDataParallel.__init__
+
+    @wraps(original)
+    def construct(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        # torch refuses device_ids and output_device, the first two, for a module on the CPU
+        for name in ("device_ids", "output_device"):
+            kwargs.pop(name, None)
+        original(self, module, None, None, *args[2:], **kwargs)
+
+    DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]  # as above
+
+
+def _map_parameter(
+    owner: Any, name: str, parameter: str, position: int, *, default: str | None = None
+) -> None:
+    """Map the device in one parameter of a function.
+
+    Args:
+        owner: the module or class that has the function.
+        name: the name of the function.
+        parameter: the name of the parameter.
+        position: its index among the positional arguments.
+        default: a device for calls without the parameter; None to leave torch's default.
+    """
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mapped = list(args)
+        if parameter in kwargs:
+            kwargs[parameter] = map_device(kwargs[parameter])
+        elif len(args) > position:
+            mapped[position] = map_device(args[position])
+        elif default is not None and len(args) == position:
+            mapped.append(default)
+        return original(*mapped, **kwargs)
+
+    setattr(owner, name, call)
