@@ -17,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from shoal_dtensor.errors import ArgumentTypeError, SpmdTypeError
 from shoal_dtensor.internal import I, P, R, ShardType as S, V, spmd
@@ -206,6 +208,19 @@ def test_assertions_on_wrong_axes_and_dims() -> None:
         return x.exp()
 
     assert "lacks the axes dp" in refusal(incomplete)
+
+
+def test_fake_tensors_have_types_and_attributes() -> None:
+    with FakeTensorMode():
+        x = torch.empty(4, 6)
+
+        def run() -> tuple[torch.device, str]:
+            spmd.assert_tensor_type(x, {"dp": R, "tp": S(1)})
+            # with a mode above the checker, the device is read by an operator
+            with FlopCounterMode(display=False):
+                return x.device, kinds(x * 2)
+
+        assert checked(run) == (torch.device("cpu"), "{dp: R, tp: S(1)}")
 
 
 def test_collectives_without_types_are_refused() -> None:
