@@ -406,24 +406,34 @@ def test_finish_is_called_once_for_each_layer() -> None:
         WeightTransfer(plan, source=trained, mode="other")  # type: ignore[arg-type]  # refused
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.bool])
+DTYPES = [
+    torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.float8_e4m3fn, torch.int8,
+    torch.uint16, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_deltas_are_bitwise(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    last = torch.randn(1000).to(dtype)
+    values = 100 * torch.rand(2, 1000) * torch.randint(0, 2, (2, 1000))
+    last, others = values.to(dtype)
     new = last.clone()
-    new[::97] = torch.randn(11).to(dtype)
+    changed = others[:11]
+    if dtype.is_complex:
+        changed = changed * 1j
+    new.view(1000, 1)[::97].copy_(changed.view(11, 1))
     if dtype.is_floating_point:
         last[5] = -0.0
         new[5] = 0.0
         last[6] = float("nan")
         new[6] = float("nan")
     encoded = encode_delta(new, last)
-    assert encoded is not None or dtype is torch.bool
-    if encoded is not None:
-        assert encoded.numel() < new.nbytes / 4
-        after = apply_delta(encoded, last.clone())
-        assert torch.equal(after.view(torch.uint8), new.view(torch.uint8))
-    assert encode_delta(new, torch.ones_like(new) * 3) is None or dtype is torch.bool
+    assert encoded is not None
+    assert encoded.numel() < new.nbytes / 4
+    after = apply_delta(encoded, last.clone())
+    assert torch.equal(after.view(torch.uint8), new.view(torch.uint8))
+    other = (new.view(torch.uint8) ^ 1).view(dtype)
+    assert encode_delta(new, other) is None
 
 
 def test_a_digest_sees_exchanged_elements() -> None:

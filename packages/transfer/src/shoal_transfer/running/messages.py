@@ -20,15 +20,13 @@ _MIX = -7046029254386353131
 
 
 def as_integers(flat: Tensor) -> Tensor:
-    """Return the bits of a flat tensor as integers of the same size.
+    """Return the bits of a flat tensor as integers of the same size, two for 16 bytes.
 
     Example:
         >>> as_integers(torch.tensor([1.0], dtype=torch.bfloat16))
         tensor([16256], dtype=torch.int16)
     """
-    if flat.dtype.is_complex:
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(_INTEGERS[flat.dtype.itemsize])
+    return flat.view(_INTEGERS[min(flat.dtype.itemsize, 8)])
 
 
 def digest_of(flat: Tensor) -> int:
@@ -142,13 +140,15 @@ def encode_delta(flat: Tensor, last: Tensor) -> Tensor | None:
         >>> encode_delta(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 9, 4])).tolist()
         [2, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0]
     """
-    changed = (as_integers(flat) != as_integers(last)).nonzero().reshape(-1)
+    # as integers, because torch does not index all dtypes
+    bits = _bits_of(flat)
+    changed = (bits != _bits_of(last)).any(dim=1).nonzero().reshape(-1)
     itemsize = flat.dtype.itemsize
     fits = flat.numel() < 2**31
     if not fits or changed.numel() * (4 + itemsize) >= flat.numel() * itemsize:
         return None
     indices = changed.to(_INDEX).view(torch.uint8)
-    return torch.cat([indices, flat[changed].view(torch.uint8)])
+    return torch.cat([indices, bits[changed].reshape(-1).view(torch.uint8)])
 
 
 def apply_delta(encoded: Tensor, base: Tensor) -> Tensor:
@@ -166,6 +166,12 @@ def apply_delta(encoded: Tensor, base: Tensor) -> Tensor:
     count = encoded.numel() // (4 + base.dtype.itemsize)
     # copies, because a view as wider elements begins at a multiple of their size
     indices = encoded[: 4 * count].clone().view(_INDEX)
+    bits = _bits_of(base)
     values = encoded[4 * count :].clone().view(base.dtype)
-    base[indices.long()] = values
+    bits[indices.long()] = _bits_of(values)
     return base
+
+
+def _bits_of(flat: Tensor) -> Tensor:
+    """Return the bits of each element, (n, integers of an element)."""
+    return as_integers(flat).view(flat.numel(), max(flat.itemsize // 8, 1))
