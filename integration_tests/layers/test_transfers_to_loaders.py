@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 # architecture, tied head, experts of the server by number
-QUICK = [("llama", True, False), ("qwen3_moe", False, True)]
+QUICK = [("llama", True, False), ("gemma", True, False), ("qwen3_moe", False, True)]
 OTHERS = [
     ("llama", False, False),
     ("mistral", False, False),
@@ -101,7 +101,8 @@ def plan_of(trainer: Any, server: ServedModel) -> TransferPlan:
         name: torch.empty(shape, dtype=torch.float64, device="meta")
         for name, shape in to_files.targets.items()
     }
-    mapping = to_files.then(learn_mapping(server, server.load_weights, files))
+    learned = learn_mapping(server, server.load_weights, files, compute=server.compute)
+    mapping = to_files.then(learned)
     mapping = WeightMapping.from_json(mapping.to_json())
     return plan_transfer(source, describe(server, per_rank=True), mapping)
 
@@ -138,7 +139,9 @@ def assert_served(model_type: str, tied: bool, by_number: bool) -> None:
     plan = plan_of(trainer, server)
     assert plan.is_verified
     assert "transformers' conversion, then recorded loader" in plan.explain()
-    transfer = WeightTransfer(plan, source=trainer, target=server, deltas=True)
+    transfer = WeightTransfer(
+        plan, source=trainer, target=server, deltas=True, compute=server.compute
+    )
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.01)
     tokens = torch.randint(3, 67, (4, 7), generator=torch.Generator().manual_seed(1))
     for version in (1, 2, 3):

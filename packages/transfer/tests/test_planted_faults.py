@@ -51,6 +51,8 @@ def shapes_of(kv_heads: int) -> dict[str, tuple[int, ...]]:
 class Server(nn.Module):
     """Interleaves q, k and v by kv head, fuses gate and up, and serves experts 2 and 3."""
 
+    gate_up: nn.Parameter
+
     def __init__(self, kv_heads: int, device: str = "cpu") -> None:
         super().__init__()
         self.kv_heads = kv_heads

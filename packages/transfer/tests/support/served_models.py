@@ -8,7 +8,7 @@ Names of parameters are the engines' names. The models compute, with collectives
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -210,13 +210,17 @@ class DenseMLP(nn.Module):
 
     def __init__(self, seat: Seat, config: Any) -> None:
         super().__init__()
+        self.is_gemma = TRAITS[config.model_type].is_gemma
         inner = config.intermediate_size
         self.gate_up_proj = Columns(seat, (inner, inner), config.hidden_size)
         self.down_proj = Rows(seat, inner, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = (hidden @ self.gate_up_proj.weight.t()).chunk(2, dim=-1)
-        return (functional.silu(gate) * up) @ self.down_proj.weight.t()
+        active = (
+            functional.gelu(gate, approximate="tanh") if self.is_gemma else functional.silu(gate)
+        )
+        return (active * up) @ self.down_proj.weight.t()
 
 
 class Attention(nn.Module):
@@ -279,6 +283,8 @@ class Traits(NamedTuple):
     mlp: str = "mlp"
     # name of the size of an expert in the configuration
     inner: str = "moe_intermediate_size"
+    # the loader adds 1 to the weights of norms, and embeddings are scaled
+    is_gemma: bool = False
 
 
 TRAITS = {
@@ -286,6 +292,7 @@ TRAITS = {
     "mistral": Traits(),
     "qwen2": Traits(qkv_bias=True),
     "qwen3": Traits(head_norms=True),
+    "gemma": Traits(is_gemma=True),
     "qwen3_moe": Traits(head_norms=True, experts=("gate_proj", "up_proj", "down_proj")),
     "mixtral": Traits(
         experts=("w1", "w3", "w2"), mlp="block_sparse_moe", inner="intermediate_size"
@@ -317,10 +324,18 @@ class ServedModel(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = body.embed_tokens.weight
 
+    @property
+    def compute(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """What the loader computes, by patterns of names."""
+        return {"*norm.weight": add_one} if self.traits.is_gemma else {}
+
     def load_weights(self, weights: Weights) -> None:
         """Load the tensors of a checkpoint, in any order."""
         params: dict[str, Any] = dict(self.named_parameters())
         for name, value in weights:
+            if self.traits.is_gemma and "norm.weight" in name:
+                # in the tensor of the checkpoint, as an engine does it
+                value += 1.0
             for target, arguments in self.places(name):
                 params[target].weight_loader(params[target], value, *arguments)
 
@@ -351,11 +366,17 @@ class ServedModel(nn.Module):
         inside = (local >= 0) & (local < share)
         rows = functional.embedding(local.clamp(0, share - 1), self.model.embed_tokens.weight)
         hidden = self.seat.total(rows * inside.unsqueeze(-1))
+        if self.traits.is_gemma:
+            hidden = hidden * self.config.hidden_size**0.5
         for layer in self.model.layers:
             hidden = layer(hidden, cos, sin)
         hidden = normed(hidden, self.model.norm.weight, self.config.rms_norm_eps)
         logits = self.seat.joined(hidden @ self.lm_head.weight.t())
         return logits[..., : self.config.vocab_size]
+
+
+def add_one(moved: Tensor) -> Tensor:
+    return moved + 1.0
 
 
 def normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ..manifest.weights import weights_of
 from ..mapping.assignment import Assignment
 from ..mapping.regions import format_region
 from ..mapping.weight_mapping import WeightMapping
+from .computations import Function
 from .definitions import Source
 from .recorder import Recorder
 from .recordings import Checkpoint, assign_tensor
@@ -38,6 +40,7 @@ def learn_mapping(
     mesh: Any = None,
     *,
     keep: Collection[str] = (),
+    compute: Mapping[str, Function] | None = None,
 ) -> WeightMapping:
     """Learn which elements of which source tensors a server's loader writes where.
 
@@ -61,6 +64,10 @@ def learn_mapping(
             process alone if there is no world.
         keep: patterns of names, as in `fnmatch`, of parameters and buffers that the loader does
             not write, or not completely, and that keep their values in the server.
+        compute: functions by patterns of names, as in `fnmatch`, of parameters that the loader
+            computes one by one from elements, for example ``{"*norm.weight": lambda moved: moved + 1}``.
+            The loader must write what the function returns. The mapping moves the elements before
+            it, and `WeightTransfer` gets the same functions.
 
     Returns:
         The same mapping on every rank of the mesh.
@@ -91,7 +98,7 @@ def learn_mapping(
     """
 
     def learn() -> WeightMapping:
-        return learn_on_rank(model, load, sources, keep=keep)
+        return learn_on_rank(model, load, sources, keep=keep, compute=compute)
 
     return merge_ranks(agree(learn, group_of(mesh), None, "learn_mapping"))
 
@@ -102,6 +109,7 @@ def learn_on_rank(
     sources: Manifest | Mapping[str, Tensor],
     *,
     keep: Collection[str] = (),
+    compute: Mapping[str, Function] | None = None,
 ) -> WeightMapping:
     """Learn the mapping of this rank's part of a model; `merge_ranks` merges those of all ranks.
 
@@ -110,6 +118,7 @@ def learn_on_rank(
         load: as for `learn_mapping`.
         sources: as for `learn_mapping`.
         keep: as for `learn_mapping`.
+        compute: as for `learn_mapping`.
 
     Raises:
         LoaderComputesError: the loader computes values of a parameter.
@@ -117,11 +126,12 @@ def learn_on_rank(
     """
     _refuse_dtensors(model)
     described = _describe_sources(sources)
-    first = _record(model, load, described, side=0)
+    functions = dict(compute or {})
+    first = _record(model, load, described, functions, side=0)
     if first.reads_numbers:
         # A number that the loader computed from a label looks like a constant; under the other
         # numbering it has another value.
-        second = _record(model, load, described, side=1)
+        second = _record(model, load, described, functions, side=1)
         for name, parts in first.parts.items():
             if second.parts.get(name) != parts:
                 raise LoaderComputesError(_computes(name, "computes numbers with .item()"))
@@ -130,7 +140,12 @@ def learn_on_rank(
         _refuse_gaps(name, parts, keep)
         assignments += parts
     shapes = {source.name: tuple(source.tensor.shape) for source in described}
-    mapping = WeightMapping(shapes, first.shapes, tuple(assignments), WITNESS)
+    computed = {}
+    for name in first.shapes:
+        pattern = pattern_of(name, functions)
+        if pattern is not None:
+            computed[name] = pattern
+    mapping = WeightMapping(shapes, first.shapes, tuple(assignments), WITNESS, computed=computed)
     mapping.check()
     return mapping
 
@@ -146,6 +161,7 @@ def merge_ranks(mappings: Iterable[WeightMapping]) -> WeightMapping:
     """
     first, *others = mappings
     targets = dict(first.targets)
+    computed = dict(first.computed)
     assignments = [*first.assignments]
     for mapping in others:
         if mapping.sources != first.sources:
@@ -154,8 +170,9 @@ def merge_ranks(mappings: Iterable[WeightMapping]) -> WeightMapping:
         if both:
             raise MappingError(f"two ranks have a target {min(both)!r}")
         targets.update(mapping.targets)
+        computed.update(mapping.computed)
         assignments += mapping.assignments
-    return WeightMapping(first.sources, targets, tuple(assignments), first.witness)
+    return replace(first, targets=targets, assignments=tuple(assignments), computed=computed)
 
 
 class _LoaderRecord(NamedTuple):
@@ -172,7 +189,14 @@ class _LoaderRecord(NamedTuple):
     reads_numbers: bool
 
 
-def _record(model: nn.Module, load: Load, sources: list[Source], *, side: int) -> _LoaderRecord:
+def _record(
+    model: nn.Module,
+    load: Load,
+    sources: list[Source],
+    functions: Mapping[str, Function],
+    *,
+    side: int,
+) -> _LoaderRecord:
     """Run the loader once and return the assignments of each parameter and persistent buffer."""
     recorder = Recorder(side)
     weights = weights_of(model, per_rank=True)
@@ -186,10 +210,14 @@ def _record(model: nn.Module, load: Load, sources: list[Source], *, side: int) -
             load((source.name, source.tensor) for source in sources)
         for weight in weights:
             tensor = weight.entry.table[weight.entry.name]
+            pattern = pattern_of(weight.name, functions)
+            function = None if pattern is None else functions[pattern]
             try:
-                parts[weight.name] = assign_tensor(recorder, weight.name, tensor, checkpoint)
+                parts[weight.name] = assign_tensor(
+                    recorder, weight.name, tensor, checkpoint, function=function
+                )
             except ComputedError as error:
-                raise LoaderComputesError(_computes(weight.name, error.reason)) from error
+                raise LoaderComputesError(_computes(weight.name, error.reason, pattern)) from error
             shapes[weight.name] = tuple(tensor.shape)
     return _LoaderRecord(shapes, parts, bool(recorder.scalars))
 
@@ -222,11 +250,20 @@ def _describe_sources(sources: Manifest | Mapping[str, Tensor]) -> list[Source]:
     return found
 
 
-def _computes(name: str, reason: str) -> str:
+def _computes(name: str, reason: str, pattern: str | None = None) -> str:
+    if pattern is not None:
+        return f"{name!r}: the loader does not write what compute[{pattern!r}] returns; {reason}"
     return (
-        f"{name!r}: the loader {reason}; a mapping only moves elements. Let the loader fill the "
-        "layout before such work, and do the work in the receiver's finish"
+        f"{name!r}: the loader {reason}; a mapping only moves elements. If it computes each element "
+        "from one element, pass compute={...} with the function by the parameter's name; else let "
+        "it fill the layout before such work, and do the work in the receiver's finish"
     )
+
+
+def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
+    """Return the first pattern that fits a parameter's name without its rank, None if none does."""
+    plain, _, _ = name.rpartition("@")
+    return next((one for one in patterns if fnmatchcase(plain, one)), None)
 
 
 def _refuse_gaps(name: str, parts: Iterable[Assignment], keep: Collection[str]) -> None:
@@ -235,8 +272,7 @@ def _refuse_gaps(name: str, parts: Iterable[Assignment], keep: Collection[str]) 
     Raises:
         MappingError: the tensor is not among the patterns of `keep`.
     """
-    plain, _, _ = name.rpartition("@")
-    if any(fnmatchcase(plain, pattern) for pattern in keep):
+    if pattern_of(name, keep) is not None:
         return
     for part in parts:
         if part.source is None and part.fill is None:

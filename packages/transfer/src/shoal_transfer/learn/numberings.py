@@ -7,7 +7,7 @@ a scale) are not labels. The labels are pseudo-random, so arithmetic on labels d
 from __future__ import annotations
 
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ _BASE = 2**_BITS
 _FRACTION = 0.25
 
 
+class Labels(Protocol):
+    """Labels of positions, and back."""
+
+    def label(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the labels of positions in a dtype."""
+
+    def position(self, labels: Tensor) -> Tensor:
+        """Return the positions of labels; -1 where a value is not a label."""
+
+
 class Numbering(NamedTuple):
     """A random bijection between positions and labels.
 
@@ -27,6 +37,7 @@ class Numbering(NamedTuple):
         factors: two odd numbers.
         sign: of all labels; two numberings of opposite signs show decisions on the sign.
         size: number of positions; below 2**40.
+        scale: of labels in float64; a power of 2.
 
     Example:
         >>> numbering = draw_numbering(seed=0, sign=-1, size=3)
@@ -39,6 +50,7 @@ class Numbering(NamedTuple):
     factors: tuple[int, int]
     sign: int
     size: int
+    scale: float = 1.0
 
     def label(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the labels of positions.
@@ -54,13 +66,15 @@ class Numbering(NamedTuple):
             mixed = mixed ^ (mixed >> _HALF)
         labels = mixed + _BASE
         if dtype.is_floating_point:
-            labels = labels.to(dtype) + _FRACTION
+            labels = (labels.to(dtype) + _FRACTION) * self.scale
         signed: Tensor = self.sign * labels
         return signed
 
     def position(self, labels: Tensor) -> Tensor:
         """Return the positions, int64; -1 where a value is not a label of a position."""
         values = self.sign * labels
+        if values.dtype.is_floating_point:
+            values = values / self.scale
         whole = values.to(torch.int64)
         mixed = whole - _BASE
         possible = (mixed >= 0) & (mixed <= _MASK)
@@ -80,3 +94,37 @@ def draw_numbering(seed: int, sign: int, size: int) -> Numbering:
     first = random.randrange(_BASE // 2, _BASE) | 1
     second = random.randrange(_BASE // 2, _BASE) | 1
     return Numbering(random.randrange(_BASE), (first, second), sign, size)
+
+
+class LabelTable:
+    """Labels that are given for each position, all different.
+
+    Args:
+        labels: (n,), of the positions from 0.
+
+    Raises:
+        ValueError: two labels are equal.
+
+    Example:
+        >>> table = LabelTable(torch.tensor([7.0, 5.0]))
+        >>> table.position(torch.tensor([5.0, 6.0])).tolist()
+        [1, -1]
+    """
+
+    def __init__(self, labels: Tensor) -> None:
+        self._labels = labels
+        self._sorted, self._order = labels.sort()
+        if bool((self._sorted[1:] == self._sorted[:-1]).any()):
+            raise ValueError("two labels are equal")
+
+    def label(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the labels of positions."""
+        return self._labels[positions].to(dtype)
+
+    def position(self, labels: Tensor) -> Tensor:
+        """Return the positions of labels; -1 where a value is not a label."""
+        if not self._sorted.numel():
+            return torch.full(labels.shape, -1)
+        places = torch.searchsorted(self._sorted, labels.contiguous())
+        places = places.clamp(max=self._sorted.numel() - 1)
+        return torch.where(self._sorted[places] == labels, self._order[places], -1)

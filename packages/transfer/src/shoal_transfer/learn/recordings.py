@@ -13,6 +13,7 @@ from ..errors import MappingError
 from ..mapping.assignment import Assignment, Strided
 from ..mapping.regions import count_elements, first_overlap
 from ._torch import operator_name
+from .computations import Function, elements_before
 from .definitions import Definitions, Source, TargetView, is_contiguous
 from .element_maps import ElementMap, LabelledTensor, assign_elements
 from .recorder import Recorder
@@ -42,7 +43,12 @@ class Checkpoint:
 
 
 def assign_tensor(
-    recorder: Recorder, name: str, tensor: Tensor, checkpoint: Checkpoint
+    recorder: Recorder,
+    name: str,
+    tensor: Tensor,
+    checkpoint: Checkpoint,
+    *,
+    function: Function | None = None,
 ) -> list[Assignment]:
     """Return the assignments that define a tensor after a loader has run.
 
@@ -52,14 +58,16 @@ def assign_tensor(
         tensor: a parameter or buffer after the run: a twin, or a tensor that the loader put in its
             place.
         checkpoint: the tensors that the loader read.
+        function: by which the loader computes the tensor; the assignments are those of the elements
+            before it.
 
     Raises:
-        ComputedError: the loader computes values of the tensor.
+        ComputedError: the loader computes values of the tensor in another way.
     """
     target = _Target(recorder, name, recorder.adopt(tensor), checkpoint)
-    parts = target.direct_assignments()
+    parts = target.direct_assignments() if function is None else None
     if parts is None:
-        parts = target.replayed_assignments()
+        parts = target.replayed_assignments(function)
     found = []
     for part in parts:
         if part.source is not None:
@@ -155,13 +163,19 @@ class _Target:
 
     # --- replay -----------------------------------------------------------------------------------
 
-    def replayed_assignments(self) -> list[Assignment]:
+    def replayed_assignments(self, function: Function | None) -> list[Assignment]:
         """Return the assignments from a replay on labels.
 
         Raises:
-            ComputedError: the loader computes values of the tensor.
+            ComputedError: the loader computes values of the tensor in another way than by the
+                function.
         """
-        found = self.recorder.elements_of(self.operand)
+        if function is None:
+            found = self.recorder.elements_of(self.operand)
+        else:
+            found = elements_before(
+                self.recorder, self.operand, function, self.checkpoint.by_memory
+            )
         elements = ElementMap(found.positions, found.constants)
         parts = assign_elements(self.name, elements, self._labelled_tensors(found.positions))
         self._check_rounding(parts, found.intermediates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from shoal_dtensor.internal import pytree
 
 from ._torch import makes_constants, operator_name
-from .numberings import Numbering
+from .numberings import Labels
 from .tape import Memory, MemoryView, Operation, Tape
 
-Numberings = tuple[Numbering, Numbering]
+Numberings = tuple[Labels, Labels]
 
 
 class ComputedError(Exception):
@@ -64,12 +64,46 @@ def elements_of(
         replay.run(operation)
     views = replay.views(operand)
     positions, constants = compare(views, numberings, operand.dtype)
-    passed = set[torch.dtype]()
+    passed = replay.passed(needed, operand)
+    return Elements(positions, constants, replay.is_labelled(operand.memory), passed)
+
+
+class Computed(NamedTuple):
+    """The values of a tensor, whatever operators have computed.
+
+    Attributes:
+        values: under each of two numberings.
+        memories: labelled memories that the values may depend on.
+        intermediates: as of `Elements`.
+    """
+
+    values: tuple[Tensor, Tensor]
+    memories: list[Memory]
+    intermediates: frozenset[torch.dtype]
+
+
+def computed_values(
+    tape: Tape, operand: MemoryView, numberings: Numberings, scalars: Mapping[float, int]
+) -> Computed:
+    """Replay the operations that a tensor depends on, which may compute new values.
+
+    Args:
+        tape: the recorded operations.
+        operand: the tensor.
+        numberings: two random numberings.
+        scalars: positions of the labels that were read as Python numbers.
+
+    Raises:
+        ComputedError: an operator cannot run on labels.
+    """
+    replay = _Replay(numberings, scalars, may_compute=True)
+    needed = tape.needed_for([operand.memory])
+    read = {operand.memory: None}
     for operation in needed:
-        for other in operation.written:
-            if other.memory is not operand.memory and replay.is_labelled(other.memory):
-                passed.add(other.memory.dtype)
-    return Elements(positions, constants, replay.is_labelled(operand.memory), frozenset(passed))
+        replay.run(operation)
+        read |= dict.fromkeys(other.memory for other in operation.read)
+    memories = [memory for memory in read if memory.first_position is not None]
+    return Computed(replay.views(operand), memories, replay.passed(needed, operand))
 
 
 def results_of(
@@ -118,15 +152,29 @@ def compare(
 class _Replay:
     """Memories under two numberings, as flat tensors on the CPU."""
 
-    def __init__(self, numberings: Numberings, scalars: Mapping[float, int]) -> None:
+    def __init__(
+        self, numberings: Numberings, scalars: Mapping[float, int], *, may_compute: bool = False
+    ) -> None:
         self._numberings = numberings
         self._scalars = scalars
+        self._may_compute = may_compute
         self._values: dict[Memory, tuple[Tensor, Tensor]] = {}
         self._labelled = set[Memory]()
 
     def is_labelled(self, memory: Memory) -> bool:
         """Return whether elements of a memory may be labels."""
         return memory.first_position is not None or memory in self._labelled
+
+    def passed(
+        self, operations: Sequence[Operation], operand: MemoryView
+    ) -> frozenset[torch.dtype]:
+        """Return the dtypes of the memories between the sources and a tensor."""
+        dtypes = set[torch.dtype]()
+        for operation in operations:
+            for other in operation.written:
+                if other.memory is not operand.memory and self.is_labelled(other.memory):
+                    dtypes.add(other.memory.dtype)
+        return frozenset(dtypes)
 
     def views(self, operand: MemoryView) -> tuple[Tensor, Tensor]:
         """Return a tensor's values under both numberings."""
@@ -178,6 +226,8 @@ class _Replay:
         if not (labelled or has_scalar):
             return
         self._labelled.update(operand.memory for operand in operation.written)
+        if self._may_compute:
+            return
         for operand in operation.written:
             self._check_written(operation, operand)
 

@@ -63,6 +63,12 @@ def verify_mapping(declared: WeightMapping, recorded: WeightMapping) -> WeightMa
                 f"{name!r} is {declared.targets[name]} in the mapping, {recorded.targets[name]} in "
                 "the server"
             )
+        function = recorded.computed.get(name)
+        if declared.computed.get(name) != function:
+            raise MappingError(
+                f"{name!r} is computed by {declared.computed.get(name)!r} in the mapping, by "
+                f"{function!r} in the server"
+            )
         for part in parts:
             if part.source is not None or part.fill is not None:
                 _compare(part, declared.by_target.get(name, ()))

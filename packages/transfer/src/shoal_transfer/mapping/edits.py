@@ -139,7 +139,7 @@ def unstack(shapes: Shapes, stacked: Mapping[str, str]) -> Edit:
 
 def transpose(shapes: Shapes, templates: Iterable[str], dims: tuple[int, int]) -> Edit:
     """Exchange two dims of tensors."""
-    taken = _matched(shapes, templates)
+    taken = matched_names(shapes, templates)
     targets = dict[str, Shape]()
     parts: list[Assignment] = []
     for name in taken:
@@ -159,7 +159,7 @@ def pad(shapes: Shapes, sizes: Mapping[str, int], dim: int, fill: float | None) 
     targets = dict[str, Shape]()
     parts: list[Assignment] = []
     for template, size in sizes.items():
-        for name in _matched(shapes, [template]):
+        for name in matched_names(shapes, [template]):
             old = shapes[name]
             if size < old[dim]:
                 raise MappingError(f"pad: {name!r} {old} is longer than {size} along dim {dim}")
@@ -176,7 +176,7 @@ def repeat(shapes: Shapes, templates: Iterable[str], times: int, block: int, dim
     """Repeat each block of a dim a number of times, copies of a block side by side."""
     targets = dict[str, Shape]()
     parts: list[Assignment] = []
-    for name in _matched(shapes, templates):
+    for name in matched_names(shapes, templates):
         old = shapes[name]
         blocks, rest = divmod(old[dim], block)
         if rest:
@@ -208,7 +208,7 @@ def add_filled(shapes: Shapes, added: Shapes, fill: float | None) -> Edit:
 
 def drop(shapes: Shapes, templates: Iterable[str]) -> Edit:
     """Leave tensors out."""
-    return _with_others(shapes, {*_matched(shapes, templates)}, {}, [])
+    return _with_others(shapes, {*matched_names(shapes, templates)}, {}, [])
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def _fillings(shapes: Shapes, template: str) -> Iterator[tuple[str, ...]]:
     yield from found
 
 
-def _matched(shapes: Shapes, templates: Iterable[str]) -> list[str]:
+def matched_names(shapes: Shapes, templates: Iterable[str]) -> list[str]:
     """Return the names that the templates match, each template at least one."""
     names: list[str] = []
     for template in templates:

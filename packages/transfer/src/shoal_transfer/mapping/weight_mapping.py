@@ -38,6 +38,8 @@ class WeightMapping:
         assignments: regions of targets and their sources, in any order.
         witness: how the mapping was found to be right, for example "recorded loader"; None if
             nobody but its author says so.
+        computed: targets whose elements a function of the receiver computes one by one from those
+            that arrive, with the name of that function, under which `WeightTransfer` gets it.
 
     Attributes:
         by_target: the assignments of each target tensor.
@@ -55,6 +57,7 @@ class WeightMapping:
     targets: Shapes
     assignments: tuple[Assignment, ...]
     witness: str | None = None
+    computed: Mapping[str, str] = field(default_factory=dict)
     by_target: Mapping[str, tuple[Assignment, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +97,13 @@ class WeightMapping:
             for part in parts:
                 part.check(shape, self.sources.get(part.source or ""))
             _check_cover(name, shape, parts)
+        for name in self.computed:
+            for part in self.by_target.get(name, ()):
+                if part.source is None:
+                    raise MappingError(
+                        f"{part}: {self.computed[name]!r} computes the elements of {name!r}, which "
+                        "need a source"
+                    )
 
     def then(self, later: WeightMapping) -> WeightMapping:
         """Compose two mappings: the targets of this one are the sources of the later one.
@@ -125,7 +135,27 @@ class WeightMapping:
             composed += self._before(assignment)
         witnesses = (self.witness, later.witness)
         witness = None if None in witnesses else f"{self.witness}, then {later.witness}"
-        return WeightMapping(self.sources, later.targets, tuple(composed), witness)
+        computed = self._computed_after(later)
+        return WeightMapping(
+            self.sources, later.targets, tuple(composed), witness, computed=computed
+        )
+
+    def _computed_after(self, later: WeightMapping) -> dict[str, str]:
+        """Return the computed targets of a later mapping: those that it moves, and its own."""
+        computed = dict(later.computed)
+        for name, parts in later.by_target.items():
+            functions = {self.computed.get(part.source or "") for part in parts}
+            if functions == {None}:
+                continue
+            own = later.computed.get(name)
+            if len(functions) > 1 or own is not None:
+                names = sorted({str(one) for one in (*functions, own)})
+                raise MappingError(
+                    f"{name!r} is made of elements of different computations, {', '.join(names)}; "
+                    "compute tensors as the server has them"
+                )
+            computed[name] = str(functions.pop())
+        return computed
 
     def _before(self, later: Assignment) -> list[Assignment]:
         """Return the assignments from the sources of this mapping that make up a later one."""
@@ -152,6 +182,27 @@ class WeightMapping:
             (None, 'version 0')
         """
         return replace(self, witness=witness)
+
+    def with_computed(self, functions: Mapping[str, str]) -> WeightMapping:
+        """Return the mapping with targets that a function of the receiver computes after arrival.
+
+        Args:
+            functions: the name of the function by the name of the target; `{}` stands for one part
+                of a name between dots.
+
+        Raises:
+            MappingError: a target does not exist.
+
+        Example:
+            >>> mapping = WeightMapping.same_names({"norm.weight": (2,), "w": (3,)})
+            >>> mapping.with_computed({"norm.weight": "add 1"}).computed
+            {'norm.weight': 'add 1'}
+        """
+        computed = dict(self.computed)
+        for template, function in functions.items():
+            for name in edits.matched_names(self.targets, [template]):
+                computed[name] = function
+        return replace(self, computed=computed)
 
     def with_casts(self, casts: bool = True) -> WeightMapping:
         """Return the mapping with each assignment allowed to change the dtype."""
@@ -343,6 +394,8 @@ class WeightMapping:
         value["sources"] = dict(self.sources)
         value["targets"] = dict(self.targets)
         value["assignments"] = [part.to_json() for part in self.assignments]
+        if self.computed:
+            value["computed"] = dict(self.computed)
         return json.dumps(value)
 
     @classmethod
@@ -360,7 +413,8 @@ class WeightMapping:
         sources = {name: tuple(shape) for name, shape in value["sources"].items()}
         targets = {name: tuple(shape) for name, shape in value["targets"].items()}
         assignments = tuple(map(Assignment.from_json, value["assignments"]))
-        return cls(sources, targets, assignments, value["witness"])
+        computed = value.get("computed", {})
+        return cls(sources, targets, assignments, value["witness"], computed=computed)
 
 
 def _check_cover(name: str, shape: tuple[int, ...], parts: tuple[Assignment, ...]) -> None:

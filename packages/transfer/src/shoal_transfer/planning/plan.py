@@ -120,11 +120,14 @@ def _check_shapes(source: Manifest, target: Manifest, mapping: WeightMapping) ->
 def _by_record(target: Manifest, mapping: WeightMapping) -> dict[str, tuple[Assignment, ...]]:
     """Return the assignments of each target tensor, those of aliases under the tensor's name."""
     found = dict[str, tuple[Assignment, ...]]()
+    functions = dict[str, str | None]()
     for name in mapping.targets:
         own = target.names[name]
         parts = [replace(part, target=own) for part in mapping.by_target.get(name, ())]
         known = found.setdefault(own, tuple(parts))
-        if known != tuple(parts):
+        function = mapping.computed.get(name)
+        is_same = functions.setdefault(own, function) == function
+        if known != tuple(parts) or not is_same:
             aliases = ", ".join(map(repr, target.tensors[own].aliases))
             raise MappingError(
                 f"{own!r} and {aliases} are one tensor in the target, with different sources: "

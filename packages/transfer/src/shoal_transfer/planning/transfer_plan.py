@@ -206,6 +206,11 @@ class TransferPlan:
         usual_bytes = f"{usual_total} between ranks, busiest receiver {usual_received}"
         lines = [f"{tensors}: {total} between ranks, {local} inside ranks"]
         lines.append(f"proven; mapping {witness}")
+        if self.mapping.computed:
+            functions = ", ".join(dict.fromkeys(map(repr, self.mapping.computed.values())))
+            lines.append(
+                f"{len(self.mapping.computed)} tensors are computed on arrival: {functions}"
+            )
         lines.append(f"{busiest}, {between_hosts} between hosts")
         lines.append(f"gather and broadcast: {usual_bytes}")
         by_pair, _ = self._pairs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from ..manifest.records import merge_manifests
 from ..manifest.weights import Model, own_rank
 from ..planning.plan import plan_transfer
 from ..planning.transfer_plan import TransferPlan
+from .computations import Computations, Function
 from .memories import LocalMemories, Place, kept_places, parts_of_rank, second_copy
 from .program import ProgramStep, Seat, compile_program
 from .runner import Runner
@@ -82,6 +83,9 @@ class WeightTransfer:
             target must not change the weights between two transfers.
         finish: called on target ranks after a transfer, once for each layer, with the names of its
             tensors; for example to quantize them.
+        compute: the functions of the tensors that the mapping says are computed, by the names that
+            the mapping has for them, as `learn_mapping` got them. They are called on target ranks
+            after a transfer and before `finish`.
 
     Attributes:
         plan: the plan; made again when shapes or strides of local tensors have changed.
@@ -113,6 +117,7 @@ class WeightTransfer:
         mode: Mode = "staged",
         deltas: bool = False,
         finish: Callable[[list[str]], object] | None = None,
+        compute: Mapping[str, Function] | None = None,
     ) -> None:
         if mode not in ("staged", "in_place"):
             raise TransferError(f"mode is 'staged' or 'in_place', got {mode!r}")
@@ -129,6 +134,8 @@ class WeightTransfer:
         self._roster = Roster.of(plan.source, plan.target)
         self._seat = _seat_of(self._roster, self._wire, source, target)
         self._parts = self._find_parts()
+        self._functions = dict(compute or {})
+        self._computations = Computations(plan, self._seat.target_rank, self._functions)
         self._staging: dict[str, Tensor] = {}
         self._kept: list[Place] = []
         self._steps: list[ProgramStep] | None = None
@@ -314,9 +321,11 @@ class WeightTransfer:
 
     def _refuse(self, version: int | None) -> str | None:
         """Return why this rank refuses a version."""
-        missing = self._missing_model()
+        missing = self._missing_model() or self._computations.missing()
         if missing is not None:
             return missing
+        if self._computations and self._deltas and self._mode == "in_place":
+            return "deltas need the elements as they arrived, which mode 'in_place' computes on"
         if self._seat.source_rank is not None and version is None:
             return "ranks of the source pass a version"
         if version is not None and self.version is not None and version < self.version:
@@ -377,6 +386,7 @@ class WeightTransfer:
             manifests[0], manifests[1], self.plan.mapping, max_bytes=self.plan.max_bytes
         )
         self._parts = self._find_parts()
+        self._computations = Computations(self.plan, self._seat.target_rank, self._functions)
 
     @torch.no_grad()
     def _commit(self, version: int) -> None:
@@ -386,6 +396,8 @@ class WeightTransfer:
             place.view(self._staging).copy_(place.view(self._target.tensors))
         for name, arrived in self._staging.items():
             self._target.tensors[name].copy_(arrived)
+        target = self._target.tensors
+        self._computations.apply(self._staging or target, target)
         self.version = version
         self.is_valid = True
         if self._finish is None or self._seat.target_rank is None:
@@ -395,26 +407,21 @@ class WeightTransfer:
 
     def _differences(self) -> list[str]:
         """Return, by tensor, how many elements arrived that the target has in other bits."""
-        messages = []
+        counts = dict[str, list[int]]()
+        for held in self._computations.boxes():
+            record = held.record
+            arrived = self._computations.arrived(record, held.view(self._staging))
+            pair = [_bytes_of(arrived), _bytes_of(held.view(self._target.tensors))]
+            count = counts.setdefault(record.name, [0, 0])
+            count[0] += int((pair[0] != pair[1]).any(dim=1).sum())
+            count[1] += pair[0].shape[0]
         rank = self._seat.target_rank
-        for record in self.plan.target.tensors.values():
-            count = 0
-            total = 0
-            for holding in record.holdings:
-                if holding.rank != rank:
-                    continue
-                sizes = [stop - start for start, stop in holding.box]
-                part = record.parts[holding.part]
-                pair = []
-                for tensor in (self._staging[part], self._target.tensors[part]):
-                    offset = int(tensor.storage_offset()) + holding.offset
-                    view = tensor.as_strided(sizes, holding.strides, offset)
-                    pair.append(view.contiguous().view(torch.uint8).reshape(-1, view.itemsize))
-                count += int((pair[0] != pair[1]).any(dim=1).sum())
-                total += pair[0].shape[0]
-            if count:
-                place = f"{record.name!r} in {count} of {total} elements"
-                messages.append(f"{place} on target rank {rank}")
+        messages = []
+        for name, (different, total) in counts.items():
+            if different:
+                messages.append(
+                    f"{name!r} in {different} of {total} elements on target rank {rank}"
+                )
         return messages
 
     def _state(self) -> str:
@@ -447,6 +454,11 @@ def _default_wire(plan: TransferPlan) -> Wire:
     if own_rank() not in ranks:
         raise TransferError(f"rank {own_rank()} is not among the ranks of the plan, {ranks}")
     return GroupWire(ranks)
+
+
+def _bytes_of(view: Tensor) -> Tensor:
+    """Return the bytes of each element, (n, itemsize)."""
+    return view.reshape(-1).view(torch.uint8).reshape(-1, view.itemsize)
 
 
 def _compare(reports: list[_Report]) -> int:

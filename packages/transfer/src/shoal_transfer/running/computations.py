@@ -1,0 +1,97 @@
+"""Elements that a rank of the target computes from those that arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import TransferError
+from ..manifest.records import Holding, TensorRecord
+from ..planning.transfer_plan import TransferPlan
+
+Function = Callable[[Tensor], Tensor]
+Tensors = Mapping[str, Tensor]
+
+
+class _HeldBox(NamedTuple):
+    """A box of a target tensor in the memory of this rank."""
+
+    record: TensorRecord
+    holding: Holding
+
+    def view(self, tensors: Tensors) -> Tensor:
+        """Return the elements of the box."""
+        tensor = tensors[self.record.parts[self.holding.part]]
+        sizes = [stop - start for start, stop in self.holding.box]
+        offset = int(tensor.storage_offset()) + self.holding.offset
+        return tensor.as_strided(sizes, self.holding.strides, offset)
+
+
+class Computations:
+    """The functions of the target's computed tensors, on one rank.
+
+    Args:
+        plan: its mapping says which tensors are computed.
+        rank: of the target; None on a process that holds nothing of it.
+        functions: by the names that the mapping has for them.
+    """
+
+    def __init__(
+        self, plan: TransferPlan, rank: int | None, functions: Mapping[str, Function]
+    ) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._functions = functions
+        target = plan.target
+        computed = plan.mapping.computed
+        self._names = {target.names[name]: function for name, function in computed.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def missing(self) -> str | None:
+        """Return which function this rank should have got, None if it has all."""
+        if self._rank is None:
+            return None
+        for name, function in self._names.items():
+            if function not in self._functions:
+                return (
+                    f"{name!r} is computed by {function!r}; pass compute={{{function!r}: ...}} with "
+                    "the function"
+                )
+        return None
+
+    def arrived(self, record: TensorRecord, view: Tensor) -> Tensor:
+        """Return what the target is to hold where elements of a tensor have arrived."""
+        if record.name not in self._names:
+            return view
+        name = self._names[record.name]
+        result = self._functions[name](view)
+        if result.shape != view.shape:
+            raise TransferError(
+                f"{name!r} makes {tuple(result.shape)} of {tuple(view.shape)} for {record.name!r}"
+            )
+        return result.to(view.dtype)
+
+    @torch.no_grad()
+    def apply(self, arrived: Tensors, live: Tensors) -> None:
+        """Write computed elements to the live tensors.
+
+        Args:
+            arrived: the tensors with the elements that arrived; the live ones, if they have no
+                second copy.
+            live: the tensors that the target uses.
+        """
+        for held in self.boxes():
+            if held.record.name in self._names:
+                held.view(live).copy_(self.arrived(held.record, held.view(arrived)))
+
+    def boxes(self) -> Iterator[_HeldBox]:
+        """Yield the boxes of all target tensors on this rank."""
+        for record in self._plan.target.tensors.values():
+            for holding in record.holdings:
+                if holding.rank == self._rank:
+                    yield _HeldBox(record, holding)
