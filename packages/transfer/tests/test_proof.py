@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from shoal_dtensor.errors import StyleTypeError
 from shoal_transfer import (
@@ -165,6 +166,14 @@ def test_tied_targets_need_one_source() -> None:
         plan_transfer(SOURCE, tied, MAPPING.add_filled({"head": (8, 2)}, fill=0.0))
     with pytest.raises(ManifestError, match="has no tensor 'none'"):
         tied.record("none")
+
+
+def test_a_mapping_may_name_tied_tensors_of_both_sides_by_all_their_names() -> None:
+    tensor = torch.zeros(2)
+    manifest = describe({"emb": tensor, "head": tensor})
+    mapping = WeightMapping.same_names({"emb": (2,), "head": (2,)})
+    plan = plan_transfer(manifest, manifest, mapping)
+    assert [tensor.target for tensor in plan.tensors] == ["emb"]
 
 
 def test_senders_take_turns_and_the_near_ones_first() -> None:

@@ -66,7 +66,7 @@ def plan_transfer(
         mapping = WeightMapping.same_names(target.shapes)
     _check_shapes(source, target, mapping)
     mapping.check()
-    by_target = _by_record(target, mapping)
+    by_target = _by_record(source, target, mapping)
     sides = Sides(source, target)
     loads = Loads()
     tables = dict[Any, RouteTable]()
@@ -117,13 +117,18 @@ def _check_shapes(source: Manifest, target: Manifest, mapping: WeightMapping) ->
             )
 
 
-def _by_record(target: Manifest, mapping: WeightMapping) -> dict[str, tuple[Assignment, ...]]:
-    """Return the assignments of each target tensor, those of aliases under the tensor's name."""
+def _by_record(
+    source: Manifest, target: Manifest, mapping: WeightMapping
+) -> dict[str, tuple[Assignment, ...]]:
+    """Return the assignments of each target tensor; aliases on both sides get the tensor's name."""
     found = dict[str, tuple[Assignment, ...]]()
     functions = dict[str, str | None]()
     for name in mapping.targets:
         own = target.names[name]
-        parts = [replace(part, target=own) for part in mapping.by_target.get(name, ())]
+        parts = []
+        for part in mapping.by_target.get(name, ()):
+            read = None if part.source is None else source.names[part.source]
+            parts.append(replace(part, target=own, source=read))
         known = found.setdefault(own, tuple(parts))
         function = mapping.computed.get(name)
         is_same = functions.setdefault(own, function) == function
