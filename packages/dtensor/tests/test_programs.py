@@ -270,6 +270,13 @@ HUNTED: dict[str, Lines] = {
             "z = torch.cat([x, y], -1)",
         ),
     ),
+    "the gradient of a norm of one dim": Lines(
+        (4,),
+        (
+            "x = leaf(0, (5,), [Shard(0)])",
+            "y = F.layer_norm(x, (5,), leaf(1, (5,), [Shard(0)]), eps=0.1)",
+        ),
+    ),
     "a copied view of what is written later": Lines(
         (2, 2),
         (

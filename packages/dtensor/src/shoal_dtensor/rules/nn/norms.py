@@ -89,6 +89,11 @@ def _is_training(call: OpCall) -> bool:
     return "no_update" not in call.op.__name__
 
 
+def _per_channel(source: TensorMeta) -> TensorMeta:
+    """Return the description of one number for each channel of a batch norm's input."""
+    return TensorMeta((source.shape[1],), (1,), source.dtype)
+
+
 def norm(call: OpCall) -> Iterator[Row]:
     """Yield the rows of a norm and of its gradients, by the input and by weight and bias."""
     is_gradient = "grad_out" in call.places
@@ -96,9 +101,7 @@ def norm(call: OpCall) -> Iterator[Row]:
     statistics_metas = call.outputs[1:]
     # two sums as large as a statistic are all-reduced
     if is_gradient:
-        source_meta = call["input"]
-        per_channel = TensorMeta((source_meta.shape[1],), (1,), source_meta.dtype)
-        statistics_metas = (call.get("rstd") or per_channel,) * 2
+        statistics_metas = (call.get("rstd") or _per_channel(call["input"]),) * 2
     traffic = all_reduce_traffic(bytes_of(*statistics_metas)) if is_training else None
     # Tensors beside the input and the gradient; reserved outputs of some overloads are empty.
     present = [name for name, place in call.places.items() if place]
