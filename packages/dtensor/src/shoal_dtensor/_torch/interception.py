@@ -36,6 +36,8 @@ _AUTOGRAD = tuple(
 )
 # The operators among these that torch's compiler traces with fake tensors, by name.
 _TRACED = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
+# functions of torch's compiler that return addresses of tensors
+_ADDRESSES = ("unsafe_alloc_void_ptr_from_tensor", "unsafe_alloc_void_ptrs_from_tensors")
 # the rules of a library last as long as it does
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -173,15 +175,19 @@ class _AfterImport(NamedTuple):
 def refuse_in_c(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) -> None:
     """Make torch's functions that export tensor memory call `refuse` for tensors of a class.
 
-    These functions are builtins without dispatch: they would export the null pointer of a wrapper,
-    and the first read of it ends the process.
+    These functions are builtins without dispatch: they would export or return the null pointer of
+    a wrapper, and the first read of it ends the process.
     """
     places: list[tuple[Any, str]] = [
         (torch._C, "_to_dlpack"),
         (torch._C, "_to_dlpack_versioned"),
         (torch, "to_dlpack"),
         (torch._C, "_pickle_save"),
+        (torch._C, "_data_address"),
     ]
+    # of tensors that compiled code passes on by their addresses
+    aoti = getattr(torch._C, "_aoti", None)
+    places += [(aoti, name) for name in _ADDRESSES if hasattr(aoti, name)]
     for owner, name in places:
         setattr(owner, name, _refusing(getattr(owner, name), cls, refuse))
 
@@ -196,7 +202,7 @@ def _refusing(
 ) -> Callable[..., Any]:
     @wraps(function)
     def export(value: Any, *args: Any, **options: Any) -> Any:
-        # of `_pickle_save`, containers with tensors
+        # some of the functions take containers with tensors
         for leaf in tree_leaves(value):
             if isinstance(leaf, cls):
                 refuse(leaf)

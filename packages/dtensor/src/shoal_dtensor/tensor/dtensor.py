@@ -71,6 +71,7 @@ class DTensor(torch.Tensor):
     split = split
     _repr_html_: property = property(attrgetter("_spec._repr_html_"))  # what notebooks show
     data_ptr = serialization.refuse_memory
+    const_data_ptr = data_ptr
     storage = data_ptr
     _typed_storage = data_ptr
     share_memory_ = data_ptr
