@@ -52,7 +52,7 @@ from shoal_data_parallel import (
     share_comm_ctx,
 )
 from shoal_data_parallel.reduction import GroupReduction
-from shoal_data_parallel.unit import UnitState, unit_of, units_of
+from shoal_data_parallel.unit import Unit, UnitState, unit_of, units_of
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.internal import observing
@@ -685,15 +685,16 @@ def test_reset_iter_state() -> None:
     same_gradients(plain, model)
 
 
-def refuse(call: Callable[[Any], object], error: type[Exception]) -> None:
+def refuse(call: Callable[[Any], object], error: type[Exception], match: str = "") -> None:
     model = fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2,)))
-    with pytest.raises(error):
+    with pytest.raises(error, match=match):
         call(model)
 
 
 @on_ranks(2)
 def test_what_only_cuda_has_is_refused() -> None:
     refuse(lambda m: m.set_symm_mem_for_comm(), UnsupportedModuleError)
+    refuse(lambda m: m.set_symm_mem_for_comm("NVSHMEM"), UnsupportedModuleError, "'NVSHMEM'")
     refuse(lambda m: m.set_allocate_memory_from_process_group_for_comm(True), NotImplementedError)
     model = fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2,)))
     model.set_allocate_memory_from_process_group_for_comm(False)
@@ -729,6 +730,57 @@ def test_pairs_of_methods(first: str) -> None:
             loss_of(plain, tokens, targets).backward()
             loss_of(model, *rows(mesh, tokens, targets)).backward()
         same_gradients(plain, model)
+
+
+# Methods with `recurse`, and a value that is not the default one.
+RECURSIVE: dict[str, object] = {
+    "set_requires_gradient_sync": False,
+    "set_requires_all_reduce": False,
+    "set_reshard_after_forward": False,
+    "set_reshard_after_backward": False,
+    "set_keep_unsharded_storage": True,
+    "set_reduce_scatter_unused_params": True,
+    "set_reduce_scatter_max_input_buffers": 3,
+    "set_separate_reduce_scatter_group": True,
+}
+
+
+def choices_of(unit: Unit) -> tuple[object, ...]:
+    """What methods have set for a unit."""
+    settings = dataclasses.replace(unit.settings)
+    communication = dataclasses.replace(unit.communication)
+    return settings, communication, unit.syncs, unit.all_reduces, unit.frees_after_forward
+
+
+@pytest.mark.parametrize("method", RECURSIVE)
+def test_methods_concern_inner_units_unless_told_otherwise(method: str) -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], mesh)
+        fully_shard(model, mesh)
+        outer, inner = units_of(model)
+        outer_before = choices_of(outer)
+        inner_before = choices_of(inner)
+        getattr(model, method)(RECURSIVE[method], recurse=False)
+        assert choices_of(outer) != outer_before
+        assert choices_of(inner) == inner_before
+        getattr(model, method)(RECURSIVE[method])
+        assert choices_of(inner) != inner_before
+
+
+@on_ranks(2)
+def test_an_inner_replica_reduces_unless_the_outer_one_speaks_for_it() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    replicate(model[0])
+    replicate(model)
+    model.set_requires_all_reduce(False, recurse=False)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model[0].weight.grad is not None and model[1].weight.grad is None
+    model.zero_grad()
+    model.set_requires_all_reduce(False)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model[0].weight.grad is None and model[1].weight.grad is None
 
 
 # --- calls ----------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from shoal_data_parallel import (
     fully_shard,
     replicate,
 )
-from shoal_dtensor import Replicate, Shard
+from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import counts, on_ranks
@@ -233,6 +233,18 @@ def test_gradients_asked_for_by_name() -> None:
 
 
 @on_ranks(4)
+def test_ignored_parameters_stay_as_they_are() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = twins()
+    ignored = {model.head.weight, model.blocks[0].norm.bias}
+    fully_shard(model, mesh["data"], ignored_params=ignored)
+    assert model.head.weight in ignored and model.blocks[0].norm.bias in ignored
+    assert {param for param in model.parameters() if not isinstance(param, DTensor)} == ignored
+    tokens, _ = batch(0)
+    torch.testing.assert_close(model(tokens), plain(tokens))
+
+
+@on_ranks(4)
 def test_mixed_precision_and_masters() -> None:
     mesh = mesh_of(4, 1)
     policy = MixedPrecisionPolicy(
@@ -344,8 +356,15 @@ def test_evaluation_holds_nothing_and_follows_the_optimizer() -> None:
     mesh = mesh_of(4, 1)
     plain, model = pair(mesh)
     tokens, _ = batch(0)
+    gathered: list[Tensor] = []
+    # The head is in the outermost unit, which stays gathered after a forward that records gradients.
+    model.head.register_forward_hook(lambda head, _, out: gathered.append(head.weight.detach()))
+    model(tokens)
+    assert gathered.pop().untyped_storage().nbytes() > 0
+    model.reshard()
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), plain(tokens))
+        assert gathered.pop().untyped_storage().nbytes() == 0
         for param, other in zip(model.parameters(), plain.parameters(), strict=True):
             param.mul_(1.5)
             other.mul_(1.5)

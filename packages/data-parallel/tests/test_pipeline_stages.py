@@ -368,9 +368,10 @@ class Half(nn.Module):
         return out.redistribute(placements=[self.layout])
 
 
+@pytest.mark.parametrize("chooses_mesh", [False, True])
 @pytest.mark.parametrize("layout", [Shard(0), Shard(1), Replicate(), Partial()])
 @on_ranks(4, timeout=120)
-def test_dtensors_cross_the_border_of_stages(layout: Placement) -> None:
+def test_dtensors_cross_the_border_of_stages(layout: Placement, chooses_mesh: bool) -> None:
     """The ranks behind the border waited for the time-out of their group."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
     index = mesh.get_local_rank("stage")
@@ -393,7 +394,13 @@ def test_dtensors_cross_the_border_of_stages(layout: Placement) -> None:
     schedule: Any = pipelining.Schedule1F1B(
         stage, n_microbatches=2, loss_fn=loss_of_dtensors, scale_grads=False
     )
-    prepare_pipeline(schedule)
+    axes_asked_for: list[tuple[str, ...]] = []
+
+    def choose_mesh(axes: tuple[str, ...]) -> DeviceMesh:
+        axes_asked_for.append(axes)
+        return mesh[axes]
+
+    prepare_pipeline(schedule, get_mesh=choose_mesh if chooses_mesh else None)
     for number in range(2):
         generator = torch.Generator().manual_seed(number)
         # rows are uneven over the ranks of a stage
@@ -406,3 +413,6 @@ def test_dtensors_cross_the_border_of_stages(layout: Placement) -> None:
         else:
             schedule.step(target=distribute_tensor(y, mesh["tensor"], [Replicate()]))
         same_gradients(plain[index], model)
+    receives = index == 1
+    expected_axes = {("tensor",)} if chooses_mesh and receives else set()
+    assert {*axes_asked_for} == expected_axes
