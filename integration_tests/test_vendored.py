@@ -115,7 +115,7 @@ with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
 ALONE = """
 import sys
 strays = sorted(name for name in sys.modules if name.startswith("shoal_"))
-assert not strays, f"the copy imported the original: {strays}"
+print("modules of the original:", strays)
 """
 
 
@@ -158,25 +158,26 @@ def vendor(layer: Any, layers: Any, home: Path) -> Path:
     return target
 
 
-def run(home: Path, *args: str, timeout: float) -> None:
+def run(home: Path, *args: str, timeout: float) -> str:
+    """Run Python beside the copies; return what it printed."""
     env = {**os.environ, "PYTHONPATH": str(home), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *args]
     done = subprocess.run(
         command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
 
 
-def smoke(layer: Any, layers: Any, home: Path) -> None:
-    """Use a copy of the layer in a process that must not meet the original."""
+def smoke(layer: Any, layers: Any, home: Path) -> str:
+    """Use a copy of the layer in a process of its own; return what that printed."""
     vendor(layer, layers, home)
-    run(
-        home, "-c", f"import acme._vendor.{layer.name}\n{SMOKE[layer.folder]}\n{ALONE}", timeout=120
-    )
+    program = f"import acme._vendor.{layer.name}\n{SMOKE[layer.folder]}\n{ALONE}"
+    return run(home, "-c", program, timeout=120)
 
 
 @pytest.fixture(scope="module")
-def smoked(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Future[None]]:
+def smoked(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Future[str]]:
     return two_at_a_time(
         smoke, [(layer, layers, tmp_path_factory.mktemp(layer.folder)) for layer in layers]
     )
@@ -185,7 +186,8 @@ def smoked(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, F
 def test_a_copy_with_one_prefix_rewritten_works_without_the_original(
     layer: Any, smoked: Any
 ) -> None:
-    smoked[layer].result()
+    printed = smoked[layer].result()
+    assert printed.endswith("modules of the original: []\n")
 
 
 def test_no_file_names_a_layer_in_any_other_way(layer: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from lone_faults import fails_alone
+from lone_faults import outlive_a_fault
 from shoal_mesh import launch
 
 
@@ -15,4 +15,5 @@ from shoal_mesh import launch
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("kind", ["fully_shard", "replicate", "replicate, sharded state"])
 def test_the_other_ranks_end_too_and_nothing_has_changed(kind: str, where: str) -> None:
-    launch(fails_alone, 2, kind, where, timeout=120)
+    ended_by_fault = launch(outlive_a_fault, 2, kind, where, timeout=120)
+    assert ended_by_fault == [False, True]

@@ -133,8 +133,11 @@ def test_a_warning_names_what_communicates(mesh: DeviceMesh, name: str) -> None:
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_explicit_calls_always_may(mesh: DeviceMesh, name: str) -> None:
-    with communication("forbid"):
+    with observed() as events:
         ALLOWED[name](*_operands(mesh))
+    with communication("forbid"), observed() as events_of_policy:
+        ALLOWED[name](*_operands(mesh))
+    assert [event.op for event in events_of_policy] == [event.op for event in events]
 
 
 def test_a_collective_that_no_rule_declares_is_refused(mesh: DeviceMesh) -> None:

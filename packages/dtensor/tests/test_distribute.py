@@ -74,33 +74,23 @@ def test_each_rank_reads_its_part_of_a_stored_tensor_and_no_more(
 
 
 @on_ranks(4)
-def read_safetensors(path: str) -> None:
+def test_a_safetensors_slice(tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
     from safetensors import safe_open
+    from safetensors.torch import load_file
 
     mesh = init_device_mesh("cpu", (2, 2))
+    path = str(tmp_path / f"{mesh.get_rank()}.safetensors")
+    whole = torch.arange(35.0).view(7, 5).bfloat16()
+    save_file({"w": whole, "b": torch.arange(5.0).bfloat16()}, path)
     with safe_open(path, "pt") as file, CommDebugMode() as counted:
         for name, placements in (("w", [Shard(0), Shard(1)]), ("b", [Replicate(), Shard(0)])):
             made = distribute_tensor(file.get_slice(name), mesh, placements)
             assert made.to_local().untyped_storage().nbytes() == made.to_local().numel() * 2
             assert made.dtype is torch.bfloat16
     assert counted.get_total_counts() == 0
-    assert torch.equal(
-        distribute_tensor(safe_whole(path), mesh, [Shard(1), Shard(0)]).full_tensor(),
-        safe_whole(path),
-    )
-
-
-def safe_whole(path: str) -> torch.Tensor:
-    from safetensors.torch import load_file
-
-    return load_file(path)["w"]
-
-
-def test_a_safetensors_slice(tmp_path: Path) -> None:
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    path = str(tmp_path / "model.safetensors")
-    save_file({"w": torch.randn(7, 5).bfloat16(), "b": torch.randn(5).bfloat16()}, path)
-    read_safetensors(path)
+    moved = distribute_tensor(load_file(path)["w"], mesh, [Shard(1), Shard(0)])
+    assert torch.equal(moved.full_tensor(), whole)
 
 
 def test_a_memory_mapped_tensor_is_read_only_where_it_is_needed(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from itertools import product
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -174,28 +176,22 @@ OVERLAPPING: dict[str, tuple[tuple[int, int], list[Placement], list[Placement]]]
 
 
 @pytest.mark.parametrize("name", OVERLAPPING)
-def test_uneven_redistributions_go_on_until_the_first_use(name: str, tmp_path: Any) -> None:
-    go_on_until_the_first_use(name, str(tmp_path / "started"))
-
-
 @on_ranks(4)
-def go_on_until_the_first_use(name: str, flag: str) -> None:
+def test_uneven_redistributions_go_on_until_the_first_use(name: str, tmp_path: Path) -> None:
     """The others only join once rank 0 has got past starting, so it cannot have waited for them."""
-    import time
-    from pathlib import Path
-
+    flag = tmp_path / "started"
     shape, old, new = OVERLAPPING[name]
     mesh = init_device_mesh("cpu", (4,) if len(old) == 1 else (2, 2))
     full = torch.arange(float(shape[0] * shape[1])).view(shape)
     src = Spec(mesh, old, shape)
     tensor = DTensor.from_local(mine(full, src), mesh, old, shape=shape)
     end = time.monotonic() + 40
-    while mesh.get_rank() and not Path(flag).exists():
+    while mesh.get_rank() and not flag.exists():
         assert time.monotonic() < end, "rank 0 never got past starting its redistribution"
         time.sleep(0.005)
     moved: Any = tensor.redistribute(placements=new, async_op=True)
     if mesh.get_rank() == 0:
-        Path(flag).touch()
+        flag.touch()
     expected = mine(full, Spec(mesh, new, shape))
     assert torch.equal((moved + 0).to_local(), expected)
     assert torch.equal(moved.to_local(), expected)

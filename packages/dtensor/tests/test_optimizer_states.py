@@ -107,7 +107,7 @@ def same(model: nn.Module, expected: nn.Module, after: str) -> None:
         torch.testing.assert_close(whole, wanted, rtol=1e-12, atol=1e-12, msg=f"{after}: {name}")
 
 
-def reading_changes_nothing(kind: str) -> None:
+def assert_reading_changes_nothing(kind: str) -> None:
     """Before the first step, when some parameters had one, when all had: read and resumed, equal to never read."""
     plain, model = made(1, sharded=False), made(1, sharded=True)
     alone, optimizer = OPTIMIZERS[kind](plain.parameters()), OPTIMIZERS[kind](model.parameters())
@@ -153,7 +153,7 @@ def resumed(
 @on_ranks(4, timeout=240)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_reading_changes_nothing_on_four_ranks(kind: str) -> None:
-    reading_changes_nothing(kind)
+    assert_reading_changes_nothing(kind)
 
 
 def test_no_state_is_made_where_a_step_needs_a_closure() -> None:
@@ -193,7 +193,7 @@ def test_an_optimizer_whose_methods_are_these_functions() -> None:
 @on_ranks(2, timeout=240)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD, dampening"])
 def test_reading_changes_nothing_on_two_ranks(kind: str) -> None:
-    reading_changes_nothing(kind)
+    assert_reading_changes_nothing(kind)
 
 
 @on_ranks(4, timeout=240)

@@ -310,8 +310,10 @@ def _fail(fault: str, answers: list[Path]) -> None:
 
 
 def test_one_process_has_nobody_to_compare_with() -> None:
-    with fake_world(4), lockstep():
-        all_reduce(torch.ones(1), (init_device_mesh("cpu", (4,)), 0))
+    with fake_world(4), lockstep(), CommDebugMode() as debug:
+        summed = all_reduce(torch.ones(1), (init_device_mesh("cpu", (4,)), 0))
+    assert summed.shape == (1,)
+    assert debug.get_total_counts() == 1
 
 
 @on_ranks(2)

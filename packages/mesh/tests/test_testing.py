@@ -52,6 +52,8 @@ class TestOnRanks(RankTestCase):
 
 
 class Failing(RankTestCase):
+    """Runs that fail and are skipped; pytest does not collect them."""
+
     world_size = 2
     __test__ = False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,13 +51,10 @@ def test_uneven_blocks(order: str) -> None:
         assert_same(got, want)
 
 
-def wait_for(flag: str) -> None:
+def wait_for(flag: Path) -> None:
     """Until another rank has made the file: it can only do so if what it started did not wait for this rank."""
-    import time
-    from pathlib import Path
-
     end = time.monotonic() + 40
-    while not Path(flag).exists():
+    while not flag.exists():
         assert time.monotonic() < end, "the other rank never got past starting its collective"
         time.sleep(0.005)
 
@@ -81,23 +80,18 @@ UNEVEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("order", ["straight", "turned"])
 @pytest.mark.parametrize("name", UNEVEN)
-def test_uneven_collectives_go_on_while_the_program_does(
-    name: str, order: str, tmp_path: Any
-) -> None:
-    go_on_while_the_program_does(name, order, str(tmp_path / "started"))
-
-
 @on_ranks(4)
-def go_on_while_the_program_does(name: str, order: str, flag: str) -> None:
-    from pathlib import Path
-
+def test_uneven_collectives_go_on_while_the_program_does(
+    name: str, order: str, tmp_path: Path
+) -> None:
+    flag = tmp_path / "started"
     comm = comm_of(order)
     if comm.rank:
         wait_for(flag)
     pending = UNEVEN[name](comm, async_op=True)
     if comm.rank == 0:
         assert not pending.is_completed()
-        Path(flag).touch()
+        flag.touch()
     got = pending.wait()
     assert pending.wait() is got
     assert_same(got, UNEVEN[name](comm))

@@ -32,15 +32,18 @@ from shoal_mesh.errors import CollectiveError
 TIMEOUT = 6
 
 
-def fails_alone(
+def outlive_a_fault(
     kind: str, where: str, parallel: Callable[[Any, DeviceMesh], Any] | None = None
-) -> None:
-    """All ranks' steps end, nothing has changed, and the step after is that of one device.
+) -> bool:
+    """Have the second rank raise in a step; check that nothing has changed, and the step after.
 
     Args:
         kind: `fully_shard`, or `replicate`, with "state" for sharded state of the optimizer.
         where: where the second rank raises, `forward` or `backward`.
         parallel: makes a model parallel along the axis "tensor", which has two ranks then.
+
+    Returns:
+        Whether the fault itself ended this rank's step, and not a collective that waited for it.
     """
     tensor = 1 if parallel is None else 2
     mesh = mesh_of(dist.get_world_size() // tensor, tensor)
@@ -62,7 +65,8 @@ def fails_alone(
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(dt.timedelta(seconds=TIMEOUT), group)
     alone = dist.get_rank() == 1
-    with pytest.raises(Fault if alone else CollectiveError, match=where if alone else "waited"):
+    message = where if alone else "waited"
+    with pytest.raises((Fault, CollectiveError), match=message) as raised:
         _step(model, mesh, where if alone else "")
     assert all(param.grad is None for param in model.parameters())
     assert all(map(torch.equal, _parameters_and_state(model, optimizers[1]), before))
@@ -75,6 +79,7 @@ def fails_alone(
         optimizer.step()
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(param), other)
+    return raised.errisinstance(Fault)
 
 
 def _built() -> Any:
