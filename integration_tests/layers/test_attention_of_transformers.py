@@ -106,7 +106,7 @@ def test_llama_with_other_positions_or_padding_is_refused_on_all_ranks(
     padding[0, -2:] = 0
     with pytest.raises(
         LayoutError,
-        match=r"leave out attention_mask, give documents=|their errors say what is wrong",
+        match=r"leave out attention_mask, pass documents=|see the errors that those ranks raised",
     ):
         attend_by_llama(
             layout, "ring", packed.get(case), attention_mask=padding if case == "padded" else None

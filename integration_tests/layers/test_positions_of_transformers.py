@@ -205,7 +205,7 @@ MIXING: dict[str, tuple[str, dict[str, Any], str]] = {
     "a mask of its own": (
         "GPTNeo",
         {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
-        "its attention is code of its own",
+        "it computes attention in its own code",
     ),
 }
 
@@ -244,7 +244,7 @@ def test_padding_of_eager_attention_is_refused_on_all_ranks() -> None:
     with (
         context_parallel(all_ranks(), buffers=buffers, buffer_seq_dims=[1] * 3),
         pytest.raises(
-            LayoutError, match=r"leave out attention_mask|their errors say what is wrong"
+            LayoutError, match=r"leave out attention_mask|see the errors that those ranks raised"
         ),
     ):
         model(tokens, attention_mask=padding, position_ids=buffers[2], use_cache=False)

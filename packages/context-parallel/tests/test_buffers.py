@@ -257,30 +257,30 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
         mesh = init_device_mesh("cpu", (4,))
         x = torch.arange(8)
         wrong: dict[str, dict[str, Any]] = {
-            "got 0 for 1 buffers": {"buffers": [x]},
-            "some of the buffers": {"no_restore_buffers": {x}},
-            "without gradients": {
+            "got 0 dims for 1 buffers": {"buffers": [x]},
+            "a subset of buffers": {"no_restore_buffers": {x}},
+            "do not require gradients": {
                 "buffers": [torch.zeros(8, requires_grad=True)],
                 "buffer_seq_dims": [0],
             },
-            "no sequence of as many positions": {
+            "must have the same sequence length": {
                 "buffers": [x, torch.zeros(7)],
                 "buffer_seq_dims": [0, 0],
             },
-            r"has no dim 1; its entry in buffer_seq_dims is from -1 to 0": {
+            r"has no dim 1; its entry in buffer_seq_dims must be from -1 to 0": {
                 "buffers": [x],
                 "buffer_seq_dims": [1],
             },
-            "without dims has no sequence": {
+            "a buffer has 0 dims": {
                 "buffers": [torch.zeros(())],
                 "buffer_seq_dims": [0],
             },
-            "no sequence of 9": {
+            "must have 9": {
                 "buffers": [x],
                 "buffer_seq_dims": [0],
                 "layout": SequenceLayout.contiguous(9, 4),
             },
-            "methods of context": {"buffers": [x], "buffer_seq_dims": [0], "method": "other"},
+            "the method of context": {"buffers": [x], "buffer_seq_dims": [0], "method": "other"},
         }
         for message, options in wrong.items():
             with pytest.raises(LayoutError, match=message), context_parallel(mesh, **options):
@@ -304,5 +304,5 @@ def test_unsharding_outside_of_a_block() -> None:
     with pytest.raises(LayoutError, match="the ranks hold"):
         context_parallel_unshard(all_ranks(), [full], [1], SequenceLayout.contiguous(7, 2))
     assert context_parallel_unshard(all_ranks(), [], []) == []
-    with pytest.raises(LayoutError, match="one dim for each"):
+    with pytest.raises(LayoutError, match="one sequence dim for each"):
         context_parallel_unshard(all_ranks(), [full], [])

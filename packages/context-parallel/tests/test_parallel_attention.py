@@ -171,16 +171,18 @@ def test_what_does_not_fit_is_refused() -> None:
     x = torch.randn(1, 2, 4, 8)
     with fake_world(2):
         wrong: dict[str, dict[str, Any]] = {
-            "takes query, key and value": {"key": x[:, :1], "value": x[:, :1]},
-            "as many heads of keys": {"key": x[..., :3, :], "value": x[..., :3, :]},
-            "methods of context": {"method": "other"},
-            "layouts with a name": {"layout": "other"},
+            "query, key and value must have": {"key": x[:, :1], "value": x[:, :1]},
+            "equal numbers of heads": {"key": x[..., :3, :], "value": x[..., :3, :]},
+            "the method of context": {"method": "other"},
+            "a layout's name must be": {"layout": "other"},
             "for 3 ranks": {"layout": SequenceLayout.contiguous(12, 3)},
-            "its queries are 4": {"layout": SequenceLayout.contiguous(12, 2)},
-            "documents of 3 positions": {"documents": Documents.from_cu_seqlens([0, 3])},
-            "of 2 batch rows in a batch of 1": {"documents": Documents.from_ids(torch.zeros(2, 8))},
+            "got 4 queries": {"layout": SequenceLayout.contiguous(12, 2)},
+            "covers 3 positions": {"documents": Documents.from_cu_seqlens([0, 3])},
+            "has 2 batch rows, but the batch has 1": {
+                "documents": Documents.from_ids(torch.zeros(2, 8))
+            },
             "all 8 columns": {"attn_mask": torch.zeros(4, 4)},
-            "one mesh axis": {"mesh": init_device_mesh("cpu", (1, 2))},
+            "a mesh of one axis": {"mesh": init_device_mesh("cpu", (1, 2))},
         }
         for message, options in wrong.items():
             with pytest.raises(LayoutError, match=message):
@@ -196,6 +198,6 @@ def test_second_derivatives_are_refused() -> None:
     for method in METHODS:
         q = torch.randn(1, 2, 4, 8, requires_grad=True)
         out = context_parallel_attention(q, q, q, all_ranks(), method=method)  # type: ignore[arg-type]  # a literal
-        with pytest.raises(SecondOrderError, match="first derivatives only"):
+        with pytest.raises(SecondOrderError, match="cannot be differentiated twice"):
             torch.autograd.grad(out.sum(), q, create_graph=True)
     assert get_world_size() == 2

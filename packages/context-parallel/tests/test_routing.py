@@ -77,14 +77,14 @@ def test_what_is_not_routed_is_refused() -> None:
             functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
         with pytest.raises(UnsupportedAttentionError, match="MultiheadAttention"):
             attention(x[0], x[0], x[0])
-        with pytest.raises(LayoutError, match="its queries are 4"):
+        with pytest.raises(LayoutError, match="got 4 queries"):
             functional.scaled_dot_product_attention(longer, longer, longer)
         for each in placed[Shard(1)], placed[Replicate()], partial:
-            with pytest.raises(LayoutError, match=r"DTensors that are Shard\(2\)"):
+            with pytest.raises(LayoutError, match=r"DTensors must be Shard\(2\)"):
                 functional.scaled_dot_product_attention(each, each, each)
         with pytest.raises(LayoutError, match="hold contiguous positions"):
             functional.scaled_dot_product_attention(along, along, along)
-        with pytest.raises(LayoutError, match="all plain or all DTensors"):
+        with pytest.raises(LayoutError, match="all plain tensors or all DTensors"):
             functional.scaled_dot_product_attention(along, x, x)
     assert x.shape[2] == 4
 
@@ -101,12 +101,12 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(method: Any) -> None:
         expected = (
             "2 rows and all 8 columns"
             if get_rank() == 1
-            else r"arguments of ranks \[1\] .* their errors say what"
+            else r"ranks \[1\] .* see the errors that those ranks raised"
         )
         with pytest.raises(LayoutError, match=expected):
             scaled_dot_product_attention(x, x, x, mask)
         other = x[:, :, : 1 + get_rank() % 2]
-        expected = r"arguments of ranks \[0, 2\]" if get_rank() % 2 else "its queries are 1"
+        expected = r"ranks \[0, 2\]" if get_rank() % 2 else "got 1 queries"
         with pytest.raises(LayoutError, match=expected):
             scaled_dot_product_attention(other, other, other)
         assert mode.get_total_counts() == 2, "one exchange each time"
@@ -142,7 +142,7 @@ def test_layers_that_run_along_local_positions_are_refused(case: str) -> None:
     tokens = torch.zeros(8)
     with (
         context_parallel(all_ranks(), buffers=[tokens], buffer_seq_dims=[0]),
-        pytest.raises(UnsupportedAttentionError, match="runs along this rank's 4 positions"),
+        pytest.raises(UnsupportedAttentionError, match="run along this rank's 4 positions"),
     ):
         layer(torch.randn(shape))
 

@@ -47,9 +47,9 @@ def test_overlaps_gaps_and_other_lengths_are_refused() -> None:
         (((1, 2),),),
         (((0, 2), (2, 2)),),
     ):
-        with pytest.raises(LayoutError, match="every position once"):
+        with pytest.raises(LayoutError, match="every position exactly once"):
             SequenceLayout(ranges)
-    with pytest.raises(LayoutError, match="no sequence of 8 positions"):
+    with pytest.raises(LayoutError, match="must have 8 positions"):
         SequenceLayout.contiguous(8, 2).shard(torch.zeros(3, 7), 1, 0)
 
 

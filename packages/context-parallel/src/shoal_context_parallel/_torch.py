@@ -21,7 +21,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 # queries, keys and values, whether it is causal (then there are as many queries as keys), the mask
 # that is added to the scores, and the factor of the scores; it returns the output and the
 # log-sum-exp of each row. A backward takes the gradient first, and after the values the output and
-# the log-sums, which may be those of more keys.
+# the log-sums, which may include further keys.
 _aten = torch.ops.aten
 
 
@@ -139,7 +139,7 @@ def redirect_flex_attention(
     No mode of torch observes `flex_attention`, and programs import it by name. Therefore the
     function object itself gets another code object, which every reference to the function runs.
     """
-    from torch.nn.attention.flex_attention import flex_attention  # it takes 0.1 s to import
+    from torch.nn.attention.flex_attention import flex_attention  # takes 0.1 s to import
 
     function: Any = flex_attention
     code = function.__code__

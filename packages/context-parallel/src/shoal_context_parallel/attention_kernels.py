@@ -38,8 +38,8 @@ class AttentionKernel(NamedTuple):
         equal_widths: these two widths are equal.
         masks: something may be added to the scores.
         groups: query heads may share a head of keys.
-        name: name under which torch says whether it runs the kernel for a dtype on a device; ""
-            for always.
+        name: name of torch's function that returns whether it runs the kernel for a dtype on a
+            device; "" for always.
     """
 
     forward: Callable[..., Outputs]
@@ -182,7 +182,7 @@ class BlockKernel:
         attn_mask: (n or 1, group or 1, queries of the rank, all keys), added to the scores; None
             for none.
         unmasked: the kernel of tiles without a mask.
-        masked: the kernel of tiles to whose scores something is added.
+        masked: the kernel of tiles with a mask that is added to the scores.
     """
 
     scale: float
@@ -208,7 +208,7 @@ class BlockKernel:
             lse = lse.masked_fill(is_empty, -torch.inf)
         return out, lse
 
-    def backward(  # noqa: PLR0913  # what the gradient of attention depends on
+    def backward(  # noqa: PLR0913  # inputs of the gradient of attention
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> Gradients:
         """Return the gradients of a tile's queries, keys and values.

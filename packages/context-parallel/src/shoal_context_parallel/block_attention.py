@@ -135,7 +135,7 @@ def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: C
         if arriving is not None:
             summed += arriving.wait()
         arriving = _to_next(summed, sizes, owner, comm, what="gradients of keys and values")
-    assert arriving is not None, "an axis has a rank"
+    assert arriving is not None, "the ring ran at least one step"
     return arriving.wait()
 
 
@@ -248,7 +248,10 @@ class _RotatedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        first_order_only("attention of a sharded sequence has first derivatives only")
+        first_order_only(
+            "attention of a sharded sequence cannot be differentiated twice: call backward() "
+            "without create_graph=True"
+        )
         q, own_block, out, lse = ctx.saved_tensors
         task: Task = ctx.task
         shapes: _BlockShapes = ctx.shapes

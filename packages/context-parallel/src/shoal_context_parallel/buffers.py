@@ -49,7 +49,7 @@ _default_method: list[Method] = ["allgather"]
 
 
 @contextmanager
-def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
+def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the attention
     mesh: DeviceMesh,
     *,
     buffers: Sequence[Tensor] | None = None,
@@ -119,7 +119,7 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
 
 @contextmanager
 def _replaced(contents: Sequence[tuple[Tensor, Tensor]], unrestored: set[Tensor]) -> Iterator[None]:
-    """Give buffers other contents; give those that are not in `unrestored` their own ones back."""
+    """Replace the contents of buffers; restore all of them that are not in `unrestored`."""
     with ExitStack() as after:
         for buffer, shard in contents:
             if not any(buffer is other for other in unrestored):
@@ -139,10 +139,11 @@ def _sequences(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
     buffers = [] if buffers is None else buffers
     dims = [] if dims is None else dims
     _check_list(f"{call}: buffers", buffers, Tensor)
-    _check_list(f"{call}: dims of sequences", dims, int)
+    _check_list(f"{call}: the sequence dims", dims, int)
     if len(buffers) != len(dims):
         raise LayoutError(
-            f"{call}: one dim for each buffer; got {len(dims)} for {len(buffers)} buffers"
+            f"{call}: expected one sequence dim for each buffer; got {len(dims)} dims for "
+            f"{len(buffers)} buffers"
         )
     return list(zip(buffers, dims, strict=True))
 
@@ -151,36 +152,38 @@ def _check_list(subject: str, values: object, kind: type) -> None:
     if isinstance(values, Sequence) and all(isinstance(value, kind) for value in values):
         return
     got = f"{type(values).__name__} {values!r:.60}"
-    raise LayoutTypeError(f"{subject} are a list of {kind.__name__}, got {got}")
+    raise LayoutTypeError(f"{subject} must be a list of {kind.__name__}, got {got}")
 
 
 def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> None:
     """Refuse buffers that cannot be sharded along one sequence."""
     buffer_ids = {id(buffer) for buffer, _ in sequences}
     if any(id(buffer) not in buffer_ids for buffer in unrestored):
-        raise LayoutError("context_parallel: no_restore_buffers are some of the buffers")
+        raise LayoutError("context_parallel: no_restore_buffers must be a subset of buffers")
     for buffer, dim in sequences:
         shape = tuple(buffer.shape)
         if type(buffer) is not Tensor or buffer.requires_grad:
             raise LayoutError(
-                "context_parallel: buffers are plain tensors without gradients (inputs, labels, "
-                f"tables of positions); got a {type(buffer).__name__} of shape {shape}. Shard a "
-                "tensor that needs a gradient with SequenceLayout.shard"
+                "context_parallel: buffers must be plain tensors that do not require gradients "
+                f"(inputs, labels, tables of positions); got a {type(buffer).__name__} of shape "
+                f"{shape}. Shard a tensor that needs a gradient with SequenceLayout.shard"
             )
         if not buffer.ndim:
             raise LayoutError(
-                "context_parallel: a buffer without dims has no sequence; leave it out"
+                "context_parallel: a buffer has 0 dims, so it cannot be sharded along a "
+                "sequence; leave it out of buffers"
             )
         if not -buffer.ndim <= dim < buffer.ndim:
             raise LayoutError(
                 f"context_parallel: a buffer of shape {shape} has no dim {dim}; its entry in "
-                f"buffer_seq_dims is from {-buffer.ndim} to {buffer.ndim - 1}"
+                f"buffer_seq_dims must be from {-buffer.ndim} to {buffer.ndim - 1}"
             )
         first, first_dim = sequences[0]
         if buffer.shape[dim] != first.shape[first_dim]:
             raise LayoutError(
-                f"context_parallel: dim {dim} of a buffer of shape {shape} is no sequence of as many "
-                f"positions as dim {first_dim} of the first buffer, of shape {tuple(first.shape)}"
+                f"context_parallel: all buffers must have the same sequence length; dim {dim} of "
+                f"a buffer of shape {shape} differs from dim {first_dim} of the first buffer, of "
+                f"shape {tuple(first.shape)}"
             )
 
 
@@ -225,8 +228,8 @@ def context_parallel_unshard(
     if lengths_of_ranks != wanted:
         held = [row[0] if len(set(row)) == 1 else row for row in lengths_of_ranks]
         raise LayoutError(
-            f"context_parallel_unshard: the ranks hold {held} positions, shards of this "
-            f"layout have {list(layout.sizes)}; pass the layout they were sharded by as "
+            f"context_parallel_unshard: the ranks hold {held} positions, but shards of this "
+            f"layout have {list(layout.sizes)}; pass the layout that sharded the buffers as "
             "load_balancer"
         )
     tensors = []
@@ -243,7 +246,9 @@ def _layout_of_block(length: int, ranks: int) -> SequenceLayout:
     layout: SequenceLayout | str = "head_tail" if block is None else block.options.layout
     if isinstance(layout, str):
         layout = getattr(SequenceLayout, layout)(length, ranks)
-        assert isinstance(layout, SequenceLayout), "layouts are made by methods of their names"
+        assert isinstance(layout, SequenceLayout), (
+            "a layout's name is the name of the method that makes it"
+        )
     return layout
 
 
@@ -263,7 +268,7 @@ def set_rotate_method(rotate_method: str) -> None:
     # A list cannot be looked up in a dict.
     if rotate_method not in tuple(_ROTATE_METHODS):
         raise UnsupportedAttentionError(
-            f"rotate methods are {', '.join(_ROTATE_METHODS)}; got {rotate_method!r}"
+            f"rotate_method must be one of {', '.join(_ROTATE_METHODS)}; got {rotate_method!r}"
         )
     _default_method[0] = _ROTATE_METHODS[rotate_method]
 
@@ -302,9 +307,10 @@ class RoutedAttention(ReplacedAttention):
     ) -> Any:
         if func is functional.multi_head_attention_forward:
             raise UnsupportedAttentionError(
-                "nn.MultiheadAttention inside of context parallelism: its attention is no call of "
-                "F.scaled_dot_product_attention from outside of torch. Project queries, keys and "
-                "values with Linear modules and call F.scaled_dot_product_attention"
+                "nn.MultiheadAttention inside of context parallelism: context parallelism cannot "
+                "replace its attention, which does not go through a Python call of "
+                "F.scaled_dot_product_attention. Project queries, keys and values with Linear "
+                "modules and call F.scaled_dot_product_attention"
             )
         if func in _RECURRENT or func is functional.conv1d:
             self._check_positions_apart(func, *args, **(kwargs or {}))
@@ -331,9 +337,10 @@ class RoutedAttention(ReplacedAttention):
             is_mixed = values.shape[int(is_batch_first)] == positions
         if is_mixed:
             raise UnsupportedAttentionError(
-                f"{func.__name__} inside of context parallelism: it runs along this rank's "
-                f"{positions} positions, and carries nothing from and to those of other ranks. Run "
-                "the layer outside of the block on whole sequences, or shard the batch instead"
+                f"{func.__name__} inside of context parallelism: it would run along this rank's "
+                f"{positions} positions only, without the state from positions on other ranks. "
+                "Run the layer outside of the block on whole sequences, or shard the batch "
+                "instead"
             )
 
     def agree(self, qkv: Any, attn_mask: Tensor | None) -> None:
@@ -366,8 +373,8 @@ class RoutedAttention(ReplacedAttention):
             check_attention(qkv, attn_mask, enable_gqa, self.comm, options=options)
         except StyleError as error:
             failure = failure or error
-        # A selective checkpoint compares the operators with a recomputation, which does not ask
-        # again.
+        # A selective checkpoint compares the operators with those of a recomputation, which does
+        # not repeat this query.
         with unwatched():
             device = qkv[0].device
             failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
@@ -375,9 +382,9 @@ class RoutedAttention(ReplacedAttention):
             wrong = failures.nonzero().flatten().tolist()
         if wrong:
             raise failure or LayoutError(
-                f"attention of a sharded sequence: the arguments of ranks {wrong} along "
-                f"{'x'.join(self.comm.axes)} do not fit; their errors say what is wrong, and "
-                "nothing of it was sent"
+                f"attention of a sharded sequence: ranks {wrong} along {'x'.join(self.comm.axes)} "
+                "were called with invalid arguments; see the errors that those ranks raised. No "
+                "keys or values were sent"
             )
         self._agreed = True
 
@@ -395,9 +402,9 @@ class RoutedAttention(ReplacedAttention):
         """Compute attention of the global sequence at this rank's positions."""
         if dropout_p:
             raise UnsupportedAttentionError(
-                f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no "
-                "rank has the weights that one device would draw for. Use dropout_p=0, and dropout "
-                "after the output projection"
+                f"dropout of attention weights (dropout_p={dropout_p}) is not supported over a "
+                "sharded sequence, because no rank has all weights that one device would draw "
+                "random numbers for. Use dropout_p=0, and dropout after the output projection"
             )
         qkv = QKV(query, key, value)
         options = self.options
@@ -446,8 +453,8 @@ class RoutedAttention(ReplacedAttention):
         if first is None or isinstance(attn_mask, DTensor) or not _are_alike(specs):
             got = ", ".join("a plain tensor" if spec is None else str(spec) for spec in specs)
             raise LayoutError(
-                "attention of a sharded sequence takes query, key and value all plain or all "
-                f"DTensors of one layout, and a plain attn_mask; got {got}"
+                "attention of a sharded sequence: query, key and value must be all plain tensors "
+                f"or all DTensors of one layout, and attn_mask must be plain; got {got}"
             )
         sequence = len(first.shape) - 2
         options = self.options
@@ -458,15 +465,16 @@ class RoutedAttention(ReplacedAttention):
                 layout = SequenceLayout.contiguous(first.shape[sequence], self.comm.size)
                 if options.layout not in ("contiguous", layout):
                     raise LayoutError(
-                        f"DTensors that are {placement} hold contiguous positions, this block has "
-                        f"the layout {options.layout}; pass plain local tensors"
+                        f"DTensors with the placement {placement} hold contiguous positions, but "
+                        f"this context_parallel block has the layout {options.layout}; pass plain "
+                        "local tensors"
                     )
                 options = replace(options, layout=layout)
             elif is_own_axis or not _keeps_positions(first, placement, sequence):
                 raise LayoutError(
-                    f"attention of a sharded sequence takes DTensors that are Shard({sequence}) on "
-                    "the axis of the sequence and sharded by batch or heads, or replicated, on "
-                    f"others; got {first}"
+                    f"attention of a sharded sequence: DTensors must be Shard({sequence}) on the "
+                    "axis of the sequence, and on other axes replicated or sharded by batch or "
+                    f"heads; got {first}"
                 )
         return options
 

@@ -62,8 +62,8 @@ def attend_by_flex(
     value: Tensor = call["value"]
     if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
         raise UnsupportedAttentionError(
-            "flex_attention of DTensors in a context_parallel block; pass plain local tensors, or "
-            "call F.scaled_dot_product_attention"
+            "flex_attention of DTensors is not supported in a context_parallel block; pass plain "
+            "local tensors, or call F.scaled_dot_product_attention"
         )
     layout = options.layout_of(query.shape[-2], comm)
     positions = layout.positions(comm.rank, query.device)
@@ -143,9 +143,9 @@ def _mask_of_rows(
         )
     except IndexError as error:
         raise UnsupportedAttentionError(
-            "the mask of flex_attention reads a tensor of this rank's positions at the positions "
-            "of other ranks. Make it from tensors of the whole sequence, outside of the block, or "
-            "give documents= to the block"
+            "the mask of flex_attention indexes a tensor with global positions, but the tensor "
+            "has only this rank's positions. Make it from tensors of the whole sequence, outside "
+            "of the block, or pass documents= to the block"
         ) from error
 
 

@@ -42,15 +42,15 @@ _MIXES = re.compile(
     r"Mamba|SSM|Mixer$|Recurrent|RgLru|Lru$|DeltaNet|KimiDelta|LinearAttention|LightningAttention|"
     r"Rwkv|ShortConv|FourierTransform|Hyena|LSTM|TokenShift|Indexer|Compressor|Engram"
 )
-# Models whose attention is code of their own, which reads keys and values from a cache and takes the
-# mask as it is: they get a cache that has the keys and values of all ranks.
+# Models that compute attention in their own code, read keys and values from a cache and use the
+# mask unchanged: they get a cache with the keys and values of all ranks.
 _READ_A_CACHE = frozenset({"biogpt", "bloom", "codegen", "falcon", "gptj", "mpt", "stablelm"})
 # Modules that read one position for the whole sequence.
 _POOLS = re.compile(r"Pooler$")
 _POOLING_HEADS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$")
 _HOW_TO_PASS_POSITIONS = (
     "Pass position_ids=layout.positions(rank)[None], or arange(length)[None] among the buffers; "
-    "leave out attention_mask, give documents= for packed documents (behind a causal mask, padding "
+    "leave out attention_mask, pass documents= for packed documents (behind a causal mask, padding "
     "at the end needs no mask)"
 )
 _OTHER_WAYS = (
@@ -156,8 +156,8 @@ def _make_mask(
     if padding is not None and not bool(padding.all()):
         block.refuse(
             LayoutError(
-                "attention_mask in a context_parallel block has this rank's columns only. "
-                + _HOW_TO_PASS_POSITIONS
+                "the attention_mask in a context_parallel block has columns for this rank's "
+                "positions only. " + _HOW_TO_PASS_POSITIONS
             )
         )
     rule = _rule_of(arguments, layout, block.options.documents)
@@ -252,7 +252,7 @@ def _whole_rows(
     function = arguments["mask_function"]
 
     def by_position(row: Any, head: Any, query: Any, key: Any) -> Any:
-        # Masks of blocks ask for indices behind the last query, too.
+        # Block masks also evaluate indices behind the last query.
         position = positions[query.clamp(max=len(positions) - 1)]
         key = key.clamp(max=layout.length - 1)
         return function(row, head, position, key) & by_options(row, position, key)
@@ -271,8 +271,9 @@ def _whole_rows(
     except IndexError:
         block.refuse(
             UnsupportedAttentionError(
-                "a mask of transformers reads tensors of this rank's positions at the positions of "
-                "other ranks (groups of image tokens, for instance). " + _OTHER_WAYS
+                "a mask of transformers indexes a tensor with global positions, but the tensor "
+                "has only this rank's positions (groups of image tokens, for instance). "
+                + _OTHER_WAYS
             )
         )
         return None
@@ -295,7 +296,8 @@ def _find_documents(
     if block.options.documents is None and not is_own:
         block.refuse(
             LayoutError(
-                "position_ids are not those that this rank holds. " + _HOW_TO_PASS_POSITIONS
+                "position_ids differ from the positions that this rank holds. "
+                + _HOW_TO_PASS_POSITIONS
             )
         )
     return None
@@ -354,14 +356,15 @@ def _attend_all_keys(  # noqa: PLR0913  # likewise
     """Attend from this rank's queries to the keys and values of all ranks, by another function."""
     if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
         raise UnsupportedAttentionError(
-            "attention of DTensors in a context_parallel block by another implementation than "
-            "attn_implementation='sdpa'; use that one, or plain local tensors"
+            "attention of DTensors in a context_parallel block supports "
+            "attn_implementation='sdpa' only; use it, or plain local tensors"
         )
     dropout = options.get("dropout") or 0.0
     if dropout:
         raise UnsupportedAttentionError(
-            f"dropout of attention weights ({dropout}) over a sharded sequence: no rank has the "
-            "weights that one device would draw for. Set attention_dropout=0 in the configuration"
+            f"dropout of attention weights ({dropout}) is not supported over a sharded sequence, "
+            "because no rank has all weights that one device would draw random numbers for. Set "
+            "attention_dropout=0 in the configuration"
         )
     layout = _layout_of(block, query.shape[-2])
     # The cache of the model may have gathered them.
@@ -373,7 +376,7 @@ def _attend_all_keys(  # noqa: PLR0913  # likewise
         columns = None if attention_mask is None else attention_mask.shape[-1]
         if columns not in (None, 1, layout.length):
             raise LayoutError(
-                f"a mask of {columns} columns for a sequence of {layout.length} positions. "
+                f"the mask has {columns} columns, but the sequence has {layout.length} positions. "
                 + _HOW_TO_PASS_POSITIONS
             )
         if not is_whole:
@@ -441,8 +444,8 @@ def check_model(block: Block, model: Any, args: Any, kwargs: dict[str, Any]) -> 
     problem = mixed_by(model)
     if problem:
         raise UnsupportedAttentionError(
-            f"{name} in a context_parallel block: {problem}, and no rank has the positions of the "
-            f"others. {_OTHER_WAYS}"
+            f"{name} cannot run in a context_parallel block: {problem}, and each rank has its own "
+            f"positions only. {_OTHER_WAYS}"
         )
     parameters = inspect.signature(model.forward).parameters
     arguments = dict(zip(parameters, args, strict=False)) | kwargs
@@ -472,12 +475,14 @@ def _check_positions(block: Block, model: Any, parameters: Any, arguments: Any) 
         if model.config.model_type in _READ_A_CACHE:
             return
         raise UnsupportedAttentionError(
-            f"{name} in a context_parallel block: its forward takes no position_ids, so it would "
-            f"number this rank's positions from 0. {_OTHER_WAYS}"
+            f"{name} cannot run in a context_parallel block: its forward does not take "
+            f"position_ids, so it would number this rank's positions from 0. {_OTHER_WAYS}"
         )
     ids = arguments.get("position_ids")
     if ids is None:
-        raise LayoutError(f"{name} in a context_parallel block. {_HOW_TO_PASS_POSITIONS}")
+        raise LayoutError(
+            f"{name} needs position_ids in a context_parallel block. {_HOW_TO_PASS_POSITIONS}"
+        )
     if isinstance(ids, Tensor) and ids.ndim == 2:
         _find_documents(lambda: block, lambda _: None, ids)
 
@@ -518,8 +523,11 @@ def mixed_by(model: Any) -> str:
     by_cache = config.model_type in _READ_A_CACHE
     has_checkpoints = getattr(model, "is_gradient_checkpointing", False)
     if by_cache and model.training and has_checkpoints:
-        return "its checkpoints of activations leave out the cache by which it gets keys"
+        return (
+            "its activation checkpoints drop the cache through which it would get the keys of "
+            "other ranks"
+        )
     if not by_interface and not by_torch and not by_cache:
         way_out = " (that of attn_implementation='sdpa' can)" if model._supports_sdpa else ""
-        return f"its attention is code of its own, which cannot be replaced{way_out}"
+        return f"it computes attention in its own code, which cannot be replaced{way_out}"
     return ""

@@ -62,12 +62,12 @@ class ContextOptions:
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise LayoutError(
-                f"methods of context parallelism are {', '.join(get_args(Method))}; got "
-                f"{self.method!r}"
+                f"the method of context parallelism must be one of {', '.join(get_args(Method))}; "
+                f"got {self.method!r}"
             )
         if isinstance(self.layout, str) and self.layout not in ("contiguous", "head_tail"):
             raise LayoutError(
-                f"layouts with a name are contiguous and head_tail, got {self.layout!r}"
+                f"a layout's name must be 'contiguous' or 'head_tail', got {self.layout!r}"
             )
         AttentionMask(window=self.window)
 
@@ -89,30 +89,33 @@ class ContextOptions:
             layout = getattr(SequenceLayout, layout)(local_length * comm.size, comm.size)
         axis = f"the {comm.size} ranks along {'x'.join(comm.axes)}"
         if layout.ranks != comm.size:
-            raise LayoutError(f"a sequence layout for {layout.ranks} ranks does not fit {axis}")
+            raise LayoutError(
+                f"the sequence layout is for {layout.ranks} ranks and does not fit {axis}"
+            )
         held = layout.sizes[comm.rank]
         if held != local_length:
             raise LayoutError(
                 f"attention of a sequence of {layout.length} positions over {axis}: this rank "
-                f"holds {held} of them, but its queries are {local_length}. "
-                "Attention of other tensors (cross-attention, another sequence) belongs outside of "
-                "context parallelism"
+                f"holds {held} positions, but got {local_length} queries. Attention of other "
+                "tensors (cross-attention, another sequence) belongs outside of context "
+                "parallelism"
             )
         if self.documents is not None and self.documents.length != layout.length:
             raise LayoutError(
-                f"documents of {self.documents.length} positions in a sequence of {layout.length}"
+                f"documents= covers {self.documents.length} positions, but the sequence has "
+                f"{layout.length}"
             )
         return layout
 
 
 def _smaller(bound: int | None, other: int | None) -> int | None:
-    """Return the smaller of two bounds; None is no bound."""
+    """Return the smaller of two bounds; None means unbounded."""
     if bound is None or other is None:
         return other if bound is None else bound
     return min(bound, other)
 
 
-def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention, and what is sharded
+def context_parallel_attention(  # noqa: PLR0913  # arguments of torch's function and of sharding
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -181,13 +184,13 @@ def axis_of(mesh: DeviceMesh) -> Comm:
     if mesh.ndim != 1:
         axes = dict(zip(mesh.axis_names or (), mesh.shape, strict=False))
         raise LayoutError(
-            f"context parallelism acts on one mesh axis, the mesh has {axes or mesh.shape}; pass "
-            "the sub-mesh of one axis"
+            "context parallelism needs a mesh of one axis, but the mesh has "
+            f"{axes or mesh.shape}; pass the sub-mesh of one axis"
         )
     return mesh.comm(0)
 
 
-def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
+def sharded_attention(  # noqa: PLR0913  # arguments of scaled_dot_product_attention
     qkv: QKV,
     attn_mask: Tensor | None,
     is_causal: bool,
@@ -313,13 +316,16 @@ class _Exchange(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        first_order_only("attention of a sharded sequence has first derivatives only")
+        first_order_only(
+            "attention of a sharded sequence cannot be differentiated twice: call backward() "
+            "without create_graph=True"
+        )
         back = [(target, source) for source, target in ctx.moves]
         return None, *_exchange(grads, back)
 
 
 def _exchange(tensors: Sequence[Tensor], moves: Moves) -> tuple[Tensor, ...]:
-    with purpose("attention: heads for positions"):
+    with purpose("attention: exchange heads for positions"):
         pending = redistribute_shards([tensor.contiguous() for tensor in tensors], moves)
         return tuple(pending.wait())
 
@@ -336,9 +342,10 @@ def check_attention(
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in qkv)
         without_gqa = "" if enable_gqa else " without enable_gqa"
         raise LayoutError(
-            "attention of a sharded sequence takes query, key and value of (..., heads, local "
-            "length, width) with one length and batch, as many heads of keys as of queries, or "
-            f"with enable_gqa a divisor of them; got {shapes}{without_gqa}"
+            "attention of a sharded sequence: query, key and value must have the shape (..., "
+            "heads, local length, width) with equal batch and length, and equal numbers of heads "
+            "(with enable_gqa, the number of key heads divides the number of query heads); got "
+            f"{shapes}{without_gqa}"
         )
     local_length = query.shape[-2]
     layout = options.layout_of(local_length, comm)
@@ -348,12 +355,12 @@ def check_attention(
         batch = math.prod(query.shape[:-3])
         rows = len(options.documents.rows)
         if rows not in (1, batch):
-            raise LayoutError(f"documents of {rows} batch rows in a batch of {batch}")
+            raise LayoutError(f"documents= has {rows} batch rows, but the batch has {batch}")
     return layout
 
 
 def _fit_together(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
-    """Tell whether the shapes are those of one attention."""
+    """Tell whether the shapes fit one attention call."""
     if query.ndim < 3 or query.ndim != key.ndim:
         return False
     if key.shape[:-1] != value.shape[:-1]:
@@ -374,17 +381,17 @@ def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method)
     has_rows = mask.ndim >= 2 and mask.shape[-2] in (1, rows)
     if not has_rows or mask.shape[-1] != layout.length:
         raise LayoutError(
-            f"attn_mask has this rank's {rows} rows and all {layout.length} columns in global "
-            f"order, got {tuple(mask.shape)}; shard its rows as the queries are. A model of "
-            "transformers makes masks of a rank's own columns for padding and for packed "
-            "documents: leave out attention_mask, give documents=, and as position_ids the rank's "
-            "own, layout.positions(rank)"
+            f"attn_mask must have this rank's {rows} rows and all {layout.length} columns in "
+            f"global order, got {tuple(mask.shape)}; shard its rows as the queries are sharded. "
+            "Models of transformers make masks for padding and packed documents with this rank's "
+            "columns only: leave out attention_mask, pass documents=, and pass "
+            "layout.positions(rank) as position_ids"
         )
     if method == "ulysses" or mask.requires_grad:
         raise UnsupportedAttentionError(
-            "attn_mask with a gradient, or with method='ulysses', where no rank has all rows of "
-            "its heads; use method='ring' and a constant mask, or say what the mask means: "
-            "is_causal, window=, documents="
+            "attn_mask cannot require a gradient, and method='ulysses' does not take it, because "
+            "no rank has all mask rows of its heads; use method='ring' and a constant mask, or "
+            "describe the mask by is_causal, window= or documents="
         )
 
 

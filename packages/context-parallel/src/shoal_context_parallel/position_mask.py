@@ -39,7 +39,8 @@ class PositionMask(Tensor):
     """A bool mask (1, 1, queries, keys) without elements of its own.
 
     Code between the function that makes masks and attention may read the shape of the mask, slice
-    the mask and pass it on. Reading elements raises an error, because the mask has none.
+    the mask and pass it on. Reading elements raises an error, because the mask does not have
+    elements.
 
     Attributes:
         rule: the keys that each query reads, by global positions.
@@ -67,9 +68,10 @@ class PositionMask(Tensor):
         if func in _KEEPS_RULE and isinstance(args[0], PositionMask):
             return args[0]
         raise UnsupportedAttentionError(
-            f"{getattr(func, '__name__', func)} of the mask of a sharded sequence: windows and "
-            "chunks are computed from positions, and no rank has the elements of the mask. Use "
-            "attn_implementation='eager', which gets all columns of this rank's rows"
+            f"{getattr(func, '__name__', func)} of the mask of a sharded sequence is not "
+            "supported: windows and chunks are computed from positions, and the elements of the "
+            "mask do not exist. Use attn_implementation='eager', which gets all columns of this "
+            "rank's rows"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes contents

@@ -61,8 +61,8 @@ class SequenceLayout:
         has_gaps = any(before[1] != after[0] for before, after in neighbors)
         if is_empty or has_gaps:
             raise LayoutError(
-                "a sequence layout holds every position once, in non-empty ranges (start, stop); "
-                f"got {ordered}"
+                "a sequence layout must hold every position exactly once, in non-empty ranges "
+                f"(start, stop); got {ordered}"
             )
 
     @classmethod
@@ -151,7 +151,7 @@ class SequenceLayout:
         """
         if tensor.shape[dim] != self.length:
             raise LayoutError(
-                f"dim {dim} of shape {tuple(tensor.shape)} is no sequence of {self.length} "
+                f"dim {dim} of a tensor of shape {tuple(tensor.shape)} must have {self.length} "
                 "positions, the length of this layout"
             )
         ranges = self.ranges[rank] or ((0, 0),)
@@ -254,7 +254,8 @@ class Documents:
         decreases = any(left > right for left, right in pairwise(bounds))
         if bounds[:1] != [0] or decreases:
             raise LayoutError(
-                f"cumulative lengths of documents start with 0 and do not go down, got {bounds}"
+                "cumulative lengths of documents must start with 0 and never decrease, got "
+                f"{bounds}"
             )
         filled = [span for span in pairwise(bounds) if span[0] < span[1]]
         segments = tuple(_Segment(*span, number) for number, span in enumerate(filled))
@@ -272,7 +273,8 @@ class Documents:
         table = torch.as_tensor(ids, device="cpu")
         if table.ndim not in (1, 2):
             raise LayoutError(
-                f"ids of documents are (length,) or (batch, length), got {tuple(table.shape)}"
+                "document ids must have the shape (length,) or (batch, length), got "
+                f"{tuple(table.shape)}"
             )
         rows = []
         for row in table if table.ndim == 2 else [table]:
@@ -313,8 +315,8 @@ class AttentionMask:
 
     Attributes:
         causal: only keys up to the query's own position.
-        window: (left, right): so many keys before and behind the query's own position; None: no
-            bound.
+        window: (left, right), the numbers of keys before and behind the query's own position; None
+            is unbounded.
         documents: only keys of the query's own document; None: all are one document.
     """
 
@@ -325,7 +327,7 @@ class AttentionMask:
     def __post_init__(self) -> None:
         if any(side is not None and side < 0 for side in self.window):
             raise LayoutError(
-                f"a window is (left, right), each None or at least 0, got {self.window}"
+                f"window must be (left, right), each None or at least 0, got {self.window}"
             )
 
     @property
