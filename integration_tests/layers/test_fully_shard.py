@@ -163,7 +163,7 @@ def test_a_step_that_raises_leaves_parameters_and_gradients(where: str) -> None:
 def test_an_axis_of_styles_is_refused() -> None:
     mesh = mesh_of(4, 1)
     placed = parallelize_module(Block(4), mesh["data"], {"up": ColwiseParallel()})
-    with pytest.raises(LayoutError, match="can do one of both"):
+    with pytest.raises(LayoutError, match="use an axis for data or for styles"):
         fully_shard(placed, mesh["data"])
 
 

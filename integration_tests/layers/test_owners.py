@@ -224,7 +224,7 @@ def test_what_is_refused_leaves_the_units_as_they_were() -> None:
     for block in model.blocks:
         fully_shard(block, mesh["data"], ignored_params={kept})
     fully_shard(model, mesh["data"])
-    with pytest.raises(LayoutError, match="an axis can do one of both"):
+    with pytest.raises(LayoutError, match="use an axis for data or for styles"):
         parallelize_module(model, mesh["data"], PLAN)
     with pytest.raises(LayoutError, match="as ignored_params"):
         parallelize_module(model.blocks[0], mesh["tensor"], {"norm": SequenceParallel()})

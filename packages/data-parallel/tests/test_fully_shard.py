@@ -432,7 +432,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(LayoutError, match="is sparse"):
         lookup(torch.arange(4)).sum().backward()
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
-    with pytest.raises(LayoutError, match="over two axes to replicate too"):
+    with pytest.raises(LayoutError, match="with a mesh of two axes also over replicas"):
         replicate(fully_shard(Block(4), both["data"]), both["replica"])
     with pytest.raises(LayoutError, match="replicates over the first"):
         fully_shard(replicate(Block(4), both["replica"]), both["data"])

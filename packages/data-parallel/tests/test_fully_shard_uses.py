@@ -549,7 +549,7 @@ def test_writes_to_gathered_parameters_are_an_error() -> None:
 @on_ranks(4)
 def test_containers_and_uneven_resharding_are_refused() -> None:
     mesh = mesh_of(4, 1)
-    with pytest.raises(LayoutError, match="no forward"):
+    with pytest.raises(LayoutError, match="does not define forward"):
         fully_shard(nn.ModuleList([Block(4)]), mesh["data"])
     with pytest.raises(LayoutError, match="a number that divides"):
         fully_shard(Block(4), mesh["data"], reshard_after_forward=3)

@@ -348,13 +348,13 @@ def world() -> Iterator[DeviceMesh]:
 
 
 def test_axes_that_are_not_there_are_refused(world: DeviceMesh) -> None:
-    with pytest.raises(LayoutError, match="name the axis to shard over"):
+    with pytest.raises(LayoutError, match="pass shard_mesh_dim="):
         FSDPMeshInfo(world)
     with pytest.raises(LayoutError, match="has axes 0 to 1, got 2"):
         FSDPMeshInfo(world, shard_mesh_dim=2)
     with pytest.raises(LayoutError, match="cannot both shard and replicate"):
         HSDPMeshInfo(world, shard_mesh_dim=1, replicate_mesh_dim=1)
-    with pytest.raises(LayoutError, match="name the axis of replicas"):
+    with pytest.raises(LayoutError, match="pass replicate_mesh_dim="):
         HSDPMeshInfo(world, shard_mesh_dim=1)
 
 

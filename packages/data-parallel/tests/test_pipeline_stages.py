@@ -339,7 +339,7 @@ def test_dtensors_cross_the_border_of_two_meshes(border: str) -> None:
 
 
 def test_a_stage_that_is_not_sharded_is_refused() -> None:
-    with pytest.raises(LayoutError, match="fully_shard was called on"):
+    with pytest.raises(LayoutError, match="was passed to fully_shard or replicate"):
         reduce_after_last_microbatch(SimpleNamespace(submod=nn.Linear(2, 2)))
 
 

@@ -61,7 +61,7 @@ def stages_of(schedule: Any) -> list[Any]:
 
 def pipeline_actions() -> tuple[Any, Any]:
     """Return the kinds of a schedule's actions that gather and free a stage."""
-    # imported here: it takes long, and only pipelines need it
+    # imported here, because importing takes long and only pipelines need it
     from torch.distributed.pipelining.schedules import _ComputationType
 
     return _ComputationType.UNSHARD, _ComputationType.RESHARD

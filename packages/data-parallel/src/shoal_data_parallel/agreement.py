@@ -28,8 +28,8 @@ def check_same_parameters(
 
     The error names the first parameter that differs. The check takes one all-gather of 16 bytes; if
     ranks differ, another all-gather sends the descriptions. Frozen parameters differ from trained
-    ones, because ranks would reduce different gradients. Under a FakeTensorMode nothing is checked:
-    messages have no values there.
+    ones, because ranks would reduce different gradients. Under a FakeTensorMode nothing is checked,
+    because fake messages do not have values.
 
     Args:
         function: the name of the function that is called, for the error.
@@ -79,8 +79,8 @@ def _raise_first_difference(
             f"{description} on ranks {ranks}" for description, ranks in ranks_with.items()
         )
         raise LockstepError(
-            f"{function}: data-parallel ranks must have the same parameters in one order, trained "
-            f"or frozen alike. The first that differ: {listed}"
+            f"{function}: all data-parallel ranks must have the same parameters in the same "
+            f"order, and agree which are trained. The first parameter that differs: {listed}"
         )
 
 

@@ -1,7 +1,7 @@
 """Collectives of a unit by functions of the user, and the packing of tensors for them.
 
 A rank sends one flat buffer with its shards of all parameters of a dtype. Buffers have one size on
-all ranks, that of the longest. With shards of 3 and 2 rows of (5, 4) on two ranks:
+all ranks, the size of the longest buffer. With shards of 3 and 2 rows of (5, 4) on two ranks:
 
     gather     rank 0: 12 elements    rank 1: 8 elements, 4 unused    received: 24 elements
     scatter    sent: 24 elements, shard by shard                      received: 12 elements
@@ -95,9 +95,9 @@ class Communication:
     reduce_scatter: ReduceScatter | None = None
     # called with the reduced gradients in one flat tensor
     hook: Callable[[Tensor], None] | None = None
-    # the device's stream for the hook; None is that of the backward
+    # the device's stream for the hook; None is the stream of the backward
     hook_stream: Any = None
-    # collectives only sum; a custom one is not asked for averages, and a hook gets sums
+    # collectives only sum: a custom collective gets the operation "sum", and a hook gets sums
     sums_only: bool = False
     # parameters that no rank has used get zeros
     zeros_for_unused: bool = False

@@ -42,7 +42,7 @@ class ForwardWrites:
         self._before = [(p, p._version) for p in parameters if not p.is_inference()]
 
     def end(self) -> None:
-        """Digest the parameters whose versions have changed since the beginning."""
+        """Digest the parameters with versions that have changed since the beginning."""
         written = [p for p, version in self._before if p._version != version]
         self._before = []
         if not written:

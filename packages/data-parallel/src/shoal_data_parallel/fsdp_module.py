@@ -175,7 +175,7 @@ class FSDPModule(ReducingModule):
         """Set the modules that start to gather their parameters when this forward begins.
 
         By default, and in a copy of the module, it is the module whose forward came next the last
-        time. With an empty list there is none.
+        time. An empty list turns prefetching off.
 
         Args:
             modules: modules that `fully_shard` was called on. All ranks pass the same modules in
@@ -381,13 +381,13 @@ class FSDPModule(ReducingModule):
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise StyleTypeError(
-                "set_reduce_scatter_max_input_buffers: expected an int, got "
+                "set_reduce_scatter_max_input_buffers: max_input_buffers must be an int, got "
                 f"{type(max_input_buffers).__name__}"
             )
         if max_input_buffers < 1:
             raise LayoutError(
-                "set_reduce_scatter_max_input_buffers: at least 1 unit's gradients are in flight, "
-                f"got {max_input_buffers}"
+                "set_reduce_scatter_max_input_buffers: max_input_buffers must be at least 1, got "
+                f"{max_input_buffers}"
             )
         for unit in units_of(self, recurse):
             unit.communication.max_in_flight = max_input_buffers
@@ -411,7 +411,8 @@ class FSDPModule(ReducingModule):
         )
         self.set_gradient_divide_factor(factor)
 
-    # --- faults, and what only CUDA has -----------------------------------------------------------
+    # --- faults, and features of CUDA only
+    # -----------------------------------------------------------
 
     def reset_iter_state(self) -> None:
         """Reset all units after a forward or a backward that raised.
@@ -426,8 +427,8 @@ class FSDPModule(ReducingModule):
         unit = unit_of(self)
         if unit is not unit.schedule.units[0]:
             raise LayoutError(
-                "reset_iter_state: call it on the outermost module that fully_shard was called on; "
-                f"{unit.name!r} is inside of {unit.schedule.units[0].name!r}"
+                f"reset_iter_state: call it on the outermost fully_shard module; {unit.name!r} is "
+                f"inside of {unit.schedule.units[0].name!r}"
             )
         for reduction in unit.schedule.context.take():
             reduction.wait()
@@ -445,10 +446,10 @@ class FSDPModule(ReducingModule):
         """
         if enable:
             raise UnsupportedModuleError(
-                "set_allocate_memory_from_process_group_for_comm: only NCCL allocates buffers, and "
-                "shoal gathers from and to the parameters' own memory without one. A custom "
-                "collective with an `allocate` of its own does it: set_custom_all_gather, "
-                "set_custom_reduce_scatter"
+                "set_allocate_memory_from_process_group_for_comm: not supported: shoal gathers "
+                "from and to the parameters' own memory without buffers. Pass a custom "
+                "collective whose `allocate` uses the process group's allocator: "
+                "set_custom_all_gather, set_custom_reduce_scatter"
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -458,9 +459,10 @@ class FSDPModule(ReducingModule):
             UnsupportedModuleError: always.
         """
         raise UnsupportedModuleError(
-            f"set_symm_mem_for_comm: buffers in symmetric memory of {backend!r} exist on CUDA only, "
-            "and shoal gathers from and to the parameters' own memory. A custom collective with an "
-            "`allocate` of its own can use them: set_custom_all_gather, set_custom_reduce_scatter"
+            "set_symm_mem_for_comm: not supported: shoal gathers from and to the parameters' own "
+            f"memory, without buffers in symmetric memory of {backend!r}, which exist on CUDA "
+            "only. Pass a custom collective whose `allocate` returns such buffers: "
+            "set_custom_all_gather, set_custom_reduce_scatter"
         )
 
 
@@ -482,7 +484,8 @@ def _check_stream(unit: Unit, stream: Any | None) -> None:
         )
     if stream is not None and unit.axes.mesh.device_type == "cpu":
         raise LayoutError(
-            "set_all_reduce_hook: a CPU has no streams; leave `stream` out on a mesh of type 'cpu'"
+            "set_all_reduce_hook: CPUs do not have streams; leave `stream` out on a mesh of type "
+            "'cpu'"
         )
 
 
@@ -495,14 +498,14 @@ def _checked_comm(name: str, unit: Unit, comm: Any) -> Any:
     if callable(comm) and callable(getattr(comm, "allocate", None)):
         return comm
     raise StyleTypeError(
-        f"{name}: expected an object that is called with the buffers and has allocate(size, *, "
+        f"{name}: comm must be callable with the buffers and have a method allocate(size, *, "
         f"dtype, device), got {type(comm).__name__}"
     )
 
 
 def _check_finished(name: str, units: Sequence[Unit]) -> None:
     if in_backward():
-        raise StyleError(f"{name}: a backward is running; it is to be called after it")
+        raise StyleError(f"{name}: a backward is running; call {name} after it")
     for unit in units:
         unit.check_kept()
 
@@ -573,8 +576,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if leaves & held:
         raise StyleError(
-            f"{type(optimizer).__name__}.step: gradients of a backward that was not the last one "
-            "are still in flight: call finalize_backward() of the module, or "
+            f"{type(optimizer).__name__}.step: gradients are still in flight, because no backward "
+            "was the last one: call finalize_backward() of the module, or "
             "set_is_last_backward(True) before the last backward"
         )
 

@@ -82,8 +82,8 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     Parameters are gathered before forward and backward, and freed afterwards. They become DTensors
     whose gradients are averaged over the data axes. Parameters that styles have placed on other
     axes of the same mesh keep these placements, and are sharded over the data axes too. Styles may
-    also come afterwards: each unit that they concern is gathered for them, and sharded again. Make
-    the optimizer when all of this is done.
+    also be applied afterwards: each unit with affected parameters is gathered for them, and sharded
+    again. Make the optimizer when all of this is done.
 
     Args:
         module: changed in place; its class becomes a subclass that is an `FSDPModule` too.
@@ -181,8 +181,8 @@ def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
     ranks = axes.ranks_of_shards
     if not isinstance(asked, int) or asked < 1 or ranks % asked:
         raise LayoutError(
-            "fully_shard: reshard_after_forward is True, False, None, or a number that divides the "
-            f"{ranks} ranks that shard, got {asked!r}"
+            "fully_shard: reshard_after_forward must be True, False, None, or a number that "
+            f"divides the {ranks} ranks of the sharding axis, got {asked!r}"
         )
     if asked in (1, ranks):
         return asked == ranks
@@ -194,11 +194,13 @@ def check_modules(name: str, modules: Sequence[nn.Module]) -> None:
     for module in modules:
         kind = type(module).__name__
         if isinstance(module, FSDPModule):
-            raise LayoutError(f"{name}: this {kind} is sharded already; it can be one unit only")
+            raise LayoutError(
+                f"{name}: this {kind} is sharded already; call fully_shard on a module once"
+            )
         if type(module).forward is nn.Module.forward and "forward" not in vars(module):
             raise LayoutError(
-                f"{name}: {kind} has no forward, so nothing would gather its parameters; pass the "
-                "modules in it"
+                f"{name}: {kind} does not define forward, so nothing would gather its parameters; "
+                "pass the modules that it contains"
             )
 
 
@@ -228,12 +230,12 @@ def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> 
     replicated = {id(param) for owner in owners for param in owner.held()}
     if any(id(param) in replicated for param in params):
         raise LayoutError(
-            "fully_shard: `replicate` has a parameter; of two axes fully_shard replicates over the "
-            "first"
+            "fully_shard: a parameter was passed to replicate() already; to shard and replicate, "
+            "pass fully_shard a mesh of two axes: it replicates over the first axis"
         )
     check_plain_tensors("fully_shard", params)
     if any(param.grad is not None for param in params):
         raise StyleError(
-            "fully_shard: parameters have gradients, averaged or not; drop them first, with "
-            "zero_grad()"
+            "fully_shard: parameters have gradients, which may be averaged or not; drop the "
+            "gradients first, with zero_grad()"
         )

@@ -1,4 +1,4 @@
-"""Losses of all data-parallel ranks together, whose gradients count once with any divisor.
+"""Losses that all data-parallel ranks share; their gradients count once with any divisor.
 
 A backward begins at a plain loss, one for each rank, or at a DTensor, one for all ranks of its
 mesh. Data parallelism delivers the sum of the ranks' gradients, divided by the number of ranks: the
@@ -79,8 +79,8 @@ class LossOfRanks:
 class LossesOfPass:
     """The losses of a backward pass by sets of data-parallel ranks.
 
-    The axis of a style may lie inside another model's data axes. So what crosses over ranks 0 and 1
-    tells nothing about a reducer of ranks 0 and 2.
+    The axis of a style may lie inside another model's data axes. So a crossing over ranks 0 and 1
+    does not inform a reducer of ranks 0 and 2.
     """
 
     by_data: dict[Ranks, LossOfRanks] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class LossesOfPass:
         """Return the reducer that delivers the gradient of a parameter, or None."""
         if not self._reducers:
             for owner in live_owners():
-                assert isinstance(owner, Reducer), "they are made here"
+                assert isinstance(owner, Reducer), "notes of this type were made here"
                 self._reducers.update((id(leaf), owner) for leaf in owner.leaves())
         return self._reducers.get(id(parameter))
 
@@ -136,12 +136,12 @@ def ranks_of_loss(reducer: Reducer) -> int:
     if reducer.divisor is None and any(len(loss.unclear & data) > 1 for loss in losses):
         raise StyleError(
             "a backward began at a plain loss and went through full_tensor() or to_local() of a "
-            "DTensor, and through from_local() of this rank's shard: whether the loss is one of "
-            "all data-parallel ranks together, whose gradients are summed, or each rank's own, "
-            "whose gradients are averaged, is not known. Call backward() on the DTensor loss, or "
-            "set_gradient_divide_factor(1) where the whole loss is global, or pass "
-            "grad_placements=[Partial()] to full_tensor() where each rank adds the result to a "
-            "loss of its own"
+            "DTensor, and through from_local() of this rank's shard. Either the loss is shared "
+            "by all data-parallel ranks and its gradients must be summed, or each rank has its "
+            "own loss and the gradients must be averaged; this graph does not show which. Call "
+            "backward() on the DTensor loss, or set_gradient_divide_factor(1) where the whole "
+            "loss is global, or pass grad_placements=[Partial()] to full_tensor() where each "
+            "rank adds the result to a loss of its own"
         )
     sharing = NO_RANKS.union(*(loss.sharing for loss in losses)) & data
     return max(len(sharing), 1)
@@ -192,9 +192,10 @@ class _DataCrossings:
         shares = {_share(losses, reducer, replicated) for reducer in reducers}
         if len(shares) > 1:
             raise StyleError(
-                "a plain tensor counts as replicated among DTensors, and follows from parameters "
-                "whose gradients data parallelism sums in different ways, or not at all. Make a "
-                "DTensor of each: DTensor.from_local(parameter, mesh, [Replicate()])"
+                "a plain tensor is treated as replicated among DTensors, but it was computed "
+                "from parameters whose gradients data parallelism sums in different ways, or "
+                "does not sum. Make a DTensor of each: DTensor.from_local(parameter, mesh, "
+                "[Replicate()])"
             )
         for crossing in crossings:
             loss = losses.over(crossing.data)

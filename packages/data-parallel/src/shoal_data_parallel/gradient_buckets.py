@@ -2,7 +2,7 @@
 
 Autograd accumulates the gradient of this rank's rows in `.grad`. A pass first sets aside the
 gradients in `.grad`, removes each bucket's gradients when the last of them has arrived, and puts
-the means in their place when it is over. `torch.autograd.grad` accumulates nothing: it returns a
+the means in their place when it is over. `torch.autograd.grad` does not accumulate: it returns a
 tensor that gets the mean when the pass is over.
 
 A rank may update only a shard of its replica, with the optimizer's state of the shard (ZeRO-1). On
@@ -93,7 +93,8 @@ class Replica:
         if self.held is not self.leaf:
             self.seen = seen = _Seen.apply(self, take, leaf, self.held)  # type: ignore[no-untyped-call]  # torch
             install_switch(seen, GradientSwitch(self.target, seen))
-            # it is older than all forwards: its gradient would wait for the pass's end
+            # the original is older than all forwards, so its gradient would wait for the end of the
+            # pass
             run_when_ready(seen.grad_fn)
             return []
         self.asked = (
@@ -111,9 +112,9 @@ class Replica:
         if [*leaf._backward_hooks][-1] != handle.id:
             raise StyleError(
                 "replicate: a parameter has a gradient hook that was registered after "
-                "replicate(...), so it would change the gradient of this rank's rows that "
-                "torch.autograd.grad is to return the mean of; register it before, or call "
-                "backward()"
+                "replicate(...), so it would change the gradient of this rank's rows before "
+                "torch.autograd.grad averages it over ranks; register the hook before replicate, "
+                "or call backward()"
             )
         return take(grad)
 
@@ -121,16 +122,16 @@ class Replica:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
         if self.held is not self.leaf and grad_hooked(self.held):
             raise StyleError(
-                "replicate: a parameter has a gradient hook, and autograd does not know the shards "
-                "that the optimizer updates; call what it does after backward(), when gradients "
-                "are reduced"
+                "replicate: a parameter has a gradient hook, which autograd would not call for "
+                "the shards that the optimizer updates; move the hook's work after backward(), "
+                "when gradients are reduced"
             )
-        # one is of the buckets
+        # one of the hooks belongs to the buckets
         if self.held is self.leaf and len(self.leaf._post_accumulate_grad_hooks or ()) > 1:
             raise StyleError(
-                "replicate: a parameter has a post-accumulate-grad hook, which would see the "
-                "gradient of this rank's rows; call what it does after backward(), when gradients "
-                "are reduced"
+                "replicate: a parameter has a post-accumulate-grad hook, which would get the "
+                "gradient of this rank's rows only; move the hook's work after backward(), when "
+                "gradients are reduced"
             )
 
     def adopt(self) -> bool:
@@ -238,7 +239,7 @@ class GradientBuckets:
 
     def __init__(self, buckets: Sequence[Bucket], owner: Reducer) -> None:
         self.buckets = buckets  # in the order in which they are reduced
-        self.owner = owner  # says whether passes reduce gradients
+        self.owner = owner  # its flag decides whether passes reduce gradients
         self.parameters: list[Replica] = [
             replica for bucket in buckets for replica in bucket.replicas
         ]
@@ -248,12 +249,12 @@ class GradientBuckets:
             for i, p in enumerate(bucket.replicas)
         }
         self.running: bool = False
-        # a leaf's node lives no longer than somebody holds it
+        # a leaf's node lives only as long as it is referenced
         with torch.inference_mode(False), torch.enable_grad():
             self._nodes: list[Any] = [
                 torch.autograd.graph.get_gradient_edge(p.leaf).node for p in self.parameters
             ]
-            # Those of the parameters that optimizers see.
+            # The gradients of the parameters that optimizers see.
             self.held: list[Any] = [
                 torch.autograd.graph.get_gradient_edge(p.held).node for p in self.parameters
             ]
@@ -275,7 +276,7 @@ class GradientBuckets:
             handle.remove()
 
     def begin_if_needed(self, grads: Any) -> None:
-        """Begin a pass through a module's output, whatever parameters it reaches.
+        """Begin a pass through a module's output, even if it reaches none of the parameters.
 
         This is a hook of the output.
         """
@@ -292,7 +293,7 @@ class GradientBuckets:
             bucket.check_kept()
             bucket.divisor = self.owner.divisor
         self._number = backward_number()
-        # gradients of this rank's rows, and what gets the means
+        # gradients of this rank's rows, and the tensors that get the means
         self._given: dict[int, tuple[Tensor, Tensor]] = {}
         self._before = [parameter.leaf.grad for parameter in self.parameters]
         for parameter in self.parameters:
@@ -313,8 +314,8 @@ class GradientBuckets:
         if i in self.buckets[at].kept:
             self.buckets[at].keep(i)
         self._missing[at] -= 1
-        # Reentrant checkpointing runs passes inside of this one, each of which may bring a
-        # parameter's gradient.
+        # Reentrant checkpointing runs passes inside of this one, and each may bring a parameter's
+        # gradient.
         if at < len(self._reductions):
             self._late.add(at)
         # Which parameters a pass uses may differ between ranks; the order of reductions must not.
@@ -336,16 +337,16 @@ class GradientBuckets:
             )
             return None
         if backward_number() != self._number:
-            # the pass around this one reduces what is made of it
+            # the pass around this one reduces the gradients of its result
             return None
         if not self.owner.syncs and self.owner.returns_zero_gradients:
             bucket, i = self._place[id(parameter.leaf)]
             self.buckets[bucket].add_to_kept(i, grad)
             return torch.zeros_like(parameter.held.detach())
         first_order_only(
-            "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: the "
-            "mean over ranks has no derivative. Ask for gradients of inputs, or differentiate the "
-            "module before it is replicated"
+            "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: "
+            "the mean over ranks cannot be differentiated. Compute gradients of inputs instead, "
+            "or differentiate the module before it is replicated"
         )
         self._given[at] = grad, torch.empty_like(parameter.held.detach())
         return self._given[at][1]
@@ -363,9 +364,9 @@ class GradientBuckets:
             if 0 < count < comm.size:
                 raise LayoutError(
                     "replicate: torch.autograd.grad of a parameter of shape "
-                    f"{tuple(parameter.leaf.shape)} that only {count} of {comm.size} data-parallel "
-                    "ranks have used: the others would get None for it. Use backward(), which "
-                    "gives all ranks the mean with zeros"
+                    f"{tuple(parameter.leaf.shape)} was used by only {count} of {comm.size} "
+                    "data-parallel ranks, so the other ranks would get None. Use backward(), "
+                    "which gives all ranks the mean with zeros"
                 )
         bucket = Bucket(
             "gradients that were asked for", [self.parameters[at] for at in asked], axes
@@ -382,7 +383,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.check_kept()
             bucket.divisor = self.owner.divisor
-        # also buckets of which this rank has kept nothing
+        # also buckets without kept gradients on this rank
         reductions = [GroupReduction.start(bucket, {}) for bucket in self.buckets]
         for reduction in reductions:
             reduction.wait()
@@ -424,10 +425,10 @@ class GradientBuckets:
     def _check_writes(self, reduction: GroupReduction) -> None:
         """Raise StyleError if ranks have written different values.
 
-        A rank that has written nothing reads no flags of an accelerator: it would wait for it.
+        A rank without writes does not read the flags from an accelerator, which would make it wait.
         """
         bucket = reduction.group
-        assert isinstance(bucket, Bucket), "they are made here"
+        assert isinstance(bucket, Bucket), "buckets were made here"
         writes = bucket.writes
         sums = reduction.extra
         if writes is None or sums is None:

@@ -33,7 +33,7 @@ class Group(Reducer):
     # the function that made it, for messages and profiles
     owner: str
     parameters: Sequence[ShardedParameter]
-    # the indices of those that require gradients
+    # the indices of the parameters that require gradients
     trained: list[int]
     # how many flags travel with the gradients beside one for each parameter
     extra_flags = 0
@@ -83,7 +83,7 @@ class Group(Reducer):
             self.kept[i] = local.to(spec.dtype, copy=copy).contiguous(), spec
 
     def divide_by(self, *, adds: bool) -> float:
-        """Return the divisor of summed gradients: this pass's, if it adds to kept ones."""
+        """Return the divisor of summed gradients; a pass that adds to kept gradients sets it."""
         if adds or not self.holds_gradients:
             self._check_same_loss(ranks_of_loss(self))
         return divisor_of(self, self.kept_ranks_of_loss)
@@ -93,10 +93,11 @@ class Group(Reducer):
             self.kept_ranks_of_loss = ranks
         if self.divisor is None and ranks != self.kept_ranks_of_loss:
             raise StyleError(
-                f"{self.owner}: the kept gradients of {self.name!r} and those of this backward are "
-                f"of losses of {self.kept_ranks_of_loss} and {ranks} data-parallel ranks together, "
-                "so no one number divides their sum. Call set_gradient_divide_factor(), which then "
-                "holds for all of them, or reduce after each backward"
+                f"{self.owner}: the kept gradients of {self.name!r} belong to a loss shared by "
+                f"{self.kept_ranks_of_loss} data-parallel ranks, and the gradients of this "
+                f"backward to a loss shared by {ranks}, so their sum has no common divisor. Call "
+                "set_gradient_divide_factor(), whose divisor then applies to all gradients, or "
+                "reduce after each backward"
             )
 
     def extra_columns(self) -> Tensor | None:
@@ -107,9 +108,9 @@ class Group(Reducer):
         """Raise StyleError if a backward that raised may have added to kept gradients."""
         if self.spoiled:
             raise StyleError(
-                f"{self.owner}: a backward that added to kept gradients of {self.name!r} raised, "
-                "so some kept ones are of that backward. Drop them with the outermost module's "
-                "zero_grad(), and begin the step again"
+                f"{self.owner}: a backward raised while it added to the kept gradients of "
+                f"{self.name!r}, so some kept gradients include it and some do not. Drop all of "
+                "them with the outermost module's zero_grad(), and begin the step again"
             )
 
     def drop_kept(self) -> None:
@@ -124,7 +125,7 @@ class ReducingModule(nn.Module):
     _made_by: str  # the function
     # whether a divisor is also that of the modules in it that have been passed before
     _divides_inside = True
-    # those of the module and, unless with `recurse=False`, of those in it
+    # the groups of the module and, unless `recurse=False`, of the modules in it
     _reducers: Callable[..., Sequence[Reducer]]
 
     if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def in_wanted_layouts(
     """Return local gradients in the layouts that all ranks expect, or that kept ones have.
 
     Inputs may leave gradients partial or sharded over the styles' axes although the parameters are
-    replicated. A rank without a gradient of a parameter cannot know the layout on other ranks.
+    replicated. A rank without a gradient of a parameter cannot determine the layout on other ranks.
     """
     others = [at for at, spec in enumerate(specs) if spec is not wanted[at]]  # specs are interned
     if others:

@@ -25,7 +25,7 @@ class GradientSwitch:
 
     def __init__(self, parameter: ShardedParameter, recorded: Tensor) -> None:
         self.parameter = parameter
-        # whoever shows it holds it
+        # the object that exposes the leaf holds a reference to it
         self.recorded = ref(recorded)
 
     def __call__(self, requires_grad: bool = True) -> Tensor | None:

@@ -28,7 +28,7 @@ from .sharded_parameters import DataAxes, Site
 
 @dataclass(frozen=True, slots=True)
 class FSDPMeshInfo:
-    """The data axes in a mesh, for the parameters that `shard_placement_fn` chooses them for.
+    """The data axes in a mesh, for the parameters for which `shard_placement_fn` chooses them for.
 
     Attributes:
         mesh: the mesh with the axes.
@@ -62,8 +62,8 @@ class FSDPMeshInfo:
             return
         if self.shard_mesh_dim is None:
             raise LayoutError(
-                f"{type(self).__name__}: name the axis to shard over, as shard_mesh_dim=, of "
-                f"{self.mesh!r}"
+                f"{type(self).__name__}: pass shard_mesh_dim=, the index of the axis of "
+                f"{self.mesh!r} to shard over"
             )
         for axis in (self.shard_mesh_dim, self.replicate_mesh_dim):
             if axis is not None and axis not in range(self.mesh.ndim):
@@ -118,8 +118,8 @@ class HSDPMeshInfo(FSDPMeshInfo):
         FSDPMeshInfo.__post_init__(self)
         if self.dp_mesh_dims is None and self.replicate_mesh_dim is None:
             raise LayoutError(
-                f"HSDPMeshInfo: name the axis of replicas, as replicate_mesh_dim=, of {self.mesh!r}; "
-                "FSDPMeshInfo does without one"
+                f"HSDPMeshInfo: pass replicate_mesh_dim=, the index of the axis of {self.mesh!r} "
+                "to replicate over, or use FSDPMeshInfo, which does not need one"
             )
 
 
@@ -158,8 +158,8 @@ class MeshAssignment:
     """The answers of one call's `shard_placement_fn`, each asked for once.
 
     An answer stays with the place of the parameter in its module, because styles that come later
-    replace the parameter. A number is not asked about: it stays replicated over the axes of the
-    call.
+    replace the parameter. The function is not called for a parameter of 0 dims, which stays
+    replicated over the axes of the call.
 
     Args:
         choose: the function; None for the first dim and the axes of the call.

@@ -88,8 +88,8 @@ def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
         )
     if any(is_torch_fsdp(stage.submod) for stage in stages):
         raise LayoutError(
-            "prepare_pipeline: a stage is sharded by torch's fully_shard, whose gathers the "
-            "schedule would not start any more; shard all stages of a rank by shoal's"
+            "prepare_pipeline: a stage is sharded by torch's fully_shard, but the schedule would "
+            "no longer start its gathers; shard all stages of a rank with shoal's fully_shard"
         )
     if getattr(schedule, _PREPARED, False):
         return
@@ -138,8 +138,8 @@ def reduce_after_last_microbatch(stage: Any) -> None:
     module = submodule_of("reduce_after_last_microbatch", stage)
     if not isinstance(module, ReducingModule):
         raise LayoutError(
-            "reduce_after_last_microbatch: expected a stage whose submod fully_shard was called "
-            f"on, or replicate, got a stage of {type(module).__name__}"
+            "reduce_after_last_microbatch: expected a stage whose submod was passed to "
+            f"fully_shard or replicate, got a stage of {type(module).__name__}"
         )
     _reduce_at_end(stage)
 

@@ -85,7 +85,8 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if not self.shard_names and not self.replicate_names:
             raise LayoutError(
-                "DataParallelMeshDims: name an axis to shard over, or to replicate over"
+                "DataParallelMeshDims: pass at least one axis name, to shard over or to "
+                "replicate over"
             )
 
     @property

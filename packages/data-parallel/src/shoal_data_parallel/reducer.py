@@ -28,7 +28,7 @@ class Reducer:
     all_reduces: bool = True
     # while gradients are kept, torch.autograd.grad returns zeros: pipeline stages split a backward so
     returns_zero_gradients: bool = False
-    # whether modules see DTensors on the data axes, whose loss is one of all ranks
+    # whether modules see DTensors on the data axes, so that all ranks share one loss
     is_on_data_axes: bool = False
     # the divisor of summed gradients; None for the number of ranks, or for 1 with a loss of all
     # ranks

@@ -308,7 +308,7 @@ class GroupReduction:
     def gradients(self) -> list[Tensor]:
         """Return the reduced local gradients; zeros for a parameter that had none on any rank."""
         self.wait()
-        assert self._gradients is not None, "they are reduced"
+        assert self._gradients is not None, "the reduction has finished"
         return self._gradients()
 
     def poll(self) -> None:
@@ -466,7 +466,7 @@ _OWN_GROUPS = "reduce"
 
 @lru_cache(maxsize=1024)
 def _on_own_groups(layout: Spec) -> Spec:
-    """Return the same layout on a mesh whose process groups serve reductions alone."""
+    """Return the same layout on a mesh with separate process groups for reductions."""
     mesh = with_own_groups(layout.mesh, _OWN_GROUPS)
     return Spec(
         mesh,

@@ -104,7 +104,7 @@ def replicate(
     shard_optimizer=bool,
     broadcast_buffers=bool,
 )
-def replicate(  # noqa: PLR0913  # options that exclude one another in no way
+def replicate(  # noqa: PLR0913  # independent options
     module: nn.Module | list[nn.Module],
     mesh: DeviceMesh | str | None = None,
     *,
@@ -187,7 +187,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     if has_policy or isinstance(offload_policy, CPUOffloadPolicy) or dp_mesh_dims is not None:
         if shard_optimizer or broadcast_buffers:
             raise StyleError(
-                "replicate: shard_optimizer and broadcast_buffers do not go together with "
+                "replicate: shard_optimizer and broadcast_buffers cannot be combined with "
                 "mp_policy, offload_policy and dp_mesh_dims; fully_shard(module, mesh, "
                 "reshard_after_forward=False, mp_policy=...) shards the optimizer's state"
             )
@@ -219,8 +219,8 @@ def _mesh_of(mesh: DeviceMesh | str | None) -> DeviceMesh:
         around = current_mesh()
         if around is None:
             raise StyleError(
-                f"replicate: axis {mesh!r} of which mesh? Pass mesh[{mesh!r}], or call it in `with "
-                "mesh:`"
+                f"replicate: mesh={mesh!r} is the name of an axis, but no mesh is active. Pass "
+                f"mesh[{mesh!r}], or call it in `with mesh:`"
             )
         return around[mesh]
     return DataAxes(mesh).mesh
@@ -231,7 +231,8 @@ def _replica_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataAx
         return DataAxes(mesh, sharded=0)
     if dims.shard_names:
         raise LayoutError(
-            f"replicate: dp_mesh_dims names axes to shard over, {dims.shard_names}; fully_shard does"
+            f"replicate: dp_mesh_dims names axes to shard over, {dims.shard_names}, which "
+            "replicate does not support; use fully_shard"
         )
     return data_axes_of(mesh, dims)
 
@@ -386,10 +387,10 @@ class Replicas(Reducer):
                 data & set(param.spec.mesh.axis_names) or id(param) in of_units
             ):
                 raise LayoutError(
-                    f"replicate: a parameter is placed on {param.spec!r} already; its gradients "
-                    f"are to be averaged over {self.axes.mesh.axis_names}. fully_shard averages "
-                    "those of its parameters itself (over two axes to replicate too); others can "
-                    "be passed in ignored_params"
+                    f"replicate: a parameter is placed on {param.spec!r} already, so its "
+                    f"gradients cannot be averaged over {self.axes.mesh.axis_names}. fully_shard "
+                    "averages the gradients of its own parameters (with a mesh of two axes also "
+                    "over replicas); pass other such parameters in ignored_params"
                 )
 
     def attach(self) -> None:
@@ -402,8 +403,8 @@ class Replicas(Reducer):
             pairs = [(replica.leaf, replica.held) for replica in trained]
             if {id(param) for param in held} - {id(replica.held) for replica in self.replicas}:
                 raise StyleError(
-                    "replicate: the module has got another parameter since replicate(..., "
-                    "shard_optimizer=True), of which the optimizer's state cannot be sharded; add "
+                    "replicate: a parameter was added to the module after replicate(..., "
+                    "shard_optimizer=True), so its optimizer state cannot be sharded; add "
                     "parameters before"
                 )
         else:
@@ -416,8 +417,9 @@ class Replicas(Reducer):
             bucket.check_kept()
         if self.keeps_gradients:
             raise StyleError(
-                "replicate: the trained parameters are not those of the last backward, whose "
-                "gradients this rank keeps for the next one that reduces; run that one first"
+                "replicate: the set of trained parameters has changed since the last backward, "
+                "whose gradients this rank keeps for a later reduction; run the backward that "
+                "reduces them first"
             )
         if not self.axes.sharded:
             self.check()
@@ -428,7 +430,7 @@ class Replicas(Reducer):
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
         """Return parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""
 
-        # of uneven shards the mean: the ranks of a style make the same groups
+        # the mean size of uneven shards, so that the ranks of a style make the same groups
         def size_of(one: Replica) -> int:
             leaf = one.leaf
             axes = (
@@ -506,7 +508,7 @@ class Replicas(Reducer):
 
     def check_materialized(self) -> None:
         """Raise StyleError if parameters are still on the meta device."""
-        # the last attached ones, of which the device is a part
+        # the parameters that were attached last, with their devices
         if not any(device.type == "meta" for *_, device in self._attached):
             return
         named = self.module.named_parameters()
@@ -575,14 +577,16 @@ class ReplicateModule(ReducingModule):
             StyleError: a backward is running, or one that added to them raised.
         """
         if in_backward():
-            raise StyleError("reduce_gradients: a backward is running; it is to be called after it")
+            raise StyleError(
+                "reduce_gradients: a backward is running; call reduce_gradients after it"
+            )
         for state in reversed(cast(Sequence[Replicas], self._reducers())):
             state.gradients.reduce_kept()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients.
 
-        Replicas have no shards, over which alone it could reduce.
+        Replicas do not have shards to reduce over first.
         """
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 

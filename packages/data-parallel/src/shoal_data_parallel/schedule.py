@@ -57,7 +57,8 @@ class Schedule(Generic[Unit]):
     running: bool = False
     # reductions that no pass has delivered; modules may share it
     context: CommContext = field(default_factory=CommContext)
-    # the user's: whether the next backward delivers what it reduces, and whether backwards do at all
+    # set by the user: whether the next backward delivers its reduced gradients, and whether
+    # backwards reduce
     is_last_backward: bool = True
     finalizes_manually: bool = False
     # the user's: an event that the next forward's gathers wait for
@@ -97,7 +98,7 @@ class Schedule(Generic[Unit]):
     def ended_before(self, unit: Unit, *, recomputing: bool) -> Sequence[Unit]:
         """Return the unit that ended before this one, which ends now: its backward comes next.
 
-        Where the unit is computed again in a backward, `ended` is that of the first time.
+        Where the unit is computed again in a backward, `ended` keeps the value of the first time.
         """
         position = len(self.ended)
         if recomputing:

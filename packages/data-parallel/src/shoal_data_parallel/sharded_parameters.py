@@ -1,4 +1,4 @@
-"""One parameter of a unit: its leaf, the tensor that modules see, and its layouts.
+"""One parameter of a unit: its leaf, the tensor exposed to modules, and its layouts.
 
 With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel weight of shape (8, 6):
 
@@ -121,7 +121,7 @@ class ShardedParameter:
     inner: Spec | None
     # the leaf's layout in the dtype of the reduction: where gradients arrive
     reduced: Spec
-    # the layout on the axes of the styles alone; None if there are none. `inner` is this one, or on a
+    # the layout on the axes of the styles alone; None without styles. `inner` is this one, or on a
     # mesh that has the data axes too
     styled: Spec | None = None
     # layouts over fewer ranks, in which a unit may keep its values after a forward: one shard per
@@ -172,7 +172,7 @@ class ShardedParameter:
 
         Both are in the dtype of the computation.
         """
-        assert self.after_forward is not None, "the unit was made with an int"
+        assert self.after_forward is not None, "reshard_after_forward was an int"
         resting, gathered = self.after_forward
         dtype = self.resting.dtype
         return resting.with_(dtype=dtype), gathered.with_(dtype=dtype)
@@ -203,7 +203,7 @@ class ShardedParameter:
             # where a parametrization that was removed has left a gathered parameter
             if name in module._buffers:
                 del module._buffers[name]
-            module._parameters[name] = tensor  # type: ignore[assignment]  # a gathered parameter is no nn.Parameter
+            module._parameters[name] = tensor  # type: ignore[assignment]  # it is gathered
 
     def adopt(self) -> None:
         """Adopt the parameter that the first module holds now.
@@ -262,9 +262,9 @@ class ShardedParameter:
             ), spec
         if grad.is_sparse:
             raise LayoutError(
-                f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients "
-                "are averaged dense: make the embedding with sparse=False, or pass its weight in "
-                "ignored_params"
+                f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse, but only "
+                "dense gradients can be averaged: make the embedding with sparse=False, or pass "
+                "its weight in ignored_params"
             )
         if isinstance(grad, DTensor):
             # it may be placed differently on the styles' axes
@@ -318,8 +318,8 @@ def check_leaf(held: Tensor, what: str) -> None:
     """Raise LayoutError if a module holds the result of an operation instead of a parameter."""
     if not held.is_leaf:
         raise LayoutError(
-            f"{what} was replaced by the result of an operation, whose gradient would not be "
-            "averaged: pass parameters, or tensors that are detached"
+            f"{what} was replaced by the result of an operation, and its gradient would not be "
+            "averaged: assign a parameter, or a detached tensor"
         )
 
 
@@ -353,9 +353,9 @@ def shard_parameter(
 
     if inner is not None and grad_hooked(param):
         raise LayoutError(
-            "fully_shard: a parameter that a style has placed has gradient hooks, which would not "
-            "see the reduced gradient; register them after fully_shard, on the parameter that it "
-            "leaves"
+            "fully_shard: a parameter that was placed by a style has gradient hooks, which would "
+            "not get the reduced gradient; register the hooks after fully_shard, on the module's "
+            "new parameter"
         )
     leaf = _replacement(param, rows, styled=inner is not None)
     parameter = ShardedParameter(
@@ -476,8 +476,8 @@ def _without_data_axes(inner: Spec, axes: DataAxes) -> Spec | None:
     placed = dict(zip(inner.mesh.axis_names, inner.placements, strict=True))
     if not all(placed[name].is_replicate() for name in axes.names):
         raise LayoutError(
-            f"fully_shard: a parameter on {inner!r} is not replicated over the data axes "
-            f"{axes.names}, which are to shard it"
+            f"fully_shard: a parameter on {inner!r} must be replicated over the data axes "
+            f"{axes.names} before they shard it"
         )
     kept = [name for name in inner.mesh.axis_names if name not in axes.names]
     if not kept:
@@ -513,13 +513,15 @@ def _layouts(
         return Spec(axes.mesh, placements, *meta), Spec(axes.mesh, whole, *meta)
     if inner.partials:
         raise LayoutError(
-            f"a parameter that is still to be reduced cannot be sharded over data axes: {inner!r}"
+            "a partial parameter cannot be sharded over data axes; redistribute it first: "
+            f"{inner!r}"
         )
     shared = set(axes.mesh.axis_names) & set(inner.mesh.axis_names)
     if shared:
         raise LayoutError(
-            f"the parameter is placed on axes {inner.mesh.axis_names} already and is to be sharded "
-            f"over the data axes {axes.mesh.axis_names}; an axis can do one of both"
+            f"the parameter is placed on axes {inner.mesh.axis_names} already and cannot be "
+            f"sharded over the data axes {axes.mesh.axis_names}; use an axis for data or for "
+            "styles, not for both"
         )
     mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
     first = axes.mesh.ndim - axes.sharded
@@ -548,8 +550,8 @@ def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Pl
         return [shard] * axes.sharded
     if shard.sizes is not None:
         raise LayoutError(
-            f"{shard!r} over data axes: a parameter that styles have placed in runs takes no "
-            f"sizes: {runs!r}"
+            f"{shard!r} over data axes cannot have sizes, because styles have placed the "
+            f"parameter in runs: {runs!r}"
         )
     placements: list[Placement] = []
     sizes = list(runs.sizes)

@@ -104,8 +104,8 @@ class StageBorder:
             self._announced = layouts
         if layouts != self._announced:
             raise LayoutError(
-                f"a pipeline stage returned {layouts}, and {self._announced} before: the stage "
-                "behind it expects one layout; redistribute the output"
+                f"a pipeline stage returned {layouts}, but {self._announced} before; the next "
+                "stage expects the same layout for every microbatch: redistribute the output"
             )
         local = [_local_of(tensor, layout) for tensor, layout in zip(outputs, layouts, strict=True)]
         return pytree.tree_unflatten(local, structure)
@@ -126,8 +126,9 @@ class StageBorder:
             if isinstance(param, DTensor) and {*axes} <= {*param.device_mesh.axis_names}:
                 return param.device_mesh[axes]
         raise LayoutError(
-            f"a pipeline stage receives a DTensor on the axes {axes}, and none of its parameters "
-            "is on them: pass prepare_pipeline(schedule, get_mesh=lambda axes: mesh[axes])"
+            f"a pipeline stage receives a DTensor on the axes {axes}, but no parameter of the "
+            "stage is on these axes: pass prepare_pipeline(schedule, get_mesh=lambda axes: "
+            "mesh[axes])"
         )
 
 

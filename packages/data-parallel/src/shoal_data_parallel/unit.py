@@ -26,8 +26,8 @@ still hold the old tensors.
 
 A forward gathers and exposes its unit, and reshards it at its end; so does a backward. In between
 autograd's graph keeps the gathered tensors without their memory, and the backward fills them again.
-`UnitSettings` say where a pass leaves the unit in GATHERED instead; the pass after it then finds the
-values of the leaves there, and sends nothing.
+`UnitSettings` decide where a pass leaves the unit in GATHERED instead; the pass after it then finds
+the values of the leaves there, and sends nothing.
 
 May import: _torch, agreement, communication, forward_scope, gathered, global_losses, gradient_group,
 parameter_meshes, policies, schedule, sharded_parameters.
@@ -97,7 +97,7 @@ class Forward:
     views: ref[Views]
     # all units of the same outermost module
     units: Sequence[Unit]
-    # whether the gathered values are the forward's own, kept by whoever uses them
+    # whether the gathered values belong to the forward, and its users keep them
     private: bool = False
     # the autograd nodes that the gradients of the trained parameters go to
     nodes: Sequence[Any] = ()
@@ -112,10 +112,10 @@ class UnitSettings:
     # None: free after the forward unless the unit is the outermost one; a number: keep shards over
     # groups of this many ranks
     reshard_after_forward: bool | int | None
-    # the units that start to gather when this one's forward begins; None: the one that came next the
-    # last time
+    # the units that start to gather when this one's forward begins; None: the unit that came next
+    # the last time
     prefetch_in_forward: Sequence[Unit] | None = None
-    # the same for its backward; None: the one whose forward ended before
+    # the same for its backward; None: the unit whose forward ended before
     prefetch_in_backward: Sequence[Unit] | None = None
     # whether a backward frees what it gathered
     reshard_after_backward: bool = True
@@ -154,17 +154,18 @@ class Unit(Group):
         self.parameters = []
         # indices of the parameters that required gradients in the last forward
         self.trained: list[int] = []
-        # what follows from the settings for a unit that is the outermost one, or inside
+        # derived from the settings, for the outermost unit or a unit inside
         self.frees_after_forward = True
         self.schedule: Schedule[Unit] = Schedule([self])
-        # the axes of what stays after a forward, if these are others
+        # the axes of the values that stay after a forward, if they differ
         asked = settings.reshard_after_forward
         self.axes_inside = axes.inside(asked) if type(asked) is int else None
         # hooks on modules of an outermost unit, which may be called after its forward
         self.call_hooks: list[Any] = []
 
         # The state, which the methods below change: the gathered parameters, those in flight with
-        # the versions of the leaves that were sent, and what modules see in place of the leaves.
+        # the versions of the leaves that were sent, and the tensors that modules see in place of
+        # the leaves.
         self.current = Gathered([])
         self._in_flight: tuple[ShardsInFlight | CustomGather, Versions] | None = None
         self.exposed: Views | None = None
@@ -178,7 +179,7 @@ class Unit(Group):
         self.backward: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy of the module: the same parameters' copies, with nothing gathered and nothing kept."""
+        """Return the state of a copy: copied parameters, no gathered values, no kept gradients."""
         settings = replace(self.settings, prefetch_in_forward=None, prefetch_in_backward=None)
         copied = Unit(
             self.modules,
@@ -317,7 +318,7 @@ class Unit(Group):
 
     @property
     def versions(self) -> Versions:
-        """Of the leaves as they are now, and the default group: with another one, no rank counts on what it has."""
+        """Return the leaves' versions and the default group, whose change invalidates values."""
         world = dist.group.WORLD
         return [(world and ref(world),), *(p.version() for p in self.parameters)]
 
@@ -329,9 +330,9 @@ class Unit(Group):
         if not self.parameters or is_here or is_coming:
             return
         if self.current.versions != versions:
-            # those of older values
+            # whose values are older
             self.current.shards = []
-        # of no version before the first gather
+        # without a version before the first gather
         if not self.current.versions:
             self._check_materialized()
         self._in_flight = (self._send_shards(), versions)
@@ -374,7 +375,7 @@ class Unit(Group):
         in_flight = self._in_flight
         self._in_flight = None
         versions = self.versions if in_flight is None else in_flight[1]
-        # with nothing in flight: there are no parameters
+        # with nothing in flight, because the unit does not have parameters
         if self.current.versions != versions:
             self.current = self._replace_gathered(versions)
         if in_flight is None:
@@ -419,9 +420,9 @@ class Unit(Group):
         self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
         if were_changed:
             raise StyleError(
-                f"fully_shard: gathered parameters of {self.name!r} were written to, which changes "
-                "no shard: the values are lost. Write to the parameters outside of the module's "
-                "forward and of unshard()"
+                f"fully_shard: gathered parameters of {self.name!r} were written to; the written "
+                "values are lost, because shards do not change. Write to the parameters outside "
+                "of the module's forward and of unshard()"
             )
 
     def shard_inside(self) -> None:
@@ -444,7 +445,7 @@ class Unit(Group):
         """Return whether written gathered parameters still have the values of the shards.
 
         Registering a parametrization writes a tensor to itself. The shards are gathered again, on
-        all ranks: what a forward writes, it writes on all.
+        all ranks, because a forward writes the same on all ranks.
         """
         if self.current.versions != self.versions:
             return False
@@ -461,8 +462,8 @@ class Unit(Group):
                 self.hide()
                 raise StyleError(
                     f"fully_shard: the frozen parameter {names[0]!r} of {self.name!r} was made to "
-                    "require gradients inside of the forward, which records none for it; call "
-                    "requires_grad_() before the forward"
+                    "require gradients inside of the forward, which does not record its "
+                    "gradient; call requires_grad_() before the forward"
                 )
 
     def expose(self, views: Views) -> None:

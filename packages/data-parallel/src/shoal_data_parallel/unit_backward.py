@@ -93,9 +93,9 @@ class UnitBackward:
         pass.
         """
         first_order_only(
-            "fully_shard: a backward with create_graph=True; second derivatives need parameters "
-            "that are not freed: differentiate the module before it is sharded, or use replicate() "
-            "and ask for gradients of inputs"
+            "fully_shard: a backward with create_graph=True is not supported, because second "
+            "derivatives need parameters that are not freed: differentiate the module before it "
+            "is sharded, or use replicate() and ask for gradients of inputs"
         )
         lead = forward.units[0]
         if lead.backward is None:
@@ -225,7 +225,7 @@ class UnitBackward:
                 ready += schedule.context.take()
         for reduction in self._reductions:
             schedule = cast(Unit, reduction.group).schedule
-            # the next reduction of a group takes what this one leaves there
+            # the next reduction of a group starts from the gradients that this one keeps there
             stays_in_group = reduction.stops_at_replicas
             if schedule.defers_delivery and not reduction.returned and not stays_in_group:
                 schedule.context.pending.append(reduction)

@@ -120,7 +120,8 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
     scope.enter_guard(nullcontext())
     if not continues:
         scope.begin(unit.modules)
-        # what was gathered ahead the first time is gathered here when the forward runs again
+        # parameters that were prefetched the first time are gathered here when the forward runs
+        # again
         with unwatched():
             scope.forward = _begin(unit)
     if scope.forward is not None:
@@ -158,7 +159,7 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     if not in_backward() and schedule.units[0] is unit and not scope.guards:
         schedule.running = False
         for other in schedule.units:
-            # one with modules that have not run
+            # a forward with modules that have not run
             if other.scope.forward is not None:
                 _leave(other)
     return output
@@ -183,7 +184,7 @@ def _leave(unit: Unit) -> None:
         # recomputed in a backward that needs the parameters
         return
     if in_backward() and torch.is_grad_enabled():
-        # a backward of what was recomputed follows
+        # the backward of the recomputed values follows
         running_backward().gathered.append(unit)
         return
     unit.check_frozen()
@@ -229,7 +230,8 @@ def _begin(unit: Unit) -> Forward:
     return forward
 
 
-# --- what modules see -----------------------------------------------------------------------------
+# --- tensors that modules see
+# -----------------------------------------------------------------------------
 
 
 def enter(unit: Unit) -> Forward:

@@ -241,7 +241,7 @@ def replicas_outlive_a_fault(plain: Any, model: Any, mesh: DeviceMesh, kept: boo
         assert grad is None or torch.equal(grad.detach(), value)
     assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
     if kept:
-        with pytest.raises(StyleError, match="added to kept gradients"):
+        with pytest.raises(StyleError, match="added to the kept gradients"):
             loss_of(model, *own(mesh, *batches[1])).backward()
         model.zero_grad()
         loss_of(model, *own(mesh, *batches[0])).backward()
