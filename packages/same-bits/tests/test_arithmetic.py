@@ -400,7 +400,10 @@ def test_sizes_and_blocks_that_do_not_fit_are_refused() -> None:
         mesh = init_device_mesh("cpu", (4,))
         with invariant_arithmetic(8), pytest.raises(StyleError, match="12 elements over 4 ranks"):
             parallelize_module(nn.Linear(8, 12), mesh, ColwiseParallel())
-        with invariant_arithmetic(2), pytest.raises(StyleError, match="the ranks must divide"):
+        with (
+            invariant_arithmetic(2),
+            pytest.raises(StyleError, match="the number of ranks must divide"),
+        ):
             parallelize_module(nn.Linear(8, 16), mesh, RowwiseParallel())
         with (
             invariant_arithmetic(2),

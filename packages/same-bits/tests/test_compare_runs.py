@@ -43,7 +43,7 @@ def _names(run: RunRecord) -> list[str]:
 def test_the_first_operator_that_differs_is_named() -> None:
     model, x = _model(), _inputs()
     one = _run(model, x)
-    assert str(compare_runs(one, _run(model, x), 0.0)).startswith("no value differs")
+    assert str(compare_runs(one, _run(model, x), 0.0)).startswith("all values agree")
 
     class Wrong(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def test_broken_values_and_files_are_said(tmp_path: Path) -> None:
         model.down.bias[2] = float("nan")
     found = compare_runs(one, _run(model, x))
     assert found.differing[0] == ("down.bias before", float("inf"))
-    with pytest.raises(StyleError, match="no value in common"):
+    with pytest.raises(StyleError, match="do not have values in common"):
         compare_runs(one, RunRecord())
     with pytest.raises(StyleError, match="at least 0"):
         compare_runs(one, one, -1.0)

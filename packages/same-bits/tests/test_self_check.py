@@ -55,7 +55,7 @@ def bias_at_once(blocks: int, grad: Tensor) -> Tensor:
 SENSITIVE_SPREAD = Measured(sensitive(blocks._SPREAD[0].definition), ())
 BROKEN: list[tuple[object, str, object, str]] = [
     (blocks, "tree_of_products", products_in_order, "linear, over its input features"),
-    (blocks, "tree_of_products", products_in_order, "gradient of what several layers read"),
+    (blocks, "tree_of_products", products_in_order, "gradient of an input of several layers"),
     (blocks, "_SPREAD", (SENSITIVE_SPREAD, blocks._SPREAD[1]), "linear, over samples"),
     (
         blocks,

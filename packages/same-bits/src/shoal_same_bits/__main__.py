@@ -19,7 +19,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m shoal_same_bits", description=(__doc__ or "").splitlines()[0]
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    compare = commands.add_parser("compare", help="print where two runs differ first")
+    compare = commands.add_parser(
+        "compare", help="compare two recorded runs and print the first value that differs"
+    )
     compare.add_argument("runs", nargs=2, metavar="FILE", help="written by RunRecord.save")
     compare.add_argument(
         "--tolerance", type=float, help="the allowed difference, relative to the norm of a value"

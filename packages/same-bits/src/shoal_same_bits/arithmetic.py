@@ -1,9 +1,9 @@
 r"""`invariant_arithmetic`: the mode in which a model computes the same bits on any number of ranks.
 
-A dim that ranks may share is divided into a fixed number of blocks, whose sums are added in one
-binary tree. With 8 blocks on 4 ranks, rank 0 computes blocks 0 and 1, each by a kernel that sees
-the same shape on any mesh, and adds the two. The ranks add their sums in the upper part of the same
-tree (`shoal_mesh.sums_in_tree`):
+A dim that ranks may share is divided into a fixed number of blocks, and the sums of the blocks are
+added in one fixed binary tree. With 8 blocks on 4 ranks, rank 0 computes blocks 0 and 1, each by a
+kernel that sees the same shape on any mesh, and adds the two. The ranks add their sums in the upper
+part of the same tree (`shoal_mesh.sums_in_tree`):
 
     blocks      0   1   2   3   4   5   6   7
                  \ /     \ /     \ /     \ /
@@ -164,9 +164,9 @@ def _check_reduction(
         dtype = compute_dtype or param.dtype
         if param.is_floating_point() and reduce_dtype not in (None, dtype):
             raise StyleError(
-                f"invariant_arithmetic: gradients in {dtype} are added in it on each rank, and "
-                f"would be added over ranks in {reduce_dtype}, which gives another sum. Leave "
-                f"reduce_dtype, or compute in {reduce_dtype}"
+                f"invariant_arithmetic: each rank adds gradients in {dtype}, but ranks would add "
+                f"them in {reduce_dtype}, which gives a different sum. Leave out reduce_dtype, or "
+                f"compute in {reduce_dtype}"
             )
 
 
@@ -216,8 +216,8 @@ def invariant_arithmetic(
     entered = InvariantArithmetic(blocks, rows)
     if before is not None and before != entered:
         raise StyleError(
-            f"invariant_arithmetic({blocks=}, {rows=}) inside {before}: enter the mode once, or "
-            "with the same arguments"
+            f"invariant_arithmetic(blocks={blocks!r}, rows={rows!r}) inside {before}: nested "
+            "modes must have the same arguments"
         )
     attention: AbstractContextManager[Any] = nullcontext()
     if rows is not None:
@@ -236,17 +236,17 @@ def refuse_tied(module: nn.Module) -> None:
         for place, param in owner.named_parameters(path, recurse=False, remove_duplicate=False):
             if first.setdefault(param, place) != place:
                 raise TiedWeightError(
-                    f"invariant_arithmetic: {first[param]!r} and {place!r} are one parameter: its "
-                    "gradients are added on each rank before they are summed over data ranks, in "
-                    "another order than on one. Untie them (tie_word_embeddings=False), or use one "
-                    "data rank"
+                    f"invariant_arithmetic: {first[param]!r} and {place!r} are one parameter: "
+                    "each rank adds its gradients before they are summed over data ranks, in a "
+                    "different order than on one device. Untie them (tie_word_embeddings=False), "
+                    "or use one data rank"
                 )
 
 
 def _without_form(module: str) -> UnsupportedModuleError:
     return UnsupportedModuleError(
-        f"invariant_arithmetic: {module} has no form with the same bits on any number of ranks. "
-        "Linear, Embedding, LayerNorm, RMSNorm and norms like them have one, under "
-        "ColwiseParallel, RowwiseParallel, SequenceParallel or no style; leave the mode for this "
-        "model, or replace the module"
+        f"invariant_arithmetic: {module} does not have an implementation with the same bits on "
+        "any number of ranks. Supported are Linear, Embedding, LayerNorm, RMSNorm and similar "
+        "norms, under ColwiseParallel, RowwiseParallel, SequenceParallel or no style; leave the "
+        "mode for this model, or replace the module"
     )

@@ -41,12 +41,13 @@ class _GradientTree:
     def __init__(self, model: nn.Module, count: int) -> None:
         if current_arithmetic() is None:
             raise StyleError(
-                "gradients of microbatches are added in a tree inside invariant_arithmetic() only"
+                "gradients of microbatches can be added in a tree only inside "
+                "invariant_arithmetic()"
             )
         if count < 1 or count & (count - 1):
             raise StyleError(
-                f"{count} microbatches are not a subtree of the tree over samples; use a power of "
-                "two, of equal sizes"
+                "the number of microbatches must be a power of two, with microbatches of equal "
+                f"size; got {count}"
             )
         refuse_tied(model)
         self._check_dtypes(model)
@@ -66,9 +67,9 @@ class _GradientTree:
                 over_passes = parameter.leaf.dtype
                 if in_pass != over_passes:
                     raise StyleError(
-                        f"one pass adds gradients of samples in {in_pass}, those of passes would "
-                        f"be added in {over_passes}; have parameters in the dtype of the "
-                        "computation, without param_dtype"
+                        f"one pass adds gradients of samples in {in_pass}, but gradients of "
+                        f"passes would be added in {over_passes}; store parameters in the dtype "
+                        "of the computation, and leave out param_dtype"
                     )
 
     def begin(self) -> None:
@@ -87,14 +88,14 @@ class _GradientTree:
         """Move the gradients of pass `number` out of `.grad` into the tree."""
         if number != self.passes:
             raise StyleError(
-                f"microbatch {number} has its backward in place {self.passes}; run the backward "
-                "passes in the order of the microbatches"
+                f"the backward of microbatch {number} ran as number {self.passes}; run the "
+                "backward passes in the order of the microbatches"
             )
         for owner in owners_of(self.model):
             if owner.keeps_gradients:
                 raise StyleError(
-                    f"{owner.owner} keeps gradients of microbatches, which it adds one after the "
-                    "other; have every backward reduce them (no no_sync() and no "
+                    f"{owner.owner} accumulates gradients of microbatches one after the other; "
+                    "let every backward reduce them (without no_sync() and "
                     "reduce_after_last_microbatch)"
                 )
         node = _Node(1, [param.grad for param in self.params])
@@ -109,8 +110,8 @@ class _GradientTree:
         """Put the sums into `.grad`."""
         if self.passes != self.count:
             raise StyleError(
-                f"{self.count} microbatches were announced, and there were {self.passes} backward "
-                "passes"
+                f"expected one backward pass for each of {self.count} microbatches, got "
+                f"{self.passes}"
             )
         root = self.nodes.pop()
         for param, grad in zip(self.params, root.grads, strict=True):

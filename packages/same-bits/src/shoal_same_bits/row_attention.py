@@ -49,9 +49,10 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     """
     if dropout_p or any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         raise UnsupportedAttentionError(
-            f"invariant_arithmetic(rows={rows}): attention by rows takes plain tensors of this "
-            f"rank's heads, without dropout; got dropout_p={dropout_p} and {type(query).__name__}. "
-            "Leave out rows to train, and use use_local_output=True in the plan"
+            f"invariant_arithmetic(rows={rows}): attention by rows supports plain tensors of this "
+            f"rank's heads without dropout only; got dropout_p={dropout_p} and "
+            f"{type(query).__name__}. Leave out rows to train, and use use_local_output=True in "
+            "the plan"
         )
     if enable_gqa:
         # 8 query heads and 2 key heads: each key head serves 4 query heads.

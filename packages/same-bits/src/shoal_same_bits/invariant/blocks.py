@@ -58,9 +58,10 @@ class BlockArithmetic:
         # With 8 blocks: 2, 4 or 8 ranks, and a dim of 64 elements but not of 60.
         if self.blocks % ranks or size % self.blocks:
             raise StyleError(
-                f"invariant_arithmetic(blocks={self.blocks}): {dim_name} of {size} elements over "
-                f"{ranks} ranks; the ranks must divide the blocks, and the blocks the dim. Choose "
-                "another number of blocks (a power of two)"
+                f"invariant_arithmetic(blocks={self.blocks}): {dim_name} has {size} elements over "
+                f"{ranks} ranks; the number of ranks must divide the number of blocks, and the "
+                "number of blocks must divide the elements. Choose another number of blocks (a "
+                "power of two)"
             )
         # 8 blocks on 4 ranks: 2
         return self.blocks // ranks
@@ -77,8 +78,8 @@ def required_arithmetic() -> BlockArithmetic:
     arithmetic = current_arithmetic()
     if arithmetic is None:
         raise StyleError(
-            "a module made parallel inside invariant_arithmetic() is built, called and trained "
-            "inside it"
+            "a module that was made parallel inside invariant_arithmetic() must also be called "
+            "and trained inside it"
         )
     return arithmetic
 
@@ -95,8 +96,8 @@ def blocks_of_parameter(lowered: Lowered, name: str, dim: int) -> int:
     sizes = spec.sizes(dim)
     if len(set(sizes)) > 1:
         raise StyleError(
-            f"{dim_name} has shards of different sizes {sizes}; invariant_arithmetic takes equal "
-            "ones"
+            f"{dim_name} has shards of different sizes {sizes}; invariant_arithmetic needs equal "
+            "shards"
         )
     return blocks
 
@@ -340,7 +341,10 @@ _BIAS_GRADIENT = Measured(_bias_in_blocks, (lambda _, grad: tree_sum(grad.sum(1)
 def _samples(tensor: Tensor) -> Tensor:
     """(B, ..., K) -> (B, R, K)."""
     if not tensor.shape[0]:
-        raise StyleError("invariant_arithmetic: a rank without any sample has no sum over samples")
+        raise StyleError(
+            "invariant_arithmetic: this rank does not have any samples, so it cannot compute a "
+            "sum over samples; give every rank at least one sample"
+        )
     return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
 
 

@@ -154,9 +154,9 @@ def _normalize(lowered: Tokenwise, x: Tensor) -> Tensor:
     except RuntimeError as error:
         shapes = {name: tuple(param.shape) for name, param in local.items()}
         raise UnsupportedModuleError(
-            f"invariant_arithmetic: {type(lowered.module).__name__} looks like a norm, and its "
-            f"forward fails if its parameters {shapes} have an entry for every token: {error}. "
-            "Replace the module, or leave the mode for this model"
+            f"invariant_arithmetic: {type(lowered.module).__name__} looks like a norm, but its "
+            f"forward fails when its parameters {shapes} are expanded to one entry per token: "
+            f"{error}. Replace the module, or leave the mode for this model"
         ) from error
 
 

@@ -136,7 +136,7 @@ def _cases_over_features() -> Iterator[Case]:
     yield Case("linear, over its input features", input_rows, "x2 w1", None)
     yield Case(f"{of_input}, over its input features", input_gradient_columns, "g w1", -1)
     yield Case(f"{of_input}, over its output features", input_gradient_rows, "g2 w0", None)
-    yield Case("gradient of what several layers read", gradient_of_two_readers, "g2 x2 w0", None)
+    yield Case("gradient of an input of several layers", gradient_of_two_readers, "g2 x2 w0", None)
     yield Case("gradient of a weight, over its dim 0", weight_gradient_rows, "g2 x", 0)
     yield Case("gradient of a weight, over its dim 1", weight_gradient_columns, "g x2", 1)
     yield Case("gradient of a bias, over features", gradient_of_bias, "g2", 0)
@@ -345,6 +345,6 @@ def _refuse(differing: list[str], device: str, dtype: torch.dtype) -> None:
     if differing:
         raise VariantArithmeticError(
             f"invariant_arithmetic on {device!r} in {dtype}, {torch.get_num_threads()} threads: "
-            "these operators have other bits on other numbers of ranks, or in chunks: "
+            "the bits of these operators depend on the number of ranks, or on chunks: "
             f"{'; '.join(differing)}. Leave the mode, or use another dtype or number of threads"
         )

@@ -134,7 +134,7 @@ def part_of_output(
         grad: the tensor is a gradient.
     """
     if not isinstance(output, DTensor):
-        assert lowered is not None, "only styles say what a plain tensor is a shard of"
+        assert lowered is not None, "a plain tensor is a known shard only under a style"
         output = _as_dtensor(output, lowered, grad=grad)
     part = part_of_tensor(output)
     if batch is None:

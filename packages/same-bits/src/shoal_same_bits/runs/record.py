@@ -1,7 +1,7 @@
 """`record_run` keeps a few sums of every value of a run; `compare_runs` finds where two runs differ.
 
 The sums do not depend on how a value is sharded. The sums of a difference are the difference of the
-sums, and the norm of those is about the norm of the difference.
+sums, and the norm of these sums is about the norm of the difference.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class _Recorder(TorchDispatchMode):
         for output in result if isinstance(result, tuple | list) else (result,):
             if not isinstance(output, Tensor) or output.device.type == "meta":
                 continue
-            # Nothing tells whether the data axes shard a DTensor on other axes.
+            # It is unknown whether the data axes shard a DTensor on other axes.
             is_global_dtensor = isinstance(output, DTensor) and self._batch is None
             by_rank = self._is_sharded and not is_global_dtensor
             self.add(name, part_of_tensor(output.detach()), by_rank=by_rank)
@@ -347,11 +347,11 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         """Return a report of a few lines: the first ten values that differ."""
-        counted = f"{self.compared} values compared, {self.alone} in one run only"
+        counted = f"{self.compared} values compared, {self.alone} values in one run only"
         if not self.differing:
-            return f"no value differs: {counted}"
+            return f"all values agree: {counted}"
         lines = [f"{len(self.differing)} values differ: {counted}"]
-        lines.append(f"the last value that agrees: {self.before or 'none'}")
+        lines.append(f"the last value that agrees before them: {self.before or 'none'}")
         lines += [f"  {name}: by {difference:.1e}" for name, difference in self.differing[:10]]
         if len(self.differing) > 10:
             lines.append("  ...")
@@ -413,8 +413,8 @@ def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = Non
             before = value.name
     if not compared:
         raise StyleError(
-            "compare_runs: the runs have no value in common; record the same model, with the same "
-            "names"
+            "compare_runs: the runs do not have values in common; record the same model, with "
+            "the same names"
         )
     alone = len(one.values) + len(other.values) - 2 * compared
     return Comparison(differing, before, compared, alone)
