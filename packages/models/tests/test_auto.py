@@ -274,10 +274,10 @@ class Decoder(nn.Module):
 
 
 def test_parameters_that_a_parent_reads_stay_whole() -> None:
-    with pytest.warns(UnmatchedPlanWarning, match="the code of Decoder reads it by itself"):
+    with pytest.warns(UnmatchedPlanWarning, match="the code of Decoder reads it directly"):
         plan = auto_plan(nn.Sequential(Decoder()), abstract_mesh((2,)), torch.randn(2, 8, 5))
     assert plan == {} and plan.whole == {
-        "0.conv.weight": "the code of Decoder reads it by itself, so it is left whole"
+        "0.conv.weight": "the code of Decoder reads it directly, so it stays whole"
     }
     alone = auto_plan(
         nn.Sequential(nn.Conv1d(8, 8, 3, groups=8)), abstract_mesh((2,)), torch.randn(2, 8, 5)

@@ -69,8 +69,8 @@ def test_models_of_hugging_face_are_made_from_a_folder(
 
 def test_what_cannot_be_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "nothing", "auto", "2"]) == 2
-    assert "'nothing' is neither a folder nor package.module:name" in capsys.readouterr().err
+    assert "expected a folder or package.module:name, got 'nothing'" in capsys.readouterr().err
     assert main(["verify", "math:pi.is_integer", "auto", "2"]) == 2
-    assert "makes none, but bool" in capsys.readouterr().err
+    assert "must be an nn.Module or return one, got bool" in capsys.readouterr().err
     with pytest.raises(argparse.ArgumentTypeError, match="data=2,tensor=4"):
         _mesh("two")

@@ -119,7 +119,7 @@ def test_errors_are_raised_on_all_ranks_and_leave_the_old_files(
                 patch.setattr(saving, step, fail)
             with pytest.raises(
                 CheckpointError,
-                match=r"^save_sharded: nothing is replaced, .*rank [01]: OSError: disk full",
+                match=r"^save_sharded failed, existing files are unchanged: .*rank [01]: OSError",
             ):
                 save_sharded(module, home)
         dist.barrier()

@@ -37,19 +37,29 @@ def main(argv: list[str] | None = None) -> int:
             run.__name__.removesuffix("_plan"), help=run.__doc__, description=run.__doc__
         )
         command.add_argument(
-            "model", help="package.module:name of a module, or of what makes one; or a folder"
+            "model",
+            help=(
+                "package.module:name of a module or of a function that returns one, or a folder "
+                "with config.json"
+            ),
         )
         command.add_argument(
             "plan",
-            help='auto; own: the model\'s tp_plan; package.module:name; JSON: {"0": "colwise"}',
+            help=(
+                "auto (search a plan), own (use the model's tp_plan), package.module:name, or "
+                f"JSON such as {'0': 'colwise'}"
+            ),
         )
         command.add_argument(
-            "mesh", type=_mesh, help="sizes of axes, with names or without: 4, 2x4, data=2,tensor=4"
+            "mesh",
+            type=_mesh,
+            help="sizes of the axes, with or without names: 4, 2x4, data=2,tensor=4",
         )
-        command.add_argument(
-            "--axis", help="the axis that the plan is for; the last one when left out"
+        command.add_argument("--axis", help="the axis of the plan; by default the last one")
+        text = (
+            "global shape of one example input, such as 8x16; 2x16:N draws integers below N; "
+            "repeat it for further inputs"
         )
-        text = "global shape of an example input, once for each; integers below N as 2x16:N"
         command.add_argument(
             "--input", action="append", type=_tensor, default=[], metavar="SHAPE", help=text
         )
@@ -99,7 +109,7 @@ def _model(text: str) -> nn.Module:
         named = _named(text)
         model = named if isinstance(named, nn.Module) else named()
     if not isinstance(model, nn.Module):
-        raise PlanError(f"{text} is no module and makes none, but {type(model).__name__}")
+        raise PlanError(f"{text} must be an nn.Module or return one, got {type(model).__name__}")
     return model
 
 
@@ -118,7 +128,7 @@ def _named(text: str) -> Any:
     """
     module, colon, name = text.partition(":")
     if not colon:
-        raise PlanError(f"{text!r} is neither a folder nor package.module:name")
+        raise PlanError(f"expected a folder or package.module:name, got {text!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return attrgetter(name)(import_module(module))
@@ -129,7 +139,8 @@ def _mesh(text: str) -> DeviceMesh:
     names, _, sizes = zip(*(part.rpartition("=") for part in parts), strict=True)
     if not all(size.isdigit() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"a mesh is sizes of axes, as 4, 2x4 or data=2,tensor=4, got {text!r}"
+            "a mesh is given by the sizes of its axes, such as 4, 2x4 or data=2,tensor=4, got "
+            f"{text!r}"
         )
     return abstract_mesh(tuple(map(int, sizes)), names if all(names) else None)
 

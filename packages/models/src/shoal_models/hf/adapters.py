@@ -56,9 +56,9 @@ def parallelize_adapters(model: Model) -> Model:
         if not _can_be_sharded(layer, record):
             raise UnsupportedModuleError(
                 f"parallelize_adapters: {type(layer).__module__}.{type(layer).__name__} around a "
-                f"layer with the style {record.style} is not sharded; LoRA (without DoRA) of "
-                "Linear layers under ColwiseParallel and RowwiseParallel is. Leave the layer out "
-                "of target_modules, or out of the plan"
+                f"layer with the style {record.style} cannot be sharded; supported is LoRA "
+                "(without DoRA) of Linear layers under ColwiseParallel and RowwiseParallel. "
+                "Leave the layer out of target_modules, or out of the plan"
             )
     for layer, record, mesh in layers:
         factors = layer.lora_B if record.lowering is ColumnLinear else layer.lora_A

@@ -38,7 +38,7 @@ def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
     if isinstance(sample, NoSmallCopy):
         if chosen is None:
             raise PlanError(
-                f"{name} has no tp_plan of its own, and no automatic one can be proven: "
+                f"{name} does not have a tp_plan, and an automatic plan cannot be proven: "
                 f"{sample.reason}; pass plan={{path: style}}"
             )
         _warn_unproven(name, sample.reason)
@@ -47,7 +47,7 @@ def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
     simulated = min(mesh.size(), MOST_RANKS)
     ranks = abstract_mesh((simulated,), mesh.mesh_dim_names)
     if chosen is None:
-        return _automatic_plan(name, sample, ranks, "has no tp_plan of its own")
+        return _automatic_plan(name, sample, ranks, "does not have a tp_plan")
     found = verify(sample.model, chosen, ranks, **sample.inputs)
     problem = _first_problem(found)
     if not problem:
@@ -57,12 +57,12 @@ def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
     if plan is not None:
         raise PlanError(
             f"from_pretrained: the plan does not fit {name} on {mesh.size()} ranks: {problem}. "
-            "Without plan= the model gets one that does"
+            "Leave out plan= to get a plan that fits"
         )
     automatic = _automatic_plan(name, sample, ranks, f"has a tp_plan that does not fit: {problem}")
     warnings.warn(
-        f"from_pretrained: the tp_plan that comes with {name} does not fit this configuration: "
-        f"{problem}. An automatic plan, which is proven, takes its place",
+        f"from_pretrained: the tp_plan of {name} does not fit this configuration: {problem}. A "
+        "proven automatic plan is used instead",
         PlanWarning,
         stacklevel=4,
     )
@@ -76,7 +76,7 @@ def _automatic_plan(name: str, sample: SmallCopy, ranks: DeviceMesh, cause: str)
         found: AutoPlan = auto_plan(sample.model, ranks, **sample.inputs)
     if not found:
         raise PlanError(
-            f"{name} {cause}, and no automatic one is right on {ranks.size()} ranks: "
+            f"{name} {cause}, and no automatic plan is correct on {ranks.size()} ranks: "
             f"{found.why_empty}; pass plan={{path: style}}"
         )
     return dict(found)
@@ -94,7 +94,7 @@ def _first_problem(found: Verification) -> str:
 def _warn_unproven(name: str, reason: str) -> None:
     warnings.warn(
         f"from_pretrained: the plan for {name} could not be proven: {reason}. Compare a small "
-        "configuration with one process by verify(model, plan, mesh, **inputs)",
+        "configuration with one process: verify(model, plan, mesh, **inputs)",
         PlanWarning,
         stacklevel=5,
     )

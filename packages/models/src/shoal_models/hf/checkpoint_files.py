@@ -25,9 +25,9 @@ from ..weights.loading import Lazy, Slices, Stored
 
 _ONE = ("model.safetensors", "pytorch_model.bin")
 _EXPECTED = (
-    "expected a directory with config.json and model.safetensors, model.safetensors.index.json or "
-    "pytorch_model.bin, or one of those files. A model of the Hub is downloaded first, by "
-    "huggingface_hub.snapshot_download(name)"
+    "expected a directory with config.json and model.safetensors, model.safetensors.index.json "
+    "or pytorch_model.bin, or the path of one of these files. Download a model of the Hub first, "
+    "with huggingface_hub.snapshot_download(name)"
 )
 
 
@@ -46,7 +46,7 @@ def find_files(path: str | PathLike[str]) -> tuple[Path, list[Path]]:
         if location.name.endswith(".index.json"):
             return location.parent, _listed(location)
         if location.suffix not in (".safetensors", ".bin"):
-            raise CheckpointError(f"{str(location)!r} is no file of weights; {_EXPECTED}")
+            raise CheckpointError(f"{str(location)!r} is not a file of weights; {_EXPECTED}")
         return location.parent, [location]
     # the order in which transformers looks for them
     for name in _ONE:
@@ -57,14 +57,14 @@ def find_files(path: str | PathLike[str]) -> tuple[Path, list[Path]]:
         if index.exists():
             return location, _listed(index)
     names = sorted(file.name for file in location.iterdir())
-    raise CheckpointError(f"no weights in {str(path)!r}, which has {names}; {_EXPECTED}")
+    raise CheckpointError(f"{str(path)!r} has no file of weights, only {names}; {_EXPECTED}")
 
 
 def _listed(index: Path) -> list[Path]:
     """Return the files that an index names."""
     weights = json.loads(index.read_text()).get("weight_map")
     if not isinstance(weights, dict):
-        raise CheckpointError(f"{str(index)!r} has no weight_map; {_EXPECTED}")
+        raise CheckpointError(f'{str(index)!r} does not have the entry "weight_map"; {_EXPECTED}')
     files = [index.parent / name for name in sorted(set(weights.values()))]
     absent = [file.name for file in files if not file.exists()]
     if absent:

@@ -36,7 +36,7 @@ from .checkpoint_files import find_files, source_of, stored_for
 from .unfilled_tensors import UnfilledTensors
 
 
-def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
+def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
     path: str | PathLike[str],
     device_mesh: Any,
     plan: Plan | None = None,
@@ -123,8 +123,8 @@ def _tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     if "tp" not in (mesh.mesh_dim_names or ()):
         raise LayoutError(
-            f"from_pretrained: {mesh} has several axes and none is named 'tp'; pass the axis, "
-            "mesh['name']"
+            f"from_pretrained: {mesh} has several axes, none of them named 'tp'; pass the axis to "
+            "shard over, mesh['name']"
         )
     return mesh["tp"]
 
@@ -134,13 +134,14 @@ def _config(home: Path, changes: Mapping[str, Any]) -> Any:
 
     if not (home / "config.json").exists():
         raise CheckpointError(
-            f"{str(home)!r} has weights, but no config.json: config.save_pretrained(path) writes it"
+            f"{str(home)!r} has weights but no config.json; write it with "
+            "config.save_pretrained(path)"
         )
     config = AutoConfig.from_pretrained(home, **changes)
     if getattr(config, "quantization_config", None) is not None:
         raise PlanError(
-            f"{str(home)!r} has quantized weights, of which shards are not read; load and "
-            "dequantize() the model with transformers once, and save it"
+            f"{str(home)!r} has quantized weights, which cannot be read in shards; load the model "
+            "with transformers once, dequantize() it and save it"
         )
     return config
 
@@ -155,8 +156,8 @@ def _class_of(config: Any, model_class: Any) -> Any:
     declared = getattr(transformers, names[0], None) if names else None
     if declared is None:
         raise PlanError(
-            f"config.json names the architectures {config.architectures}, of which transformers "
-            "has none; pass model_class=, a class of transformers"
+            f"config.json names the architectures {config.architectures}, which transformers does "
+            "not have; pass model_class=, a class of transformers"
         )
     return declared
 
@@ -205,9 +206,9 @@ def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
     loaded.unexpected = sorted(info.unexpected_keys)
     if strict and (loaded.missing or loaded.unexpected):
         raise PlanError(
-            f"from_pretrained: {type(model).__name__} misses {loaded.missing} in the files, which "
-            f"have {loaded.unexpected} beside it; strict=False initializes the ones and leaves out "
-            "the others, model_class= loads another class"
+            f"from_pretrained: {type(model).__name__} has missing keys {loaded.missing} and "
+            f"unexpected keys {loaded.unexpected} in the files; strict=False initializes the "
+            "missing tensors and ignores the unexpected ones, model_class= loads another class"
         )
 
 
@@ -229,9 +230,9 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
     left = unfilled.left()
     if left:
         raise PlanError(
-            f"from_pretrained: nothing initializes {left}, which the files do not have: neither "
-            f"_init_weights of {type(model).__name__} nor reset_parameters of their modules. Write "
-            "one of them, or files that have them"
+            f"from_pretrained: the files do not have {left}, and neither _init_weights of "
+            f"{type(model).__name__} nor reset_parameters of the modules initializes these "
+            "tensors. Write one of the two methods, or add the tensors to the files"
         )
 
 
@@ -363,9 +364,9 @@ def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs
         for kind in ("k_proj", "v_proj"):
             if not divides or not _is_sharded_by_own_plan(model, kind):
                 raise UnsupportedModuleError(
-                    f"generate_batch of a parallel model: expected {kind} sharded by the model's "
-                    f"own plan, and its {heads} heads divided by {mesh.size()} ranks without a "
-                    "rest, because transformers counts the heads of its cache so; use generate()"
+                    f"generate_batch of a parallel model: {kind} must be sharded by the model's "
+                    f"own plan, and its {heads} heads must be divisible by {mesh.size()} ranks, "
+                    "because transformers sizes its cache this way; use generate()"
                 )
         # transformers looks for the axis "tp", or takes a mesh without names.
         model._device_mesh = DeviceMesh(mesh.device_type, mesh.mesh)

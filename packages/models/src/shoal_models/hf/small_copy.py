@@ -58,7 +58,7 @@ class SmallCopy(NamedTuple):
 
 
 class NoSmallCopy(NamedTuple):
-    """The reason why there is no copy on which a plan can be proven.
+    """The reason why a plan cannot be proven on a small copy.
 
     Attributes:
         reason: one line.
@@ -81,9 +81,11 @@ def small_copy(model: Any) -> SmallCopy | NoSmallCopy:
     for reduction in _reductions(model, counts):
         try:
             candidate = _build(model, _reduced_config(model, counts, reduction))
-        # whatever a configuration that was changed raises
+        # any error that a changed configuration raises
         except Exception as error:
-            reason = f"a smaller configuration builds no model: {kind_and_first_line(error)}"
+            reason = (
+                f"a model of a smaller configuration cannot be built: {kind_and_first_line(error)}"
+            )
             continue
         if not wanted <= _kinds_of_modules(candidate):
             reason = "a smaller configuration has other modules"
@@ -170,7 +172,8 @@ def _kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
             if isinstance(value, bool | str):
                 found.append((name, value))
             elif value is None or isinstance(value, int):
-                # An index of the layer is not a kind; that there is a window is.
+                # The layer's index does not make another kind of layer; the presence of a window
+                # does.
                 found.append((name, type(value)))
     return tuple(found)
 
@@ -240,9 +243,9 @@ def _check_heads(config: Any) -> None:
     if type(size) is not int:
         size = width // heads
         if width % heads:
-            raise ValueError(f"a width of {width} is not a multiple of {heads} heads")
+            raise ValueError(f"the width {width} is not a multiple of the {heads} heads")
     if size % 2:
-        raise ValueError(f"heads of {size} features have no halves")
+        raise ValueError(f"the {size} features of a head cannot be halved")
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -288,18 +291,21 @@ def _running_inputs(model: Any) -> tuple[dict[str, Tensor] | None, str]:
         try:
             with torch.no_grad():
                 model(**inputs)
-        # whatever a model raises on inputs that are not its own
+        # any error that a model raises on unsuitable inputs
         except Exception as error:
             problem = problem or kind_and_first_line(error)
         else:
             return inputs, ""
-    return None, problem or f"its main input, {model.main_input_name}, is not known here"
+    return (
+        None,
+        problem or f"example inputs for its main input, {model.main_input_name}, cannot be made",
+    )
 
 
 def _example_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     """Yield inputs by the name of the model's main input, likely ones first."""
     generator = torch.Generator().manual_seed(0)
-    # The same for encoders and decoders; 5 is no multiple of a number of ranks.
+    # The same for encoders and decoders; 5 is not a multiple of a number of ranks.
     tokens = torch.randint(3, 8, (2, 5), generator=generator)
     accepted = inspect.signature(model.forward).parameters
     decoder: dict[str, Tensor] = {}

@@ -76,8 +76,8 @@ def prepare_accelerator(accelerator: Any) -> Any:
     if accelerator.num_processes != 1:
         raise PlanError(
             f"prepare_accelerator: accelerate has {accelerator.num_processes} processes and would "
-            "give each rank other batches; make it inside `with hf.single_process():`, and have "
-            "each data-parallel row read its own data"
+            "give each rank different batches; create it inside `with hf.single_process():`, and "
+            "have each data-parallel row read its own data"
         )
 
     def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -38,7 +38,7 @@ def auto_plan(
     whose output every rank gathers, which is right if inputs are replicated. Without a mesh the
     first recipe of each block is returned.
 
-    Names are no proof: a model may reshape by its own number of heads, or normalize sharded
+    Names do not prove a plan: a model may reshape by its own number of heads, or normalize sharded
     queries. With a mesh and example inputs, recipes are run on simulated ranks and compared with
     the plain model, and the first recipe with the same results is used. Parameters that stay whole
     are in `whole`, with the reason; an `UnmatchedPlanWarning` is issued if every module stays
@@ -113,10 +113,10 @@ def _whole_parameters(
                 continue
             parent = model.get_submodule(path.rpartition(".")[0])
             if blocks.is_small(general, param.numel()):
-                reason = "small: gathering its output costs more than its bytes"
+                reason = "it is small: gathering its output costs more than replicating it"
             elif style is None and path and read_above(path, parent):
                 kind = type(parent).__name__
-                reason = f"the code of {kind} reads it by itself, so it is left whole"
+                reason = f"the code of {kind} reads it directly, so it stays whole"
             else:
                 reason = _reason(module, style, tried)
             yield f"{general}.{name}".lstrip("."), reason
@@ -124,14 +124,14 @@ def _whole_parameters(
 
 def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
     if any(map(holds_tensors, module._parameters.values())):
-        return f"it is a tensor of tensors. {HOW_TO_QUANTIZE}"
+        return f"it is a tensor subclass that holds other tensors. {HOW_TO_QUANTIZE}"
     if isinstance(style, LatentProjection):
-        return "every rank computes the latent of which its heads read all"
+        return "every rank computes the whole latent, because its heads read all of it"
     if tried:
-        return f"every recipe computes something else; the first: {tried[:200]}"
+        return f"every recipe computes a different result; the first: {tried[:200]}"
     return (
-        f"the forward of {type(module).__name__} reads it by itself; a style of your own can say "
-        "how it is sharded"
+        f"the forward of {type(module).__name__} reads it directly; write a ParallelStyle to "
+        "shard it"
     )
 
 

@@ -160,7 +160,8 @@ def propose(
     """
     if ranks < 1 or bound < 1:
         raise LayoutError(
-            f"propose: at least one rank and one byte per rank, got {ranks} ranks and {bound} bytes"
+            f"propose: expected at least one rank and one byte per rank, got {ranks} ranks and "
+            f"{bound} bytes"
         )
     chosen: Plan = auto_plan(model) if plan is None else plan
     candidates: list[Candidate] = []
@@ -174,7 +175,7 @@ def propose(
         named_inputs = _inputs_of_replica(kwargs, replicas)
         try:
             activations = activation_bytes(model, chosen, mesh, inputs, kwargs=named_inputs)
-        # whatever the user's model raises without values is a finding
+        # any error that the user's model raises without values is a finding
         except Exception as error:
             activations = 0
             uncounted = f"{type(error).__name__}: {str(error)[:200]}"

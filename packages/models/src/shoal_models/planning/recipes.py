@@ -1,6 +1,6 @@
 """Recipes for the blocks of a model: entries of plans to be tried, in order of preference.
 
-A block is a set of modules whose styles are right or wrong together: projections around one
+A block is a set of modules with styles that are right or wrong together: projections around one
 attention, a feed-forward, experts, a vocabulary. Its recipes come from the model's own plan, from
 roles (the modules that compute heads or hidden features, and the modules that sum over them), and
 from the one recipe that is always right: shards of a weight whose output every rank gathers.
@@ -42,7 +42,7 @@ from shoal_tp_styles.internal import (
 
 Entries = dict[str, ParallelStyle]
 
-# Shards of a weight of which every rank gathers the output: right wherever the input is replicated.
+# Shards of a weight, with a gathered output: right wherever the input is replicated.
 GATHERED = ColwiseParallel(output_layouts=Replicate())
 TOKENS = RowwiseParallel(input_layouts=Replicate())
 # Replicated parameters that a rank uses for its own heads or features: their gradients are summed.
@@ -280,7 +280,8 @@ class ModelBlocks:
     def _counts(self, columns: list[str], rows: list[str]) -> Iterator[Entries]:
         """Yield the possible counts, each with the vectors of heads.
 
-        They are no counts, counts of heads alone, and counts of heads and of all their features.
+        The combinations are: no counts, counts of heads alone, and counts of heads and of all their
+        features.
         """
         paths = dict.fromkeys(path.rpartition(".")[0] for path in columns)
         widths: set[int] = set()
@@ -329,7 +330,7 @@ class ModelBlocks:
         return entries
 
     def _sharing(self, entries: Entries) -> Entries:
-        """Return entries for modules that share parameters with those that have entries."""
+        """Return entries for modules that share parameters with modules that have entries."""
         shared_ids: set[int] = set()
         for path in entries:
             params = self.modules[path]._parameters.values()

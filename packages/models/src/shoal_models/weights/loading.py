@@ -132,8 +132,8 @@ def _compare_entries(entries: list[Entry], stored: Mapping[str, Stored], *, stri
         shape = tuple(stored[entry.source].shape)
         if entry.source_shape != shape:
             raise PlanError(
-                f"load_sharded: {entry.source!r} is {shape} in the source, the model needs "
-                f"{entry.source_shape}"
+                f"load_sharded: {entry.source!r} has the shape {shape} in the source, but the "
+                f"model needs {entry.source_shape}"
             )
     return loaded
 

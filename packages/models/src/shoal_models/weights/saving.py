@@ -140,7 +140,7 @@ def save_sharded(
     target = Path(directory).resolve()
     stage = target.with_name(f".{target.name}.saving")
     boxes: LocalBoxes = {}
-    failed = "save_sharded: nothing is replaced, cannot"
+    failed = "save_sharded failed, existing files are unchanged: cannot"
     described = agree(
         lambda: _describe(module, boxes), None, CheckpointError, f"{failed} describe its tensors"
     )
@@ -178,7 +178,7 @@ def _describe(module: nn.Module, local_boxes: LocalBoxes) -> dict[str, Described
         name = weight.name
         if weight.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{name!r} is {weight.dtype}, which safetensors files do not hold"
+                f"{name!r} is {weight.dtype}, which safetensors files cannot store"
             )
         local = local_boxes.setdefault(name, [])
         for held in weight.boxes():
@@ -201,7 +201,7 @@ def _merge(described: list[dict[str, DescribedEntry]]) -> dict[str, StoredTensor
             tensor = tensors.setdefault(name, StoredTensor(dtype, shape))
             if (tensor.dtype, tensor.shape) != (dtype, shape):
                 raise CheckpointError(
-                    f"rank {rank} has {name!r} as {dtype} {shape}, an earlier rank as "
+                    f"rank {rank} has {name!r} as {dtype} {shape}, but a lower rank has it as "
                     f"{tensor.dtype} {tensor.shape}"
                 )
             for box in boxes:
@@ -215,8 +215,8 @@ def _merge(described: list[dict[str, DescribedEntry]]) -> dict[str, StoredTensor
         elements = prod(tensor.shape)
         if covered != elements:
             raise CheckpointError(
-                f"the ranks hold {covered} of the {elements} elements of {name!r}; all "
-                "ranks of its mesh make the call, with the same model"
+                f"the ranks hold {covered} of the {elements} elements of {name!r}; call "
+                "save_sharded on all ranks of the mesh, with the same model"
             )
     return tensors
 
@@ -359,7 +359,8 @@ def _publish(stage: Path, target: Path) -> None:
         return
     if not target.is_dir():
         raise NotADirectoryError(f"{target} is a file; save_sharded takes a directory")
-    # The weights of the old checkpoint have no place beside the new ones.
+    # Weights of the old checkpoint are removed, because readers would load them beside the new
+    # weights.
     safetensors = "model-[0-9]*-of-[0-9]*.safetensors"
     pickled = "pytorch_model-[0-9]*-of-[0-9]*.bin"
     weights = shutil.ignore_patterns(
