@@ -159,7 +159,7 @@ __dir__, __getattr__ = facade(
     __name__,
     __all__,
     {
-        "set_dist": "collectives are those of shoal_mesh; pass a process group to use a backend",
-        "traceback_filtering": "an error names the line of the program in its first words",
+        "set_dist": "collectives use shoal_mesh; pass a process group to choose a backend",
+        "traceback_filtering": "an error message begins with the line of the program",
     },
 )

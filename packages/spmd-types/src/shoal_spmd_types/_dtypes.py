@@ -43,15 +43,16 @@ def read_dtypes(
     unknown = [name for name in backward if name not in _ALLOWED]
     if unknown:
         raise ArgumentValueError(
-            f"backward_options has {', '.join(unknown)}; it takes {', '.join(_ALLOWED)}"
+            f"backward_options has unknown keys {', '.join(unknown)}; allowed are "
+            f"{', '.join(_ALLOWED)}"
         )
     backward_op: torch.dtype | None = backward.get("op_dtype")
     lowest = [dtype for dtype in (op_dtype, out_dtype) if dtype not in (None, torch.float32)]
     if lowest and steps[1].kind in _REDUCES and backward_op is None:
         raise ArgumentValueError(
             f"the move is done in {lowest[0]}, and its backward reduces gradients "
-            f"({steps[1].kind}): say in which dtype, "
-            "backward_options={'op_dtype': torch.float32}"
+            f"({steps[1].kind}): pass the dtype of that reduction, such as "
+            f"backward_options={{'op_dtype': torch.float32}}"
         )
     if op_dtype is None and out_dtype is not None and steps[0].kind in _EARLY:
         op_dtype = out_dtype

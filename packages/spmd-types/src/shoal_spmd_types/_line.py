@@ -47,14 +47,14 @@ class Line:
             return False
         if self.comm is None:
             raise NoGroupError(
-                f"nothing can be sent along {self.axis!r}: the mesh is abstract. Use tensors "
-                "without memory (device='meta' or a FakeTensorMode) to check a program in one "
-                "process, or a mesh with process groups to run it"
+                f"a collective along {self.axis!r} needs process groups, but the mesh is "
+                "abstract. Use tensors without memory (device='meta' or a FakeTensorMode) to "
+                "check a program in one process, or a mesh with process groups to run it"
             )
         return True
 
 
-# of simulated ranks, each of which has communicators of its own
+# of simulated ranks, each with its own communicators
 _MOST_LINES = 1024
 
 

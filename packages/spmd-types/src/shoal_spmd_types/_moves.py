@@ -145,7 +145,7 @@ def run_step(step: TypeStep, x: Tensor, line: Line) -> Tensor:
         return _padded(step, x, line)
     if not line.sends(x):
         return _of_equal_ranks(step, x, line)
-    assert line.comm is not None, "a line that sends has a communicator"
+    assert line.comm is not None, "a line that sends needs a communicator"
     return _collective(step, x, line.comm)
 
 
@@ -174,7 +174,7 @@ def _sizes(step: TypeStep, x: Tensor, line: Line) -> Sequence[int]:
     if length % line.size:
         raise ArgumentValueError(
             f"dim {step.dim} of {tuple(x.shape)} is not a multiple of the {line.size} ranks along "
-            f"{line.axis!r}; pad it, or pass split_sizes to a collective that takes them"
+            f"{line.axis!r}; pad the dim, or pass split_sizes to a collective with this argument"
         )
     return (length // line.size,) * line.size
 

@@ -69,16 +69,19 @@ def all_reduce(  # noqa: PLR0913  # the public package's arguments
     reduce_op = getattr(src, "reduce_op", "") or "sum"
     if not (src is V or getattr(src, "name", "") == "P"):
         raise ArgumentValueError(
-            f"all_reduce: src is P or V, got {src}. A sum of equal tensors is one of them times "
-            f"{line.size}: if that is meant, reinterpret(x, axis, src={src}, dst=P) first"
+            f"all_reduce: src must be P or V, got {src}. Summing {line.size} equal tensors "
+            f"multiplies the tensor by {line.size}; if this is intended, call reinterpret(x, "
+            f"axis, src={src}, dst=P) first"
         )
     if dst not in (R, I):
-        raise ArgumentValueError(f"all_reduce: dst is R or I, got {dst}")
+        raise ArgumentValueError(f"all_reduce: dst must be R or I, got {dst}")
     if inplace and (op_dtype is not None or out_dtype is not None):
-        raise ArgumentValueError("all_reduce: inplace writes to x, so it takes no dtypes")
+        raise ArgumentValueError(
+            "all_reduce: inplace=True writes to x, so it cannot be combined with dtypes"
+        )
     if reduce_op != "sum" and x.requires_grad and torch.is_grad_enabled():
         raise ArgumentValueError(
-            f"all_reduce: the reduction {reduce_op!r} has no gradient; pass x.detach()"
+            f"all_reduce: the reduction {reduce_op!r} is not differentiable; pass x.detach()"
         )
     _check(x, line, src, "all_reduce")
     step = TypeStep("all_reduce", reduce_op=reduce_op, in_place=inplace)
@@ -132,7 +135,7 @@ def all_gather(  # noqa: PLR0913  # the public package's arguments
     """
     line = line_along(axis)
     if dst not in (R, I):
-        raise ArgumentValueError(f"all_gather: dst is R or I, got {dst}")
+        raise ArgumentValueError(f"all_gather: dst must be R or I, got {dst}")
     dim = _dim_of("all_gather: src", src, gather_dim, x.ndim + (src is V))
     sizes = _read_sizes("all_gather", "src", src, split_sizes)
     _check(x, line, src, "all_gather")
@@ -188,16 +191,17 @@ def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
     line = line_along(axis)
     if src not in (P, V):
         raise ArgumentValueError(
-            f"reduce_scatter: src is P or V, got {src}. A sum of equal tensors is one of them "
-            f"times {line.size}: if that is meant, reinterpret(x, axis, src={src}, dst=P) first"
+            f"reduce_scatter: src must be P or V, got {src}. Summing {line.size} equal tensors "
+            f"multiplies the tensor by {line.size}; if this is intended, call reinterpret(x, "
+            f"axis, src={src}, dst=P) first"
         )
     dim = _dim_of("reduce_scatter: dst", dst, scatter_dim, x.ndim)
     sizes = _read_sizes("reduce_scatter", "dst", dst, split_sizes)
     stacks = dst is V
     if stacks and x.shape[dim] != line.size:
         raise ArgumentValueError(
-            f"reduce_scatter to V: dim {dim} of {tuple(x.shape)} has one entry for each of "
-            f"{line.size} ranks; S({dim}) takes several"
+            f"reduce_scatter to V: dim {dim} of {tuple(x.shape)} must have exactly one entry for "
+            f"each of {line.size} ranks; use dst=S({dim}) for several"
         )
     _check(x, line, src, "reduce_scatter")
     step = TypeStep("reduce_scatter", dim, stacks, sizes=sizes)
@@ -256,11 +260,11 @@ def all_to_all(  # noqa: PLR0913  # the public package's arguments
     line = line_along(axis)
     for name, axis_type in (("src", src), ("dst", dst)):
         if axis_type is not V and not isinstance(axis_type, Shard):
-            raise ArgumentValueError(f"all_to_all: {name} is V or S(i), got {axis_type}")
+            raise ArgumentValueError(f"all_to_all: {name} must be V or S(i), got {axis_type}")
     is_uneven = output_split_sizes is not None or input_split_sizes is not None
     if is_uneven and (src is not Shard(0) or dst is not Shard(0)):
         raise ArgumentValueError(
-            f"all_to_all: split sizes are for src=S(0) and dst=S(0), got {src} and {dst}"
+            f"all_to_all: split sizes need src=S(0) and dst=S(0), got {src} and {dst}"
         )
     _check(x, line, src, "all_to_all")
     if is_uneven or (src is dst and isinstance(src, Shard) and src.resolve(x.ndim).dim == 0):
@@ -287,11 +291,11 @@ def _uneven_exchange(
     for name, sizes in (("input_split_sizes", rows), ("output_split_sizes", incoming)):
         if len(sizes) != line.size:
             raise ArgumentValueError(
-                f"all_to_all: {name} has one entry for each of {line.size} ranks, got {sizes}"
+                f"all_to_all: {name} must have one entry for each of {line.size} ranks, got {sizes}"
             )
     if sum(rows) != x.shape[0]:
         raise ArgumentValueError(
-            f"all_to_all: input_split_sizes {rows} add up to {sum(rows)}, and x has {x.shape[0]} "
+            f"all_to_all: input_split_sizes {rows} add up to {sum(rows)}, but x has {x.shape[0]} "
             "rows"
         )
     return (
@@ -317,7 +321,7 @@ def _exchange_dims(
     ):
         if given is not None and given % ndim != expected:
             raise ArgumentValueError(
-                f"all_to_all {src} -> {dst}: {name} is {expected}, got {given}; leave it out"
+                f"all_to_all {src} -> {dst}: {name} must be {expected}, got {given}; leave it out"
             )
     return wanted
 
@@ -419,7 +423,7 @@ def unshard(  # noqa: PLR0913  # the public package's arguments
         torch.Size([8])
     """
     if not isinstance(src, Shard):
-        raise ArgumentValueError(f"unshard: src is S(i), got {src}")
+        raise ArgumentValueError(f"unshard: src must be S(i), got {src}")
     return all_gather(
         x,
         axis,
@@ -451,10 +455,10 @@ def _dim_of(where: str, axis_type: AxisType, dim: int | None, ndim: int) -> int:
     if isinstance(axis_type, Shard):
         wanted = axis_type.resolve(ndim).dim
         if dim is not None and dim % ndim != wanted:
-            raise ArgumentValueError(f"{where} is {axis_type}, which the dim {dim} contradicts")
+            raise ArgumentValueError(f"{where} is {axis_type}, which contradicts the dim {dim}")
         return wanted
     if axis_type is not V:
-        raise ArgumentValueError(f"{where} is V or S(i), got {axis_type}")
+        raise ArgumentValueError(f"{where} must be V or S(i), got {axis_type}")
     return _or_zero(dim, ndim)
 
 
@@ -464,7 +468,7 @@ def _read_sizes(
     if sizes is None:
         return None
     if not isinstance(axis_type, Shard):
-        raise ArgumentValueError(f"{where}: split_sizes are for {name}=S(i), got {axis_type}")
+        raise ArgumentValueError(f"{where}: split_sizes need {name}=S(i), got {axis_type}")
     return tuple(sizes)
 
 

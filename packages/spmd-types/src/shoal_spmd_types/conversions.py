@@ -20,17 +20,23 @@ from ._moves import Kind, TypeStep, move
 
 AxisType = spmd.AnyAxisType
 _FOR_EXPERTS = {
-    ("R", "I"): "the gradient of R is partial, so the backward keeps it on the first rank only",
-    ("I", "P"): "all ranks but the first become zero; it is the backward of convert(R, I)",
-    ("V", "P"): "the shard is padded with zeros; it is the backward of convert(R, V)",
+    (
+        "R",
+        "I",
+    ): "the gradient of R is partial, and the backward would keep it on the first rank only",
+    (
+        "I",
+        "P",
+    ): "the values of all ranks but the first become zero; this is the backward of convert(R, I)",
+    ("V", "P"): "the shard is padded with zeros; this is the backward of convert(R, V)",
 }
 _FOR_EXPERTS_OF_BYTES = {
-    ("R", "I"): "use convert where it is meant",
-    ("I", "R"): "use convert(I, R), which says that the meaning stays",
+    ("R", "I"): "use convert for a change of meaning",
+    ("I", "R"): "use convert(I, R), which keeps the meaning",
     (
         "R",
         "P",
-    ): "the meaning becomes that of the tensor times the number of ranks; convert(R, P) keeps it",
+    ): "the result means the tensor times the number of ranks; convert(R, P) keeps the meaning",
     ("R", "V"): "every rank has the whole tensor; convert(R, S(i)) shards it",
 }
 
@@ -47,7 +53,7 @@ _GRADIENTS_OF_BYTES = {
 
 
 def _needs_expert_mode(call: str, reason: str) -> ArgumentValueError:
-    return ArgumentValueError(f"{call}: {reason}. Pass expert_mode=True if it is")
+    return ArgumentValueError(f"{call}: {reason}. Pass expert_mode=True if it is intended")
 
 
 def convert(  # noqa: PLR0913  # the public package's arguments
@@ -99,7 +105,7 @@ def convert(  # noqa: PLR0913  # the public package's arguments
     line = line_along(axis)
     kinds = (spmd.local_type(src).name, spmd.local_type(dst).name)
     if kinds in _FOR_EXPERTS and not expert_mode:
-        call = f"convert({src}, {dst}) is rarely meant in a forward"
+        call = f"convert({src}, {dst}) is rarely intended in a forward"
         raise _needs_expert_mode(call, _FOR_EXPERTS[kinds])
     _check_source(x, line, src, "convert")
     if src is dst:
@@ -107,8 +113,8 @@ def convert(  # noqa: PLR0913  # the public package's arguments
     steps = _conversion(src, dst, x.ndim)
     if steps is None:
         raise ArgumentValueError(
-            f"convert({src}, {dst}) would have to send something: use {_collective_for(src, dst)}, "
-            "or redistribute"
+            f"convert({src}, {dst}) needs communication: use {_collective_for(src, dst)}, or "
+            "redistribute"
         )
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
     return finish(move(x, line, steps, dtypes), x, line.axis, dst)
@@ -191,12 +197,12 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
     line = line_along(axis)
     if isinstance(src, Shard) or isinstance(dst, Shard):
         raise ArgumentValueError(
-            f"reinterpret keeps the bytes, so it takes V in place of S(i), got {src} and {dst}; "
-            "convert keeps the meaning"
+            "reinterpret keeps the bytes and does not accept S(i): pass V, or use convert, which "
+            f"keeps the meaning; got {src} and {dst}"
         )
     kinds = (spmd.local_type(src).name, spmd.local_type(dst).name)
     if kinds in _FOR_EXPERTS_OF_BYTES and not expert_mode:
-        call = f"reinterpret({src}, {dst}) is rarely meant"
+        call = f"reinterpret({src}, {dst}) is rarely intended"
         raise _needs_expert_mode(call, _FOR_EXPERTS_OF_BYTES[kinds])
     _check_source(x, line, src, "reinterpret")
     if src is dst:
@@ -204,8 +210,8 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
     back = _GRADIENTS_OF_BYTES.get(kinds)
     if back is None:
         raise ArgumentValueError(
-            f"reinterpret({src}, {dst}) would claim more than {src} does; use "
-            f"{_collective_for(src, dst)}"
+            f"reinterpret({src}, {dst}) would claim more about the values than {src} guarantees; "
+            f"use {_collective_for(src, dst)}"
         )
     steps = (TypeStep("keep"), back)
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
@@ -249,7 +255,7 @@ def shard(  # noqa: PLR0913  # the public package's arguments
         torch.Size([2, 3])
     """
     if not isinstance(dst, Shard):
-        raise ArgumentValueError(f"shard: dst is S(i), got {dst}")
+        raise ArgumentValueError(f"shard: dst must be S(i), got {dst}")
     return convert(
         x,
         axis,

@@ -42,7 +42,8 @@ def dtensor_placement_to_spmd_type(
     found = spmd.type_of_placement(placement)
     if found is None or (isinstance(placement, Partial) and found is not P):
         raise ArgumentValueError(
-            f"{placement!r} has no type: types are for Replicate(), Shard(dim) and Partial('sum')"
+            f"{placement!r} does not have a type; types exist for Replicate(), Shard(dim) and "
+            "Partial('sum')"
         )
     return found
 
@@ -64,7 +65,9 @@ def spmd_type_to_dtensor_placement(spmd_type: Any) -> Placement:
         return Shard(spmd_type.dim)
     found = None if spmd_type is V else spmd.placement_of(spmd_type)
     if found is None:
-        raise DTensorPropagationError(f"{spmd_type!r} names no dim; S(dim) has a placement")
+        raise DTensorPropagationError(
+            f"{spmd_type!r} does not name a dim, so it does not have a placement; use S(dim)"
+        )
     return found
 
 

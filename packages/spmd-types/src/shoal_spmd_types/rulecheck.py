@@ -149,7 +149,8 @@ def _default_axes(args: Sequence[Any]) -> dict[str, int]:
     names = [item for item in args if isinstance(item, str)]
     if len(names) > 1:
         raise ArgumentValueError(
-            f"rulecheck: several arguments are strings, {names}; say which are axes, mesh={{...}}"
+            f"rulecheck: several arguments are strings, {names}; name the axes among them, "
+            f"mesh={...}"
         )
     return {names[0]: 2} if names else {"shard": 2}
 
@@ -250,7 +251,7 @@ class _Trial:
             if isinstance(kind, Shard):
                 part = part.chunk(size, kind.dim)[at[position]]
             elif kind is P:
-                # addends 1 - n, 1, 1, ... of which each is different from the value
+                # addends 1 - n, 1, 1, ... each of them different from the value
                 part = part * (2 - size if at[position] == 0 else 1)
         return part.clone()
 
@@ -270,9 +271,9 @@ class _Trial:
         )
         if not same:
             raise RuleCheckError(
-                f"{self.cls.__name__} with {placement}: the declared type {dict(types)} makes "
-                f"{tuple(result.shape)} of the ranks' outputs, which is not the result of one "
-                f"process, {tuple(expected.shape)}, or has other values"
+                f"{self.cls.__name__} with {placement}: the ranks' outputs combined by the "
+                f"declared type {dict(types)}, of shape {tuple(result.shape)}, differ from the "
+                f"result of one process, of shape {tuple(expected.shape)}"
             )
 
     def _joined(
@@ -292,15 +293,16 @@ class _Trial:
                 if not all(torch.equal(line[0], other) for other in line):
                     raise RuleCheckError(
                         f"{self.cls.__name__} with {where[1]}: an output is declared {kind} over "
-                        f"{where[0]!r}, and its values differ between ranks"
+                        f"{where[0]!r}, but its values differ between ranks"
                     )
                 joined[coordinate] = line[0]
             elif kind is P:
                 joined[coordinate] = torch.stack(line).sum(0)
             elif kind is V:
                 raise RuleCheckError(
-                    f"{self.cls.__name__}: an output is declared V over {where[0]!r}, which says "
-                    "nothing about its values; declare S(i), or assert it in the caller"
+                    f"{self.cls.__name__}: an output is declared V over {where[0]!r}, which "
+                    "cannot be checked against its values; declare S(i), or assert it in the "
+                    "caller"
                 )
             else:
                 joined[coordinate] = torch.cat(line, kind.dim)

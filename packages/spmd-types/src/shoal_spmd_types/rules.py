@@ -85,7 +85,7 @@ def ignore(*tensors: Any) -> None:
 def _typed(ndim: int, tensor_type: spmd.TensorType, out: torch.Tensor | None) -> Any:
     if out is not None:
         if out.ndim != ndim:
-            raise SpmdTypeError(f"out has {out.ndim} dims, and the type is for {ndim}")
+            raise SpmdTypeError(f"out has {out.ndim} dims, but its type is for {ndim}")
         spmd.set_type(out, tensor_type)
         return out
     result = NdimWithSpmdType(ndim)
@@ -136,7 +136,9 @@ def all_reduce(
         NdimWithSpmdType(1, {tp: I})
     """
     if src not in (P, V) or dst not in (R, I):
-        raise ArgumentValueError(f"rules.all_reduce: P or V to R or I, got {src} -> {dst}")
+        raise ArgumentValueError(
+            f"rules.all_reduce: the types must be P or V to R or I, got {src} -> {dst}"
+        )
     return _move("all_reduce", x, axis, (src, dst), out=out)
 
 
@@ -165,7 +167,9 @@ def all_gather(
         NdimWithSpmdType(2, {tp: R})
     """
     if not _is_varying(src) or dst not in (R, I):
-        raise ArgumentValueError(f"rules.all_gather: V or S(i) to R or I, got {src} -> {dst}")
+        raise ArgumentValueError(
+            f"rules.all_gather: the types must be V or S(i) to R or I, got {src} -> {dst}"
+        )
     return _move("all_gather", x, axis, (src, dst), out=out, change=int(src is V))
 
 
@@ -194,7 +198,9 @@ def reduce_scatter(
         NdimWithSpmdType(1, {tp: V})
     """
     if src not in (P, V) or not _is_varying(dst):
-        raise ArgumentValueError(f"rules.reduce_scatter: P or V to V or S(i), got {src} -> {dst}")
+        raise ArgumentValueError(
+            f"rules.reduce_scatter: the types must be P or V to V or S(i), got {src} -> {dst}"
+        )
     return _move("reduce_scatter", x, axis, (src, dst), out=out, change=-int(dst is V))
 
 
@@ -224,7 +230,9 @@ def all_to_all(
         NdimWithSpmdType(2, {tp: S(1)})
     """
     if not _is_varying(src) or not _is_varying(dst):
-        raise ArgumentValueError(f"rules.all_to_all: V or S(i) to V or S(j), got {src} -> {dst}")
+        raise ArgumentValueError(
+            f"rules.all_to_all: the types must be V or S(i) to V or S(j), got {src} -> {dst}"
+        )
     return _move("all_to_all", x, axis, (src, dst), out=out)
 
 
@@ -252,7 +260,9 @@ def convert(x: Operand, axis: Any, *, src: Any, dst: Any, out: torch.Tensor | No
     """
     sends = src is P or (_is_varying(src) and dst is not P)
     if sends and src is not dst:
-        raise ArgumentValueError(f"rules.convert: {src} -> {dst} would send something")
+        raise ArgumentValueError(
+            f"rules.convert: {src} -> {dst} needs communication; use a collective"
+        )
     change = int(src is V and dst is P) - int(dst is V and src in (R, I))
     return _move("convert", x, axis, (src, dst), out=out, change=change)
 
@@ -363,13 +373,17 @@ def _dims_of_label(
 def _required_type(operand: Operand) -> spmd.TensorType:
     found = spmd.type_of(operand)
     if found is None:
-        raise SpmdTypeError(f"{spmd.user_line()}: rules.einsum: an operand has no type")
+        raise SpmdTypeError(
+            f"{spmd.user_line()}: rules.einsum: an operand does not have a type; assert one first"
+        )
     return found
 
 
 def _on(tensor_type: spmd.TensorType, axis: spmd.MeshAxis, equation: str) -> Any:
     if axis not in tensor_type.by_axis:
-        raise SpmdTypeError(f"rules.einsum {equation!r}: an operand has no type over {axis!r}")
+        raise SpmdTypeError(
+            f"rules.einsum {equation!r}: an operand does not have a type over {axis!r}"
+        )
     return tensor_type.by_axis[axis]
 
 
@@ -428,7 +442,7 @@ def _read_equation(equation: str, operands: Sequence[Operand]) -> tuple[list[str
     inputs = left.split(",")
     if not arrow or len(inputs) != len(operands):
         raise ArgumentValueError(
-            f"rules.einsum: {equation!r} does not name {len(operands)} operands and a result"
+            f"rules.einsum: {equation!r} must name {len(operands)} operands and a result"
         )
     spare = "".join(chr(code) for code in range(0x391, 0x391 + 26) if chr(code).isalpha())
     leading = ""
@@ -440,7 +454,7 @@ def _read_equation(equation: str, operands: Sequence[Operand]) -> tuple[list[str
             labels = labels.replace("...", spare[:count])
         if len(labels) != operand.ndim:
             raise ArgumentValueError(
-                f"rules.einsum: {labels!r} in {equation!r} is for {len(labels)} dims, and the "
+                f"rules.einsum: {labels!r} in {equation!r} is for {len(labels)} dims, but the "
                 f"operand has {operand.ndim}"
             )
         written.append(labels)
@@ -472,13 +486,13 @@ def output(out: Any, typed: Any) -> None:
         return
     if isinstance(out, list | tuple):
         if not isinstance(typed, list | tuple) or len(typed) != len(out):
-            raise SpmdTypeError(f"rules.output: {len(out)} outputs, and the types of {typed!r}")
+            raise SpmdTypeError(f"rules.output: got {len(out)} outputs, but types for {typed!r}")
         for one, its_type in zip(out, typed, strict=True):
             output(one, its_type)
         return
     found = spmd.type_of(typed)
     if found is None:
-        raise SpmdTypeError("rules.output: the operand has no type")
+        raise SpmdTypeError("rules.output: the operand does not have a type; assert one first")
     _typed(typed.ndim, found, out)
 
 
@@ -541,8 +555,8 @@ def _call_of(function: type, named: Mapping[str, Any]) -> tuple[Callable[..., An
     unknown = [name for name in wanted if name not in named]
     if unknown:
         raise ArgumentTypeError(
-            f"{function.__name__}.spmd_typecheck names {', '.join(unknown)}, which forward does "
-            "not take"
+            f"{function.__name__}.spmd_typecheck names {', '.join(unknown)}, which are not "
+            "arguments of forward"
         )
     return declaration, {name: named[name] for name in wanted}
 

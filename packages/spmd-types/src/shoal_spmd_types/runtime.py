@@ -77,7 +77,8 @@ def get_axis_local_type(tensor: Any, axis: Any) -> spmd.AxisType:
     found = maybe_get_axis_local_type(tensor, axis)
     if found is None:
         raise SpmdTypeError(
-            f"the tensor has no type over {spmd.normalize_axis(axis)!r}: {spmd.type_of(tensor)}"
+            f"the tensor does not have a type over {spmd.normalize_axis(axis)!r}; its type is "
+            f"{spmd.type_of(tensor)}"
         )
     return found
 
@@ -119,8 +120,8 @@ def _type_of(tensor: Any) -> spmd.TensorType:
     present = spmd.type_of(tensor)
     if present is None:
         raise SpmdTypeError(
-            "the tensor has no type; assert_type(x, {axis: R, ...}) gives it one while types are "
-            "checked"
+            "the tensor does not have a type; call assert_type(x, {axis: R, ...}) while types "
+            "are checked"
         )
     return present
 
@@ -154,7 +155,8 @@ def merge_types(*types: TypeArgument) -> SpmdType:
         if isinstance(item, spmd.AxisType):
             if bare is not None:
                 raise ArgumentTypeError(
-                    f"merge_types: one bare type fills the other axes, got {bare} and {item}"
+                    f"merge_types: at most one bare type can fill the other axes, got {bare} and "
+                    f"{item}"
                 )
             bare = item
             continue
@@ -182,8 +184,8 @@ def _parts(item: Any) -> tuple[Mapping[Any, Any], PartitionSpec | None]:
     if isinstance(item, Mapping):
         return item, None
     raise ArgumentTypeError(
-        "a type is a dict by axis, an SpmdType, a PartitionSpec, or one of R, I, V and P, got "
-        f"{item!r}"
+        "a type must be a dict by axis, an SpmdType, a PartitionSpec, or one of R, I, V and P, "
+        f"got {item!r}"
     )
 
 
@@ -193,8 +195,8 @@ def _filled(
     mesh = spmd.MESH.get()
     if mesh is None:
         raise SpmdTypeError(
-            f"the bare type {bare} stands for all axes of the current mesh, and there is none; "
-            "enter one with set_current_mesh(mesh)"
+            f"the bare type {bare} applies to all axes of the current mesh, but no mesh is "
+            "current; set it with set_current_mesh(mesh)"
         )
     named = {spmd.normalize_axis(axis) for axis in merged}
     if spec is not None:
@@ -370,7 +372,7 @@ def mutate_type(tensor: torch.Tensor, axis: Any = None, *, src: Any, dst: Any) -
     after = _by_axis(dst, axis, src, [*present.by_axis])
     if before.keys() != after.keys():
         raise SpmdTypeError(
-            f"mutate_type: src has the axes {[*before]}, and dst {[*after]}; name the same in both"
+            f"mutate_type: src and dst must have the same axes, got {[*before]} and {[*after]}"
         )
     for one, expected in before.items():
         found = present.local.get(one)
@@ -429,8 +431,8 @@ def reinterpret_no_grad(tensor: torch.Tensor, axis: Any, *, dst: Any) -> torch.T
     present = _type_of(tensor)
     if dst not in (R, I) or (one.size() > 1 and present.by_axis.get(one) not in (R, I)):
         raise SpmdTypeError(
-            f"{spmd.user_line()}: reinterpret_no_grad is between R and I, got {dst} for a tensor "
-            f"of type {present}"
+            f"{spmd.user_line()}: reinterpret_no_grad changes between R and I only, got {dst} for "
+            f"a tensor of type {present}"
         )
     with spmd.paused():
         result = tensor.view_as(tensor)
@@ -472,7 +474,7 @@ def reinterpret_mesh(tensor: torch.Tensor, type: Any, *, inplace: bool = False) 
     found = spmd.reinterpreted(present, axes)
     if found is None or (wanted is not None and found.local != wanted.local):
         raise SpmdTypeError(
-            f"{spmd.user_line()}: reinterpret_mesh: a tensor of type {present} has no type "
+            f"{spmd.user_line()}: reinterpret_mesh: a tensor of type {present} cannot have a type "
             f"{'' if wanted is None else f'{wanted} '}over {axes}: the axes must join the same "
             "ranks, and axes that become one must have one type"
         )
@@ -566,14 +568,16 @@ def _is_leaf(spec: Any) -> bool:
 
 def _refuse_infer(where: str, types: Any) -> None:
     if any(leaf is Infer for leaf in pytree.tree_leaves(types, is_leaf=_is_leaf)):
-        raise SpmdTypeError(f"local_map: Infer inside {where}; name the type of each leaf")
+        raise SpmdTypeError(
+            f"local_map: Infer cannot be nested inside {where}; name the type of each leaf"
+        )
 
 
 def _assert_leaves(where: str, values: Any, types: Any) -> None:
     """Assert the types of tensors in nested values, whose structure the types have."""
     if isinstance(values, Mapping):
         if not isinstance(types, Mapping) or types.keys() != values.keys():
-            raise SpmdTypeError(f"{where}: {types!r} does not have the keys {[*values]}")
+            raise SpmdTypeError(f"{where}: expected types with the keys {[*values]}, got {types!r}")
         for name, value in values.items():
             _assert_leaves(where, value, types[name])
         return
@@ -581,11 +585,9 @@ def _assert_leaves(where: str, values: Any, types: Any) -> None:
         _assert_leaf(where, values, types)
         return
     if not isinstance(types, list | tuple) or isinstance(types, PartitionSpec):
-        raise SpmdTypeError(
-            f"{where}: {types!r} does not have the structure of {len(values)} values"
-        )
+        raise SpmdTypeError(f"{where}: expected a structure of {len(values)} types, got {types!r}")
     if len(values) != len(types):
-        raise SpmdTypeError(f"{where}: {len(types)} types for {len(values)} values")
+        raise SpmdTypeError(f"{where}: got {len(types)} types for {len(values)} values")
     for value, its_types in zip(values, types, strict=True):
         _assert_leaves(where, value, its_types)
 
@@ -594,11 +596,15 @@ def _assert_leaf(where: str, value: Any, leaf: Any) -> None:
     is_tensor = isinstance(value, torch.Tensor)
     if leaf is None:
         if is_tensor:
-            raise SpmdTypeError(f"{where}: None is the type of a value that is not a tensor")
+            raise SpmdTypeError(
+                f"{where}: None stands for a value that is not a tensor, but the value is a "
+                "tensor; give its type"
+            )
         return
     if not is_tensor:
         raise SpmdTypeError(
-            f"{where}: {leaf!r} is the type of a tensor, got {type(value).__name__}"
+            f"{where}: {leaf!r} is a type for tensors, but the value is of the type "
+            f"{type(value).__name__}; write None"
         )
     parts = leaf if isinstance(leaf, tuple) and not isinstance(leaf, PartitionSpec) else (leaf,)
     assert_type(value, *parts)
@@ -650,7 +656,7 @@ def no_typecheck(fn: Any = None, /, **kwargs: Any) -> Any:
     if kwargs:
         if "out_types" not in kwargs or not kwargs.keys() <= {"out_types", "in_types"}:
             raise ArgumentTypeError(
-                f"no_typecheck takes out_types, with or without in_types, got {sorted(kwargs)}"
+                f"no_typecheck needs out_types, with or without in_types, got {sorted(kwargs)}"
             )
         return functools.partial(_typed_boundary, **kwargs)
     if fn is None:
@@ -725,8 +731,8 @@ def register_autograd_function(cls: type) -> type:
     """
     if not hasattr(cls, "spmd_typecheck") and not hasattr(cls, "typecheck_forward"):
         raise ArgumentTypeError(
-            f"register_autograd_function: {cls.__name__} has no static method spmd_typecheck that "
-            "declares its types"
+            f"register_autograd_function: {cls.__name__} must declare its types in a static "
+            "method spmd_typecheck"
         )
     return cls
 

@@ -36,10 +36,12 @@ class Scalar:
 
     def __init__(self, value: int | float | complex, spmd_type: Mapping[Any, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float | complex):
-            raise ArgumentTypeError(f"Scalar: a number, got {value!r}")
+            raise ArgumentTypeError(f"Scalar: expected a number, got {value!r}")
         for axis, axis_type in spmd_type.items():
             if not isinstance(axis_type, spmd.AxisType):
-                raise SpmdTypeError(f"Scalar: R, I, V or P over {axis!r}, got {axis_type!r}")
+                raise SpmdTypeError(
+                    f"Scalar: the type over {axis!r} must be R, I, V or P, got {axis_type!r}"
+                )
         self._value = value
         self._type = spmd.read_type(spmd_type, 0)
 

@@ -44,7 +44,7 @@ def pending(reduce_op: str) -> spmd.AxisType:
     """
     if reduce_op not in ("sum", "avg", "max", "min", "product"):
         raise ArgumentValueError(
-            f"pending: a reduction is sum, avg, max, min or product, got {reduce_op!r}"
+            f"pending: reduce_op must be sum, avg, max, min or product, got {reduce_op!r}"
         )
     return spmd.pending(reduce_op)
 
@@ -131,7 +131,9 @@ def normalize_partition_spec(spec: PartitionSpec) -> PartitionSpec:
         active = [axis for axis in axes if axis.size() > 1]
         repeated = [axis for axis in active if axis in seen]
         if repeated:
-            raise SpmdTypeError(f"{spec} names the axis {repeated[0]!r} twice")
+            raise SpmdTypeError(
+                f"{spec} names the axis {repeated[0]!r} twice; an axis can shard one dim only"
+            )
         seen += active
         entries.append(entry_of(active))
     spmd.normalize_mesh(seen)
@@ -162,7 +164,7 @@ class SpmdType:
         for axis, axis_type in self.local_type.items():
             if not isinstance(axis_type, spmd.AxisType | Shard):
                 raise SpmdTypeError(
-                    f"SpmdType: the type on {axis!r} is R, I, V, P or S(i), got {axis_type!r}"
+                    f"SpmdType: the type on {axis!r} must be R, I, V, P or S(i), got {axis_type!r}"
                 )
         if self.partition_spec is None:
             return
@@ -170,12 +172,13 @@ class SpmdType:
             for axis in spmd.axes_of_entry(entry):
                 if self.local_type.get(axis, V) is not V:
                     raise SpmdTypeError(
-                        f"SpmdType: {axis!r} is {self.local_type[axis]} and shards a dim in "
+                        f"SpmdType: {axis!r} is {self.local_type[axis]}, but shards a dim in "
                         f"{self.partition_spec}"
                     )
         if any(isinstance(axis_type, Shard) for axis_type in self.local_type.values()):
             raise SpmdTypeError(
-                "SpmdType: S(i) together with a PartitionSpec; write the sharded dims in one place"
+                "SpmdType: S(i) cannot be combined with a PartitionSpec; write the sharded dims "
+                "in one of them"
             )
 
 
