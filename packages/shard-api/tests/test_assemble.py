@@ -45,7 +45,7 @@ def test_local_shards_that_do_not_make_a_tensor_are_refused_on_all_ranks() -> No
             "requires_grad=False .*rank: 0.*=True.*rank: 1",
         ),
         ([shard(rank), shard(rank, dtype=torch.int32)], LocalShardError, "dtype is torch.int32"),
-        ([], ShardingSpecError, "no rank has a local shard"),
+        ([], ShardingSpecError, "at least one rank must have a local shard"),
     ]
     for shards, kind, text in cases:
         with pytest.raises(kind, match=text):

@@ -55,7 +55,7 @@ def test_placements_may_be_in_any_order() -> None:
     ]
     spec = ChunkShardingSpec(1, placements(2, 0, 1))
     assert get_chunk_sharding_params(6, 3, spec, 0) == (2, 2)
-    with pytest.raises(ShardingSpecError, match="rank 7 holds no chunk"):
+    with pytest.raises(ShardingSpecError, match="rank 7 does not hold a chunk"):
         get_chunk_sharding_params(6, 3, spec, 7)
 
 

@@ -50,7 +50,7 @@ def test_what_the_constructor_refuses() -> None:
         empty(chunk(0), 4, init_rrefs=True)
     with pytest.raises(TypeError, match="must be integers"):
         empty(chunk(0), 4.5)
-    with pytest.raises(TypeError, match="no dim is inferred"):
+    with pytest.raises(TypeError, match="does not infer dims"):
         empty(chunk(0), 4, None)
     with pytest.raises(UnsupportedOpError, match="RPC"):
         empty(chunk(0), 4).remote_shards()
@@ -99,7 +99,7 @@ def test_init_from_global_metadata() -> None:
         metadata, tensor_properties=replace(metadata.tensor_properties, dtype=torch.int32)
     )
     with pytest.raises(
-        LocalShardError, match=r"dtype is torch.float32, the sharded tensor's is torch.int32"
+        LocalShardError, match=r"dtype is torch.float32, but the sharded tensor's is torch.int32"
     ):
         ShardedTensor._init_from_local_shards_and_global_metadata(tensor.local_shards(), wrong)
     gap = replace(metadata, shards_metadata=metadata.shards_metadata[:2])

@@ -95,7 +95,7 @@ def test_sizes_that_differ(tmp_path: Path) -> None:
         where,
         (13, 6),
         "weight",
-        r"model.weight has size \(10, 6\), here it has \(13, 6\); allow_shape",
+        r"model.weight has size \(10, 6\), but the state dict has \(13, 6\); pass allow_shape",
     )
     rank_pool(4).run(refuse, where, (10,), "weight", "the number of dims must be the same")
     rank_pool(4).run(

@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception], s
         lambda t: F.embedding_bag(INDEX, t),
         ArgumentTypeError,
         TypeError,
-        "1-D indices need them",
+        "1-D indices need offsets",
     ),
     "three dims": (
         lambda t: F.embedding_bag(INDEX.view(2, 1, 1), t),

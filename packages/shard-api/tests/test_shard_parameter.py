@@ -109,13 +109,13 @@ PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
     "different specs": (
         lambda m: ("weight", on_rank(1, chunk(1), chunk(0))),
         ValueError,
-        r"sharding_spec=.*dim=0.* on rank: 0 does not match with sharding_spec=.*dim=1.* on rank: "
+        r"sharding_spec differs between ranks: .*dim=0.* on rank 0, .*dim=1.* on rank "
         r"1",
     ),
     "different sources": (
         lambda m: ("weight", chunk(0), on_rank(2, 1, 0)),
         ValueError,
-        "src_rank=0 on rank: 0 .* src_rank=1 on rank: 2",
+        "src_rank differs between ranks: 0 on rank 0, 1 on rank 2",
     ),
     "no such source": (
         lambda m: ("weight", chunk(0), 4),

@@ -33,7 +33,7 @@ def test_a_rank_without_shards() -> None:
     tensor = zeros(chunk(0, (1, 2)), [6, 5])
     assert len(tensor.local_shards()) == (1 if dist.get_rank() in (1, 2) else 0)
     if dist.get_rank() == 0:
-        with pytest.raises(UnsupportedOpError, match="exactly one local shard, rank 0 has 0"):
+        with pytest.raises(UnsupportedOpError, match="exactly one local shard, but rank 0 has 0"):
             tensor.local_tensor()
     assert torch.equal(tensor, torch.zeros(6, 5))
 
@@ -123,7 +123,7 @@ def test_wrong_arguments_of_gather_are_raised_on_all_ranks() -> None:
     with pytest.raises(LocalShardError, match="out must be None on every rank but dst=1"):
         tensor.gather(1, torch.empty(6, 5))
     with pytest.raises(
-        RankMismatchError, match="dst=0 on rank: 0 does not match with dst=1 on rank: 1"
+        RankMismatchError, match="dst differs between ranks: 0 on rank 0, 1 on rank 1"
     ):
         tensor.gather(rank, torch.empty(6, 5))
     with pytest.raises(ProcessGroupError, match="dst=4"):

@@ -24,7 +24,7 @@ def test_a_shard_that_reaches_beyond_the_tensor_is_named() -> None:
         ShardingSpecError, match=r"shard 0 \[0:3, 0:4\] on rank:0/cpu reaches beyond .*\(2, 4\)"
     ):
         check_tensor([shard([0, 0], [3, 4])], (2, 4))
-    with pytest.raises(ShardingSpecError, match="has 2 dims, the tensor of size"):
+    with pytest.raises(ShardingSpecError, match="has 2 dims, but the tensor of size"):
         check_tensor([shard([0, 0], [3, 4])], (3,))
     with pytest.raises(ShardingSpecError, match="at least one shard"):
         check_tensor([], (3,))

@@ -44,7 +44,7 @@ def expect(
     hint = ""
     for kind in type(value).__mro__:
         if kind.__name__ in names:
-            hint = f"; use shoal_shard_api.{kind.__name__}, torch's own class is another one"
+            hint = f"; use shoal_shard_api.{kind.__name__} instead of torch's own class"
             break
     if optional:
         names.append("None")

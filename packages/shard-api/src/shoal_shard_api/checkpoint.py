@@ -209,12 +209,15 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
         ) from error
     missing = sorted(flat.keys() - saved.keys())
     if missing:
-        raise CheckpointError(f"checkpoint {where} has no {missing}; it has {sorted(saved)}")
+        raise CheckpointError(
+            f"checkpoint {where} does not contain {missing}; it contains {sorted(saved)}"
+        )
     for name, value in flat.items():
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor is not hasattr(saved[name], "size"):
             raise CheckpointError(
-                f"checkpoint {where}: {name} is a tensor here or there, not in both"
+                f"checkpoint {where}: {name} must be a tensor in both the checkpoint and the "
+                "state dict"
             )
         if not is_tensor:
             continue
@@ -222,15 +225,15 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
         size = tuple(value.size())
         if saved_size == size:
             continue
-        sizes = f"size {saved_size}, here it has {size}"
+        sizes = f"size {saved_size}, but the state dict has {size}"
         if len(saved_size) != len(size):
             raise CheckpointError(
                 f"checkpoint {where}: {name} has {sizes}: the number of dims must be the same"
             )
         if not any(fnmatchcase(name, pattern) for pattern in allowed):
             raise CheckpointError(
-                f"checkpoint {where}: {name} has {sizes}; allow_shape_mismatch reads what is in "
-                "both"
+                f"checkpoint {where}: {name} has {sizes}; pass allow_shape_mismatch to read the "
+                "elements inside both sizes"
             )
 
 

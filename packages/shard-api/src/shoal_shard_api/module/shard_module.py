@@ -290,7 +290,8 @@ def _parameters_of_sharders(module: nn.Module, plan: ShardingPlan) -> dict[int, 
             continue
         if not path:
             raise SharderPathError(
-                "a Sharder needs the path of a sub-module; '' has no parent to replace it in"
+                "a Sharder needs the path of a sub-module; the root module '' cannot be "
+                "replaced, because it does not have a parent"
             )
         for name, parameter in _submodule(module, path, "plan").named_parameters(path):
             owned[id(parameter)] = _OwnedParameter(name, path)
@@ -335,14 +336,14 @@ def _check_specs(
         _check_shardable(tensor, spec, path, group)
         if name not in owner._parameters:
             raise ParameterError(
-                f"{path} is a tensor but no parameter of {type(owner).__name__}; use "
+                f"{path} is a tensor of {type(owner).__name__} but not a parameter; use "
                 "shard_parameter"
             )
         first = first_path.setdefault(id(tensor), path)
         if specs.setdefault(first, spec) != spec:
             raise PlanConflictError(
-                f"{first!r} and {path!r} are one tied parameter of two specs: {specs[first]} and "
-                f"{spec}"
+                f"{first!r} and {path!r} are one tied parameter, but have two specs: "
+                f"{specs[first]} and {spec}"
             )
         facts[f"sharding_spec of {path}"] = spec
         facts[f"size and dtype of {path}"] = (tuple(tensor.size()), tensor.dtype)
@@ -396,7 +397,7 @@ def _attribute_of(module: nn.Module, name: str, where: str) -> Any:
     expect("shard_parameter", "param_name", name, str)
     if not hasattr(module, name):
         raise MissingParameterError(
-            f"{type(module).__name__} has no attribute {name!r} (asked for {where!r})"
+            f"{type(module).__name__} has no attribute {name!r}, requested as {where!r}"
         )
     return getattr(module, name)
 

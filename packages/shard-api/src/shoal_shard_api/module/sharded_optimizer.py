@@ -260,7 +260,8 @@ class ShardedOptimizer(optim.Optimizer):
         wrong = [name for name, entries in state.items() if not isinstance(entries, Mapping)]
         if wrong or not all(isinstance(group, Mapping) for group in groups):
             raise CheckpointError(
-                f"state of parameters and parameter groups are mappings, not {wrong or groups}"
+                "the state of each parameter and each parameter group must be a mapping, got "
+                f"{wrong or groups}"
             )
         unknown = sorted(map(str, state.keys() - self.named_params.keys()))
         if unknown:

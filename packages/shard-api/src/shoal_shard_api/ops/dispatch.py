@@ -90,7 +90,7 @@ class _TwoTensors(NamedTuple):
         tensors = [*args[:2], *(kwargs[name] for name in names)]
         if len(tensors) != 2:
             raise ArgumentTypeError(
-                f"the function takes two tensors, got {len(args)} arguments and {sorted(kwargs)}"
+                f"the function needs two tensors, got {len(args)} arguments and {sorted(kwargs)}"
             )
         others = {name: value for name, value in kwargs.items() if name not in names}
         return cls(tensors[0], tensors[1], args[2:], others)
@@ -245,14 +245,14 @@ HANDLERS: dict[Any, Handler] = {
 REFUSED: dict[Any, str] = {
     **dict.fromkeys(
         [T.register_hook, T.register_post_accumulate_grad_hook, T.retain_grad],
-        "the autograd graph has the shards: register the hook on shard.tensor of local_shards()",
+        "autograd records the shards: register the hook on shard.tensor of local_shards()",
     ),
     **dict.fromkeys(
         (
             *(T.numpy, T.tolist, T.data_ptr, T.untyped_storage, T.storage),
             *(T.share_memory_, T.pin_memory, T.set_, T.__array__),
         ),
-        "its storage is distributed: use local_shards(), local_tensor() or full_tensor()",
+        "its memory is distributed over ranks: use local_shards(), local_tensor() or full_tensor()",
     ),
 }
 
@@ -360,7 +360,7 @@ def run(
         raise UnsupportedOpError(f"{name} on a ShardedTensor: {REFUSED[func]}")
     if not tensors:
         raise UnsupportedOpError(
-            f"{name} has no ShardedTensor with a process group among its arguments"
+            f"{name}: at least one argument must be a ShardedTensor with a process group"
         )
     if any(tensor.process_group is not tensors[0].process_group for tensor in tensors):
         raise UnsupportedOpError(

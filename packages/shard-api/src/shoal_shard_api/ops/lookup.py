@@ -100,8 +100,8 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
         raise ArgumentTypeError(f"{name}: indices must have 1 or 2 dims, got {indices.dim()}")
     if bags and not _fits_offsets(indices, offsets):
         raise ArgumentTypeError(
-            f"{name}: offsets are a plain 1-D tensor of the dtype of the indices: 1-D indices need "
-            "them, 2-D have none"
+            f"{name}: offsets must be a plain 1-D tensor of the dtype of the indices; 1-D indices "
+            "need offsets, 2-D indices must not have them"
         )
     has_weights = isinstance(weights, torch.Tensor) and weights.shape == indices.shape
     if weights is not None and not has_weights:
@@ -111,7 +111,7 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
     if indices.device.type == "cpu" and indices.numel():
         low, high = torch.aminmax(indices)
         if low.item() < 0 or high.item() >= rows:
-            raise IndexRangeError(f"{name}: an index is out of range of the {rows} rows")
+            raise IndexRangeError(f"{name}: an index is out of range; the table has {rows} rows")
     facts = {"dtype": indices.dtype, "weighted": weights is not None}
     if not bags:
         return {**facts, "~sizes": (indices.numel(), indices.numel())}

@@ -82,7 +82,7 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
         (Shard(dim=0, sizes=(2, 1)),)
     """
     if not shape:
-        raise NotExpressibleError("a 0-dim tensor has no dim that a Shard placement could shard")
+        raise NotExpressibleError("a tensor of 0 dims cannot have a Shard placement")
     holders = _holders(layout)
     cells = grid(list(holders), shape)  # 0:2 and 2:3 of (3,): ((2, 1),)
     if cells is None:
@@ -163,8 +163,8 @@ def _add_empty_shards(axes: list[list[int]], idle: list[int], filled: int, membe
             return
     counts = " x ".join(str(len(sizes)) for sizes in axes)
     raise NotExpressibleError(
-        f"a grid of {counts} shards on {members} ranks leaves the ranks {idle} idle, and they do "
-        "not fill a row of a mesh of all ranks"
+        f"a grid of {counts} shards on {members} ranks leaves the ranks {idle} idle, which do not "
+        "fill a row of a mesh of all ranks"
     )
 
 

@@ -29,7 +29,7 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ProcessGroupError(
-            "no default process group: call torch.distributed.init_process_group first"
+            "no default process group exists: call torch.distributed.init_process_group first"
         )
     group = dist.group.WORLD if process_group is None else process_group
     # c10d represents a group without this rank by an integer.
@@ -39,8 +39,8 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         )
     if isinstance(group, int) or dist.get_rank(group) < 0:
         raise NotInGroupError(
-            f"rank {dist.get_rank()} is not in the given process group {group}; only members call "
-            "this"
+            f"rank {dist.get_rank()} is not in the given process group {group}; call this on its "
+            "members only"
         )
     return group
 
@@ -111,8 +111,8 @@ def _compare(name: str, reports: list[dict[str, Any]]) -> None:
     for rank, value in values:
         if value != first_value:
             raise RankMismatchError(
-                f"{shown}={first_value} on rank: {first_rank} does not match with {shown}={value} "
-                f"on rank: {rank}; pass the same value on all ranks"
+                f"{shown} differs between ranks: {first_value} on rank {first_rank}, {value} on "
+                f"rank {rank}; pass the same value on all ranks"
             )
 
 

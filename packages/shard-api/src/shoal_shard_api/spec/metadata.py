@@ -57,8 +57,8 @@ class ShardMetadata:
         sizes = list(shard_sizes)
         if len(offsets) != len(sizes) or any(n < 0 for n in (*offsets, *sizes)):
             raise ShardingSpecError(
-                f"each dim has one offset and size >= 0: {len(offsets)} offsets {offsets}, "
-                f"{len(sizes)} sizes {sizes}"
+                f"each dim needs one offset and one size, both at least 0; got {len(offsets)} "
+                f"offsets {offsets} and {len(sizes)} sizes {sizes}"
             )
         parsed = None if placement is None else parse_placement(placement)
         object.__setattr__(self, "shard_offsets", offsets)
@@ -241,8 +241,8 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
     for i, shard in enumerate(shards_metadata):
         if len(shard.shard_sizes) != len(size):
             raise ShardingSpecError(
-                f"shard {i} {_describe(shard)} has {len(shard.shard_sizes)} dims, the tensor of "
-                f"size {size} has {len(size)}"
+                f"shard {i} {_describe(shard)} has {len(shard.shard_sizes)} dims, but the tensor "
+                f"of size {size} has {len(size)}"
             )
         if any(stop > n for (_, stop), n in zip(shard.box, size, strict=True)):
             raise ShardingSpecError(

@@ -177,7 +177,8 @@ class ChunkShardingSpec(ShardingSpec):
             return self
         if self.dim not in names:
             raise ShardingSpecError(
-                f"the tensor has no dim {self.dim!r}; the names of its dims are {tuple(names)}"
+                f"the tensor does not have a dim named {self.dim!r}; its dims are named "
+                f"{tuple(names)}"
             )
         return ChunkShardingSpec(list(names).index(self.dim), self.placements)
 
@@ -194,8 +195,8 @@ class ChunkShardingSpec(ShardingSpec):
         ndim = len(tensor_sizes)
         if isinstance(self.dim, str):
             raise ShardingSpecError(
-                f"dim {self.dim!r} is a name, sizes {tuple(tensor_sizes)} have none: make it an "
-                "index with on_names()"
+                f"dim {self.dim!r} is a name, but the sizes {tuple(tensor_sizes)} do not have "
+                "names: convert it to an index with on_names()"
             )
         if not -ndim <= self.dim < ndim:
             raise ShardingSpecError(
@@ -232,7 +233,7 @@ def get_split_size(dim_size: int, chunks: int) -> int:
     """
     expect_all("get_split_size", "(dim_size, chunks)", (dim_size, chunks), int)
     if chunks < 1:
-        raise ShardingSpecError(f"get_split_size: at least one chunk is needed, got {chunks}")
+        raise ShardingSpecError(f"get_split_size: chunks must be at least 1, got {chunks}")
     return (dim_size + chunks - 1) // chunks  # (5 + 3) // 4 = 2
 
 
@@ -284,7 +285,9 @@ def get_chunk_sharding_params(
         if placement.rank() == rank:
             offset = min(split * index, sharding_dim_size)
             return offset, get_chunked_dim_size(sharding_dim_size, split, index)
-    raise ShardingSpecError(f"rank {rank} holds no chunk; the placements are {spec.placements}")
+    raise ShardingSpecError(
+        f"rank {rank} does not hold a chunk; the placements are {spec.placements}"
+    )
 
 
 @dataclass(frozen=True, eq=True)

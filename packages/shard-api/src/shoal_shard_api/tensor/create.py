@@ -157,11 +157,11 @@ def _draw(tensor: ShardedTensor, draw: Callable[[torch.Tensor], torch.Tensor]) -
     """Fill a tensor by the operator of torch's factory; shoal_dtensor draws as one device does."""
     if tensor.dim() == 0:
         raise NotExpressibleError(
-            "a random ShardedTensor needs at least one dim: draw a plain tensor"
+            "a random ShardedTensor needs at least one dim; draw a plain tensor for 0 dims"
         )
     if not tensor.dtype.is_floating_point:
         raise UnsupportedOpError(
-            f"random numbers are drawn as floating point numbers, asked for {tensor.dtype}"
+            f"random ShardedTensors must have a floating-point dtype, got {tensor.dtype}"
         )
     # A layout without placements is drawn as Shard(0) and moved.
     with torch.no_grad(), implicit_reshard():

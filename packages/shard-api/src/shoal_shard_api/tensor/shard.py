@@ -58,14 +58,14 @@ class Shard:
         expected = self.metadata.shard_sizes
         if size != expected:
             raise LocalShardError(
-                f"a shard must have the size of its metadata: the tensor has size {size}, its "
-                f"metadata {expected} ({self.metadata})"
+                f"a shard must have the size of its metadata: the tensor has size {size}, but its "
+                f"metadata says {expected} ({self.metadata})"
             )
         device = self.tensor.device
         if placement is not None and placement.device().type != device.type:
             raise LocalShardError(
-                f"a shard must be on the device of its placement: the tensor of {self.metadata} is "
-                f"on {device}, its placement is {placement}"
+                f"a shard must be on the device of its placement: the tensor of {self.metadata} "
+                f"is on {device}, but its placement is {placement}"
             )
 
     @classmethod
@@ -169,7 +169,7 @@ def check_properties(shard: Shard, properties: TensorProperties) -> None:
         expected = getattr(properties, name)
         if value != expected:
             raise LocalShardError(
-                f"{name_of_shard}: its {name} is {value}, the sharded tensor's is {expected}"
+                f"{name_of_shard}: its {name} is {value}, but the sharded tensor's is {expected}"
             )
 
 
@@ -197,7 +197,9 @@ def flatten_size(size: Sequence[Any], *, inferred: bool = False) -> tuple[Any, .
         if dim < 0:
             raise ShardingSpecError(f"the size must not be negative, got {dims}")
     if None in dims and not inferred:
-        raise ArgumentTypeError(f"the size must be integers, got {dims}: no dim is inferred here")
+        raise ArgumentTypeError(
+            f"the size must be integers, got {dims}: this call does not infer dims"
+        )
     return dims
 
 
@@ -225,7 +227,7 @@ def describe(
     size = flatten_size(global_size, inferred=True)
     with_shards = [report for report in reports if report["~shards"]]
     if not with_shards:
-        raise ShardingSpecError("no rank has a local shard")
+        raise ShardingSpecError("at least one rank must have a local shard")
     properties = TensorProperties(**{name: with_shards[0][f"?{name}"] for name in _COMPARED})
     shards_by_rank = [list(report["~shards"]) for report in reports]
     if None in size:
@@ -293,7 +295,7 @@ def checked_metadata(
     properties = metadata.tensor_properties
     if properties.layout != torch.strided or properties.memory_format != torch.contiguous_format:
         raise ShardingSpecError(
-            f"shards are torch.strided and contiguous_format, not {properties.layout} and "
+            f"shards must be torch.strided and contiguous_format, got {properties.layout} and "
             f"{properties.memory_format}"
         )
     return replace(metadata, size=torch.Size(metadata.size))

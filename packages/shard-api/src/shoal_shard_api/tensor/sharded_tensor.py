@@ -106,7 +106,7 @@ class ShardedTensor(ShardedTensorConstructors):
         """
         if len(self._local_shards) != 1:
             raise UnsupportedOpError(
-                f"local_tensor() needs exactly one local shard, rank {dist.get_rank()} has "
+                f"local_tensor() needs exactly one local shard, but rank {dist.get_rank()} has "
                 f"{len(self._local_shards)}; use local_shards()"
             )
         return self._local_shards[0].tensor
@@ -425,7 +425,7 @@ class ShardedTensor(ShardedTensorConstructors):
         by_offset = {tuple(s.metadata.shard_offsets): s.tensor for s in self._filled_shards()}
         if index.offset is None or tuple(index.offset) not in by_offset:
             raise CheckpointError(
-                f"{index.fqn}: no local shard begins at {index.offset}; they begin at "
+                f"{index.fqn}: no local shard begins at {index.offset}; local shards begin at "
                 f"{[*by_offset]}"
             )
         # The checkpoint reads this tensor, or writes it in place.

@@ -224,8 +224,8 @@ class ShardedTensorBase(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise UnsupportedOpError(
-            f"{func} cannot see the shards of a ShardedTensor; leave __torch_function__ enabled, "
-            "or use local_tensor()"
+            f"{func} cannot access the shards of a ShardedTensor; leave __torch_function__ "
+            "enabled, or use local_tensor()"
         )
 
 
