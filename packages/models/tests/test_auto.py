@@ -254,10 +254,10 @@ def test_an_empty_plan_says_what_kept_each_module_out() -> None:
     # It was returned without a warning, and `parallelize_module` asked for example inputs.
     model = Broken(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10))
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.warns(UnmatchedPlanWarning, match=r"kept out: 0, 2: .*one half of nothing"):
+    with pytest.warns(UnmatchedPlanWarning, match=r"left out: 0, 2: .*one half of nothing"):
         plan = auto_plan(model, mesh, torch.randn(3, 10))
     assert not plan and "one half of nothing" in plan.why_empty
-    with pytest.raises(PlanError, match=r"kept out: 0, 2: .*one half of nothing"):
+    with pytest.raises(PlanError, match=r"left out: 0, 2: .*one half of nothing"):
         parallelize_module(model, mesh, plan)
 
 

@@ -250,8 +250,8 @@ def test_a_cache_of_all_heads_is_named_as_the_cause(tmp_path: Path) -> None:
         module(token_batch(), past_key_values=cache)
     (note,) = caught.value.__notes__
     assert (
-        "k_proj (Linear, ColwiseParallel): weight (16, 32), here (8, 32)" in note
-        and "(a cache) has all heads" in note
+        "k_proj (Linear, ColwiseParallel): weight (16, 32), on this rank (8, 32)" in note
+        and "A cache that was made before the model was parallelized has all heads" in note
     )
 
 

@@ -69,7 +69,8 @@ def test_quantized_weights_are_refused_with_the_way_out(how: str) -> None:
         LoRA(base=ColwiseParallel(), rank=2),
     ):
         with pytest.raises(
-            UnsupportedModuleError, match=r"weight of Linear .* lower=False\) and quantize then"
+            UnsupportedModuleError,
+            match=r"weight of Linear .* lower=False\) first and quantize afterwards",
         ):
             parallelize_module(quantized(how), mesh, {"0": style})
     said = verify(quantized(how), PLAN, mesh, X)
@@ -104,6 +105,6 @@ def test_lowered_modules_refuse_weights_that_are_quantized_since(how: str, grad:
         quantize(module, how)
         with (
             torch.set_grad_enabled(grad),
-            pytest.raises(LayoutError, match=r"lower=False\) and quantize then"),
+            pytest.raises(LayoutError, match=r"lower=False\) first and quantize afterwards"),
         ):
             module(X)

@@ -105,6 +105,6 @@ def test_a_result_with_other_placements_is_refused() -> None:
         layer._parameters.pop("weight", None)
         layer.weight = wrong
         with pytest.raises(
-            LayoutError, match=r"weight of Linear is computed.*remove_parametrizations"
+            LayoutError, match=r"weight of Linear has been computed.*remove_parametrizations"
         ):
             layer(torch.randn(2, 8))

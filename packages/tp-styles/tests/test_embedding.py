@@ -134,7 +134,7 @@ def test_offsets_that_are_no_bags_of_the_rank_are_refused() -> None:
     not_lowered: Any = parallelize_module(nn.EmbeddingBag(9, 6), axis, style, lower=False)
     for each in (on_dtensors, not_lowered):
         with pytest.raises(
-            LayoutError, match=r"offsets of all ranks' tokens, got a plain Tensor .* Give DTensors"
+            LayoutError, match=r"offsets of all ranks' tokens, got a plain Tensor .* Pass DTensors"
         ):
             each(tokens, offsets=offsets)
 
@@ -146,7 +146,7 @@ def test_unsupported_bags_and_recurrent_modules_are_refused() -> None:
     with pytest.raises(UnsupportedModuleError, match="mode='max'"):
         parallelize_module(nn.EmbeddingBag(4, 4, mode="max"), axis, replicated)
     with pytest.raises(
-        UnsupportedModuleError, match=r"its batch can: SequenceParallel\(sequence_dim=0\)"
+        UnsupportedModuleError, match=r"shard its batch: SequenceParallel\(sequence_dim=0\)"
     ):
         parallelize_module(nn.LSTM(4, 4, batch_first=True), axis, SequenceParallel())
     dropping: Any = parallelize_module(

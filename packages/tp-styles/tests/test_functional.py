@@ -147,12 +147,14 @@ def _in_loss_parallel(loss: Any, x: Any, target: Any) -> Any:
 def test_a_target_that_is_no_class(name: str, wrong: int) -> None:
     # No rank found its logit, so its loss was the log-sum-exp.
     full, target = torch.randn(4, 11, dtype=torch.double), torch.tensor([0, 10, wrong, 3])
-    with pytest.raises(IndexError, match=f"target {wrong} is out of bounds: targets are 0 to 10"):
+    with pytest.raises(
+        IndexError, match=f"target {wrong} is out of bounds: targets must be 0 to 10"
+    ):
         LOSSES[name](sharded(full, 1)[0], target)
     x, _ = sharded(torch.cat([full, full[:, :1]], 1), 1)
     padded = Vocab.of(x, 1, real=11)
     if wrong == 11:
-        with pytest.raises(IndexError, match="target 11 is out of bounds: targets are 0 to 10"):
+        with pytest.raises(IndexError, match="target 11 is out of bounds: targets must be 0 to 10"):
             losses.cross_entropy(x, target, vocab=padded)
     if name != "log_prob":
         ignored = torch.tensor([0, 10, -100, 3])
@@ -170,7 +172,7 @@ def test_a_target_that_is_no_class_in_compiled_code() -> None:
     compiled: Any = torch.compile(loss_of, backend="aot_eager")
     loss: Any = compiled(x.detach(), target.clamp(max=5))
     torch.testing.assert_close(loss, functional.cross_entropy(full, target.clamp(max=5)))
-    with pytest.raises(RuntimeError, match="a target is out of bounds: targets are 0 to 5"):
+    with pytest.raises(RuntimeError, match="a target is out of bounds: targets must be 0 to 5"):
         compiled(x.detach(), target)
 
 

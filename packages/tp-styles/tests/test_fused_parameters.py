@@ -47,7 +47,7 @@ def test_gate_and_up_in_one_matrix_train_load_and_copy() -> None:
     }
     assert module.load_state_dict(entries, strict=True).missing_keys == []
     torch.testing.assert_close(module(x), single(x)[:, rows])
-    with pytest.raises(LayoutError, match="have 20 features, the module 24"):
+    with pytest.raises(LayoutError, match="have 20 features, but the module has 24"):
         parallelize_module(nn.Linear(8, 24), axis, PackedColwiseParallel(blocks={"a": 10, "b": 10}))
     with pytest.raises(LayoutError, match="3 heads cannot be sharded over 4 ranks"):
         parallelize_module(nn.Linear(8, 24), axis, ColwiseParallel().heads(3, 8))

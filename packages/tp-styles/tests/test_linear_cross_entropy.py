@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused() -> None:
         losses.linear_cross_entropy(x, head, torch.rand(4))
     assert isinstance(nn.Parameter(head), DTensor)
     for wrong in (6, -1):
-        with pytest.raises(IndexError, match=f"target {wrong} is out of bounds: targets are 0"):
+        with pytest.raises(IndexError, match=f"target {wrong} is out of bounds: targets must be 0"):
             losses.linear_cross_entropy(
                 x, head, target.index_fill(0, target[:1] * 0, wrong), z_loss=0.1
             )

@@ -59,7 +59,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_lowered() -> None:
 
 
 def test_a_fused_style_refuses_a_forward_that_it_would_not_call() -> None:
-    with pytest.raises(UnsupportedModuleError, match="has a forward of its own"):
+    with pytest.raises(UnsupportedModuleError, match="overrides forward"):
         ColwiseParallel().heads(1, 2).sharding(Scaled(2, 2))
 
 

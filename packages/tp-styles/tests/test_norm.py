@@ -118,9 +118,7 @@ def test_shards_through_groups_are_refused() -> None:
     parallelize_module(module, axis, {"0": ColwiseParallel(), "1": ChannelParallel()})
     with pytest.raises(LayoutError, match=r"aligned\(6\)"):
         module(torch.randn(2, 2, 5))
-    with pytest.raises(
-        UnsupportedModuleError, match="ChannelParallel has no sharding for LayerNorm"
-    ):
+    with pytest.raises(UnsupportedModuleError, match="ChannelParallel does not support LayerNorm"):
         parallelize_module(nn.LayerNorm(4), axis, ChannelParallel())
     with pytest.raises(LayoutError, match="expected a tensor as the input, got str"):
         parallelize_module(nn.LayerNorm(4), axis, SequenceParallel())("x")

@@ -56,5 +56,5 @@ def test_one_sequence_without_a_batch_dim_is_refused_on_all_ranks() -> None:
     module = parallelize_module(
         nn.RNN(2, 2, batch_first=True), all_ranks(), SequenceParallel(sequence_dim=0)
     )
-    with pytest.raises(LayoutError, match=r"without a batch dim.* x\.unsqueeze\(0\)"):
+    with pytest.raises(LayoutError, match=r"without the batch dim.* x\.unsqueeze\(0\)"):
         module(torch.randn(0 if all_ranks().get_local_rank() == 3 else 1, 2))

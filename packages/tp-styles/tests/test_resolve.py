@@ -34,7 +34,9 @@ def test_entries_that_match_nothing_are_named() -> None:
 def test_a_wrong_plan_is_a_type_error() -> None:
     with pytest.raises(TypeError, match=r"got int"):
         resolve(MLP(), 3)  # type: ignore[arg-type]  # that it is refused is the test
-    with pytest.raises(TypeError, match=r"expected a ParallelStyle or the name of one, got Linear"):
+    with pytest.raises(
+        TypeError, match=r"expected a ParallelStyle or the name of a style, got Linear"
+    ):
         resolve(MLP(), {"net1": nn.Linear(1, 1)})  # type: ignore[dict-item]  # that it is refused is the test
     with pytest.raises(
         PlanError, match=r"unknown style 'colwize'; did you mean 'colwise'\?; known are"

@@ -36,7 +36,7 @@ def test_only_a_linear_overlaps() -> None:
             return super().forward(input) * 2
 
     for module in (nn.Embedding(8, 4), nn.Conv1d(4, 4, 1), Own(4, 4)):
-        with pytest.raises(UnsupportedModuleError, match="overlapped: takes a Linear"):
+        with pytest.raises(UnsupportedModuleError, match="overlapped: the module must be a Linear"):
             RowwiseParallel().overlapped(2).sharding(module)
 
 

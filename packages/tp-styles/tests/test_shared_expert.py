@@ -167,7 +167,10 @@ def test_blocks_that_do_something_else_are_refused(detached: bool | None) -> Non
     parallelize_module(module, all_ranks(), PLAN)
     x = torch.randn(3, WIDTH, dtype=torch.double, requires_grad=True)
     with pytest.raises(
-        LayoutError, match="before the experts" if detached is None else "another tensor"
+        LayoutError,
+        match="before the experts"
+        if detached is None
+        else "a tensor that is not the block's input",
     ):
         module(x)
 
@@ -175,10 +178,11 @@ def test_blocks_that_do_something_else_are_refused(detached: bool | None) -> Non
 @on_ranks(2)
 def test_experts_that_dispatch_nothing_are_refused() -> None:
     with pytest.raises(
-        LayoutError, match="no module 'shared_experts'; it has router, experts, shared"
+        LayoutError,
+        match="does not have a module 'shared_experts'; its modules are router, experts, shared",
     ):
         parallelize_module(mixture("packed", 4), all_ranks(), SharedExpertOverlap())
     plan = {**PLAN, "experts": ExpertParallel(input_layouts=Replicate())}
     module: nn.Module = parallelize_module(mixture("packed", 4), all_ranks(), plan)
-    with pytest.raises(LayoutError, match="dispatches no tokens"):
+    with pytest.raises(LayoutError, match="does not dispatch tokens"):
         module(torch.randn(3, WIDTH, dtype=torch.double))

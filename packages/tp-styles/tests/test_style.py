@@ -214,7 +214,7 @@ def test_attributes_have_torchs_form() -> None:
     column = ColwiseParallel()
     column.desired_input_layouts = (Replicate(),)
     assert column == ColwiseParallel() and column.desired_input_layouts == (Replicate(),)
-    with pytest.raises(LayoutError, match="input_layouts says how it arrives"):
+    with pytest.raises(LayoutError, match="the arriving input with input_layouts"):
         column.desired_input_layouts = (Shard(0),)
     assert SequenceParallel(sequence_dim=2).sequence_sharding == (Shard(2),)
     inputs = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
@@ -271,14 +271,14 @@ def test_layouts_that_are_no_placements_are_refused_where_they_are_given(wrong: 
             input_kwarg_layouts={"x": wrong}, desired_input_kwarg_layouts={"x": Replicate()}
         ),
     ):
-        with pytest.raises(LayoutTypeError, match="takes a placement"):
+        with pytest.raises(LayoutTypeError, match="must be a placement"):
             make()
 
 
 def test_a_placement_of_torch_is_named() -> None:
     from torch.distributed.tensor import Replicate as Theirs
 
-    with pytest.raises(LayoutTypeError, match="use those of shoal_dtensor"):
+    with pytest.raises(LayoutTypeError, match="use the placements of shoal_dtensor"):
         ColwiseParallel(input_layouts=Theirs())  # type: ignore[arg-type]
 
 

@@ -289,7 +289,7 @@ def test_an_entry_that_the_inputs_do_not_reach_is_not_proven() -> None:
     plan = {"text": gathered, "vision": ColwiseParallel()}
     found = verify(TwoTowers(), plan, MESH, x)
     assert found.ok and found.unproven == (
-        "'vision' was not run: these inputs do not reach its parameters",
+        "'vision' was not run, because these inputs do not reach its parameters",
     )
     assert verify(TwoTowers(), plan, MESH, x, x).wrong
 
@@ -315,7 +315,10 @@ def test_random_numbers_of_other_libraries_and_refusals_leave_a_plan_unproven() 
     found = verify(
         Own(nn.Linear(8, 8)), {"0": ColwiseParallel(output_layouts=Replicate())}, MESH, x
     )
-    assert found.ok and re.search("one seed does not fix .* in training mode", found.unproven[0])
+    assert found.ok and re.search(
+        "the plain model computes different results with the same seed .* in training mode",
+        found.unproven[0],
+    )
     found = verify(
         Fused(), {"qkv": PackedColwiseParallel(blocks=3), "out": RowwiseParallel()}, MESH, x
     )

@@ -32,9 +32,7 @@ def test_the_verdict_comes_first() -> None:
         str(remarks).startswith("the plan fits\n")
         and "<p>the plan fits</p><table>" in remarks._repr_html_()
     )
-    assert str(verify(mlp, plan, MESH)).startswith(
-        "nothing is wrong with the plan, but it was not run\n"
-    )
+    assert str(verify(mlp, plan, MESH)).startswith("no error was found, but the plan was not run\n")
     for wrong in (
         {"0": "colwise", "1": "colwise"},
         {"7": "colwise"},
@@ -86,7 +84,9 @@ def test_a_shared_parameter_that_an_undeclared_style_leaves_behind_is_refused() 
     model[1].bias = model[0].bias
     first: dict[str, ParallelStyle | str] = {"0": ColwiseParallel(output_layouts=Replicate())}
     elsewhere = verify(model, first | {"2": Undeclared()}, MESH, x)
-    assert "one parameter shared under 2 names must have one layout" in elsewhere.errors[0]
+    assert "a parameter that is shared under 2 names must have one layout" in elsewhere.errors[0]
     on_an_owner = verify(model, first | {"1": Undeclared()}, MESH, x)
-    assert on_an_owner.errors == () and "1.bias still is it" in on_an_owner.wrong[0]
-    assert "0.bias still is it" in verify(model, {"1": Undeclared(shards=True)}, MESH, x).wrong[0]
+    assert on_an_owner.errors == () and "left 1.bias unchanged" in on_an_owner.wrong[0]
+    assert (
+        "left 0.bias unchanged" in verify(model, {"1": Undeclared(shards=True)}, MESH, x).wrong[0]
+    )

@@ -95,12 +95,12 @@ __all__ = [
 
 # Names of torch's stack that are not here, and what does their work.
 _CONTEXT = (
-    "shoal_context_parallel.context_parallel, or the style ContextParallel; SequenceLayout says "
-    "who holds which tokens"
+    "shoal_context_parallel.context_parallel, or the style ContextParallel; SequenceLayout "
+    "assigns tokens to ranks"
 )
 _INSTEAD = {
-    "DTensorExtensions": "shoal_data_parallel.fully_shard takes tensor-parallel parameters as they are",
-    "_pre_dp_module_transform": 'shoal_data_parallel.replicate(module, mesh["data"]) takes all parameters',
+    "DTensorExtensions": "shoal_data_parallel.fully_shard accepts tensor-parallel parameters directly",
+    "_pre_dp_module_transform": 'shoal_data_parallel.replicate(module, mesh["data"]) accepts all parameters',
     "tensor_parallel_transformation": "parallelize_module",
     **dict.fromkeys(
         ("_ContextParallel", "_context_parallel_shard", "_cp_options", "flex_cp_allgather"),

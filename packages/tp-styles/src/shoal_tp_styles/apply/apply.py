@@ -76,15 +76,14 @@ def apply_sharding(
         noun = "axis" if sharding.axes == 1 else "axes"
         axes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
         raise LayoutError(
-            f"{sharding.style} acts on {sharding.axes} mesh {noun}, the mesh has {axes}; name one "
-            "with style.on(axis), or as many as the style acts on with style.on((axis, axis)), or "
-            "pass the sub-mesh"
+            f"{sharding.style} acts on {sharding.axes} mesh {noun}, but the mesh has {axes}; "
+            "choose them with style.on(axis) or style.on((axis, axis)), or pass the sub-mesh"
         )
     inner = forward_of(module)
     if inner is None and "forward" in module.__dict__:
         raise LayoutError(
-            f"{sharding.style}: {type(module).__name__} has a forward of its own on the instance; "
-            "a style would hide it"
+            f"{sharding.style}: {type(module).__name__} has a forward set on the instance, which "
+            "the style would hide; define forward in the class"
         )
     if isinstance(inner, Lowered) and inner.sharding.style in (COMPLETION, TIED):
         inner = None
@@ -134,9 +133,9 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
             if holds_tensors(param):
                 raise UnsupportedModuleError(
                     f"{sharding.style}: {name} of {type(owner).__name__} is a "
-                    f"{type(param).__name__}, a tensor of tensors (as quantized weights are), of "
-                    f"which only its library knows shards. {HOW_TO_QUANTIZE}. Or leave the module "
-                    "out of the plan"
+                    f"{type(param).__name__}, a tensor subclass that holds other tensors (such as "
+                    f"a quantized weight), which only its library can shard. {HOW_TO_QUANTIZE}. "
+                    "Or leave the module out of the plan"
                 )
         computed = [f"{path}.{name}" if path else name for name in computed_parameters(owner)]
         is_used = sharding.lowering is not None or any(map(sharding.shards, computed))
@@ -220,16 +219,15 @@ def _dtensor_parameter(
         shared_axes = set(spec.mesh.axis_names) & set(mesh.axis_names)
         if not shared_axes:
             raise LayoutError(
-                f"parameter {name!r} is to become {placements} on {mesh}, but it is "
+                f"parameter {name!r} cannot become {placements} on {mesh}, because it is "
                 f"{current.placements} on {current.device_mesh} already; a style places plain "
-                "parameters, and those of fully_shard and replicate, which it finds by their "
-                "modules"
+                "parameters, and parameters of modules under fully_shard and replicate"
             )
         if not spec.same_layout(requested):
             raise TiedWeightError(
-                f"parameter {name!r} is to become {placements} on {mesh}, but it is shared and "
-                f"already {current.placements} on {current.device_mesh}; styles of modules that "
-                "share a parameter must agree"
+                f"parameter {name!r} cannot become {placements} on {mesh}, because it is shared "
+                f"and already {current.placements} on {current.device_mesh}; modules that share a "
+                "parameter must have styles with equal placements"
             )
         return current  # type: ignore[return-value]  # a Parameter that holds a DTensor
     sharded = distributed_by(scatter, param.detach(), mesh, placements)
@@ -253,7 +251,7 @@ def conflicting_style(module: nn.Module, style: str, path: str, *, distributes: 
         return None
     return (
         f"{style} on module {path!r} ({type(module).__name__}): it already has the style "
-        f"{earlier[0]}; a second one would shard shards. Call unparallelize_module first"
+        f"{earlier[0]}, and a second style would shard its shards. Call unparallelize_module first"
     )
 
 
@@ -386,9 +384,9 @@ def split_blocks(
         # Hooks would have to see all blocks at once.
         if param is not None and has_several_blocks and has_hooks(param):
             raise LayoutError(
-                f"{style}: the fused parameter {kind!r} has gradient hooks, and becomes one "
-                f"parameter for each of {list(fused.blocks)}; remove the hooks, and register them "
-                "on those afterwards"
+                f"{style}: the fused parameter {kind!r} has gradient hooks, but it is replaced by "
+                f"one parameter for each of {list(fused.blocks)}; remove the hooks, and register "
+                "them on the new parameters afterwards"
             )
     for kind in fused.names:
         param = module._parameters.get(kind)

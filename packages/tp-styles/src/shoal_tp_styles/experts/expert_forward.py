@@ -71,7 +71,7 @@ def local_shards(
         summed_over = None if name in by_feature else hidden
         if experts is not None and name not in by_expert:
             assert summed_over is None, (
-                "every parameter of experts whose hidden features are sharded belongs to experts"
+                "experts with sharded hidden features only have parameters of experts"
             )
             summed_over = experts
         by_comm.setdefault(summed_over, {})[name] = param
@@ -215,7 +215,8 @@ class RoutedExperts(Lowered):
         if isinstance(x, DTensor):
             if self.mesh.ndim > 1:
                 raise LayoutError(
-                    f"{self.sharding.style}: on two axes the input is a plain tensor, got {x.spec}"
+                    f"{self.sharding.style}: on two axes the input must be a plain tensor, got "
+                    f"{x.spec}"
                 )
             grad = self.port_in.desired if self.sharded else Partial()
             x = local_input(x, self.port_in, self.mesh, grad=grad)
@@ -223,7 +224,7 @@ class RoutedExperts(Lowered):
             x = copy(x, self.shared)
         if (weights is None) is not self.experts.grouped:
             raise LayoutError(
-                f"{self.sharding.style}: the experts are called by position, as {EXPERTS}"
+                f"{self.sharding.style}: call the experts with positional arguments, {EXPERTS}"
             )
         if weights is None:
             out = self.run_grouped(x, chosen)
@@ -273,8 +274,8 @@ class RoutedExperts(Lowered):
             ranks = self.read_bounds(bounds, len(rows))
         if not fits or any(rank.bounds[-1] > rank.rows for rank in ranks):
             raise LayoutError(
-                f"{self.sharding.style}: expected the rows of each of {self.experts.count} "
-                f"experts, {len(rows)} in all, got {sizes.tolist()}"
+                f"{self.sharding.style}: expected one number of rows for each of "
+                f"{self.experts.count} experts, {len(rows)} rows in all, got {sizes.tolist()}"
             )
         counts = [counts_of(rank.bounds) for rank in ranks]
         if self.sharded:
@@ -394,8 +395,8 @@ class OverlappedBlock(DTensorForward):
         experts = lowered_of(block.get_submodule(members.experts))
         if not isinstance(experts, RoutedExperts) or not experts.sharded:
             raise LayoutError(
-                f"SharedExpertOverlap: {members.experts} of {type(block).__name__} dispatches no "
-                "tokens; give it ExpertParallel() with input_layouts=Shard(0), or leave "
+                f"SharedExpertOverlap: {members.experts} of {type(block).__name__} does not "
+                "dispatch tokens; give it ExpertParallel() with input_layouts=Shard(0), or leave "
                 "SharedExpertOverlap out of the plan"
             )
         parent, _, name = members.shared.rpartition(".")
@@ -449,16 +450,17 @@ class _SharedExpert:
         if self.output is None:
             raise self._wrong_call("before the experts")
         if not _is_same(input, self.tokens):
-            raise self._wrong_call("with another tensor than the block's input")
+            raise self._wrong_call("with a tensor that is not the block's input")
         if input is self.tokens:
             return self.output
         return self.output.view(*input.shape[:-1], -1)
 
     def _wrong_call(self, circumstance: str) -> LayoutError:
         return LayoutError(
-            f"SharedExpertOverlap: {self.members.shared} is called {circumstance}. A block first "
-            f"calls {self.members.experts}, then {self.members.shared} with its own input or a "
-            "view of it; change its forward so, or leave SharedExpertOverlap out of the plan"
+            f"SharedExpertOverlap: {self.members.shared} is called {circumstance}. The block's "
+            f"forward must first call {self.members.experts}, then {self.members.shared} with the "
+            "block's input or a view of it; change the forward, or leave SharedExpertOverlap out "
+            "of the plan"
         )
 
 

@@ -228,7 +228,8 @@ def _probabilities(
     """Return this rank's rows and classes of probability targets; the classes come last."""
     if target.requires_grad:
         raise LayoutError(
-            "cross_entropy on a sharded vocabulary: no gradient of probability targets; detach them"
+            "cross_entropy on a sharded vocabulary cannot compute the gradient of probability "
+            "targets; detach the targets"
         )
     if isinstance(target, DTensor) and isinstance(logits, DTensor):
         local = _redistribute_like(logits, target).to_local()

@@ -107,7 +107,10 @@ class _LinearStatistics(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        first_order_only("linear_cross_entropy has first derivatives only")
+        first_order_only(
+            "linear_cross_entropy cannot be differentiated twice: call backward() without "
+            "create_graph=True"
+        )
         x, w, b, index, inside, q, lse = ctx.saved_tensors
         blocks: _LogitBlocks = ctx.blocks
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
@@ -236,14 +239,14 @@ def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
     has_features = weight.ndim == 2 and weight.shape[1] == input.shape[-1]
     if not has_rows or not has_features:
         raise LayoutError(
-            "linear_cross_entropy takes input (..., features), linear_weight (classes, features) "
-            f"and class indices (...); got {tuple(input.shape)}, {tuple(weight.shape)} and "
-            f"{tuple(target.shape)}"
+            "linear_cross_entropy: expected input (..., features), linear_weight (classes, "
+            f"features) and class indices (...); got {tuple(input.shape)}, {tuple(weight.shape)} "
+            f"and {tuple(target.shape)}"
         )
     if target.is_floating_point():
         raise LayoutError(
-            "linear_cross_entropy takes class indices; for probabilities call cross_entropy on the "
-            "logits"
+            "linear_cross_entropy: the target must be class indices; for probabilities call "
+            "cross_entropy on the logits"
         )
 
 

@@ -47,7 +47,7 @@ class Vocab:
         """
         if not isinstance(logits, DTensor):
             raise LayoutError(
-                "plain logits need vocab=Vocab(comm, sizes): which classes each rank holds"
+                "plain logits need vocab=Vocab(comm, sizes), the number of classes on each rank"
             )
         sharding = logits.spec.dim_sharding(dim)
         if len(sharding.axes) != 1 or logits.spec.partials:
@@ -89,7 +89,8 @@ class Vocab:
         arithmetic.own_blocks(self.comm.size, sum(self.sizes), "the classes of a loss")
         if self.total != sum(self.sizes) or len(set(self.sizes)) > 1:
             raise LayoutError(
-                f"invariant_arithmetic: ranks hold equally many classes without padding, got {self}"
+                "invariant_arithmetic: all ranks must hold equal numbers of classes, without "
+                f"padding; got {self}"
             )
         return tree_sum(tensor.movedim(-1, 0))
 
@@ -143,11 +144,11 @@ def check_targets(targets: Tensor, vocab: Vocab, ignored: int | None = None) -> 
         is_valid |= targets == ignored
         allowed += f", or ignore_index ({ignored})"
     if is_compiling() or not targets.is_cpu or isinstance(targets, FakeTensor):
-        message = f"a target is out of bounds: targets are {allowed}"
+        message = f"a target is out of bounds: targets must be {allowed}"
         torch.ops.aten._assert_async.msg(is_valid.all(), message)
     elif not is_valid.all():
         wrong = targets[~is_valid].reshape(-1)[0].item()
-        raise OperatorIndexError(f"target {wrong} is out of bounds: targets are {allowed}")
+        raise OperatorIndexError(f"target {wrong} is out of bounds: targets must be {allowed}")
 
 
 @dataclass(frozen=True, slots=True)

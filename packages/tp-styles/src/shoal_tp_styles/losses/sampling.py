@@ -112,7 +112,7 @@ def sample(
 def _check_mass(mass: Tensor) -> None:
     """Refuse rows whose probabilities do not add up to a number, as `torch.multinomial` does."""
     is_valid = mass.isfinite()
-    message = "the logits of a row to sample from have a NaN or an infinity, or are all -inf"
+    message = "cannot sample from a row of logits that contains NaN or +inf, or is -inf everywhere"
     if is_compiling() or not mass.is_cpu or isinstance(mass, FakeTensor):
         torch.ops.aten._assert_async.msg(is_valid.all(), message)
     elif not is_valid.all():

@@ -122,12 +122,11 @@ class Lowered(ModuleForward):
             got = tensor.placements
         if is_tracing() or got != placements:
             raise LayoutError(
-                f"{self.sharding.style}: {name} of {type(self.module).__name__} is computed from "
-                "other parameters since its plan was applied (weight_norm, pruning, a "
-                "parametrization); outside of compiled code the module reads a DTensor with "
-                f"{placements} there, got {got}. Make the result permanent "
-                "(remove_parametrizations, remove_weight_norm, prune.remove), or leave the module "
-                "out of the plan"
+                f"{self.sharding.style}: {name} of {type(self.module).__name__} has been computed "
+                "from other parameters since the plan was applied (weight_norm, pruning, a "
+                "parametrization); outside of compiled code it must be a DTensor with "
+                f"{placements}, got {got}. Make the result permanent (remove_parametrizations, "
+                "remove_weight_norm, prune.remove), or leave the module out of the plan"
             )
         return tensor
 

@@ -39,8 +39,8 @@ from .._torch import use_count
 from .collective_functions import sum_over_ranks
 
 HOW_TO_QUANTIZE = (
-    "To have quantized weights sharded, apply the plan with parallelize_module(..., lower=False) "
-    "and quantize then: values and scales become shards of the same rows and columns"
+    "To shard quantized weights, apply the plan with parallelize_module(..., lower=False) first "
+    "and quantize afterwards: values and scales become shards of the same rows and columns"
 )
 # Most bytes of the rows of a product that are computed at once, before they are added to a gradient
 # of another dtype.
@@ -179,8 +179,8 @@ def check_plain(param: Tensor) -> None:
     """Raise LayoutError if a plain parameter was quantized after its module was lowered."""
     if holds_tensors(param):
         raise LayoutError(
-            f"a parameter of a parallel module became a {type(param).__name__}, a tensor of "
-            f"tensors, which local computation cannot read. {HOW_TO_QUANTIZE}"
+            f"a parameter of a parallel module became a {type(param).__name__}, a tensor subclass "
+            f"that holds other tensors, which local computation cannot read. {HOW_TO_QUANTIZE}"
         )
 
 

@@ -53,13 +53,13 @@ def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
     """Return the DTensor in the port's desired layout; a plain tensor has the port's `layout`."""
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
-            raise LayoutError(f"the input is on {tensor.device_mesh}, the module on {mesh}")
+            raise LayoutError(f"the input is on {tensor.device_mesh}, but the module is on {mesh}")
         return _redistributed(tensor, port.desired)
     if isinstance(tensor, Tensor):
         return _redistributed(from_local(tensor, port.layout, mesh), port.desired)
     raise LayoutError(
-        f"layout {port.layout} is given for a {type(tensor).__name__}; use None for what is not a "
-        "tensor"
+        f"layout {port.layout} is given for a {type(tensor).__name__}; use None for values that "
+        "are not tensors"
     )
 
 
@@ -166,11 +166,10 @@ class DTensorForward(Lowered):
         is_plain = offsets is not None and not isinstance(offsets, DTensor)
         if is_plain and isinstance(layout, Shard):
             raise LayoutError(
-                f"{self.sharding.style}: an EmbeddingBag that runs on DTensors (a forward of its "
-                "own, lower=False) takes the offsets of all ranks' tokens, got a plain "
-                f"{type(offsets).__name__} beside input_layouts={layout}. Give DTensors, or "
-                "input_layouts=Replicate() and all tokens, or 2-D tokens, whose rows are the "
-                "bags"
+                f"{self.sharding.style}: an EmbeddingBag that runs on DTensors (a subclass with "
+                "its own forward, or lower=False) needs the offsets of all ranks' tokens, got a "
+                f"plain {type(offsets).__name__} with input_layouts={layout}. Pass DTensors, or "
+                "input_layouts=Replicate() and all tokens, or 2-D tokens with one bag per row"
             )
 
     def _in_layouts(
@@ -189,7 +188,7 @@ class DTensorForward(Lowered):
         if self.sharding.strict and len(values) != len(ports):
             raise LayoutError(
                 f"{self.sharding.style}: the module has {len(values)} {role}, but layouts for "
-                f"{len(ports)} are given; use None for those that pass through"
+                f"{len(ports)} are given; use None for values that pass through"
             )
         moved = list(values)
         for index, (value, port) in enumerate(zip(values, ports, strict=False)):

@@ -216,9 +216,9 @@ class GroupedChannels(Lowered):
         channels = self.into[self.comm.rank]
         if x.shape[options.dim] != channels:
             raise LayoutError(
-                f"{self.sharding.style}: {self.module} holds {self.groups} complete groups here, "
-                f"of {channels} input channels, but {x.shape[options.dim]} arrived; shard "
-                "the module before it by the same channels: "
+                f"{self.sharding.style}: {self.module} has {self.groups} complete groups on this "
+                f"rank, with {channels} input channels, but the input has {x.shape[options.dim]}; "
+                "shard the preceding module by the same channels: "
                 f"ColwiseParallel().aligned({options.unit * options.into})"
             )
         if self.runs_locally:

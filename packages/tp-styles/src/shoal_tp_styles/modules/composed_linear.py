@@ -243,7 +243,8 @@ class AttentionHeads(FusedLowering):
         module: Any = self.module
         if need_weights and not average_attn_weights:
             raise UnsupportedModuleError(
-                "HeadParallel: the weights of single heads are on different ranks; average them"
+                "HeadParallel: average_attn_weights=False is not supported, because the weights "
+                "of single heads are on different ranks; leave it True"
             )
         is_batched = query.ndim == 3
         inputs = [query, key, value]
@@ -327,8 +328,8 @@ def _mask(
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
     if mask is not None and mask.ndim == 3:
         raise UnsupportedModuleError(
-            "HeadParallel: a mask per head would have to be sharded by heads; use one mask for all "
-            "heads"
+            "HeadParallel: a mask per head is not supported, because it would have to be sharded "
+            "by heads; use one mask for all heads"
         )
     masks = [] if mask is None else [mask]
     if padding is not None:

@@ -67,11 +67,12 @@ class _Table(Lowered):
         module = self.module
         if getattr(module, "max_norm", None) is not None:
             raise UnsupportedModuleError(
-                f"{style}: {module} renormalises rows in place (max_norm); that is not sharded"
+                f"{style}: {module} has max_norm, which renormalizes rows in place and cannot be "
+                "sharded"
             )
         if getattr(module, "sparse", False):
             raise UnsupportedModuleError(
-                f"{style}: {module} has sparse gradients, which DTensors do not hold"
+                f"{style}: {module} has sparse=True, but DTensors cannot hold sparse gradients"
             )
 
 
@@ -185,10 +186,10 @@ def _bags(lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tens
     if offsets is not None and isinstance(layout, Shard):
         if isinstance(input, DTensor) is not isinstance(offsets, DTensor):
             raise LayoutError(
-                f"{lowered.sharding.style}: offsets count the tokens of this rank where both are "
-                f"plain and input_layouts is {layout}, those of all ranks where both are "
-                f"DTensors; got a {type(input).__name__} of tokens and a {type(offsets).__name__} "
-                "of offsets"
+                f"{lowered.sharding.style}: tokens and offsets must be both plain (offsets count "
+                f"the tokens of this rank, with input_layouts={layout}) or both DTensors (offsets "
+                f"count the tokens of all ranks); got a {type(input).__name__} of tokens and a "
+                f"{type(offsets).__name__} of offsets"
             )
         if not isinstance(input, DTensor):
             return _bags_of_ranks(lowered, input, offsets, weights, dim=layout.dim)
@@ -235,7 +236,7 @@ def _bags_of_ranks(
     wrong = [i for i, rank in enumerate(ranks) if not rank.fits(include_last_offset=includes_last)]
     if wrong:
         raise LayoutError(
-            f"{lowered.sharding.style}: offsets begin with 0 and end inside of the rank's own "
+            f"{lowered.sharding.style}: offsets must begin with 0 and end inside this rank's "
             "tokens (at their end with include_last_offset), got (tokens, bags, first, last) "
             f"{[(*ranks[rank],) for rank in wrong]} on ranks {wrong} along {'x'.join(comm.axes)}"
         )
@@ -268,8 +269,8 @@ class EmbeddingBag(_Table):
         self.is_row_sharded: bool = isinstance(self.port_out.layout, Partial)
         if self.is_row_sharded and (module.mode == "max" or module.scale_grad_by_freq):
             raise UnsupportedModuleError(
-                f"RowwiseParallel: {module} is not a sum over the ranks (mode='max', "
-                "scale_grad_by_freq); use ColwiseParallel"
+                f"RowwiseParallel: {module} cannot be computed as a sum over the ranks "
+                "(mode='max' or scale_grad_by_freq); use ColwiseParallel"
             )
 
     @classmethod

@@ -125,7 +125,7 @@ class Tokenwise(OnLocalTokens):
             raise LayoutError(
                 f"{self.sharding.style}: dim {dim} of an input of shape {tuple(input.shape)} is a "
                 f"feature dim of {type(self.module).__name__}, which reads all features of a "
-                "token; shard one of the dims before it"
+                "token; shard a dim before it"
             )
         out = self.compute_tokens(input)
         if self.sharding.local_outputs:
@@ -173,9 +173,9 @@ class LocalForward(DTensorForward):
             if count % ranks:
                 raise LayoutError(
                     f"{self.sharding.style}: {name} of {type(self.module).__name__} is {count}, "
-                    f"which {ranks} ranks do not share equally; use fewer ranks, or "
-                    "ColwiseParallel(output_layouts=Replicate()) on the projections, whose outputs "
-                    "all ranks then hold"
+                    f"which cannot be divided equally by {ranks} ranks; use fewer ranks, or "
+                    "gather the outputs of the projections with "
+                    "ColwiseParallel(output_layouts=Replicate())"
                 )
             self.counts[name] = count // ranks
 

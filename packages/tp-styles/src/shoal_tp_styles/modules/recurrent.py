@@ -90,20 +90,20 @@ class Recurrent(OnLocalTokens):
         if dim != self.batch:
             raise UnsupportedModuleError(
                 f"SequenceParallel: {module} reads its sequence step by step, so dim {dim} cannot "
-                f"be sharded; its batch can: SequenceParallel(sequence_dim={self.batch})"
+                f"be sharded; shard its batch: SequenceParallel(sequence_dim={self.batch})"
             )
 
     def __call__(self, input: Tensor, hx: Any = None) -> Any:
         module: Any = self.module
         if module.training and module.dropout > 0:
             raise UnsupportedModuleError(
-                f"SequenceParallel: {module} drops between its layers; set dropout=0 or eval()"
+                f"SequenceParallel: {module} has dropout between its layers, which is not "
+                "supported; set dropout=0 or call eval()"
             )
         if input.ndim < 3:
             raise LayoutError(
                 f"SequenceParallel: {module} got one sequence of shape {tuple(input.shape)} "
-                "without a batch dim, which is what is sharded; give it one: "
-                f"x.unsqueeze({self.batch})"
+                f"without the batch dim that is sharded; add it: x.unsqueeze({self.batch})"
             )
         local = local_parameters(dict(module._parameters), self.comm)
         flat_weights = [local[name] for name in module._flat_weights_names]
@@ -150,12 +150,12 @@ def sharded_hidden_units(
     if module.proj_size:
         obstacle = f"proj_size={module.proj_size}"
     elif not keeps_forward(module, kind):
-        obstacle = "a forward of its own"
+        obstacle = "its own forward"
     if obstacle:
         batch = 0 if module.batch_first else 1
         raise UnsupportedModuleError(
             f"{style}: {type(module).__name__} has {obstacle}, so its hidden units cannot be "
-            f"sharded; its batch can: SequenceParallel(sequence_dim={batch})"
+            f"sharded; shard its batch: SequenceParallel(sequence_dim={batch})"
         )
     layout = output_layout or _UNITS
     _check_output_layout(style, module, layout)
@@ -179,10 +179,10 @@ def _check_output_layout(style: str, module: Any, layout: Placement) -> None:
     allowed = "Replicate()" if is_bidirectional else "Replicate() or Shard(-1)"
     got = repr(layout)
     if is_bidirectional:
-        got = f"{got} (both directions have some of each rank)"
+        got = f"{got} (each rank has a part of both directions)"
     raise LayoutError(
-        f"{style}: the output of {module} leaves as {allowed}, got {got}; "
-        "give output_layouts=Replicate()"
+        f"{style}: the output layout of {module} must be {allowed}, got {got}; pass "
+        "output_layouts=Replicate()"
     )
 
 
@@ -231,8 +231,9 @@ class HiddenUnits(Lowered):
         module: Any = self.module
         if isinstance(input, PackedSequence):
             raise UnsupportedModuleError(
-                f"{self.sharding.style}: {module} got a PackedSequence, whose steps have different "
-                "batches; give it the padded tensor, and mask what is behind the end of a sequence"
+                f"{self.sharding.style}: {module} got a PackedSequence, whose steps have "
+                "different batch sizes; pass the padded tensor, and mask the positions behind "
+                "the end of a sequence"
             )
         x = ports.replicated_input(self, input)
         is_single = x.ndim == 2

@@ -225,10 +225,10 @@ class RowLinear(Lowered):
         features = spec.local_shape[1]
         if input.ndim == 0 or input.shape[-1] != features:
             raise LayoutError(
-                f"{self.sharding.style}: a plain input is this rank's shard, with {features} of "
-                f"{spec.shape[1]} features in its last dim, got shape {tuple(input.shape)}. "
-                "Give input_layouts=Replicate() if every rank holds all of them, or shard the "
-                "module before it with ColwiseParallel()"
+                f"{self.sharding.style}: a plain input must be this rank's shard, with {features} "
+                f"of {spec.shape[1]} features in its last dim, got shape {tuple(input.shape)}. "
+                "Pass input_layouts=Replicate() if every rank holds all features, or shard the "
+                "preceding module with ColwiseParallel()"
             ) from error
 
     def general(self, input: Tensor) -> Tensor:

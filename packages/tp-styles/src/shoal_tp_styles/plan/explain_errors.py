@@ -55,13 +55,12 @@ def _add_note(error: BaseException) -> None:
         if descriptions:
             listed = "\n".join(descriptions[:_MOST_MODULES])
             error.add_note(
-                f"{_NOTE} modules of {type(owner).__name__} return a rank's part of their output, "
-                "which code that counts features or heads of one device does not expect:\n"
-                f"{listed}\n"
-                "Take sizes from tensors, as x.unflatten(-1, (-1, head_dim)) does; shard a fused "
-                "projection by PackedColwiseParallel and complete heads by .heads(count, size); or "
-                "let a style return all of it, output_layouts=Replicate(). What was kept of a model "
-                "that is not parallel (a cache) has all heads."
+                f"{_NOTE} modules of {type(owner).__name__} return only this rank's part of their "
+                "output, but the code that reads it may count the features or heads of one "
+                f"device:\n{listed}\nTake sizes from tensors, as x.unflatten(-1, (-1, head_dim)) "
+                "does; shard a fused projection by PackedColwiseParallel and complete heads by "
+                ".heads(count, size); or gather the output, output_layouts=Replicate(). A cache "
+                "that was made before the model was parallelized has all heads."
             )
             return
 
@@ -83,5 +82,5 @@ def _shapes_of_first_sharded(module: nn.Module) -> Iterator[str]:
     """Describe the global and local shape of the first parameter that is sharded, if any is."""
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
-            yield f"{name} {tuple(param.shape)}, here {tuple(param.to_local().shape)}"
+            yield f"{name} {tuple(param.shape)}, on this rank {tuple(param.to_local().shape)}"
             return

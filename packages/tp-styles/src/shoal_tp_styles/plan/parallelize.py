@@ -89,7 +89,7 @@ def parallelize_module(
     mesh = _mesh_of_plan(device_mesh, parallelize_plan)
     if parallelize_plan is None:
         warnings.warn(
-            "parallelize_module: no plan is given; nothing is changed",
+            "parallelize_module: no plan was passed, so the module is unchanged",
             UnmatchedPlanWarning,
             stacklevel=3,
         )
@@ -118,22 +118,20 @@ def _mesh_of_plan(device_mesh: DeviceMesh | None, plan: Plan | None) -> DeviceMe
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
     if mesh is None:
-        raise LayoutError(
-            "parallelize_module: no device_mesh is given and no `with mesh:` encloses the call"
-        )
+        raise LayoutError("parallelize_module: pass device_mesh, or call it inside `with mesh:`")
     check_device_mesh("parallelize_module", mesh)
     if not isinstance(plan, AutoPlan):
         return mesh
     if not plan and plan.whole:
         raise PlanError(
-            f"an automatic plan is applied where it has entries: {plan.why_empty}. Pass a plan of "
-            "your own, {path: style}, or leave the module as it is"
+            f"this automatic plan does not have entries: {plan.why_empty}. Pass another plan, "
+            "{path: style}, or leave the module unchanged"
         )
     if plan.proven_for != mesh.shape:
         raise PlanError(
-            "an automatic plan is applied to a mesh on which it is proven: this one is proven for "
-            f"{plan.proven_for}, the mesh is {mesh.shape}. Use auto_plan(model, mesh, "
-            "*example_inputs), or dict(plan) once you have read the plan and vouch for it"
+            f"this automatic plan is proven for {plan.proven_for}, but the mesh is {mesh.shape}. "
+            "Make a plan for this mesh with auto_plan(model, mesh, *example_inputs), or pass "
+            "dict(plan) to apply it unproven"
         )
     return mesh
 

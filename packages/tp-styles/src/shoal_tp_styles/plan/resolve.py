@@ -69,7 +69,7 @@ class AutoPlan(dict[str, ParallelStyle]):
         shown = "; ".join(lines[:_MOST_REASONS])
         left_out = len(lines) - _MOST_REASONS
         more = f"; and {left_out} more in `dropped`" if left_out > 0 else ""
-        return f"the plan is empty; modules were kept out: {shown}{more}"
+        return f"the plan is empty; modules were left out: {shown}{more}"
 
 
 class ResolvedPlan(NamedTuple):
@@ -115,8 +115,8 @@ class ResolvedPlan(NamedTuple):
                     f"{path}: {layout or 'no style'}" for path, layout in layouts.items()
                 )
                 yield (
-                    f"one parameter shared under {len(layouts)} names must have one layout "
-                    f"({listed})"
+                    f"a parameter that is shared under {len(layouts)} names must have one layout, "
+                    f"got {listed}"
                 )
 
     def _undeclared_owners(self) -> set[ParameterOwner]:
@@ -189,9 +189,9 @@ def _check_still_tied(root: nn.Module, tied_before: Iterable[Mapping[str, nn.Par
         is_sharded = any(isinstance(after.get(path), DTensor) for path in params)
         if unchanged and is_sharded:
             raise TiedWeightError(
-                f"{', '.join(params)} were one parameter; {unchanged[0]} still is it, and others are "
-                "sharded: a style that only has `_apply` makes one sharded parameter of them, "
-                "or they are not to be shared before"
+                f"{', '.join(params)} were one shared parameter, but the plan replaced some of "
+                f"them and left {unchanged[0]} unchanged; a style with `_apply` must assign one "
+                "sharded parameter to all names, or untie the parameters before"
             )
 
 
@@ -353,8 +353,7 @@ def _by_module(
         if isinstance(style, ParallelStyle) and key in parameters:
             entries = ", ".join(f"{key}.{name}" for name in parameters[key])
             raise PlanError(
-                f"plan entry {key!r}: {style} knows by itself how parameters are sharded; leave "
-                f"out {entries}"
+                f"plan entry {key!r}: {style} shards the parameters itself; leave out {entries}"
             )
         style_name = style if isinstance(style, str) else None
         if key in parameters or style_name in WITH_CONTEXT:
@@ -399,7 +398,9 @@ def named_styles(
 
 def _style(key: str, value: object) -> ParallelStyle | None:
     if not isinstance(key, str):
-        raise StyleTypeError(f"a plan's keys are module paths, got {type(key).__name__} {key!r}")
+        raise StyleTypeError(
+            f"a plan's keys must be module paths, got {type(key).__name__} {key!r}"
+        )
     if isinstance(value, str):
         # imported here because the file imports all styles that have names
         from .style_names import style_named
@@ -407,7 +408,7 @@ def _style(key: str, value: object) -> ParallelStyle | None:
         return style_named(value)
     if not isinstance(value, ParallelStyle):
         raise StyleTypeError(
-            f"plan entry {key!r}: expected a ParallelStyle or the name of one, got "
+            f"plan entry {key!r}: expected a ParallelStyle or the name of a style, got "
             f"{_described(value)}"
         )
     return value
@@ -420,7 +421,7 @@ def _described(value: object) -> str:
         return f"the class {kind.__name__} itself; write {kind.__name__}()"
     if kind.__module__.startswith("torch.distributed.tensor.parallel"):
         return (
-            f"{kind.__name__} of {kind.__module__}, whose styles make DTensors of torch; import "
+            f"{kind.__name__} of {kind.__module__}, which makes torch's DTensors; import "
             f"{kind.__name__} from shoal_tp_styles"
         )
     return kind.__name__

@@ -43,9 +43,12 @@ STYLE_NAMES: dict[str, Callable[[], ParallelStyle | None]] = {
 }
 
 _OF_PARAMETERS = (
-    "it is for parameters of experts; for a module write a style (docs/how-to/write-a-style.md)"
+    "it applies to parameters of experts; for a module write a style (docs/how-to/write-a-style.md)"
 )
-_FUSED = "kernels that fuse the exchange of tokens are not run here; use moe_tp_experts or ep_dispatch_experts"
+_FUSED = (
+    "kernels that fuse the exchange of tokens are not supported; use moe_tp_experts or "
+    "ep_dispatch_experts"
+)
 REFUSED: dict[str, str] = {
     "megamoe_experts": _FUSED,
     "megamoe_router": _FUSED,
@@ -87,7 +90,7 @@ def _latent_projection(config: Any) -> LatentProjection:
     rotary = getattr(text_config, "qk_rope_head_dim", None)
     if not isinstance(rotary, int):
         raise PlanError(
-            "style 'mla_kv_a_proj': the model's config has no qk_rope_head_dim; use "
+            "style 'mla_kv_a_proj': the model's config does not have qk_rope_head_dim; use "
             "LatentProjection(rotary=...)"
         )
     return LatentProjection(rotary=rotary)

@@ -105,5 +105,5 @@ def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
         axis = mesh.axis_names[axis]
     names = axis if isinstance(axis, tuple) else (axis,)
     if not set(names) <= axes.keys():
-        raise LayoutError(f"{style}: the mesh has axes {axes}, the style names {style.axis!r}")
+        raise LayoutError(f"{style}: the mesh has axes {axes}, but the style names {style.axis!r}")
     return mesh if mesh.ndim == 1 else mesh[axis]

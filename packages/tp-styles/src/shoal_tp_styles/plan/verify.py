@@ -81,7 +81,7 @@ class Verification(NamedTuple):
         if not self.ok:
             return "the plan does not fit"
         if not self.proven:
-            return "nothing is wrong with the plan, but it was not run"
+            return "no error was found, but the plan was not run"
         return "the plan fits"
 
     def _findings(self) -> list[tuple[str, str]]:
@@ -138,7 +138,7 @@ def verify(
         unsharded: 1.weight (4, 6) is replicated on every rank (41% of all parameters)
         unproven: the plan was not run; give example inputs: verify(model, plan, mesh, *inputs)
     """
-    has_errors = (f"{_NOT_RUN}: it has errors",)
+    has_errors = (f"{_NOT_RUN}, because it has errors",)
     try:
         resolved = resolve(model, plan)
     except (StyleError, TypeError) as error:
@@ -298,7 +298,7 @@ def _compare_runs(plain: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Input
         if plain.training:
             repeated = _run(copy.deepcopy(plain), inputs)
             if any(_differences([repeated], expected)):
-                reason = f"one seed does not fix what the plain model computes{mode}"
+                reason = f"the plain model computes different results with the same seed{mode}"
                 return Verification(unproven=(reason,))
     # whatever the user's model raises is a finding
     except Exception as error:
@@ -344,7 +344,7 @@ def _unreached(plain: nn.Module, plan: Plan, expected: _Results) -> Iterator[str
                 reached_by_entry.setdefault(use.key, []).append(id(param) in reached)
     for key, are_reached in reached_by_entry.items():
         if not any(are_reached):
-            yield f"{key!r} was not run: these inputs do not reach its parameters"
+            yield f"{key!r} was not run, because these inputs do not reach its parameters"
 
 
 def _run_plain(plain: nn.Module, inputs: _Inputs) -> tuple[_Inputs, _Results]:

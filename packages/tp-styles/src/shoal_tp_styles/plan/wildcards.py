@@ -81,7 +81,7 @@ class Tree:
 
     def _with_other_token(self, tokens: list[str], match: Match) -> list[str]:
         """Return the tokens as patterns in which a similar child replaces the unmatched token."""
-        assert match.token is not None, "the pattern matches nothing"
+        assert match.token is not None, "the pattern does not match any module"
         position = 0
         while self.match(".".join(tokens[: position + 1])).paths:
             position += 1

@@ -116,7 +116,7 @@ def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> 
     if grouped and listed:
         obstacle = "is a ModuleList"
     elif grouped and capacity is not None:
-        obstacle = "gets rows that are sorted already, so that no capacity can drop some"
+        obstacle = "gets rows that are sorted already, so a capacity cannot drop rows"
     if obstacle:
         raise UnsupportedModuleError(
             f"{style}: {type(module).__name__} takes (rows, num_tokens_per_expert), and {obstacle}; "
@@ -139,9 +139,9 @@ def _takes_grouped_rows(style: str, module: nn.Module) -> bool:
         if takes_choices and takes_weights:
             return False
     raise UnsupportedModuleError(
-        f"{style}: the forward of {type(module).__name__} takes ({', '.join(arguments)}), and the "
-        f"style routes tokens by {EXPERTS}. Put the experts into a module with such a forward, "
-        "and the style on that module"
+        f"{style}: the forward of {type(module).__name__} takes ({', '.join(arguments)}), but the "
+        f"style needs {EXPERTS} to route tokens. Put the experts into a module with such a "
+        "forward, and apply the style to that module"
     )
 
 
@@ -174,8 +174,8 @@ def expert_shards(module: nn.Module, experts: Experts) -> dict[str, ParameterPla
         for name, param in child.named_parameters():
             if param.ndim == 0:
                 raise UnsupportedModuleError(
-                    f"ExpertParallel: {index}.{name} of {type(module).__name__} is a number, which "
-                    "has no rows that one rank could hold; make it a tensor of one element"
+                    f"ExpertParallel: {index}.{name} of {type(module).__name__} has 0 dims, so it "
+                    "cannot be sharded by experts; make it a tensor of one element"
                 )
             shards[f"{index}.{name}"] = ExpertOwner(index, experts.count, param.shape[0])
     return shards
@@ -243,8 +243,8 @@ def _input_dim(style: str, module: nn.Module, up_name: str, down: nn.Parameter) 
         if hidden_fits and features_fit:
             return input_dim
     raise UnsupportedModuleError(
-        f"{style}: {up_name} {tuple(up.shape)} and the weight behind it {tuple(down.shape)} of "
-        f"{type(module).__name__} have no hidden features in common"
+        f"{style}: {up_name} {tuple(up.shape)} and the second weight {tuple(down.shape)} of "
+        f"{type(module).__name__} do not have the same number of hidden features"
     )
 
 
@@ -267,9 +267,9 @@ def _hidden_shards_of_linears(style: str, module: nn.ModuleList) -> dict[str, Pa
 def _unknown_features(style: str, module: nn.Module) -> UnsupportedModuleError:
     names = ", ".join(name for name, _ in module.named_parameters())
     return UnsupportedModuleError(
-        f"{style}: which features of {type(module).__name__} are hidden is known of parameters "
-        f"called {', '.join(_HIDDEN_FEATURES)}, and <name>_bias, or of Linears called so in a "
-        f"ModuleList; it has {names}"
+        f"{style}: to find the hidden features of {type(module).__name__}, its parameters must be "
+        f"named {', '.join(_HIDDEN_FEATURES)} or <name>_bias, or be Linears of these names in a "
+        f"ModuleList; got {names}"
     )
 
 
@@ -279,7 +279,9 @@ def _hidden_shard(module: nn.Module, dim: int, blocks: int, param: Tensor) -> Pa
         return Shard(dim)
     size = param.shape[dim]
     if size % blocks:
-        raise LayoutError(f"dim {dim} of {tuple(param.shape)} does not hold {blocks} equal blocks")
+        raise LayoutError(
+            f"dim {dim} of {tuple(param.shape)} cannot be divided into {blocks} equal blocks"
+        )
     # Gate and up stand behind each other; or every other feature is one of them.
     if getattr(module, "is_concatenated", True) is False:
         return Shard(dim, multiple_of=blocks)

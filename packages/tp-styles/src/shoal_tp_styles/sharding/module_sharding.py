@@ -147,7 +147,7 @@ class ExpertOwner:
 
 # The style of modules that no style shards and the arithmetic that is entered completes; a style that
 # comes later replaces it.
-COMPLETION = "completed by the arithmetic that is entered"
+COMPLETION = "completed by the active arithmetic"
 
 Options = TypeVar("Options")
 

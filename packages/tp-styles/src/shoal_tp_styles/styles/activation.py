@@ -225,7 +225,8 @@ class OwnParameters(DeclaredStyle):
         for name in self.counts:
             if type(vars(module).get(name)) is not int:
                 raise LayoutError(
-                    f"OwnParameters: {name!r} is no integer of {type(module).__name__}"
+                    f"OwnParameters: {type(module).__name__} does not have an integer attribute "
+                    f"{name!r}"
                 )
         counts = tuple(self.counts)
         return ModuleSharding(
@@ -314,7 +315,7 @@ class ChannelParallel(DeclaredStyle):
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if not is_grouped(module) and not isinstance(module, _KINDS):
-            raise unsupported("ChannelParallel", module, _KINDS, "convolutions of several groups")
+            raise unsupported("ChannelParallel", module, _KINDS, "convolutions with several groups")
         has_one_slope = isinstance(module, nn.PReLU) and module.num_parameters == 1
         if not has_one_slope:
             return sharded_groups(self, module, None, None)

@@ -66,11 +66,12 @@ class ExpertParallel(DeclaredStyle):
     def __post_init__(self) -> None:
         if self.input_layouts not in (Replicate(), Shard(0)):
             raise LayoutError(
-                f"ExpertParallel: tokens are Shard(0) or Replicate(), got {self.input_layouts!r}"
+                "ExpertParallel: input_layouts must be Shard(0) or Replicate(), got "
+                f"{self.input_layouts!r}"
             )
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             raise LayoutError(
-                "ExpertParallel: capacity_factor is a positive number or None, got "
+                "ExpertParallel: capacity_factor must be a positive number or None, got "
                 f"{self.capacity_factor}"
             )
 
@@ -180,8 +181,8 @@ class SharedExpertOverlap(DeclaredStyle):
             except AttributeError:
                 children = ", ".join(name for name, _ in module.named_children())
                 raise LayoutError(
-                    f"SharedExpertOverlap: {type(module).__name__} has no module {path!r}; it has "
-                    f"{children}"
+                    f"SharedExpertOverlap: {type(module).__name__} does not have a module "
+                    f"{path!r}; its modules are {children}"
                 ) from None
         return ModuleSharding(
             "SharedExpertOverlap",

@@ -157,7 +157,7 @@ class _FeatureStyle(DeclaredStyle):
             ColwiseParallel(input_layouts=Shard(dim=1)).overlapped(2)
         """
         if chunks < 1:
-            raise LayoutError(f"overlapped: the number of chunks is at least 1, got {chunks}")
+            raise LayoutError(f"overlapped: chunks must be at least 1, got {chunks}")
         return self._with(chunks=chunks)
 
     def _declared(
@@ -211,8 +211,8 @@ class _FeatureStyle(DeclaredStyle):
             return None
         if lowering not in (ColumnLinear, RowLinear):
             raise UnsupportedModuleError(
-                f"{type(self).__name__}.overlapped: takes a Linear with torch's forward, got "
-                f"{type(module).__name__}; leave out overlapped()"
+                f"{type(self).__name__}.overlapped: the module must be a Linear with torch's "
+                f"forward, got {type(module).__name__}; leave out overlapped()"
             )
         return Overlap(self.chunks)
 
@@ -256,8 +256,9 @@ class ColwiseParallel(_FeatureStyle):
     def desired_input_layouts(self, layouts: Layouts) -> None:
         if layouts not in (Replicate(), (Replicate(),)):
             raise LayoutError(
-                "ColwiseParallel.desired_input_layouts: columns of an output take the whole input, "
-                f"got {layouts!r}; input_layouts says how it arrives"
+                "ColwiseParallel.desired_input_layouts: a column of the output is computed from "
+                f"the whole input, got {layouts!r}; describe the layout of the arriving input "
+                "with input_layouts"
             )
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
@@ -267,8 +268,8 @@ class ColwiseParallel(_FeatureStyle):
             # Each gate has some units on every rank.
             if self.multiple_of > 1:
                 raise LayoutError(
-                    "ColwiseParallel.aligned: hidden units are shared as they are, got "
-                    f"{self.multiple_of}"
+                    "ColwiseParallel.aligned: not supported for recurrent modules, whose hidden "
+                    f"units are divided singly; got {self.multiple_of}"
                 )
             self._overlap(module, None)
             return sharded_hidden_units(
@@ -285,10 +286,10 @@ class ColwiseParallel(_FeatureStyle):
         is_gathered = isinstance(layout, Shard) and layout.multiple_of == 1
         if self.chunks > 1 and not is_gathered:
             raise LayoutError(
-                "ColwiseParallel.overlapped: runs the gather of a sharded input beside the "
-                f"product, got input_layouts={layout!r}. Give input_layouts=Shard(dim), or leave "
-                "out overlapped(): the backward's collective runs beside the weight gradient in "
-                "any case"
+                "ColwiseParallel.overlapped: overlaps the gather of a sharded input with the "
+                f"product, got input_layouts={layout!r}. Pass input_layouts=Shard(dim), or leave "
+                "out overlapped(): the backward's collective overlaps the weight gradient in any "
+                "case"
             )
         return sharding
 
@@ -297,16 +298,18 @@ class ColwiseParallel(_FeatureStyle):
         weight: Any = module._parameters["weight"]
         if weight.shape[features.parameters["weight"]] != heads.features:
             raise LayoutError(
-                f"ColwiseParallel.heads: {heads} have {heads.features} features, {module} does not"
+                f"ColwiseParallel.heads: {heads} need {heads.features} features, which {module} "
+                "does not have"
             )
         if self.given("output_layouts") is not None or not self.use_local_output:
             raise LayoutError(
-                "ColwiseParallel.heads returns local heads; output_layouts and "
-                "use_local_output=False do not go with it"
+                "ColwiseParallel.heads returns local heads and cannot be combined with "
+                "output_layouts and use_local_output=False"
             )
         if self.chunks > 1:
             raise UnsupportedModuleError(
-                "ColwiseParallel: heads() and overlapped() do not go together; leave out one"
+                "ColwiseParallel: heads() and overlapped() cannot be combined; leave out one of "
+                "them"
             )
         sharding = self._declared(
             "ColwiseParallel", _OF_HEADS, module, Replicate(), default_output=None
@@ -419,8 +422,8 @@ class PackedColwiseParallel(DeclaredStyle):
         total = sum(block.features for block in blocks.values())
         if total != features:
             raise LayoutError(
-                f"PackedColwiseParallel: the blocks {sizes} have {total} features, the module "
-                f"{features}"
+                f"PackedColwiseParallel: the blocks {sizes} have {total} features, but the module "
+                f"has {features}"
             )
         port = Port(self.input_layouts or Replicate(), Replicate())
         return ModuleSharding(

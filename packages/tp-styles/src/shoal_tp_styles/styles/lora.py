@@ -50,14 +50,14 @@ class LoRA(DeclaredStyle):
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if not isinstance(module, nn.Linear):
             raise UnsupportedModuleError(
-                f"LoRA has adapters for Linear, not for {type(module).__name__}"
+                f"LoRA supports adapters for Linear only, got {type(module).__name__}"
             )
         base = self.base.sharding(module)
         if base.lowering not in (ColumnLinear, RowLinear) or base.options is not None:
             raise UnsupportedModuleError(
-                f"LoRA: no adapter for {type(module).__name__} under {self.base}; the base is "
-                "ColwiseParallel or RowwiseParallel (without heads() and overlapped()), the module "
-                "a Linear with torch's forward"
+                f"LoRA: {type(module).__name__} under {self.base} is not supported; the base must "
+                "be ColwiseParallel or RowwiseParallel (without heads() and overlapped()), and "
+                "the module a Linear with torch's forward"
             )
         is_by_columns = base.lowering is ColumnLinear
         parameters = dict(base.parameters)

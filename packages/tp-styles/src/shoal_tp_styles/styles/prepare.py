@@ -29,11 +29,14 @@ def _ports(style: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None,
     if layouts is None:
         if desired is not None:
             raise LayoutCountError(
-                f"{style}: desired layouts {desired} are given without the layouts of plain tensors"
+                f"{style}: desired layouts {desired} were passed without layouts of the plain "
+                "tensors; pass both"
             )
         return None
     if desired is None:
-        raise LayoutCountError(f"{style}: layouts {layouts} are given without desired layouts")
+        raise LayoutCountError(
+            f"{style}: layouts {layouts} were passed without desired layouts; pass both"
+        )
     sources = _as_tuple(layouts)
     targets = _as_tuple(desired)
     if len(sources) != len(targets):

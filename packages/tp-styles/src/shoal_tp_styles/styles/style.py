@@ -145,10 +145,10 @@ class DeclaredStyle(ParallelStyle):
         unused = sorted(_TORCH_HOOKS & attributes)
         if unused and cls._apply is DeclaredStyle._apply:
             raise StyleError(
-                f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: torch's "
-                "extension points are not part of a declared style. Override sharding(module), "
-                "which declares the layouts, or _apply(module, device_mesh), which changes the "
-                "module itself"
+                f"{cls.__name__} overrides {', '.join(unused)}, but these methods are never "
+                "called, because torch's extension points are not part of a declared style. "
+                "Override sharding(module), which declares the layouts, or _apply(module, "
+                "device_mesh), which changes the module itself"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -171,11 +171,15 @@ class DeclaredStyle(ParallelStyle):
             if entry is None or isinstance(entry, Placement):
                 continue
             is_of_torch = type(entry).__module__.startswith("torch")
-            hint = " (of torch: use those of shoal_dtensor)" if is_of_torch else ""
+            hint = (
+                " (a placement of torch; use the placements of shoal_dtensor)"
+                if is_of_torch
+                else ""
+            )
             raise LayoutTypeError(
-                f"{type(self).__name__}: {name} takes a placement such as Replicate() or "
-                "Shard(-1), a tuple of them, or for keyword inputs a dict of them, got "
-                f"{type(entry).__name__} {entry!r:.60}{hint}"
+                f"{type(self).__name__}: {name} must be a placement such as Replicate() or "
+                "Shard(-1), a tuple of placements, or for keyword inputs a dict of placements, "
+                f"got {type(entry).__name__} {entry!r:.60}{hint}"
             )
 
     def __repr__(self) -> str:
@@ -219,7 +223,7 @@ class DeclaredStyle(ParallelStyle):
         """
         if multiple_of < 1:
             raise LayoutError(
-                f"aligned: shards are multiples of a positive number of features, got {multiple_of}"
+                f"aligned: multiple_of must be a positive number of features, got {multiple_of}"
             )
         return self._with(multiple_of=multiple_of)
 
@@ -235,7 +239,7 @@ def check_forward(style: str, module: nn.Module, kind: type[nn.Module]) -> None:
     if not keeps_forward(module, kind):
         name = type(module).__name__
         raise UnsupportedModuleError(
-            f"{style}: {name} has a forward of its own, which would not be called"
+            f"{style}: {name} overrides forward, which would not be called"
         )
 
 
@@ -247,15 +251,15 @@ def unsupported(
     if isinstance(module, nn.RNNBase):
         batch = 0 if module.batch_first else 1
         way_out = (
-            f"Its batch can be sharded: SequenceParallel(sequence_dim={batch}); or its hidden "
-            "units: ColwiseParallel(output_layouts=Replicate())"
+            f"Shard its batch with SequenceParallel(sequence_dim={batch}), or its hidden units "
+            "with ColwiseParallel(output_layouts=Replicate())"
         )
     else:
         way_out = (
-            "Write a style of your own (docs/how-to/write-a-style.md), or distribute the module "
-            "with shoal_dtensor.distribute_module."
+            "Write a style (docs/how-to/write-a-style.md), or distribute the module with "
+            "shoal_dtensor.distribute_module."
         )
     return UnsupportedModuleError(
-        f"{style} has no sharding for {type(module).__name__}; it supports {names} and their "
-        f"subclasses. {way_out}"
+        f"{style} does not support {type(module).__name__}, only {names} and their subclasses. "
+        f"{way_out}"
     )
