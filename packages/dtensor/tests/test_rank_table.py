@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shoal_dtensor import (
+    DTensor,
     Partial,
     Replicate,
     Shard,
@@ -20,7 +21,7 @@ from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.spec_text import rank_table
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.errors import MissingExtraError
-from shoal_mesh.testing import fake_world
+from shoal_mesh.testing import fake_world, observed, on_ranks
 
 MESH = abstract_mesh((2, 2), ("data", "tensor"))
 UNEVEN = Spec(MESH, (Shard(0), Shard(1)), (3, 4))
@@ -49,6 +50,18 @@ def test_notebooks_show_the_global_shape_and_the_table() -> None:
     assert "f32[5@(0)=[3, 2], 4]" in html and "<th>0:3</th>" in html and ">1</td>" in html
     assert "summands" in Spec(MESH, (Partial(), Replicate()), (4,))._repr_html_()
     assert "<table>" not in Spec(MESH, (Shard(0), Replicate()), (4, 4, 4))._repr_html_()
+
+
+@on_ranks(2)
+def test_what_a_notebook_shows_takes_no_collective() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    summed = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    sharded = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+    with observed() as events:
+        assert repr(mesh) and mesh._repr_html_()
+        for tensor in (summed, sharded):
+            assert repr(tensor) and tensor._repr_html_()
+    assert not events
 
 
 def test_rich_prints_colours(

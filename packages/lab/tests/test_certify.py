@@ -121,6 +121,8 @@ def test_the_dtype_of_both_runs_may_be_that_of_torch() -> None:
 def test_a_returned_value_must_be_whole_on_every_rank() -> None:
     report = certify(local_loss, meshes=[{"dp": 2}])
     (finding,) = report.findings
+    assert "<td>1 differ from one device</td>" in report._repr_html_()
+    assert repr(report) == str(report)
     assert (finding.quantity, finding.name, finding.axes) == ("returned value", "loss", ("dp",))
     assert "right after a mean over dp" in finding.sentence()
 
@@ -134,7 +136,8 @@ def local_loss(mesh: Mapping[str, int]) -> Any:
 def test_the_fixture_fails_a_test_with_the_report(
     certified: Callable[..., CertificationReport],
 ) -> None:
-    assert certified(train, meshes=[{"dp": 2}]).passed
+    report = certified(train, meshes=[{"dp": 2}])
+    assert report.passed and "<td>equal to one device</td>" in report._repr_html_()
     with pytest.raises(NotCertifiedError, match="mean taken as sum over dp"):
         certified(train_wrong, meshes=[{"dp": 2}])
 

@@ -104,3 +104,15 @@ def test_as_a_value(cube: DeviceMesh) -> None:
 )
 def test_repr(mesh: DeviceMesh, text: str) -> None:
     assert repr(mesh) == text
+
+
+def test_a_notebook_shows_the_ranks_as_a_table() -> None:
+    html = abstract_mesh((2, 3), ("data", "tensor"))._repr_html_()
+    assert "<tr><th>data</th><th>tensor 0</th><th>tensor 1</th><th>tensor 2</th></tr>" in html
+    assert "<tr><td>1</td><td>3</td><td>4</td><td>5</td></tr>" in html
+    assert abstract_mesh((40, 10))._repr_html_().startswith("<pre>DeviceMesh((40, 10)")
+
+
+def test_names_of_axes_are_escaped_in_a_notebook() -> None:
+    html = abstract_mesh((2, 2), ("<i>", "<b>"))._repr_html_()
+    assert "<i>" not in html and "<b>" not in html and "<th>&lt;b&gt; 1</th>" in html

@@ -110,3 +110,13 @@ def test_work_beside_a_collective_is_no_waiting() -> None:
     table.fill([[early], [late]], [9, 9])
     assert (early.waited, early.moved) == (2.5, 1.0)
     assert (late.waited, late.moved) == (0, 1.0)
+
+
+def test_a_notebook_shows_a_row_for_each_rank() -> None:
+    table = StragglerTable()
+    table.fill([[_call(0, "<dp>", 9, 10)], [_call(1, "<dp>", 1, 10)]], [12, 12])
+    html = table._repr_html_()
+    assert "straggler: rank 0" in html and "all_reduce along &lt;dp&gt;" in html
+    row = "<td>1</td><td>3000.00</td><td>8000.00</td><td>1000.00</td><td>16</td><td>0.00</td>"
+    assert row in html
+    assert repr(table) == str(table)

@@ -166,3 +166,10 @@ def test_what_cannot_be_counted_is_said() -> None:
     found = propose(Reads(), 2, 1000, torch.randn(4, 4), plan={"linear": ColwiseParallel()})
     assert "not counted" in repr(found) and found.uncounted
     assert {each.shape for each in found.candidates if not each.activation_bytes} == {(1, 2)}
+
+
+def test_a_notebook_shows_a_row_for_each_candidate() -> None:
+    found = propose(MODEL, 2, WHOLE, TOKENS)
+    html = found._replace(uncounted="<no inputs>")._repr_html_()
+    assert html.count("<tr>") == 1 + len(found.candidates)
+    assert "too much" in html and "not counted: &lt;no inputs&gt;" in html

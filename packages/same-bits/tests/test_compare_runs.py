@@ -15,7 +15,7 @@ from shoal_data_parallel import replicate
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
-from shoal_same_bits import RunRecord, compare_runs, record_run
+from shoal_same_bits import Comparison, RunRecord, compare_runs, record_run
 from shoal_same_bits.__main__ import main
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, StyleError, parallelize_module
 
@@ -218,3 +218,13 @@ def test_broken_values_and_files_are_said(tmp_path: Path) -> None:
     (tmp_path / "odd").write_text("{}\n")
     with pytest.raises(StyleError, match="was not written by"):
         RunRecord.load(tmp_path / "odd")
+
+
+def test_a_notebook_shows_the_values_that_differ() -> None:
+    differing = [(f"<layer {number}>", 0.5) for number in range(60)]
+    html = Comparison(differing, "", compared=70, alone=2)._repr_html_()
+    assert "70 values compared, 2 in one run only" in html
+    assert "<td>&lt;layer 49&gt;</td><td>5.0e-01</td>" in html
+    assert "and 10 more" in html and "layer 50" not in html
+    agreeing = Comparison([], "", compared=3, alone=0)._repr_html_()
+    assert agreeing.startswith("<pre>no value differs")

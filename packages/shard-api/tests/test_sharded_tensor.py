@@ -197,3 +197,12 @@ def test_a_shard_that_is_not_here() -> None:
     assert len(ShardedTensor(chunk(0), 2, 2).__create_chunk_list__()) == (
         1 if dist.get_rank() < 2 else 0
     )
+
+
+@on_ranks(4)
+def test_a_notebook_shows_the_shards_of_all_ranks_without_a_collective() -> None:
+    tensor = sharded(chunk(0))
+    with observed() as events:
+        html = tensor._repr_html_()
+    assert not events
+    assert "<caption" in html and html.count("<tr>") == 1 + len(tensor.metadata().shards_metadata)

@@ -160,6 +160,9 @@ def test_rulecheck_finds_a_declaration_that_values_contradict() -> None:
     report = rulecheck(Product, args)
     assert report is not None
     assert report.rejected
+    html = report._repr_html_()
+    rows = len(report.checked) + len(report.rejected)
+    assert html.count("<tr>") == 1 + rows and "<td>rejected: " in html
     assert all(types["x"]["tp"] == S(1) for types in report.checked)
 
     class Wrong(Product):

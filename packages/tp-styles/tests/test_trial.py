@@ -189,7 +189,7 @@ def test_what_was_not_run_is_not_proven() -> None:
 def test_verify_reports_and_never_raises(styles: Any, problem: str) -> None:
     verdict = verify(MLP(), styles, MESH, torch.randn(3, 10))
     assert problem in verdict.errors[0] and not verdict.proven
-    assert "errors: " in repr(verdict) and "<th>errors</th>" in verdict._repr_html_()
+    assert "errors: " in repr(verdict) and "<td>errors</td>" in verdict._repr_html_()
 
 
 class Residual(nn.Module):

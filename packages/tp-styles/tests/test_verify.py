@@ -30,7 +30,7 @@ def test_the_verdict_comes_first() -> None:
     assert remarks.proven and remarks.empty
     assert (
         str(remarks).startswith("the plan fits\n")
-        and "<p>the plan fits</p><table>" in remarks._repr_html_()
+        and ">the plan fits</caption>" in remarks._repr_html_()
     )
     assert str(verify(mlp, plan, MESH)).startswith("no error was found, but the plan was not run\n")
     for wrong in (

@@ -118,3 +118,12 @@ def test_no_round_moves_more_than_its_bound(seed: int) -> None:
 def test_two_thousand_pairs(first: int) -> None:
     for seed in range(first, first + 100):
         assert_right(seed)
+
+
+def test_a_notebook_shows_the_explanation_and_a_repr_is_one_line() -> None:
+    plan = draw_plan(0)
+    html = plan._repr_html_()
+    assert html.startswith("<pre>") and "gather and broadcast" in html
+    assert "-&gt; target" in html or "-> target" not in plan.explain()
+    assert repr(plan).startswith(f"TransferPlan({len(plan.tensors)} tensors, ")
+    assert "\n" not in repr(plan) and len(repr(plan)) < 100

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shoal_mesh.internal import html_table, html_text
+
 from .analysis.explanations import CertificationFinding
 from .errors import NotCertifiedError
 
@@ -44,7 +46,7 @@ class MeshResult:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class CertificationReport:
     """The result of `certify`.
 
@@ -80,7 +82,7 @@ class CertificationReport:
             raise NotCertifiedError(str(self))
         return self
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Return the report as text."""
         lines = list[str]()
         for result in self.results:
@@ -88,6 +90,19 @@ class CertificationReport:
         if self.smallest:
             lines += ["the smallest program that fails:", self.smallest]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the report as a table for notebooks."""
+        header = ("mesh", "values compared", "allowed difference", "result")
+        rows = []
+        for result in self.results:
+            mesh = describe_mesh(result.mesh)
+            verdict = "equal to one device"
+            if result.findings:
+                verdict = f"{len(result.findings)} differ from one device"
+            rows.append((mesh, result.compared, f"{result.tolerance:.0e}", verdict))
+        table = html_table(rows, header=header)
+        return table if self.passed else table + html_text(str(self))
 
 
 def _describe_result(result: MeshResult) -> list[str]:

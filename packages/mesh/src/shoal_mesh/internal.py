@@ -3,7 +3,7 @@
 They may change with any release; all packages are released together.
 
 May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades, groups, mesh,
-observers, scoped_value, topology, transport, watch.
+notebook_html, observers, scoped_value, topology, transport, watch.
 """
 
 # mypy: implicit-reexport
@@ -24,6 +24,7 @@ from .facades import facade
 from .groups.process_groups import comm_for, comm_of_threads
 from .groups.world import agree
 from .mesh.device_mesh import with_own_groups
+from .notebook_html import html_table, html_text
 from .observers.lockstep import in_lockstep
 from .scoped_value import ScopedValue, value_when_traced
 from .topology import Topology, topology_version

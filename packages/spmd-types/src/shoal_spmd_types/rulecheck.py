@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal_dtensor.errors import ArgumentValueError, ShoalTensorError, SpmdTypeError
 from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
 from shoal_mesh import DeviceMesh, abstract_mesh
+from shoal_mesh.internal import html_table
 
 from .rules import check_arguments, run_declaration
 from .types import SpmdType
@@ -70,6 +71,12 @@ class RuleCheckReport:
 
     checked: list[RuleCheckPlacement] = field(default_factory=list)
     rejected: list[RuleCheckRejection] = field(default_factory=list)
+
+    def _repr_html_(self) -> str:
+        """Return the combinations as a table for notebooks."""
+        agreeing = [(placement, "agrees with the values") for placement in self.checked]
+        rejected = [(one.placement, f"rejected: {one.reason}") for one in self.rejected]
+        return html_table(agreeing + rejected, header=("types", "result"))
 
 
 class _RankResult(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shoal_mesh.errors import MissingExtraError
+from shoal_mesh.internal import html_text
 
 from ..argument_types import check_type
 from ..errors import PlacementError
@@ -71,9 +72,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """Return the HTML that notebooks display."""
-        from html import escape  # 2 ms, for notebooks only
-
-        return f"<pre>{escape(repr(self))}</pre>"
+        return html_text(repr(self))
 
     def picture(self, ax: Any = None) -> Any:
         """Draw a heat map of the bytes that each rank sends to each other; return its axes.

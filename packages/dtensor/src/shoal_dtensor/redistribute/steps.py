@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from shoal_mesh.internal import html_text
+
 if TYPE_CHECKING:
     from ..layout.spec import Spec
 
@@ -130,9 +132,7 @@ class Plan:
         return not kept or kept[-1].name == "Slice"
 
     def _repr_html_(self) -> str:
-        from html import escape  # 2 ms, for notebooks only
-
-        return f"<pre>{escape(str(self))}</pre>"
+        return html_text(str(self))
 
     def __str__(self) -> str:
         head = f"{layout(self.src)} -> {layout(self.dst)}: "

@@ -29,7 +29,11 @@ from ..groups.process_groups import (
     number_of_given,
 )
 from ..groups.world import world_place
+from ..notebook_html import html_table, html_text
 from .rank_layout import MeshFields, read_sizes
+
+# ranks of a mesh that a notebook shows as a table
+_LARGEST_TABLE = 256
 
 AxisLike = int | str
 
@@ -440,25 +444,18 @@ class RankGrid:
 
     def _repr_html_(self) -> str:
         """Return the ranks as a table for notebooks, the last axis from left to right."""
-        from html import escape  # 2 ms, for notebooks only
-
-        if self.size() > 256:
-            return f"<pre>{escape(repr(self))}</pre>"
-        names = self.axis_names
-        down = " x ".join(map(escape, names[:-1]))
+        if self.size() > _LARGEST_TABLE:
+            return html_text(repr(self))
+        *names_down, name_across = self.axis_names
         # (2, 4): 4, so row 1 has the ranks at 4:8
         across = self.shape[-1]
-        lines = [
-            f"<tr><th>{down}</th>"
-            + "".join(f"<th>{names[-1]} {i}</th>" for i in range(across))
-            + "</tr>"
-        ]
+        columns = [f"{name_across} {position}" for position in range(across)]
+        rows = []
         for row, index in enumerate(product(*map(range, self.shape[:-1]))):
-            cells = "".join(
-                f"<td>{rank}</td>" for rank in self.ranks[row * across : (row + 1) * across]
-            )
-            lines.append(f"<tr><th>{', '.join(map(str, index))}</th>{cells}</tr>")
-        return f"<table><caption>{escape(repr(self))}</caption>{''.join(lines)}</table>"
+            ranks = self.ranks[row * across : (row + 1) * across]
+            rows.append([", ".join(map(str, index)), *ranks])
+        header = [" x ".join(names_down), *columns]
+        return html_table(rows, header=header, caption=repr(self))
 
     def __repr__(self) -> str:
         names = self.mesh_dim_names

@@ -1,5 +1,5 @@
 """Observers of collectives: counts and traces, comparisons of ranks, ranges in profiles.
 
-May import: _torch, argument_types, collectives, errors, events, groups, shared_memory,
-transport, watch.
+May import: _torch, argument_types, collectives, errors, events, groups, notebook_html,
+shared_memory, transport, watch.
 """

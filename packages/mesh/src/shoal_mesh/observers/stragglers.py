@@ -13,6 +13,7 @@ import torch
 
 from ..events import Event, observing
 from ..groups.world import all_gather_objects, require_world
+from ..notebook_html import html_table
 from ..watch.processes import machine
 from .lockstep import line_of_program
 
@@ -75,7 +76,7 @@ class RankTimes:
     held_up: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class StragglerTable:
     """The times of all ranks, filled when the block of `stragglers` ends; the same on all ranks.
 
@@ -134,12 +135,9 @@ class StragglerTable:
             return None
         return rank
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Return a report: a line per rank, and the collectives that the straggler held up."""
-        lines = [
-            f"{len(self.ranks)} ranks, {len(self.calls)} collectives in all, "
-            f"{self.seconds * 1e3:.2f} ms"
-        ]
+        lines = [self._heading()]
         lines.append(
             "rank   computed ms   waited ms    moved ms          bytes   held others up ms"
         )
@@ -148,17 +146,35 @@ class StragglerTable:
                 f"{times.computed * 1e3:14.2f}{times.waited * 1e3:12.2f}{times.moved * 1e3:12.2f}"
             )
             lines.append(f"{rank:4d}{seconds}{times.nbytes:15,d}{times.held_up * 1e3:20.2f}")
+        return "\n".join([*lines, *self._describe_straggler()])
+
+    def _repr_html_(self) -> str:
+        """Return the report as a table for notebooks."""
+        header = ("rank", "computed ms", "waited ms", "moved ms", "bytes", "held others up ms")
+        rows = []
+        for rank, times in enumerate(self.ranks):
+            seconds = (times.computed, times.waited, times.moved)
+            milliseconds = [f"{value * 1e3:.2f}" for value in seconds]
+            rows.append([rank, *milliseconds, f"{times.nbytes:,}", f"{times.held_up * 1e3:.2f}"])
+        caption = "\n".join([self._heading(), *self._describe_straggler()])
+        return html_table(rows, header=header, caption=caption)
+
+    def _heading(self) -> str:
+        counts = f"{len(self.ranks)} ranks, {len(self.calls)} collectives in all"
+        return f"{counts}, {self.seconds * 1e3:.2f} ms"
+
+    def _describe_straggler(self) -> list[str]:
         if self.straggler is None:
-            return "\n".join([*lines, "no rank held the others up"])
+            return ["no rank held the others up"]
         waited = self.ranks[self.straggler].held_up * 1e3
-        lines.append(
+        lines = [
             f"straggler: rank {self.straggler}; the others waited {waited:.2f} ms for it, most "
             "before"
-        )
+        ]
         for call in [call for call in self.held_up if call.rank == self.straggler][:3]:
             times_of = f"it computed {call.computed * 1e3:.2f} ms, they {call.others * 1e3:.2f}"
             lines.append(f"  {call.held_up * 1e3:.2f} ms  {call.what}: {times_of}")
-        return "\n".join(lines)
+        return lines
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from shoal_dtensor.internal import (
     takes,
 )
 from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce, topology_of
+from shoal_mesh.internal import html_table
 from shoal_tp_styles import preview
 from shoal_tp_styles.internal import Plan, StorageReference, apply_plan, map_tensors, to_meta
 
@@ -106,6 +107,23 @@ class Proposal(NamedTuple):
         if self.uncounted:
             lines.append(f"activations are not counted: {self.uncounted}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the candidates as a table for notebooks."""
+        header = ("dp x tp", "data parallelism", "bytes/rank", "activations", "ms", "fits")
+        rows = []
+        for candidate in self.candidates:
+            replicas, ranks = candidate.shape
+            nbytes = format_bytes(candidate.nbytes)
+            activations = format_bytes(candidate.activation_bytes)
+            milliseconds = f"{candidate.seconds * 1e3:.2f}"
+            fits = "yes" if candidate.nbytes <= self.bound else "too much"
+            shape = f"{replicas} x {ranks}"
+            rows.append((shape, candidate.data, nbytes, activations, milliseconds, fits))
+        caption = f"candidates within {format_bytes(self.bound)} a rank"
+        if self.uncounted:
+            caption += f"; activations are not counted: {self.uncounted}"
+        return html_table(rows, header=header, caption=caption)
 
     def _row(self, candidate: Candidate) -> str:
         replicas, ranks = candidate.shape

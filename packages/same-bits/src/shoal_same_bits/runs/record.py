@@ -24,13 +24,15 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import TorchDispatchMode, backward_number, check_device_mesh, takes
 from shoal_mesh import DeviceMesh, all_reduce
-from shoal_mesh.internal import agree
+from shoal_mesh.internal import agree, html_table, html_text
 from shoal_tp_styles import Lowered
 from shoal_tp_styles.internal import COMPLETION, lowered_of
 
 from .fingerprints import GlobalPart, part_of_output, part_of_tensor
 
 # Operators whose results are uninitialized, or the values of their input.
+# values that differ, in the table of a notebook
+_MOST_ROWS = 50
 _SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")
 
 
@@ -356,6 +358,18 @@ class Comparison(NamedTuple):
         if len(self.differing) > 10:
             lines.append("  ...")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the values that differ as a table for notebooks."""
+        if not self.differing:
+            return html_text(str(self))
+        counted = f"{self.compared} values compared, {self.alone} in one run only"
+        rows = [(name, f"{difference:.1e}") for name, difference in self.differing[:_MOST_ROWS]]
+        left_out = len(self.differing) - len(rows)
+        if left_out:
+            rows.append((f"and {left_out} more", ""))
+        caption = f"{counted}\nthe last value that agrees: {self.before or 'none'}"
+        return html_table(rows, header=("value that differs", "by"), caption=caption)
 
 
 @takes(one=RunRecord, other=RunRecord, tolerance=(int, float, type(None)))

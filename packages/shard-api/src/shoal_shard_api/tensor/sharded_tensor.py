@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import ShardedKind, chunks_of, install_staging, refuse_in_c, write_items
 from shoal_mesh import Comm
-from shoal_mesh.internal import kind_of
+from shoal_mesh.internal import html_table, kind_of
 
 from ..arguments import expect
 from ..errors import CheckpointError, LocalShardError, SpecTypeError, UnsupportedOpError
@@ -439,6 +439,13 @@ class ShardedTensor(ShardedTensorConstructors):
             f"{kind}(size={tuple(self.size())}, dtype={self.dtype}, "
             f"requires_grad={self.requires_grad}, spec={self._sharding_spec}, local={local})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return the shards of all ranks as a table for notebooks, without their values."""
+        shards = self._metadata.shards_metadata
+        rows = [(shard.placement, shard.shard_offsets, shard.shard_sizes) for shard in shards]
+        caption = f"ShardedTensor(size={tuple(self.size())}, dtype={self.dtype})"
+        return html_table(rows, header=("placement", "offsets", "sizes"), caption=caption)
 
     @staticmethod
     def _install() -> None:

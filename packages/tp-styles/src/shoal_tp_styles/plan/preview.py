@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor.internal import current_arithmetic, format_bytes, takes
 from shoal_mesh import DeviceMesh, Link, topology_of
+from shoal_mesh.internal import html_table
 
 from ..lowering.lowered import Lowered, nbytes as bytes_of
 from ..lowering.ports import DTensorForward
@@ -133,13 +134,8 @@ class Preview:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from html import escape  # 2 ms, for notebooks only
-
-        rows = []
-        for cells in self._table():
-            columns = "".join(f"<td>{escape(text)}</td>" for text in cells)
-            rows.append(f"<tr>{columns}</tr>")
-        return f"<table>{''.join(rows)}</table>"
+        header, *rows = self._table()
+        return html_table(rows, header=header)
 
 
 @takes(model=nn.Module)

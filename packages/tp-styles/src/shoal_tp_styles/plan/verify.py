@@ -25,7 +25,7 @@ from shoal_dtensor import full_tensor
 from shoal_dtensor.errors import PlanError, StyleError
 from shoal_dtensor.internal import active, drawers_of, holds_tensors, takes
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import unobserved
+from shoal_mesh.internal import html_table, unobserved
 
 from ..apply.apply import plain_module
 from .resolve import Plan, ResolvedPlan, apply_plan, resolve, sharded_parameters
@@ -93,14 +93,7 @@ class Verification(NamedTuple):
         return "\n".join([self.verdict, *findings])
 
     def _repr_html_(self) -> str:
-        from html import escape  # 2 ms, for notebooks only
-
-        verdict = f"<p>{self.verdict}</p>"
-        rows = [
-            f"<tr><th>{kind}</th><td>{escape(finding)}</td></tr>"
-            for kind, finding in self._findings()
-        ]
-        return f"{verdict}<table>{''.join(rows)}</table>" if rows else verdict
+        return html_table(self._findings(), caption=self.verdict)
 
 
 @takes(model=nn.Module)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shoal_dtensor.internal import format_bytes
+from shoal_mesh.internal import html_text
 
 from ..manifest.records import Manifest
 from ..mapping.weight_mapping import WeightMapping
@@ -46,7 +47,7 @@ class Traffic(NamedTuple):
     between_hosts: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TransferPlan:
     """A proven transfer: exact regions between two layouts, in the order of the target's tensors.
 
@@ -219,6 +220,16 @@ class TransferPlan:
         if len(by_pair) > pairs:
             lines.append(f"  and {len(by_pair) - pairs} more pairs")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """Return one line: the routes of a large model are millions."""
+        ranks = f"{len(self.source.hosts)} ranks -> {len(self.target.hosts)} ranks"
+        witness = "verified" if self.is_verified else "unverified"
+        return f"TransferPlan({len(self.tensors)} tensors, {ranks}, mapping {witness})"
+
+    def _repr_html_(self) -> str:
+        """Return the text of `explain` for notebooks."""
+        return html_text(self.explain())
 
     def _pairs(self) -> tuple[Counter[tuple[str, int, int]], int]:
         """Return bytes by (side of the sender, sender, receiver), and bytes inside ranks."""
