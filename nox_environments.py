@@ -34,6 +34,9 @@ def find_layers() -> dict[str, tuple[str, ...]]:
     declared_layer = re.compile(r'^  "shoal-([a-z-]+) ', re.MULTILINE)
     layers = {}
     for path in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        # packages/shoal has no modules: it depends on all layers
+        if not (path.parent / "src").is_dir():
+            continue
         layers[path.parent.name] = tuple(declared_layer.findall(path.read_text()))
     return layers
 
@@ -215,5 +218,8 @@ def build(session: nox.Session, *packages: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     for package in packages:
         with session.chdir(ROOT / "packages" / package):
-            session.run("python", "-m", "hatchling", "build", "-d", str(folder), silent=True)
+            # packages/shoal names layers by their versions then, not by their folders
+            env = {"SHOAL_PINS": "1"}
+            command = ("python", "-m", "hatchling", "build", "-d", str(folder))
+            session.run(*command, silent=True, env=env)
     return folder

@@ -223,7 +223,7 @@ def demo(session: nox.Session) -> None:
 def packages(session: nox.Session) -> None:
     """Build all, check their metadata, install the wheels with nothing undeclared and import each."""
     install(session)
-    dist = build(session, *STACK)
+    dist = build(session, *STACK, "shoal")
     session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
     hide_third_party(session)
     link_declared(session, declared(*STACK))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def pyproject(home: Path) -> dict[str, Any]:
@@ -34,6 +37,40 @@ def test_layers_below_are_pinned_from_the_own_version_to_the_next_minor(layer: A
         for text in pyproject(layer.home)["project"]["dependencies"]
         if text.startswith("shoal")
     }
+
+
+def dependencies_of_all(root: Path) -> list[str]:
+    """Return the dependencies of packages/shoal, as its hook of hatchling fills them in."""
+    home = root / "packages" / "shoal"
+    hook = runpy.run_path(str(home / "hatch_build.py"))["LayersAsDependencies"]
+    table = pyproject(home)["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+    metadata: dict[str, Any] = {
+        "version": runpy.run_path(str(home / "__about__.py"))["__version__"]
+    }
+    hook(str(home), table).update(metadata)
+    found: list[str] = metadata["dependencies"]
+    return found
+
+
+def test_one_package_depends_on_all_folders_of_a_clone(
+    layers: Any, root: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_PINS", raising=False)
+    assert set(dependencies_of_all(root)) == {
+        f"shoal-{layer.folder} @ {layer.home.as_uri()}" for layer in layers
+    }
+
+
+def test_one_package_pins_all_layers_where_it_is_built_for_an_index(
+    layers: Any, root: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_PINS", "1")
+    major, minor, _ = version(layers[0]).split(".")
+    bounds = f">= {version(layers[0])}, < {major}.{int(minor) + 1}"
+    assert set(dependencies_of_all(root)) == {f"shoal-{layer.folder} {bounds}" for layer in layers}
+    home = root / "packages" / "shoal"
+    assert f"## {version(layers[0])} " in (home / "CHANGELOG.md").read_text()
+    assert (home / "LICENSE").read_text() == (root / "LICENSE").read_text()
 
 
 def test_extras_are_used(layer: Any) -> None:
