@@ -32,4 +32,11 @@ def test_a_registered_command_prints_its_arguments(
 
 
 def test_the_packages_register_the_commands_of_the_guides() -> None:
-    assert {"env", "migrate", "postmortem", "preview", "topology", "verify"} <= set(registered())
+    of_guides = {"certify", "compare", "env", "migrate", "postmortem", "preview", "run"}
+    assert of_guides | {"topology", "verify"} <= set(registered())
+
+
+def test_every_package_with_a_command_line_registers_it() -> None:
+    modules = {function.partition(".")[0] for function in registered().values()}
+    for path in ROOT.glob("packages/*/src/*/__main__.py"):
+        assert path.parent.name in modules

@@ -45,9 +45,10 @@ def test_options_set_the_tolerance_and_the_dtype(capsys: pytest.CaptureFixture[s
     assert "within 1e+01" in capsys.readouterr().out
 
 
-def test_a_script_runs_on_ranks_without_observation() -> None:
+@pytest.mark.parametrize("named", [[], ["run"]])
+def test_a_script_runs_on_ranks_without_observation(named: list[str]) -> None:
     # the ranks write to the output of the process that starts them, not to pytest's
-    command = [sys.executable, "-m", "shoal_lab", SCRIPT, "--ranks", "3"]
+    command = [sys.executable, "-m", "shoal_lab", *named, SCRIPT, "--ranks", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     # Lines of ranks may run into each other.
     printed = sorted(re.findall(r"rank \d of \d is done", done.stdout))

@@ -14,16 +14,18 @@ from .errors import CertifyError
 from .ranks import run_script_on_ranks
 
 _USAGE = """\
-python -m shoal_lab SCRIPT --ranks N [--device cpu] [ARGUMENTS]
-       python -m shoal_lab certify SCRIPT (--ranks N | --mesh dp=2,tp=4) [OPTIONS] [ARGUMENTS]"""
+shoal run SCRIPT --ranks N [--device cpu] [ARGUMENTS]
+       shoal certify SCRIPT (--ranks N | --mesh dp=2,tp=4) [OPTIONS] [ARGUMENTS]"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; return 0 if it succeeds, 1 if a mesh differs from one device, 2 for wrong arguments."""
     words = sys.argv[1:] if argv is None else argv
     certifies = words[:1] == ["certify"]
+    # `python -m shoal_lab SCRIPT` is the same as `shoal run SCRIPT`
+    names_command = certifies or words[:1] == ["run"]
     parser = _make_parser(certifies)
-    options, arguments = parser.parse_known_args(words[1:] if certifies else words)
+    options, arguments = parser.parse_known_args(words[1:] if names_command else words)
     # What follows -- is for the script, whatever it looks like.
     arguments = [word for word in arguments if word != "--"]
     try:
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 def _make_parser(certifies: bool) -> argparse.ArgumentParser:
     """Make the parser of a command."""
     parser = argparse.ArgumentParser(
-        prog="python -m shoal_lab",
+        prog="shoal certify" if certifies else "shoal run",
         usage=_USAGE,
         description="Options of the script itself may follow; after -- all are the script's.",
     )
