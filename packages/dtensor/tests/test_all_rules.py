@@ -351,6 +351,56 @@ LISTED += [
     ("masked_fill.Tensor", (real(5, 3), real(5, 3) > 0.5, torch.tensor(7)), {}),
     ("where.self", (real(5, 3) > 0.5, real(5, 3), real(5, 3).float()), {}),
 ]
+SIXTEENTHS = [numbers(17, *shape).sub(8).div(16) for shape in ((6, 32), (16, 32), (16,))]
+FLOAT8 = [SIXTEENTHS[0].to(torch.float8_e4m3fn), SIXTEENTHS[1].to(torch.float8_e4m3fn).t()]
+SCALES = (torch.tensor(2.0), torch.tensor(0.5))
+SCALES_OF_ROWS = (2.0 ** numbers(3, 6, 1), 2.0 ** numbers(3, 1, 16))
+WIDE = {"out_dtype": torch.float32}
+ENDS = torch.tensor([4, 4, 8], dtype=torch.int32)
+GROUPS = [
+    numbers(17, *shape).sub(8).div(16) for shape in ((8, 12), (3, 12, 4), (12, 8), (3, 4, 12))
+]
+LISTED += [
+    ("_scaled_mm.default", (*FLOAT8, *SCALES), WIDE),
+    ("_scaled_mm.default", (*FLOAT8, *SCALES_OF_ROWS), WIDE),
+    ("_scaled_mm.default", (*FLOAT8, *SCALES, SIXTEENTHS[2]), WIDE),
+    ("_scaled_mm.default", (*FLOAT8, *SCALES), {}),
+    ("_scaled_mm.out", (*FLOAT8, *SCALES), WIDE | {"out": torch.empty(6, 16)}),
+    (
+        "_scaled_mm_v2.default",
+        (
+            *FLOAT8,
+            *([SCALES_OF_ROWS[0]], [1], [0]),
+            *([SCALES_OF_ROWS[1]], [1], [0]),
+            *(None, torch.float32),
+        ),
+        {},
+    ),
+    ("_grouped_mm.default", (GROUPS[0], GROUPS[1], ENDS), {}),
+    ("_grouped_mm.default", (GROUPS[2], GROUPS[0], ENDS), {}),
+    ("_grouped_mm.default", (GROUPS[3], GROUPS[2], ENDS), {}),
+    ("_grouped_mm.default", (GROUPS[3], GROUPS[1]), {}),
+    ("_foreach_mm.default", ([real(4, 3), real(5, 2)], [real(3, 6), real(2, 7)]), {}),
+    ("_foreach_max.default", (LISTS,), {}),
+    ("_foreach_powsum.Scalar", (LISTS, 3), {}),
+    ("linalg__powsum.default", (real(4, 5), 3, [1]), {}),
+    ("linalg__powsum.default", (real(4, 5), 2), {}),
+    ("index_reduce.default", (real(5, 4), 0, torch.tensor([0, 3, 0]), real(3, 4), "prod"), {}),
+    ("index_reduce_.default", (real(5, 4), 1, torch.tensor([0, 3, 0]), real(5, 3), "amax"), {}),
+    ("index.Tensor_out", (real(5, 4), [None, numbers(4, 3)]), {"out": real(5, 3)}),
+    (
+        "_index_put_impl.out",
+        (real(5, 4), [torch.tensor([0, 3, 1])], real(3, 4)),
+        {"out": real(5, 4)},
+    ),
+    ("rrelu_with_noise.out", (real(5, 4), real(5, 4)), {"out": real(5, 4)}),
+    ("rrelu_with_noise_functional.default", (real(5, 4), real(5, 4)), {}),
+    (
+        "_native_batch_norm_legit_no_training.out",
+        (real(4, 3, 5), real(3), real(3), real(3), real(3), 0.1, 1e-5),
+        {"out0": real(4, 3, 5), "out1": real(0), "out2": real(0)},
+    ),
+]
 # torch's own kernels: one is wrong where it reduces into a result of no dims, one ends the process
 # when not training.
 ONLY_LISTED = (

@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .primitives import by_aten
+
 DataDependentError = (DataDependentOutputException, DynamicOutputShapeException)
 META = torch.device("meta")
 
@@ -46,7 +48,8 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
         try:
             args, kwargs = build(META)
             args = _as_meta_kernels_take_it(op._schema.name, args)
-            return _as_kernels_make_it(op._schema.name, args, op(*args, **kwargs), device_type)
+            shapes = _SHAPES.get(op._schema.name, op)
+            return _as_kernels_make_it(op._schema.name, args, shapes(*args, **kwargs), device_type)
         except (NotImplementedError, RuntimeError):
             pass
         except ZeroDivisionError:
@@ -156,7 +159,7 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
         return op.decompose
     if op is torch.ops.aten._weight_norm_interface.default:
         return _weight_norm
-    return decomposition_table.get(op)
+    return by_aten(op) or decomposition_table.get(op)
 
 
 def _weight_norm(
@@ -217,6 +220,30 @@ _WITH_STATISTICS = _of_aten(
     "_batch_norm_no_update _batch_norm_with_update _native_batch_norm_legit "
     "_native_batch_norm_legit_no_training native_batch_norm native_group_norm native_layer_norm"
 )
+
+
+def _shape_of_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the result of a product of groups, without values.
+
+    torch's meta kernel refuses dtypes other than bfloat16, which kernels accept.
+    """
+    if a.ndim == 2 and b.ndim == 2:
+        assert offs is not None, "the dim that both operands share is divided into groups"
+        shape = [len(offs), a.shape[0], b.shape[1]]
+    else:
+        batch = [a.shape[0]] if a.ndim == b.ndim else []
+        shape = [*batch, a.shape[-2], b.shape[-1]]
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+# Functions in place of meta kernels that refuse arguments of which there is a kernel.
+_SHAPES: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _shape_of_grouped_mm}
 
 
 def _as_meta_kernels_take_it(name: str, args: Sequence[Any]) -> Sequence[Any]:

@@ -7,10 +7,12 @@ from .index.gather_scatter import GATHER_SCATTER
 from .index.indexing import INDEXING
 from .language.rule import Table, merge
 from .math.creation import CREATION
+from .math.grouped_matmul import GROUPED_MATMUL
 from .math.matmul import MATMUL
 from .math.ordering import ORDERING
 from .math.pointwise import POINTWISE
 from .math.reduction import REDUCTION
+from .math.scaled_matmul import SCALED_MATMUL
 from .nn.attention import ATTENTION
 from .nn.loss import LOSS
 from .nn.norms import NORMS
@@ -24,6 +26,7 @@ TABLE: Table = merge(
     creation=CREATION,
     data_dependent=DATA_DEPENDENT,
     gather_scatter=GATHER_SCATTER,
+    grouped_matmul=GROUPED_MATMUL,
     indexing=INDEXING,
     loss=LOSS,
     matmul=MATMUL,
@@ -32,6 +35,7 @@ TABLE: Table = merge(
     pointwise=POINTWISE,
     rearrangement=REARRANGEMENT,
     reduction=REDUCTION,
+    scaled_matmul=SCALED_MATMUL,
     slicing=SLICING,
     views=VIEWS,
     windowed=WINDOWED,

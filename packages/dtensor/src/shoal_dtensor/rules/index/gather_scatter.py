@@ -191,13 +191,13 @@ def _write_slices(local_call: LocalCall) -> LocalFunction | None:
     # `index_fill`, which has no source, is the only one of these whose indices count from the end.
     from_end = not has_source
 
-    def run(x: Tensor, dim_: int, index: Tensor, value: Any, **kwargs: Any) -> Any:
+    def run(x: Tensor, dim_: int, index: Tensor, value: Any, *args: Any, **kwargs: Any) -> Any:
         flat_index = index.reshape(-1)
         positions, is_local = local_positions(flat_index, spec, dim, from_end=from_end)
         if has_source:
             source = value if value.ndim else value.reshape([1] * x.ndim)
             value = source.index_select(dim, is_local.nonzero().squeeze(1))
-        return op(x, dim, positions[is_local], value, **kwargs)
+        return op(x, dim, positions[is_local], value, *args, **kwargs)
 
     return run
 
@@ -314,7 +314,7 @@ GATHER_SCATTER: Table = family(
         "scatter scatter_reduce": Rule(scatter, _along_dim(_scatter), checks=_indices),
         "scatter_add": Rule(scatter_add, _along_dim(_scatter), checks=_indices),
         "index_add": Rule(scatter_add, _along_dim(_write_slices), checks=_indices),
-        "index_copy": Rule(scatter, _along_dim(_write_slices), checks=_indices),
+        "index_copy index_reduce": Rule(scatter, _along_dim(_write_slices), checks=_indices),
         "index_fill": Rule(
             scatter,
             _along_dim(_write_slices, from_end=True),

@@ -25,6 +25,7 @@ from ..language.local_ops import (
     from_the_front,
     local_positions,
     moved_between_boxes,
+    on_functional_form,
     sharding_axes,
     where_sharded,
 )
@@ -103,7 +104,7 @@ def index(call: OpCall) -> Iterator[Row]:
     source, *indices = call.tensors
     dims = indexed_dims(source, call["indices"])
     if any(map(_is_mask, indices)):
-        if len(indices) == 1 and not dims.first:
+        if len(indices) == 1 and not dims.first and not call.schema.outs:
             # The length of `x[mask]` is data-dependent: every rank gathers the elements of all.
             traffic = assumed_result_bytes(call)
             for d in dims.indexed[0]:
@@ -122,6 +123,7 @@ def index(call: OpCall) -> Iterator[Row]:
             yield call.row(self=S(d), out=R, traffic=reduced)
 
 
+@on_functional_form
 def _index(local_call: LocalCall) -> LocalFunction | None:
     """Sum over shards the elements whose indices are all in the shard, with 0 for the others."""
     call = local_call.call
@@ -272,6 +274,7 @@ def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
     return run
 
 
+@on_functional_form
 def _index_put(local_call: LocalCall) -> LocalFunction | None:
     """Write only the positions that are in this rank's shard."""
     call = local_call.call
@@ -444,13 +447,16 @@ def _put(local_call: LocalCall) -> LocalFunction | None:
 
 INDEXING: Table = family(
     {
-        "index.Tensor _unsafe_index.Tensor": Rule(
+        "index.Tensor index.Tensor_out _unsafe_index.Tensor": Rule(
             index, _index, moves="self", checks=_index_checks
         ),
-        "index_put.default index_put_.default": Rule(index_put, _index_put, checks=_index_checks),
-        "_index_put_impl_.default _unsafe_index_put.default": Rule(
+        "index_put.default index_put.out index_put_.default": Rule(
             index_put, _index_put, checks=_index_checks
         ),
+        "_index_put_impl.default _index_put_impl.out _index_put_impl_.default": Rule(
+            index_put, _index_put, checks=_index_checks
+        ),
+        "_unsafe_index_put.default": Rule(index_put, _index_put, checks=_index_checks),
         "take.default": Rule(take, _take, moves="self"),
         "put.default put_.default": Rule(put, _put),
     }

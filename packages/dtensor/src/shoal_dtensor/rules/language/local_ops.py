@@ -152,10 +152,37 @@ def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tens
     return lambda part: all_reduce_mean(part).to(result.dtype)
 
 
+Local = Callable[[LocalCall], LocalFunction | None]
+
+
 def functional(call: OpCall) -> Any:
-    """Return the default overload of the operator's functional form."""
-    name, _, _ = call.op.__name__.partition(".")
-    return getattr(torch.ops.aten, name.removesuffix("_")).default
+    """Return the operator's functional form; the default overload if no other has its arguments."""
+    name, _, overload = call.op.__name__.partition(".")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"))
+    # "Tensor_out": Tensor
+    without_out = overload.removesuffix("out").rstrip("_")
+    is_out = overload.endswith("out")
+    return getattr(packet, without_out if is_out and without_out else "default")
+
+
+def on_functional_form(local: Local) -> Local:
+    """Decorate a local function to be called for the functional form of an `out=` overload.
+
+    The targets get the results afterwards. Other overloads are unchanged.
+    """
+
+    @wraps(local)
+    def decide(local_call: LocalCall) -> LocalFunction | None:
+        call = local_call.call
+        outs = call.schema.outs
+        if not outs:
+            return local(local_call)
+        arguments = {name: value for name, value in call.kwargs.items() if name not in outs}
+        functional_call = replace(call, op=functional(call), kwargs=arguments)
+        function = local(replace(local_call, call=functional_call))
+        return None if function is None else in_every_form(call, function)
+
+    return decide
 
 
 def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
@@ -176,9 +203,6 @@ def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
         return op(*changed, **kwargs)
 
     return run
-
-
-Local = Callable[[LocalCall], LocalFunction | None]
 
 
 def where_sharded(

@@ -329,6 +329,9 @@ class OpCall:
             return [f"out{i}" for i in range(len(counts))], counts
         count = len(self.outputs)
         if any(schema.is_list):
+            # one element's results, of which the last lists are empty: the state of AMSGrad
+            if 0 < count < len(names):
+                return names[:count], [1] * count
             return names, [count // len(names)] * len(names)
         if not 0 < count < len(names):
             return names, [1] * len(names)

@@ -25,6 +25,7 @@ from ..language.local_ops import (
     bytes_of,
     check_values,
     in_every_form,
+    on_functional_form,
     where_sharded,
     with_arguments,
 )
@@ -172,6 +173,7 @@ def multinomial(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(0), out=S(0), traffic=traffic)
 
 
+@on_functional_form
 @where_sharded
 def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Run the operator on the gathered input; each rank keeps its shard of the result."""
@@ -225,8 +227,8 @@ CREATION: Table = family(
         "bernoulli": Rule(pointwise().rows, _bernoulli),
         "normal.*Tensor*": Rule(pointwise().rows, _normal),
         "native_dropout.default": Rule(pointwise().rows, _native_dropout),
-        "multinomial.default": Rule(multinomial, _multinomial),
-        "rrelu_with_noise.default rrelu_with_noise_.default": Rule(rrelu_with_noise),
+        "multinomial": Rule(multinomial, _multinomial),
+        "rrelu_with_noise rrelu_with_noise_functional": Rule(rrelu_with_noise),
         "poisson binomial _standard_gamma _sample_dirichlet": Rule(replicated),
         "zeros_like ones_like empty_like full_like": Rule(
             fill, by_value=False, unordered=True, sizes=()

@@ -195,12 +195,14 @@ def trilinear(call: OpCall) -> Iterator[Row]:
     yield from product(pattern, linear=(0, 1, 2)).rows(call)
 
 
+_MM = product("m k, k n -> m n", linear=(0, 1))
 _BATCHED = Rule(batched, unordered=True, skip_empty=True)
 
 
 MATMUL: Table = family(
     {
-        "mm": product("m k, k n -> m n", linear=(0, 1)),
+        "mm": _MM,
+        "_foreach_mm": replace(_MM, kind="each"),
         "bmm": product("b m k, b k n -> b m n", linear=(0, 1)),
         "mv": product("m k, k -> m", linear=(0, 1)),
         "dot vdot": product("k, k -> ", linear=(0, 1)),
@@ -233,7 +235,7 @@ MATMUL: Table = family(
         # every rank sees all matrices, so all raise alike
         "_linalg_check_errors": Rule(replicated),
         # Its kernel is made of other operators, which look at conjugate marks.
-        "linalg_pinv.atol_rtol_tensor": Rule(
+        "linalg_pinv.atol_rtol_tensor*": Rule(
             batched, lambda local_call: with_conjugates(local_call.call.op), skip_empty=True
         ),
         "linalg_cross": Rule(linalg_cross),

@@ -321,6 +321,11 @@ def fused_optimizer(call: OpCall) -> Iterator[Row]:
         entries: dict[str, Entry] = {name: R if name in shared else S(d) for name in call.places}
         for i, name in enumerate(call.schema.written):
             entries[f"out{i}"] = entries[name]
+        # functional forms return new values of the arguments of these names
+        for result in call.results:
+            name = result.removesuffix("_out")
+            if name in entries:
+                entries[result] = entries[name]
         yield call.row(entries)
 
 
@@ -347,7 +352,7 @@ def _unscale(local_call: LocalCall) -> LocalFunction | None:
 
 
 _OPTIMIZERS = {
-    "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_": Rule(
+    "_fused_sgd _fused_adam _fused_adamw _fused_adagrad": Rule(
         fused_optimizer, by_value=False, kind="each", unordered=True
     ),
     "_amp_foreach_non_finite_check_and_unscale_": Rule(

@@ -19,6 +19,7 @@ from shoal_mesh.internal import sums_are_in_tree
 
 from ...errors import OperatorArgumentError
 from ...layout.spec import Spec
+from ...redistribute.execution.reduced_values import identity_of
 from ..language.local_ops import (
     all_reduce_traffic,
     all_reduced,
@@ -224,6 +225,27 @@ def _norm(local_call: LocalCall) -> LocalFunction:
     return run
 
 
+def _foreach_max(local_call: LocalCall) -> LocalFunction | None:
+    """Run the operator itself, with the least value in place of empty shards."""
+    if not any(0 in spec.local_shape for spec in local_call.inputs):
+        return None
+    op = local_call.call.op
+
+    def run(shards: list[Tensor]) -> Any:
+        filled = []
+        for shard in shards:
+            least = identity_of("max", shard.dtype)
+            filled.append(shard if shard.numel() else shard.new_full((1,), least))
+        return op(filled)
+
+    return run
+
+
+def powsum(call: OpCall) -> Iterator[Row]:
+    """Yield the rows of sums of powers: a sum over a sharded dim is a partial sum."""
+    yield from rows_along(call, P("sum"))
+
+
 @by_reduced_dims
 def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Compute log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
@@ -329,6 +351,9 @@ REDUCTION: Table = family(
         "var var_mean std std_mean": Rule(var, _var),
         "linalg_vector_norm norm": Rule(norm, _norm, skip_empty=True, sizes=()),
         "_foreach_norm": Rule(norm, _norm, kind="each"),
+        "_foreach_max": Rule(_reduction("max", "max").rows, _foreach_max, kind="each"),
+        "linalg__powsum": Rule(powsum, sizes=()),
+        "_foreach_powsum": Rule(powsum, kind="each"),
         "logsumexp special_logsumexp": Rule(var, _logsumexp, sizes=()),
         "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data": Rule(
             softmax, _softmax, sizes=(), linear="grad_output"

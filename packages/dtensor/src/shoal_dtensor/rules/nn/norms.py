@@ -86,7 +86,8 @@ def _is_training(call: OpCall) -> bool:
     for name in ("training", "train", "update"):
         if name in call.bound:
             return bool(call[name])
-    return "no_update" not in call.op.__name__
+    name = call.op.__name__
+    return "no_update" not in name and "no_training" not in name
 
 
 def _per_channel(source: TensorMeta) -> TensorMeta:
@@ -321,6 +322,7 @@ NORMS: Table = family(
             _NORM_OF_SHAPE, skip_empty=False
         ),
         f"{_BATCH_NORMS} native_batch_norm_backward batch_norm_backward": _NORM,
+        "_native_batch_norm_legit_no_training": _NORM,
     },
     unordered=True,
 ) | family({"native_group_norm native_group_norm_backward": _NORM})
