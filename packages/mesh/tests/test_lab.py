@@ -357,6 +357,31 @@ def test_programs_may_ask_for_any_backend(isolation: Any) -> None:
     assert results == [[config, "nccl", "cuda:nccl", 2.0]] * 2
 
 
+def split_groups() -> list[Any]:
+    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    halves = dist.split_group(dist.group.WORLD, [[1, 0], [3, 2]])
+    quarters = dist.split_group(halves, [[1]], group_desc="of one rank")
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total, group=halves)
+    members = [quarters and dist.get_process_group_ranks(quarters), dist.get_backend(halves)]
+    with pytest.raises(ValueError, match=r"distinct group ranks below 2, got \[2\]"):
+        dist.split_group(halves, [[2]])
+    with pytest.raises(ValueError, match="cannot be None or empty"):
+        dist.split_group(halves, [])
+    return [dist.get_process_group_ranks(halves), total.item(), *members]
+
+
+@isolations
+def test_groups_are_split_without_a_device(isolation: Any) -> None:
+    results = lab(4, isolation, device="cpu").run(split_groups, world=False)
+    assert results == [
+        [[0, 1], 1.0, None, "nccl"],
+        [[0, 1], 1.0, [1], "nccl"],
+        [[2, 3], 5.0, None, "nccl"],
+        [[2, 3], 5.0, [3], "nccl"],
+    ]
+
+
 def rank_in_backward() -> list[int]:
     class Ranks(torch.autograd.Function):
         @staticmethod

@@ -73,9 +73,56 @@ def _timeout_in_lab(backend: str) -> Any:
     return _torch.default_timeout(dist.Backend("gloo"))
 
 
+def _split_in_lab(
+    parent_pg: dist.ProcessGroup | None = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: Any = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> dist.ProcessGroup | None:
+    """Split a group as c10d does, which asks its backend; a lab creates the group of this rank."""
+    if current_link() is None:
+        ordinary: dist.ProcessGroup | None = _ORDINARY_SPLIT(
+            parent_pg, split_ranks, timeout, pg_options, group_desc, backend
+        )
+        return ordinary
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty: list the group ranks of each split")
+    parent = parent_pg or dist.group.WORLD
+    parent_ranks = dist.get_process_group_ranks(parent)
+    own_split: list[int] | None = None
+    for split in split_ranks:
+        _check_split(split, len(parent_ranks))
+        global_ranks = sorted(parent_ranks[rank] for rank in split)
+        if dist.get_rank() in global_ranks:
+            own_split = own_split or global_ranks
+    if own_split is None:
+        return None
+    # only the members of a split create its group
+    group: dist.ProcessGroup = dist.new_group(
+        own_split,
+        timeout,
+        backend or dist.get_backend(parent),
+        use_local_synchronization=True,
+        group_desc=group_desc,
+    )
+    return group
+
+
+def _check_split(split: list[int], size: int) -> None:
+    """Raise ValueError, as c10d does, if a split is not a set of ranks of its parent group."""
+    is_a_set = 0 < len(split) == len(set(split))
+    if not is_a_set or not all(0 <= rank < size for rank in split):
+        raise ValueError(
+            f"a split of a group of {size} ranks lists distinct group ranks below {size}, got {split}"
+        )
+
+
 _ORDINARY_HELPER = _torch.c10d_function("_new_process_group_helper")
 _ORDINARY_TIMEOUT = _torch.c10d_function("_get_default_timeout")
 _ORDINARY_INIT = dist.init_process_group
+_ORDINARY_SPLIT = _torch.c10d_function("split_group")
 # Declared mutable state: how many blocks of `installed` are open, and handlers of rendezvous.
 _OPEN = [0]
 _HANDLERS: dict[str, Any] = {}
@@ -108,7 +155,9 @@ def install() -> None:
             handlers[scheme] = _rendezvous_in_lab(scheme)
         _torch.set_c10d_function("_new_process_group_helper", _create_in_lab)
         _torch.set_c10d_function("_get_default_timeout", _timeout_in_lab)
+        _torch.set_c10d_function("split_group", _split_in_lab)
         dist.init_process_group = _init_in_lab
+        vars(dist)["split_group"] = _split_in_lab
 
 
 def uninstall() -> None:
@@ -120,7 +169,9 @@ def uninstall() -> None:
         _torch.rendezvous_handlers().update(_HANDLERS)
         _torch.set_c10d_function("_new_process_group_helper", _ORDINARY_HELPER)
         _torch.set_c10d_function("_get_default_timeout", _ORDINARY_TIMEOUT)
+        _torch.set_c10d_function("split_group", _ORDINARY_SPLIT)
         dist.init_process_group = _ORDINARY_INIT
+        vars(dist)["split_group"] = _ORDINARY_SPLIT
 
 
 @contextmanager
