@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from shoal_transfer import FolderWire, JointWire, TransferError, WeightTransfer
 from transfer_members import (
+    member_of_three,
     member_of_transfer,
     one_to_one,
     plan,
@@ -52,6 +54,26 @@ def test_a_trainer_that_dies_leaves_the_server_on_its_version(mode: Any, tmp_pat
     assert transfer.version == 1
     assert transfer.is_valid == (mode == "staged")
     assert torch.equal(target["w"], whole(1))
+
+
+@pytest.mark.parametrize("kind", ["folder", "joint"])
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+def test_a_server_that_dies_leaves_the_others_on_their_version(
+    mode: Any, kind: str, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    arguments = [(member, kind, mode, str(tmp_path)) for member in range(3)]
+    processes = [context.Process(target=member_of_three, args=one) for one in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0, 9]
+    reports = [json.loads((tmp_path / f"report-{one}").read_text()) for one in (0, 1)]
+    assert all("version 2 did not arrive" in report["message"] for report in reports)
+    assert reports[1]["is_valid"] == (mode == "staged")
+    if mode == "staged":
+        assert reports[1]["is_old"], "the server that lives has its old weights, whole"
 
 
 def test_a_folder_of_an_earlier_run_and_a_lost_message(tmp_path: Path) -> None:

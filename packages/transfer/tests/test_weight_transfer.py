@@ -151,6 +151,9 @@ class FaultyWire(GroupWire):
         self.flips = flips
         self.count = 0
 
+    def fail(self, value: Any) -> list[Any]:
+        raise ConnectionError("a rank died")
+
     def exchange(self, sends: Any, receives: Any) -> None:
         super().exchange(sends, receives)
         self.count += 1
@@ -210,6 +213,9 @@ def test_versions_and_plans_that_differ_are_refused_before_bytes_move() -> None:
         transfer.plan = plan_transfer(plan.source, plan.target, plan.mapping, max_bytes=999)
     with pytest.raises(TransferError, match="different plans"):
         transfer.run(10)
+    wire.gather = wire.fail  # type: ignore[method-assign]  # from now on
+    with pytest.raises(TransferError, match=r"does not answer \(a rank died\); no byte has moved"):
+        transfer.run(11)
     assert wire.count == moved
 
 

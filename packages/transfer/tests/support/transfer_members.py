@@ -5,9 +5,12 @@ Rows of w are on two ranks of a trainer, its transposed columns on two ranks of 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from shoal_transfer import (
     JointWire,
     Manifest,
     TensorRecord,
+    TransferError,
     TransferPlan,
     WeightMapping,
     WeightTransfer,
@@ -26,6 +30,7 @@ from shoal_transfer import (
     plan_transfer,
 )
 
+Mode = Literal["staged", "in_place"]
 HALVES = (Holding(0, ((0, 3), (0, 4)), 0, (4, 1)), Holding(1, ((3, 6), (0, 4)), 0, (4, 1)))
 COLUMNS = (Holding(0, ((0, 4), (0, 2)), 0, (2, 1)), Holding(1, ((0, 4), (2, 6)), 0, (4, 1)))
 
@@ -61,34 +66,75 @@ def member_of_transfer(member: int, kind: str, home: str) -> None:
     assert transfer.version == 2
 
 
-def wire_of(member: int, kind: str, home: str) -> Wire:
+def wire_of(member: int, kind: str, home: str, *, size: int = 4, timeout: float = 60) -> Wire:
     if kind == "folder":
-        return FolderWire(f"{home}/messages", member, 4, timeout=60)
-    store = FileStore(f"{home}/store", 4)
-    return JointWire(dist.ProcessGroupGloo(store, member, 4, timedelta(seconds=60)))
-
-
-class DyingWire(FolderWire):
-    """A wire whose process ends in its n-th exchange."""
-
-    deaths_in = 2
-
-    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        self.deaths_in -= 1
-        if not self.deaths_in:
-            os._exit(9)
-        super().exchange(sends, receives)
+        return FolderWire(f"{home}/messages", member, size, timeout=timeout)
+    store = FileStore(f"{home}/store", size)
+    return JointWire(dist.ProcessGroupGloo(store, member, size, timedelta(seconds=timeout)))
 
 
 def trainer_that_dies(home: str) -> None:
     """Send version 1, and die while version 2 is sent."""
     torch.set_num_threads(1)
     source = {"w": whole(1)}
-    wire = DyingWire(home, 0, 2, timeout=60)
+    wire = FolderWire(home, 0, 2, timeout=60)
+    die_in_exchange(wire, number=2)
     transfer = WeightTransfer(one_to_one(), source=source, wire=wire)
     transfer.run(1)
     source["w"].copy_(whole(2))
     transfer.run(2)
+
+
+def member_of_three(member: int, kind: str, mode: Mode, home: str) -> None:
+    """Member 0 trains; 1 and 2 serve; member 2 dies while version 2 arrives, and 1 writes what it has."""
+    torch.set_num_threads(1)
+    wire = wire_of(member, kind, home, size=3, timeout=8)
+    if member == 2:
+        die_in_exchange(wire, number=2)
+    state = {"w": torch.zeros(6, 4)}
+    transfer = WeightTransfer(
+        one_to_two(),
+        source=None if member else state,
+        target=state if member else None,
+        wire=wire,
+        mode=mode,
+    )
+    for version in (1, 2):
+        if not member:
+            state["w"].copy_(whole(version))
+        try:
+            transfer.run(None if member else version)
+        except TransferError as error:
+            message = str(error)
+    is_old = torch.equal(state["w"], whole(1))
+    report = {"message": message, "is_old": is_old, "is_valid": transfer.is_valid}
+    Path(home, f"report-{member}").write_text(json.dumps(report))
+
+
+def die_in_exchange(wire: Wire, number: int) -> None:
+    """Let the process end in the n-th exchange of elements."""
+    exchange = wire.exchange
+    left = number
+
+    def exchange_or_die(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+        nonlocal left
+        is_of_elements = any(one.is_floating_point() for one in receives)
+        left -= is_of_elements
+        if not left:
+            os._exit(9)
+        exchange(sends, receives)
+
+    wire.exchange = exchange_or_die  # type: ignore[method-assign]  # of this wire only
+
+
+def one_to_two() -> TransferPlan:
+    """All of w from a trainer to each of two servers."""
+    box = ((0, 6), (0, 4))
+    holdings = tuple(Holding(rank, box, 0, (4, 1)) for rank in range(2))
+    trained = TensorRecord("w", (6, 4), "float32", holdings[:1], ("w",))
+    served = TensorRecord("w", (6, 4), "float32", holdings, ("w",))
+    source = Manifest({"w": trained}, {0: "one"}, "trainer")
+    return plan_transfer(source, Manifest({"w": served}, {0: "two", 1: "three"}, "server"))
 
 
 def one_to_one() -> TransferPlan:

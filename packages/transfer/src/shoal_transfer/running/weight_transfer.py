@@ -311,7 +311,10 @@ class WeightTransfer:
         digest = self.plan.digest
         error = self._refuse(version)
         report = _Report(digest, version, self._base, any(changed), error=error)
-        reports: list[_Report] = self._wire.gather(report)
+        try:
+            reports: list[_Report] = self._wire.gather(report)
+        except Exception as error:
+            raise TransferError(f"a member does not answer ({error}); no byte has moved") from error
         agreed = _compare(reports)
         if any(one.shapes_changed for one in reports):
             self._plan_again()
