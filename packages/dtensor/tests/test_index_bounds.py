@@ -107,6 +107,10 @@ SLICED: dict[str, Callable[[Any, Any, Any], Any]] = {
     "index_add": FROM_THE_FRONT["index_add"],
     "index_put": lambda x, i, s: x.index_put((i,), s, accumulate=True),
     "nll_loss": lambda x, i, s: F.nll_loss(x.t(), i),
+    "multi_margin_loss": lambda x, i, s: F.multi_margin_loss(x.t(), i),
+    "multilabel_margin_loss": lambda x, i, s: F.multilabel_margin_loss(
+        x.t(), i.view(2, 1).expand(2, 5)
+    ),
 }
 
 
@@ -114,10 +118,19 @@ SLICED: dict[str, Callable[[Any, Any, Any], Any]] = {
 def test_an_index_that_is_sliced_like_another_argument(name: str) -> None:
     # The rank with the wrong index raised alone, though all of them have it.
     look_up, x, index = SLICED[name], torch.arange(10.0).view(5, 2), torch.tensor([1, 9])
-    other = Shard(1) if name in ("index", "nll_loss") else Replicate()
+    by_row = name == "index" or name.endswith("loss")
+    other = Shard(1) if by_row else Replicate()
     operands = (x, other), (index, Replicate()), (SOURCE, Shard(0))
     errors = _on_three_ranks(look_up, *operands)
     assert all(isinstance(error, IndexError) for error in errors), errors
+
+
+def test_a_probability_that_is_sliced_like_the_target() -> None:
+    x, target = torch.tensor([0.5, 0.25, 1.5, 0.5]), torch.ones(4)
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        F.binary_cross_entropy(x, target)
+    errors = _on_three_ranks(F.binary_cross_entropy, (x, Replicate()), (target, Shard(0)))
+    assert all("between 0 and 1" in str(error) for error in errors), errors
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -20,6 +20,7 @@ from ..language.local_ops import (
     all_reduced,
     bytes_of,
     check_bounds,
+    check_values,
     functional,
     in_shard,
     mean_of_sums,
@@ -302,13 +303,40 @@ def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
     )
 
 
-_LOSSES = "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"
-_SAMPLE_LOSS = Rule(sample_loss, _loss, skip_empty=True, linear="grad_output")
+def _label_check(call: OpCall) -> dict[str, list[Check]]:
+    """Return the check of the labels of `multi_margin_loss` and `multilabel_margin_loss`.
+
+    The list of labels of a sample ends with -1 in the latter.
+    """
+    count = call["self"].shape[-1]
+    lowest = -1 if "multilabel" in call.op.__name__ else 0
+
+    def check(target: Tensor) -> None:
+        check_bounds(target, (target >= lowest) & (target < count), count)
+
+    return {"target": [check]}
+
+
+def _probability_check(call: OpCall) -> dict[str, list[Check]]:
+    """Return the check that inputs of `binary_cross_entropy` are between 0 and 1."""
+
+    def check(probabilities: Tensor) -> None:
+        is_valid = (probabilities >= 0) & (probabilities <= 1)
+        check_values(is_valid, f"{call.op}: all elements of input should be between 0 and 1")
+
+    return {"self": [check]}
+
+
+_LOSSES = "mse_loss smooth_l1_loss huber_loss soft_margin_loss"
+_SAMPLE_LOSS = Rule(sample_loss, _loss, skip_empty=True, linear="grad_output", checks=_label_check)
 
 LOSS: Table = family(
     {
         f"{_LOSSES} binary_cross_entropy_with_logits": Rule(loss, _loss, sizes=()),
-        backward(_LOSSES): Rule(pointwise(linear=(0,)).rows, _loss, sizes=()),
+        "binary_cross_entropy": Rule(loss, _loss, sizes=(), checks=_probability_check),
+        backward(f"{_LOSSES} binary_cross_entropy"): Rule(
+            pointwise(linear=(0,)).rows, _loss, sizes=()
+        ),
         "nll_loss_forward nll_loss2d_forward": Rule(
             nll_loss, _nll_loss, sizes=(), checks=_target_check
         ),
