@@ -1,6 +1,6 @@
 """A rank alone that raises in a step of a model with units and styles, and the step after; on ranks of their own.
 
-Covers: shoal_data_parallel/unit_passes.py.
+Covers: shoal_data_parallel/units/unit_passes.py.
 """
 
 from __future__ import annotations

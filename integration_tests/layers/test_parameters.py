@@ -1,6 +1,6 @@
 """The dtype that is chosen for gradients holds over data axes, with styles and without.
 
-Covers: shoal_data_parallel/reduction.py, shoal_tp_styles/lowering/parameters.py,
+Covers: shoal_data_parallel/gradients/reduction.py, shoal_tp_styles/lowering/parameters.py,
 modules/gradient_routes.py.
 """
 

@@ -1,6 +1,6 @@
 """Weights that are tensors of tensors are refused by data parallelism, and stay whole where it ignores them.
 
-Covers: shoal_data_parallel/sharded_parameters.py.
+Covers: shoal_data_parallel/parameters/sharded_parameters.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What is counted here on CPU tensors, each read would be a stall on an accelerator.
 
-Covers: shoal_data_parallel/reduction.py, experts/{expert_forward,token_route}.py,
+Covers: shoal_data_parallel/gradients/reduction.py, experts/{expert_forward,token_route}.py,
 rules/index/indexing.py, rules/index/data_dependent.py, dispatch/plain_tensors.py,
 optim/clip_grad.py.
 """

@@ -51,8 +51,8 @@ from shoal_data_parallel import (
     replicate,
     share_comm_ctx,
 )
-from shoal_data_parallel.reduction import GroupReduction
-from shoal_data_parallel.unit import Unit, UnitState, unit_of, units_of
+from shoal_data_parallel.gradients.reduction import GroupReduction
+from shoal_data_parallel.units.unit import Unit, UnitState, unit_of, units_of
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.internal import observing

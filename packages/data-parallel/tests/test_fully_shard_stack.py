@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from data_parallel_checks import units_load_on_other_degrees, units_start_as_one_device
 from data_parallel_model import Model, batch, full, loss_of, mesh_of, own, same_gradients, units
 from shoal_data_parallel import StyleError, fully_shard, replicate
-from shoal_data_parallel.unit import Unit, UnitState, unit_of
+from shoal_data_parallel.units.unit import Unit, UnitState, unit_of
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_dtensor.internal import ShardsInFlight, redistribute_shards
 from shoal_mesh import init_device_mesh

@@ -41,7 +41,7 @@ from shoal_data_parallel import (
     register_fsdp_forward_method,
     replicate,
 )
-from shoal_data_parallel.unit import Forward, unit_of
+from shoal_data_parallel.units.unit import Forward, unit_of
 from shoal_dtensor import (
     DTensor,
     Replicate,

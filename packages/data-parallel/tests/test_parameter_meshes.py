@@ -34,7 +34,7 @@ from shoal_data_parallel import (
     ShardPlacementResult,
     fully_shard,
 )
-from shoal_data_parallel.unit import units_of
+from shoal_data_parallel.units.unit import units_of
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import DeviceMesh, LockstepError, init_device_mesh
 from shoal_mesh.internal import observing

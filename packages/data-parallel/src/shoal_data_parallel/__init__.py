@@ -4,7 +4,6 @@ from shoal_dtensor.errors import LayoutError, StyleError, TiedWeightError, Unsup
 from shoal_mesh.internal import facade
 
 from .__about__ import __version__
-from .communication import AllGather, ReduceScatter
 from .fsdp_module import (
     FSDPModule,
     GradientReductionHandle,
@@ -13,9 +12,15 @@ from .fsdp_module import (
     share_comm_ctx,
 )
 from .fully_shard import fully_shard
-from .parameter_meshes import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from .gradients.communication import AllGather, ReduceScatter
+from .parameters.parameter_meshes import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from .parameters.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from .pipeline_stages import prepare_pipeline, reduce_after_last_microbatch
-from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .replicate import ReplicateModule, replicate
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 A method sets one choice of the user, or makes one transition of a unit; the passes read the choice.
 
-May import: communication, gradient_group, reduction, schedule, unit, unit_passes.
+May import: gradients, units.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shoal_dtensor.errors import (
 )
 from shoal_dtensor.internal import in_backward, takes
 
-from .communication import AllGather, ReduceScatter
-from .gradient_group import ReducingModule
-from .reduction import GroupReduction, deliver
-from .schedule import CommContext
-from .unit import STATE, Unit, unit_of, units_of
-from .unit_passes import as_forward, enter
+from .gradients.communication import AllGather, ReduceScatter
+from .gradients.gradient_group import ReducingModule
+from .gradients.reduction import GroupReduction, deliver
+from .units.schedule import CommContext
+from .units.unit import STATE, Unit, unit_of, units_of
+from .units.unit_passes import as_forward, enter
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 A module is one unit together with its descendants that are not units of their own.
 
-May import: agreement, fsdp_module, parameter_meshes, policies, sharded_parameters, unit, unit_passes.
+May import: fsdp_module, parameters, units.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.internal import accelerator
 
-from .agreement import check_same_parameters
 from .fsdp_module import FSDPModule
-from .parameter_meshes import MeshAssignment, PlacementFunction, data_axes_of
-from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .sharded_parameters import DataAxes
-from .unit import STATE, Unit, UnitSettings, units_of
-from .unit_passes import make_outermost
+from .parameters.agreement import check_same_parameters
+from .parameters.parameter_meshes import MeshAssignment, PlacementFunction, data_axes_of
+from .parameters.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .parameters.sharded_parameters import DataAxes
+from .units.unit import STATE, Unit, UnitSettings, units_of
+from .units.unit_passes import make_outermost
 
 
 @overload

@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: unit.
+May import: units.
 """
 
-from .unit import units_of as units_of
+from .units.unit import units_of as units_of

@@ -13,7 +13,7 @@ runs as follows:
 
 Schedules with one stage per rank have no UNSHARD and RESHARD: the first microbatch gathers.
 
-May import: _torch, fsdp_module, gradient_group, reducer, stage_borders, unit.
+May import: _torch, fsdp_module, gradients, stage_borders, units.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from shoal_dtensor.internal import submodule_of
 
 from ._torch import is_torch_fsdp, pipeline_actions, stages_of
 from .fsdp_module import FSDPModule
-from .gradient_group import ReducingModule
-from .reducer import Reducer
+from .gradients.gradient_group import ReducingModule
+from .gradients.reducer import Reducer
 from .stage_borders import GetMesh, watch_borders
-from .unit import Unit, units_of
+from .units.unit import Unit, units_of
 
 # of schedules and stages
 _PREPARED = "_shoal_prepared"

@@ -3,8 +3,7 @@
 Parameters stay the same objects, plain or DTensors on the axes of a style. A backward pass leaves
 the mean over the data axes in `.grad`.
 
-May import: agreement, forward_writes, fsdp_module, fully_shard, global_losses, gradient_buckets, gradient_group,
-parameter_meshes, policies, reducer, sharded_parameters, unit.
+May import: fsdp_module, fully_shard, gradients, parameters, units.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh, broadcast, current_mesh
 
-from .agreement import check_materialized, check_same_parameters
-from .forward_writes import ForwardWrites
 from .fsdp_module import FSDPModule
 from .fully_shard import check_modules, install_unit, mesh_of_all_ranks
-from .global_losses import watch
-from .gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
-from .gradient_group import ReducingModule
-from .parameter_meshes import MeshAssignment, data_axes_of
-from .policies import (
+from .gradients.forward_writes import ForwardWrites
+from .gradients.global_losses import watch
+from .gradients.gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
+from .gradients.gradient_group import ReducingModule
+from .gradients.reducer import Reducer
+from .parameters.agreement import check_materialized, check_same_parameters
+from .parameters.parameter_meshes import MeshAssignment, data_axes_of
+from .parameters.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from .reducer import Reducer
-from .sharded_parameters import (
+from .parameters.sharded_parameters import (
     DataAxes,
     Site,
     check_leaf,
@@ -60,7 +59,7 @@ from .sharded_parameters import (
     shard_parameter,
     start_to_gather,
 )
-from .unit import Unit, UnitSettings
+from .units.unit import Unit, UnitSettings
 
 _STATE = "_shoal_replicated"
 

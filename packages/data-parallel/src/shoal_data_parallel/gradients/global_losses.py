@@ -11,8 +11,6 @@ gradient of the mean of their losses. Two kinds of gradients need another divisi
 
 `full_tensor()` of a parameter that `fully_shard` holds, outside of a forward, is the opposite
 crossing: each rank computes with the values, so its gradient is summed and divided like others.
-
-May import: reducer.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel wei
     at rest      Shard(0) over (data, tensor), the tensor axis outermost     local (2, 6), a leaf
     gathered     Replicate over data, Shard(0) over tensor                   local (4, 6), a DTensor of the tensor axis
     gradient     Partial over data, Shard(0) over tensor                     local (4, 6), reduced to the layout at rest
-
-May import: policies.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Each forward is one node in the graph, `_GatheredUnit`, at which the gradients o
 arrive when the last of them has been computed. Hooks of autograd's nodes gather again in backward.
 Gradients are reduced while backward goes on, and the gradients of all units are delivered when the
 pass is over: a pass that raises leaves every `.grad` as it was.
-
-May import: _torch, gathered, leaf_hooks, unit, unit_backward.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from shoal_dtensor.internal import (
     unwatched,
 )
 
-from ._torch import (
+from .._torch import (
     in_transform,
     outer_saved_tensors_hooks,
     outside_transforms,
     run_when_ready,
 )
+from ..parameters.leaf_hooks import GradientSwitch, install_switch
 from .gathered import Views
-from .leaf_hooks import GradientSwitch, install_switch
 from .unit import Forward, Unit, unit_of
 from .unit_backward import running_backward
 

@@ -28,9 +28,6 @@ A forward gathers and exposes its unit, and reshards it at its end; so does a ba
 autograd's graph keeps the gathered tensors without their memory, and the backward fills them again.
 `UnitSettings` decide where a pass leaves the unit in GATHERED instead; the pass after it then finds
 the values of the leaves there, and sends nothing.
-
-May import: _torch, agreement, communication, forward_scope, gathered, global_losses, gradient_group,
-parameter_meshes, policies, schedule, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -49,17 +46,14 @@ from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import ShardsInFlight, redistribute_shards, register_owner
 from shoal_mesh import purpose
 
-from ._torch import preserving_versions
-from .agreement import check_materialized
-from .communication import CustomGather
-from .forward_scope import ForwardScope
-from .gathered import Gathered, Versions, Views
-from .global_losses import watch
-from .gradient_group import Group
-from .parameter_meshes import MeshAssignment
-from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .schedule import Schedule
-from .sharded_parameters import (
+from .._torch import preserving_versions
+from ..gradients.communication import CustomGather
+from ..gradients.global_losses import watch
+from ..gradients.gradient_group import Group
+from ..parameters.agreement import check_materialized
+from ..parameters.parameter_meshes import MeshAssignment
+from ..parameters.policies import MixedPrecisionPolicy, OffloadPolicy
+from ..parameters.sharded_parameters import (
     DataAxes,
     ShardedParameter,
     Site,
@@ -68,6 +62,9 @@ from .sharded_parameters import (
     shards_to_send,
     start_to_gather,
 )
+from .forward_scope import ForwardScope
+from .gathered import Gathered, Versions, Views
+from .schedule import Schedule
 
 STATE = "_shoal_fully_sharded"
 """The attribute of a module that is a unit, or one of a unit's modules; and of a parameter that a unit shards."""

@@ -1,7 +1,4 @@
-"""Groups of parameters whose gradients are reduced together, and their control by the user.
-
-May import: communication, global_losses, reducer, sharded_parameters.
-"""
+"""Groups of parameters whose gradients are reduced together, and their control by the user."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import redistribute_shards, takes
 
+from ..parameters.sharded_parameters import DataAxes, ShardedParameter
 from .communication import Communication
 from .global_losses import divisor_of, ranks_of_loss
 from .reducer import Reducer
-from .sharded_parameters import DataAxes, ShardedParameter
 
 Grads = dict[int, Tensor | None]  # by parameter
 # likewise, with the layouts that they have

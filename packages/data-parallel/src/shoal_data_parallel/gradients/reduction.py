@@ -1,7 +1,4 @@
-"""Reductions of gradients over data axes, one collective per group, overlapping later work.
-
-May import: _torch, communication, gradient_group, sharded_parameters.
-"""
+"""Reductions of gradients over data axes, one collective per group, overlapping later work."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ from shoal_dtensor.internal import (
 from shoal_mesh import purpose
 from shoal_mesh.internal import with_own_groups
 
-from ._torch import call_on_stream
+from .._torch import call_on_stream
+from ..parameters.sharded_parameters import DataAxes
 from .communication import CustomScatter, ReduceScatter
 from .gradient_group import Grads, Group, Kept, Scattered, in_wanted_layouts
-from .sharded_parameters import DataAxes
 
 
 @dataclass(slots=True)

@@ -1,7 +1,4 @@
-"""Schedule: the order in which the units below one outermost module run, forward after forward.
-
-May import: gradient_group, reduction.
-"""
+"""Schedule: the order in which the units below one outermost module run, forward after forward."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from .gradient_group import Group
-    from .reduction import GroupReduction
+    from ..gradients.gradient_group import Group
+    from ..gradients.reduction import GroupReduction
 
 # The class of units, which imports this file.
 Unit = TypeVar("Unit")

@@ -1,7 +1,4 @@
-"""Checks before the first collective: equal parameters on all data-parallel ranks, with values.
-
-May import: sharded_parameters.
-"""
+"""Checks before the first collective: equal parameters on all data-parallel ranks, with values."""
 
 from __future__ import annotations
 

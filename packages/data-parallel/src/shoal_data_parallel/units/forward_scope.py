@@ -1,7 +1,4 @@
-"""The forward of a unit's modules that is running.
-
-May import: nothing.
-"""
+"""The forward of a unit's modules that is running."""
 
 from __future__ import annotations
 

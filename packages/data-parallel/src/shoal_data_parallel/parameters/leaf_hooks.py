@@ -1,7 +1,4 @@
-"""Calls of users on parameters inside of a forward or a backward, where modules see no leaves.
-
-May import: sharded_parameters.
-"""
+"""Calls of users on parameters inside of a forward or a backward, where modules see no leaves."""
 
 from __future__ import annotations
 

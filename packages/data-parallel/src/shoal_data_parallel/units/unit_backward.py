@@ -1,7 +1,4 @@
-"""One backward pass over units: which are gathered, and how their gradients are delivered.
-
-May import: gathered, leaf_hooks, reduction, unit.
-"""
+"""One backward pass over units: which are gathered, and how their gradients are delivered."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from shoal_dtensor.internal import (
     running_pass,
 )
 
+from ..gradients.reduction import GroupReduction, arrived, deliver
+from ..parameters.leaf_hooks import SilentHooks
 from .gathered import Views
-from .leaf_hooks import SilentHooks
-from .reduction import GroupReduction, arrived, deliver
 from .unit import Forward, Unit
 
 

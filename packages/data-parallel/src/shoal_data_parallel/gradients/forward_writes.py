@@ -7,8 +7,6 @@ forward has written to is sent with the flags of the next reduction, one bit a c
     rank 0 wrote    1 | 1 0 1      the first column: this rank has written something
     rank 1 wrote    1 | 0 0 1
     sum             2 | 1 0 2      a column that is neither 0 nor the number of ranks: they differ
-
-May import: nothing.
 """
 
 from __future__ import annotations

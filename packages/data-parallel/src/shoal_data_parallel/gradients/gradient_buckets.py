@@ -9,8 +9,6 @@ A rank may update only a shard of its replica, with the optimizer's state of the
 2 ranks the forward sees a weight (8, 6), and the module holds a DTensor [Shard(0)], local (4, 6), a
 view of its rows of the weight. Gradients are reduced to that layout; the next forward gathers the
 rows that other ranks have updated.
-
-May import: _torch, forward_writes, gradient_group, leaf_hooks, reducer, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import all_gather
 
-from ._torch import run_when_ready
+from .._torch import run_when_ready
+from ..parameters.leaf_hooks import GradientSwitch, install_switch
+from ..parameters.sharded_parameters import DataAxes, ShardedParameter
 from .forward_writes import COLUMNS, ForwardWrites
 from .gradient_group import Group
-from .leaf_hooks import GradientSwitch, install_switch
 from .reducer import Reducer
 from .reduction import GroupReduction, deliver
-from .sharded_parameters import DataAxes, ShardedParameter
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:

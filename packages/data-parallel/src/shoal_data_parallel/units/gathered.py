@@ -1,7 +1,4 @@
-"""The gathered parameters of a unit, which have memory only while they are used.
-
-May import: sharded_parameters.
-"""
+"""The gathered parameters of a unit, which have memory only while they are used."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .sharded_parameters import ShardedParameter
+from ..parameters.sharded_parameters import ShardedParameter
 
 Versions = list[tuple[object, ...]]
 

@@ -5,8 +5,6 @@ all ranks, the size of the longest buffer. With shards of 3 and 2 rows of (5, 4)
 
     gather     rank 0: 12 elements    rank 1: 8 elements, 4 unused    received: 24 elements
     scatter    sent: 24 elements, shard by shard                      received: 12 elements
-
-May import: sharded_parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from shoal_dtensor import Spec
 
-from .sharded_parameters import DataAxes
+from ..parameters.sharded_parameters import DataAxes
 
 
 class CustomCollective(ABC):

@@ -6,8 +6,6 @@ them, and two experts on two ranks each:
     parameter          mesh                   shards      gathered and reduced
     router, norm       data (4)               4           among 4 ranks
     experts            pair, sharded (2, 2)   2           among the 2 ranks that have the expert
-
-May import: policies, sharded_parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The base of all objects that deliver gradients of parameters, reduced over data axes.
-
-May import: sharded_parameters.
-"""
+"""The base of all objects that deliver gradients of parameters, reduced over data axes."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor
 from shoal_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from .sharded_parameters import DataAxes
+    from ..parameters.sharded_parameters import DataAxes
 
 
 class Reducer:
