@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
+    ShardsInFlight,
     check_plain_tensors,
     complete_forms,
     extended,
@@ -368,7 +369,7 @@ class Replicas(Reducer):
         self._shows_replicas = False
         # which modules go on to see in their forward, and its shard otherwise
         for param, sites in own.values():
-            shard = shard_parameter(param, sites, self.axes, None, policies, view=True)
+            shard = shard_parameter(param, sites, self.axes, None, policies=policies, view=True)
             shard.put(shard.leaf)
             self.replicas.append(Replica(param, shard, shard.version()))
 
@@ -544,7 +545,11 @@ class Replicas(Reducer):
             stale, lambda replica: replica.target.gathered.local_bytes, self._bucket_bytes
         )
         what = "replicate gathers updated parameters"
-        coming = (start_to_gather([replica.target for replica in group], what) for group in groups)
+
+        def start(group: list[Replica]) -> ShardsInFlight:
+            return start_to_gather([replica.target for replica in group], what)
+
+        coming = map(start, groups)
         in_flight = [*islice(coming, 1)]
         for group in groups:
             in_flight += islice(coming, 1)

@@ -133,11 +133,13 @@ class ShardPacking:
 
     def __init__(self, moves: Sequence[tuple[Spec, Spec]], axes: DataAxes) -> None:
         axis = axes.mesh.ndim - 1
-        self.shards = [
-            [_shard_at(move, axis, coordinate) for move in moves]
-            for coordinate in axes.coordinates_of_group
-        ]
-        self.length = max(sum(shard.numel for shard in shards) for shards in self.shards)
+        self.shards: list[list[_Shard]] = []
+        lengths = []
+        for coordinate in axes.coordinates_of_group:
+            shards_of_rank = [_shard_at(move, axis, coordinate) for move in moves]
+            self.shards.append(shards_of_rank)
+            lengths.append(sum(shard.numel for shard in shards_of_rank))
+        self.length = max(lengths)
 
     def pack_shards(self, shards: Sequence[Tensor], buffer: Tensor) -> None:
         """Write the shards of one rank to its buffer."""

@@ -67,7 +67,8 @@ class ForwardWrites:
 
         The error names the parameters.
         """
-        written, self._written = self._written, {}
+        written = self._written
+        self._written = {}
         if all(count in (0, ranks) for count in sums):
             return
         names = [name for name, p in module.named_parameters() if id(p) in written]

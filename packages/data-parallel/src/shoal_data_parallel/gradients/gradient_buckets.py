@@ -89,7 +89,8 @@ class Replica:
         """
         leaf: Any = self.leaf
         if self.held is not self.leaf:
-            self.seen = seen = _Seen.apply(self, take, leaf, self.held)  # type: ignore[no-untyped-call]  # torch
+            seen = _Seen.apply(self, take, leaf, self.held)  # type: ignore[no-untyped-call]  # torch
+            self.seen = seen
             install_switch(seen, GradientSwitch(self.target, seen))
             # the original is older than all forwards, so its gradient would wait for the end of the
             # pass

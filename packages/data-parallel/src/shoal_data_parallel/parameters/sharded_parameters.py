@@ -294,7 +294,9 @@ class ShardedParameter:
                 holders *= ranks
         spec = _partial_over_data(self.reduced, tuple(on_axis[name] for name in styled))
         local = local_shard(grad)
-        return (local if holders == 1 else local / holders), spec
+        if holders > 1:
+            local = local / holders
+        return local, spec
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced local gradient to the gradient of the leaf, through hooks if it has any."""
@@ -481,7 +483,10 @@ def _without_data_axes(inner: Spec, axes: DataAxes) -> Spec | None:
     if not kept:
         return None
     index = {inner.mesh.axis_names.index(name): i for i, name in enumerate(kept)}
-    order = [(dim, tuple(index[axis] for axis in over)) for dim, over in inner.shard_order]
+    order = []
+    for dim, sharding in inner.shard_order:
+        kept_axes = [index[axis] for axis in sharding]
+        order.append((dim, tuple(kept_axes)))
     return Spec(
         inner.mesh[tuple(kept)],
         [placed[name] for name in kept],
@@ -523,7 +528,11 @@ def _layouts(
         )
     mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
     first = axes.mesh.ndim - axes.sharded
-    order = {dim: tuple(a + axes.mesh.ndim for a in over) for dim, over in inner.shard_order}
+    order: dict[int, tuple[int, ...]] = {}
+    for dim, sharding in inner.shard_order:
+        # the axes of the style come after the data axes
+        shifted = [axis + axes.mesh.ndim for axis in sharding]
+        order[dim] = tuple(shifted)
     gathered = Spec(mesh, [*whole, *inner.placements], *meta, tuple(order.items()))
     if isinstance(shard, Shard):
         dim = shard.dim % len(inner.shape)

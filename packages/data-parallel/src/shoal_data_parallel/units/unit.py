@@ -67,7 +67,7 @@ from .gathered import Gathered, Versions, Views
 from .schedule import Schedule
 
 STATE = "_shoal_fully_sharded"
-"""The attribute of a module that is a unit, or one of a unit's modules; and of a parameter that a unit shards."""
+"""The attribute of a unit's modules, and of the parameters that a unit shards."""
 
 
 class UnitState(Enum):
