@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn, strided
 
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import kind_of
 
 from .errors import ArgumentTypeError, LayoutError, StyleTypeError
 
@@ -186,13 +187,8 @@ def submodule_of(where: str, stage: object) -> nn.Module:
 
 
 def _described(value: object) -> str:
-    """Describe a value by class and text, with a conversion for torch's own classes."""
-    cls = type(value)
-    name = cls.__name__
-    if cls.__module__ != "builtins":
-        name = f"{cls.__module__}.{cls.__qualname__}"
-    text = f"{name} {value!r:.80}"
-    is_of_torch = cls.__module__.startswith("torch.distributed") and cls.__name__ == "DTensor"
-    if is_of_torch:
-        return f"{text}; shoal_dtensor.interop.from_torch converts it"
-    return text
+    """Describe a value of a wrong type as the mesh layer does, with a conversion for torch's DTensor."""
+    description = kind_of(value)
+    if is_torch_dtensor(value):
+        return f"{description}; {CONVERT} converts it"
+    return description
