@@ -8,7 +8,7 @@ whose reduction is the value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import product
 from math import inf
@@ -39,7 +39,13 @@ def coordinates(spec: Spec) -> list[Coordinate]:
     Args:
         spec: a spec on the mesh.
     """
-    return list(product(*map(range, spec.mesh.shape)))
+    return _places(spec.mesh.shape)
+
+
+def _places(shape: Sequence[int]) -> list[Coordinate]:
+    """Return all coordinates on axes of these sizes, row-major."""
+    indices_of_axes = map(range, shape)
+    return list(product(*indices_of_axes))
 
 
 def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -61,13 +67,19 @@ def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
         >>> simulate(plan(src, src.with_(placements=(Replicate(),))), local_shards(full, src))
         [tensor([0., 1., 2.]), tensor([0., 1., 2.])]
     """
-    src, dst = ([spec.mesh.rank_at(c) for c in coordinates(spec)] for spec in (plan.src, plan.dst))
-    tensors = dict(zip(src, shards, strict=True))
+    sources = _ranks(plan.src)
+    targets = _ranks(plan.dst)
+    tensors = dict(zip(sources, shards, strict=True))
     for step in plan.steps:
         tensors |= _run(step, tensors)
     if plan.steps and plan.slices:
         tensors = {rank: tensor.clone() for rank, tensor in tensors.items()}
-    return [tensors[rank] for rank in dst]
+    return [tensors[rank] for rank in targets]
+
+
+def _ranks(spec: Spec) -> list[int]:
+    """Return the ranks of a spec's mesh, row-major."""
+    return [spec.mesh.rank_at(coordinate) for coordinate in coordinates(spec)]
 
 
 def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -75,50 +87,63 @@ def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     mesh = step.src.mesh
     if step.name == "Transfer":
         kernels = {rank: transfer_rank_step(step, rank) for rank in step.ranks}
-        tensors = {
-            rank: torch.empty(0, dtype=step.src.dtype, device="cpu") for rank in step.ranks
-        } | tensors
+        # a rank that only receives has no elements yet
+        nothing = torch.empty(0, dtype=step.src.dtype, device="cpu")
+        tensors = dict.fromkeys(step.ranks, nothing) | tensors
     else:
         kernels = {mesh.rank_at(c): rank_step(step, c) for c in coordinates(step.src)}
     buffers = {rank: work.prepare(tensors[rank]) for rank, work in kernels.items()}
     after: dict[int, Tensor] = {}
     for rank, work in kernels.items():
-        got = buffers[rank]
-        call = work.collective
-        if call is not None:
-            coordinate = mesh.coordinate_of(rank) or ()
-            group = list(call.ranks) or [
-                mesh.rank_at(c) for c in members(step.src, call.axes, coordinate)
-            ]
-            calls = [other for m in group if (other := kernels[m].collective) is not None]
-            got = _received([buffers[m] for m in group], group.index(rank), calls)
-        after[rank] = work.finish(got, tensors[rank])
+        received = buffers[rank]
+        if work.collective is not None:
+            group = _group(step, rank, work.collective)
+            sent = [buffers[member] for member in group]
+            calls = [kernels[member].collective for member in group]
+            received = _received(sent, group.index(rank), calls)
+        after[rank] = work.finish(received, tensors[rank])
     return after
 
 
-def _received(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
+def _group(step: Step, rank: int, call: CollectiveCall) -> list[int]:
+    """Return the ranks of a rank's collective."""
+    if call.ranks:
+        return list(call.ranks)
+    mesh = step.src.mesh
+    coordinate = mesh.coordinate_of(rank) or ()
+    coordinates_of_group = members(step.src, call.axes, coordinate)
+    return [mesh.rank_at(member) for member in coordinates_of_group]
+
+
+def _received(buffers: list[Tensor], me: int, calls: Sequence[CollectiveCall | None]) -> Tensor:
     """Return a collective's result for one member of a group, from the buffers of all members."""
-    call = calls[me]
+    calls_of_group = [call for call in calls if call is not None]
+    call = calls_of_group[me]
     match call.kind:
         case "all_reduce":
             return reduce_all(buffers, call.op)
         case "all_gather":
-            assert not call.sizes or [len(b) for b in buffers] == list(call.sizes), (
-                "sizes must hold"
-            )
+            lengths = [len(buffer) for buffer in buffers]
+            assert not call.sizes or lengths == list(call.sizes), "sizes must hold"
             return torch.cat(buffers)
         case "reduce_scatter":
-            return _block(reduce_all(buffers, call.op), me, call, len(buffers)).clone()
+            reduced = reduce_all(buffers, call.op)
+            return _block(reduced, me, call, len(buffers)).clone()
     assert call.kind == "all_to_all", f"no collective {call.kind}"
-    sent = [_block(b, me, other, len(buffers)) for b, other in zip(buffers, calls, strict=True)]
-    assert not call.sizes or [t.numel() for t in sent] == list(call.receives), (
-        "what is sent must be what is expected"
-    )
+    sent = []
+    for buffer, other in zip(buffers, calls_of_group, strict=True):
+        sent.append(_block(buffer, me, other, len(buffers)))
+    lengths = [block.numel() for block in sent]
+    assert not call.sizes or lengths == list(call.receives), "the expected sizes must be sent"
     return torch.cat(sent)
 
 
 def _block(buffer: Tensor, member: int, call: CollectiveCall, members: int) -> Tensor:
-    return buffer.split_with_sizes(list(call.sizes) or [len(buffer) // members] * members)[member]
+    """Return one member's block of a buffer; the blocks have equal sizes unless the call has some."""
+    sizes = list(call.sizes)
+    if not sizes:
+        sizes = [len(buffer) // members] * members
+    return buffer.split_with_sizes(sizes)[member]
 
 
 def local_shards(
@@ -143,10 +168,11 @@ def local_shards(
     """
     split = first_term if generator is None else partial(random_terms, generator=generator)
     terms = deal(full, spec.placements, spec.mesh.shape, split)
-    return [
-        part_of(terms[c], spec, c).clone(memory_format=torch.contiguous_format)
-        for c in coordinates(spec)
-    ]
+    shards = []
+    for coordinate in coordinates(spec):
+        part = part_of(terms[coordinate], spec, coordinate)
+        shards.append(part.clone(memory_format=torch.contiguous_format))
+    return shards
 
 
 def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
@@ -161,16 +187,19 @@ def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
     """
     if spec.is_strided:
         return full[_where(spec, coordinate)]
-    return full[tuple(slice(start, stop) for start, stop in spec.box(coordinate))]
+    box = spec.box(coordinate)
+    return full[tuple(slice(start, stop) for start, stop in box)]
 
 
 def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
     """Return the global indices that a rank holds along every dim, shaped for indexing its part."""
-    indices = [
-        torch.tensor(sharding.indices(coordinate), dtype=torch.int64, device="cpu")
-        for sharding in spec.dim_shardings
-    ]
-    return torch.meshgrid(indices, indexing="ij") if indices else ()
+    indices_of_dims = []
+    for sharding in spec.dim_shardings:
+        indices = sharding.indices(coordinate)
+        indices_of_dims.append(torch.tensor(indices, dtype=torch.int64, device="cpu"))
+    if not indices_of_dims:
+        return ()
+    return torch.meshgrid(indices_of_dims, indexing="ij")
 
 
 def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
@@ -192,22 +221,26 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
     """
     partials = {axis: spec.placements[axis] for axis, _ in spec.partials}
     sizes = [spec.mesh.shape[axis] for axis in partials]
-    terms = {
-        place: torch.zeros(spec.shape, dtype=shards[0].dtype, device="cpu")
-        for place in product(*map(range, sizes))
-    }
-    filled = {place: torch.zeros(spec.shape, dtype=torch.bool, device="cpu") for place in terms}
+    terms: Terms = {}
+    filled: Terms = {}
+    for place in _places(sizes):
+        terms[place] = torch.zeros(spec.shape, dtype=shards[0].dtype, device="cpu")
+        filled[place] = torch.zeros(spec.shape, dtype=torch.bool, device="cpu")
     for c, shard in zip(coordinates(spec), shards, strict=True):
         where = _where(spec, c)
         wanted = tuple(spec.local_shape_at(c))
         assert shard.shape == wanted, f"rank at {c}: {tuple(shard.shape)}, spec says {wanted}"
         place = tuple(c[axis] for axis in partials)
+        term = terms[place]
         seen = filled[place][where]
-        assert torch.equal(terms[place][where][seen], shard[seen]), f"the replica at {c} differs"
-        terms[place][where] = shard
+        seen_before = term[where][seen]
+        assert torch.equal(seen_before, shard[seen]), f"the replica at {c} differs"
+        term[where] = shard
         filled[place][where] = True
     assert all(bool(seen.all()) for seen in filled.values()), "some elements are on no rank"
-    return gather(terms, [*partials.values()], sizes)[(0,) * len(partials)]
+    reduced = gather(terms, [*partials.values()], sizes)
+    first = (0,) * len(partials)
+    return reduced[first]
 
 
 # --- partial values, taken apart and put together -------------------------------------------------
@@ -231,20 +264,23 @@ def reduce_all(tensors: Sequence[Tensor], op: str) -> Tensor:
     first, *others = tensors
     order = norm_order(op)
     if order is not None:
-        return root(
-            reduce(torch.add, [powers(tensor, order) for tensor in tensors]), order, first.dtype
-        )
+        summed_powers = reduce(torch.add, [powers(tensor, order) for tensor in tensors])
+        return root(summed_powers, order, first.dtype)
     if op == "avg":
         # In a half type the sum may leave the range where the mean does not.
-        wide = torch.float64 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
-        return (reduce(torch.add, [t.to(wide) for t in tensors]) / len(tensors)).to(first.dtype)
+        is_half = first.dtype in (torch.float16, torch.bfloat16)
+        wide = torch.float64 if is_half else first.dtype
+        total = reduce(torch.add, [tensor.to(wide) for tensor in tensors])
+        return (total / len(tensors)).to(first.dtype)
     return reduce(COMBINE[op], others, first.clone())
 
 
 def first_term(op: str, value: Tensor, n: int) -> list[Tensor]:
     """Return `n` tensors whose reduction by `op` is `value`: the first one has all of it."""
     neutral = torch.full_like(value, identity_of(op, value.dtype))
-    return [value * n if op == "avg" else value, *[neutral] * (n - 1)]
+    first = value * n if op == "avg" else value
+    others = [neutral] * (n - 1)
+    return [first, *others]
 
 
 def random_terms(
@@ -265,63 +301,75 @@ def random_terms(
         "max": is_complex,
         "min": is_complex,
     }
-    if refused.get(op, has_fractions if order is None else not value.is_floating_point()):
+    if order is not None:
+        is_refused = not value.is_floating_point()
+    else:
+        is_refused = refused.get(op, has_fractions)
+    if is_refused:
         raise NotImplementedError(f"no partial {op} of {value.dtype}")
     if n == 1:
         return [value]
     if op == "avg":
-        return [value + term for term in random_terms("sum", torch.zeros_like(value), n, generator)]
-    # positive values are split into random shares; one coordinate alone holds each negative value
+        zero = torch.zeros_like(value)
+        return [value + term for term in random_terms("sum", zero, n, generator)]
     if order is not None:
-        share = (
-            torch.rand((n, *value.shape), dtype=value.dtype, generator=generator, device="cpu")
-            + 0.1
-        )
-        shares = value * (share / share.sum(0)).pow(1 / order)
-        alone = [value, *[value.new_tensor(0.0 if order > 0 else inf)] * (n - 1)]
-        return [
-            torch.where(value >= 0, part, other) for part, other in zip(shares, alone, strict=True)
-        ]
+        return _terms_of_norm(order, value, n, generator)
     # any terms, and the one that is missing then: signs and bits undo themselves
     if op in ("sum", "product", "bxor"):
         terms = [_noise(value, generator, signs=op == "product") for _ in range(n - 1)]
-        rest = torch.sub if op == "sum" else COMBINE[op]
-        return [*terms, rest(value, reduce(COMBINE[op], terms))]
+        combined = reduce(COMBINE[op], terms)
+        undo = torch.sub if op == "sum" else COMBINE[op]
+        return [*terms, undo(value, combined)]
     # Each element's value is on a random coordinate; the other coordinates have values that the
     # reduction discards.
-    if is_bool or op in ("band", "bor"):
-        noise = _noise(value, generator)
-        other = value | noise if op in ("min", "band") else value & noise
-    else:
-        other = (
-            value + 1
-            if op == "min"
-            else torch.zeros_like(value)
-            if value.dtype == torch.uint8
-            else value - 1
-        )
+    other = _discarded(op, value, generator)
     owner = torch.randint(0, n, value.shape, generator=generator, device="cpu")
     return [torch.where(owner == i, value, other) for i in range(n)]
+
+
+def _terms_of_norm(
+    order: float, value: Tensor, n: int, generator: Generator | None
+) -> list[Tensor]:
+    """Return random tensors of which `value` is the norm.
+
+    Positive values are split into random shares; one coordinate alone holds each negative value.
+    """
+    drawn = torch.rand((n, *value.shape), dtype=value.dtype, generator=generator, device="cpu")
+    # none is 0
+    weights = drawn + 0.1
+    shares = value * (weights / weights.sum(0)).pow(1 / order)
+    neutral = value.new_tensor(0.0 if order > 0 else inf)
+    alone = [value, *[neutral] * (n - 1)]
+    is_positive = value >= 0
+    pairs = zip(shares, alone, strict=True)
+    return [torch.where(is_positive, share, other) for share, other in pairs]
+
+
+def _discarded(op: str, value: Tensor, generator: Generator | None) -> Tensor:
+    """Return values that a reduction with `value` discards."""
+    if value.dtype == torch.bool or op in ("band", "bor"):
+        noise = _noise(value, generator)
+        return value | noise if op in ("min", "band") else value & noise
+    if op == "min":
+        return value + 1
+    if value.dtype == torch.uint8:
+        return torch.zeros_like(value)
+    return value - 1
 
 
 def _noise(value: Tensor, generator: Generator | None, *, signs: bool = False) -> Tensor:
     """Return random values of the same shape and dtype; with `signs` they are 1 and -1."""
     if signs:
-        return 1 - 2 * torch.randint(0, 2, value.shape, generator=generator, device="cpu").to(
-            value.dtype
-        )
+        bits = torch.randint(0, 2, value.shape, generator=generator, device="cpu")
+        return 1 - 2 * bits.to(value.dtype)
     if value.dtype == torch.bool:
         return torch.rand(value.shape, generator=generator, device="cpu") < 0.5
     if value.is_complex():
         return torch.randn(value.shape, dtype=value.dtype, generator=generator, device="cpu")
     # coarse: terms of values as coarse add up to them exactly
     if value.is_floating_point():
-        return (
-            torch.randn(value.shape, dtype=value.dtype, generator=generator, device="cpu")
-            .mul_(64)
-            .round_()
-            .div_(64)
-        )
+        drawn = torch.randn(value.shape, dtype=value.dtype, generator=generator, device="cpu")
+        return drawn.mul_(64).round_().div_(64)
     high = 3 if value.dtype == torch.uint8 else 50
     return torch.randint(0, high, value.shape, dtype=value.dtype, generator=generator, device="cpu")
 
@@ -350,18 +398,26 @@ def deal(
         >>> terms[(0,)] + terms[(1,)]
         tensor([1., 1., 1.])
     """
-    ops = {
-        axis: entry.reduce_op for axis, entry in enumerate(entries) if isinstance(entry, Partial)
-    }
+    op_of_axis = _partial_axes(entries)
     # by the coordinates along partial axes: replicas have the same
     terms: Terms = {(): value}
-    for axis, op in ops.items():
-        terms = {
-            (*c, i): term
-            for c, whole in terms.items()
-            for i, term in enumerate(split(op, whole, shape[axis]))
-        }
-    return {c: terms[tuple(c[axis] for axis in ops)] for c in product(*map(range, shape))}
+    for axis, op in op_of_axis.items():
+        terms_on_axis: Terms = {}
+        for place, whole in terms.items():
+            for i, term in enumerate(split(op, whole, shape[axis])):
+                terms_on_axis[(*place, i)] = term
+        terms = terms_on_axis
+    term_at: Terms = {}
+    for coordinate in _places(shape):
+        place = tuple(coordinate[axis] for axis in op_of_axis)
+        term_at[coordinate] = terms[place]
+    return term_at
+
+
+def _partial_axes(entries: Sequence[object]) -> dict[int, str]:
+    """Return the reduction of each partial axis."""
+    partials = [(axis, entry) for axis, entry in enumerate(entries) if isinstance(entry, Partial)]
+    return {axis: entry.reduce_op for axis, entry in partials}
 
 
 def gather(
@@ -379,16 +435,23 @@ def gather(
         >>> gather({(0,): torch.ones(2), (1,): torch.ones(2)}, [Partial("sum")], (2,))
         {(0,): tensor([2., 2.]), (1,): tensor([2., 2.])}
     """
-    ops = {
-        axis: entry.reduce_op for axis, entry in enumerate(entries) if isinstance(entry, Partial)
-    }
+    op_of_axis = _partial_axes(entries)
     reduced = dict(terms)
-    for op in dict.fromkeys(ops.values()):
-        lines = {
-            c: product(*([i] if ops.get(a) != op else range(shape[a]) for a, i in enumerate(c)))
-            for c in reduced
-        }
-        reduced = {
-            c: reduce_all([reduced[other] for other in line], op) for c, line in lines.items()
-        }
+    for op in dict.fromkeys(op_of_axis.values()):
+        axes = [axis for axis, op_there in op_of_axis.items() if op_there == op]
+        summed: Terms = {}
+        for coordinate in reduced:
+            line = _line(coordinate, axes, shape)
+            summed[coordinate] = reduce_all([reduced[other] for other in line], op)
+        reduced = summed
     return reduced
+
+
+def _line(
+    coordinate: Coordinate, axes: Sequence[int], shape: Sequence[int]
+) -> Iterator[Coordinate]:
+    """Yield the coordinates that differ from one along some axes only, itself among them."""
+    indices = [[i] for i in coordinate]
+    for axis in axes:
+        indices[axis] = [*range(shape[axis])]
+    return product(*indices)

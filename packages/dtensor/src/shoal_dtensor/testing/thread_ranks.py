@@ -68,10 +68,11 @@ class Simulation:
             rank: the rank.
             ranks: the ranks of the group, in the order of the group.
         """
+        axes = [self.names[axis] for axis in self.axes_of(ranks)]
         return Comm(
             SimulatedGroup(self, rank, ranks),
             name="threads",
-            axes=tuple(self.names[axis] for axis in self.axes_of(ranks)),
+            axes=tuple(axes),
             size=len(ranks),
             rank=ranks.index(rank),
             line=ranks,
@@ -81,11 +82,14 @@ class Simulation:
 
     def axes_of(self, ranks: tuple[int, ...]) -> list[int]:
         """Return the mesh axes along which ranks differ."""
-        strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        places = enumerate(zip(strides, self.shape, strict=True))
-        return [
-            axis for axis, (stride, n) in places if len({rank // stride % n for rank in ranks}) > 1
-        ]
+        axes = []
+        for axis, size in enumerate(self.shape):
+            # 4 x 2 ranks: 0 2 4 6 differ along axis 0, of stride 2
+            stride = prod(self.shape[axis + 1 :])
+            coords = {rank // stride % size for rank in ranks}
+            if len(coords) > 1:
+                axes.append(axis)
+        return axes
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Simulation:
@@ -122,10 +126,11 @@ def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> l
         names: names of the mesh axes.
     """
     connect = Simulation(shape, names).connect
-    return [
-        abstract_mesh(shape, names, rank=rank, connect=partial(connect, rank))
-        for rank in range(prod(shape))
-    ]
+    views = []
+    for rank in range(prod(shape)):
+        view = abstract_mesh(shape, names, rank=rank, connect=partial(connect, rank))
+        views.append(view)
+    return views
 
 
 def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:

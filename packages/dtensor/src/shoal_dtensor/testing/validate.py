@@ -138,11 +138,10 @@ def _shardings(
     # odd, so that windows of an even stride cross the border
     first = min(steps, steps // 2 | 1)
     between = (0,) * (ranks - 2)
-    candidates = [
-        chunk_sizes(steps, ranks),
-        (*(0,) * (ranks - 1), steps),
-        (first, *between, steps - first),
-    ]
+    even = chunk_sizes(steps, ranks)
+    all_on_last = (0, *between, steps)
+    uneven = (first, *between, steps - first)
+    candidates = [even, all_on_last, uneven]
     for sizes in dict.fromkeys(candidates):
         is_even = len(set(sizes)) == 1
         if is_even or not row.even:
@@ -160,7 +159,9 @@ def _pair_shardings(
         for sharding in _shardings(trial, first, (2, 2), (0, 1)):
             yield {0: sharding, 1: sharding}
         return
-    entries = [*zip(first.inputs + first.outputs, second.inputs + second.outputs, strict=True)]
+    entries_of_first = first.inputs + first.outputs
+    entries_of_second = second.inputs + second.outputs
+    entries = [*zip(entries_of_first, entries_of_second, strict=True)]
     # reductions of two kinds do not commute
     if any(isinstance(a, Partial) and isinstance(b, Partial) and a != b for a, b in entries):
         return
@@ -305,10 +306,8 @@ class CallTrial:
             for axis, sharding in shardings.items():
                 if sharding is not None:
                     sizes[axis] = sharding.placements(0)
-            report.wrong.append(
-                f"{self.op} {_format_call(self.call)} {_format_rows(rows)} in shards {sizes} on "
-                f"{shape}: {problems[0]}"
-            )
+            case = f"{self.op} {_format_call(self.call)} {_format_rows(rows)}"
+            report.wrong.append(f"{case} in shards {sizes} on {shape}: {problems[0]}")
         return used
 
     def _run_on_ranks(
@@ -375,10 +374,9 @@ class CallTrial:
             shape = spec.local_shape_at(coordinate)
             if (part.shape, part.dtype) != (shape, value.dtype):
                 is_misshapen = True
-                yield (
-                    f"{name} at {coordinate}: {tuple(part.shape)} {part.dtype}, should be "
-                    f"{tuple(shape)} {value.dtype}"
-                )
+                got = f"{tuple(part.shape)} {part.dtype}"
+                wanted = f"{tuple(shape)} {value.dtype}"
+                yield f"{name} at {coordinate}: {got}, should be {wanted}"
         if is_misshapen or not self.exact:
             return
         totals = gather(part_at, spec.placements, spec.mesh.shape)
@@ -449,7 +447,10 @@ def _rows_of_lists(rule: Rule, call: OpCall) -> Iterator[Row]:
 
 def _format_call(call: OpCall) -> str:
     """Format shapes and arguments of a call in one line."""
-    shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in call.tensors]
+    shapes = []
+    for tensor in call.tensors:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shapes.append(f"{dtype}{list(tensor.shape)}")
     others = {}
     for name, value in call.bound.items():
         has_tensors = any(True for _ in flatten(value))
