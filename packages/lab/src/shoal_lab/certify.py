@@ -120,13 +120,10 @@ def _make_reference(job: RankJob, reference: object, sizes: Mapping[str, int]) -
             "certify: a script is its own reference, on one rank; got a script and a reference. "
             "Certify a function, or leave the reference out"
         )
-    parameters = list(inspect.signature(reference).parameters.values())
-    required = [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty and parameter.name not in sizes
-    ]
-    return replace(job, function=reference, takes_mesh=bool(required))
+    parameters = inspect.signature(reference).parameters
+    required = [name for name, one in parameters.items() if one.default is one.empty]
+    takes_mesh = not set(required) <= set(sizes)
+    return replace(job, function=reference, takes_mesh=takes_mesh)
 
 
 def _check_meshes(meshes: object) -> None:
@@ -139,5 +136,6 @@ def _check_meshes(meshes: object) -> None:
     if not meshes:
         raise CertifyError("certify: meshes is empty; give at least one mesh")
     for mesh in meshes:
-        if not mesh or any(not isinstance(size, int) or size < 1 for size in mesh.values()):
+        are_positive = all(isinstance(size, int) and size > 0 for size in mesh.values())
+        if not mesh or not are_positive:
             raise CertifyError(f"certify: the sizes of a mesh must be positive, got {dict(mesh)}")

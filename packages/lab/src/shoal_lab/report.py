@@ -119,9 +119,10 @@ def _describe_result(result: MeshResult) -> list[str]:
             place = f"step {finding.step}: {finding.quantity}"
             by_sentence.setdefault(f"{place} of %s: {finding.sentence()}", []).append(finding.name)
         for sentence, names in list(by_sentence.items())[:_LINES]:
-            listed = ", ".join(names[:6]) + (
-                f" and {len(names) - 6} more" if len(names) > 6 else ""
-            )
+            listed = ", ".join(names[:6])
+            unlisted = len(names) - 6
+            if unlisted > 0:
+                listed += f" and {unlisted} more"
             lines.append(f"  {sentence.replace('%s', listed, 1)}")
         if len(by_sentence) > _LINES:
             lines.append(f"  ... and {len(by_sentence) - _LINES} other lines")

@@ -87,7 +87,8 @@ def _tied_copies(
     for copy in copies:
         first = int(copy.index.flatten()[0]) if copy.index.numel() else -1
         by_place.setdefault((copy.rank, first), []).append(copy)
-    if len(names) < 2 or all(len(group) == 1 for group in by_place.values()):
+    most_copies = max(map(len, by_place.values()), default=0)
+    if len(names) < 2 or most_copies == 1:
         return []
     totals = list[RankCopy]()
     for group in by_place.values():
@@ -95,7 +96,8 @@ def _tied_copies(
         totals.append(RankCopy(group[0].rank, group[0].name, total, group[0].index))
     if not is_right(totals, expected.now, setting):
         return []
-    text = f"{' and '.join(names)} are one tied parameter on one device, here their {quantity}s are not added"
+    tied = " and ".join(names)
+    text = f"{tied} are one tied parameter on one device, here their {quantity}s are not added"
     return [FittingExplanation("copies", (), text)]
 
 
@@ -209,7 +211,8 @@ def _microbatches(
     if coefficients is None or max(coefficients) - min(coefficients) < 1e-6:
         return []
     weights = ", ".join(f"{coefficient:.4g}" for coefficient in coefficients)
-    if all(min(abs(value), abs(value - 1)) < 1e-6 for value in coefficients):
+    distances = [min(abs(value), abs(value - 1)) for value in coefficients]
+    if max(distances) < 1e-6:
         kept = [str(number) for number, value in enumerate(coefficients) if value > 0.5]
         text = (
             f"only the gradients of microbatch {', '.join(kept)} count: the weights are {weights}"
@@ -250,7 +253,8 @@ def _wrong_shard(
     if not taken:
         return []
     axes = _axes_between(list(taken.items()), setting)
-    pairs = ", ".join(f"rank {rank} has that of rank {other}" for rank, other in taken.items())
+    texts = [f"rank {rank} has that of rank {other}" for rank, other in taken.items()]
+    pairs = ", ".join(texts)
     over = f" over {', '.join(axes)}" if axes else ""
     return [FittingExplanation("wrong shard", axes, f"shards in another order{over}: {pairs}")]
 
@@ -309,7 +313,8 @@ def sharded_axes(copies: Sequence[RankCopy], setting: Setting) -> tuple[str, ...
     for axis in setting.grid.names:
         for ranks in setting.grid.groups((axis,)):
             group = [by_rank[rank] for rank in ranks if rank in by_rank]
-            if any(not torch.equal(one.index, other.index) for one, other in pairwise(group)):
+            indices = [copy.index for copy in group]
+            if not all(torch.equal(one, other) for one, other in pairwise(indices)):
                 sharded.append(axis)
                 break
     return tuple(sharded)
@@ -372,7 +377,8 @@ def _some_rows(
     is_wrong = by_row > allowed
     count = int(is_wrong.sum())
     # In a vector a few elements fit anything.
-    if count == whole.shape[0] or count < (4 if whole.ndim == 1 else 1):
+    fewest = 4 if whole.ndim == 1 else 1
+    if count == whole.shape[0] or count < fewest:
         return []
     width = whole[0].numel()
     wrong_copies = list[RankCopy]()

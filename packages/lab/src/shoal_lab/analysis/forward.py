@@ -270,7 +270,8 @@ def _uncovered(copies: Sequence[RankCopy], whole: Tensor, allowed: float) -> str
     missing = whole.flatten()[~is_covered]
     present = whole.flatten()[is_covered]
     # Equal elements may have been found at one place.
-    nearest = torch.cdist(missing[:256, None], present[:4096, None]).min(1).values
+    distances = torch.cdist(missing[:256, None], present[:4096, None])
+    nearest = distances.min(1).values
     if bool((nearest <= allowed).all()):
         return None
     count = int((~is_covered).sum())

@@ -65,7 +65,8 @@ def explain_losses(
         loss of one device, while the plain mean does not; else ().
     """
     losses = _first_losses(steps)
-    if losses is None or not reference.losses or any(not step.counts for step in steps):
+    have_counts = all(step.counts for step in steps)
+    if losses is None or not reference.losses or not have_counts:
         return ()
     counts = [step.counts[0] for step in steps]
     axes = _distinct_axes(losses, grid) or _distinct_axes([float(count) for count in counts], grid)

@@ -109,7 +109,10 @@ def _find_in_other(value: LocalValue, whole: LocalValue) -> Tensor | None:
 
 def _is_constant(tensor: Tensor) -> bool:
     """Tell whether all elements are equal, as of a fresh bias or norm."""
-    return not tensor.numel() or bool((tensor == tensor.flatten()[0]).all())
+    if not tensor.numel():
+        return True
+    first = tensor.flatten()[0]
+    return bool((tensor == first).all())
 
 
 def _place_by_sibling(
@@ -122,13 +125,17 @@ def _place_by_sibling(
         logical_path, _, _ = place.name.rpartition(".")
         logical = f"{logical_path}.{leaf}" if logical_path else leaf
         whole = wholes.get(logical)
-        if other_path != path or whole is None or value.tensor.ndim != 1 or place.index.ndim < 2:
+        if other_path != path or whole is None:
+            continue
+        index = place.index
+        if value.tensor.ndim != 1 or index.ndim < 2:
             continue
         matrix = wholes[place.name].tensor
-        is_row_wise = matrix.ndim > 1 and matrix.shape[0] == whole.tensor.shape[0]
-        if is_row_wise and place.index.shape[0] == value.tensor.shape[0] and place.index.numel():
+        is_row_wise = matrix.ndim > 1 and len(matrix) == len(whole.tensor)
+        has_these_rows = len(index) == len(value.tensor) and index.numel() > 0
+        if is_row_wise and has_these_rows:
             # Element 12 of a (8, 4) matrix is in row 3.
-            rows = place.index.flatten(1)[:, 0] // matrix[0].numel()
+            rows = index.flatten(1)[:, 0] // matrix[0].numel()
             return ValuePlace(logical, rows)
         if value.tensor.shape == whole.tensor.shape:
             return ValuePlace(logical, torch.arange(whole.tensor.numel()))

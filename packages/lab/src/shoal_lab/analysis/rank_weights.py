@@ -24,9 +24,10 @@ def weigh_ranks(
         weights = _weights_over(by_rank, axis, expected.now, setting)
         if weights is None:
             continue
+        listed = ", ".join([f"{weight:.4g}" for weight in weights])
         text = (
             f"missing all-reduce over {axis}: it is right after a sum over {axis} with the weights "
-            f"{', '.join(f'{weight:.4g}' for weight in weights)}"
+            f"{listed}"
         )
         found.append(FittingExplanation("missing reduction", (axis,), text))
     return found
@@ -49,7 +50,8 @@ def _weights_over(
         targets.append(group[0].part_of(whole).flatten())
     matrix = torch.cat(columns)
     target = torch.cat(targets)
-    if matrix.shape[0] <= 2 * matrix.shape[1] or matrix.shape[1] < 2:
+    equations, unknowns = matrix.shape
+    if equations <= 2 * unknowns or unknowns < 2:
         return None
     solution = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
     if not setting.is_close(matrix @ solution, target):

@@ -100,7 +100,9 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+        if one.keys() != other.keys():
+            return False
+        return all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other)
