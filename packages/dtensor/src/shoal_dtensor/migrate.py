@@ -273,13 +273,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before = old.splitlines(keepends=True)
         after = new.text.splitlines(keepends=True)
         diff = list(difflib.unified_diff(before, after, str(path), str(path), n=0))
-        changed += sum(line.startswith("+") and not line.startswith("+++") for line in diff)
+        added = [line for line in diff if line.startswith("+")]
+        changed += sum(not line.startswith("+++") for line in added)
         left += len(new.left)
         if options.write and diff:
             path.write_text(new.text, encoding="utf-8")
         elif diff:
             sys.stdout.writelines(diff)
-        sys.stdout.writelines(f"{path}:{line}: {what}\n" for line, what in new.left)
+        for line, advice in new.left:
+            sys.stdout.write(f"{path}:{line}: {advice}\n")
     verb = "written" if options.write else "would change"
     sys.stdout.write(f"{changed} lines {verb}, {left} for a person\n")
     return 1 if broken else 0

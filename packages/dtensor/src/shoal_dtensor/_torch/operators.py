@@ -293,11 +293,15 @@ def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type
         return result
     if name == "aten::native_group_norm_backward" and result[0] is not None:
         return (result[0].to(args[1].dtype), *result[1:])
-    if name not in _WITH_STATISTICS or args[0].dtype not in (torch.bfloat16, torch.float16):
-        return result
-    mixed = any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float32 for arg in args)
-    # of the CPU's statistics: float32 if a parameter is
-    dtype = torch.float32 if mixed else args[0].dtype
+    if name in _WITH_STATISTICS and args[0].dtype in (torch.bfloat16, torch.float16):
+        return _with_statistics_of_cpu(args, result)
+    return result
+
+
+def _with_statistics_of_cpu(args: Sequence[Any], result: Any) -> tuple[Any, ...]:
+    """Return results with the statistics of half types that the CPU makes: float32 if a parameter is."""
+    dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+    dtype = torch.float32 if torch.float32 in dtypes else args[0].dtype
     first, *others = result
     return (first, *(t.to(dtype) if t.is_floating_point() else t for t in others))
 

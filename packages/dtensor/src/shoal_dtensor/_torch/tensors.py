@@ -206,8 +206,10 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
         for param, copied in zip(group["params"], copies, strict=True):
             copied.requires_grad_().grad = torch.zeros_like(copied)
             inside[param] = copied
-        rate = {"lr": group["lr"] * 0} if not has_init and "lr" in group else {}
-        stand_in.param_groups.append({**group, "params": copies, **rate})
+        copied_group = {**group, "params": copies}
+        if not has_init and "lr" in group:
+            copied_group["lr"] = group["lr"] * 0
+        stand_in.param_groups.append(copied_group)
     if has_init:
         for group in stand_in.param_groups:
             lists: list[list[Any]] = [

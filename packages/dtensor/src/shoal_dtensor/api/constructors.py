@@ -219,7 +219,8 @@ def distribute_module(
         raise PlacementError(
             "distribute_module: this module was distributed before; distribute a fresh one"
         )
-    several = {held: where for held, where in _places(module).items() if len(where) > 1}
+    places = _places(module)
+    several = {held: where for held, where in places.items() if len(where) > 1}
     plain = [ref(param) for param in module.parameters() if not isinstance(param, DTensor)]
     for name, child in module.named_modules():
         if partition_fn is not None:

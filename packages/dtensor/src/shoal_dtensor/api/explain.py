@@ -275,8 +275,9 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
             )
             ax.add_patch(patch)
         names = ", ".join(map(str, ranks))
-        if len(ranks) > 8:
-            names = f"{ranks[0]}, ... {ranks[-1]} ({len(ranks)})"
+        count = len(ranks)
+        if count > 8:
+            names = f"{ranks[0]}, ... {ranks[-1]} ({count})"
         text = f"{names}\n{note}" if note else names
         last = rectangles[-1]
         x = last.left + last.width / 2
@@ -338,7 +339,8 @@ def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
     lines = ceil(len(names) / columns)
     figure = _figure(_STEP * columns, (_STEP + 0.2) * lines)
     for number, (spec, same) in enumerate(names.items()):
-        count = f" and {len(same) - 1} alike" if len(same) > 1 else ""
+        others = len(same) - 1
+        count = f" and {others} alike" if others else ""
         shape = " x ".join(map(str, spec.shape))
         ax = figure.add_subplot(lines, columns, number + 1)
         title = f"{same[0]}{count}\n{shape}  {layout(spec)}"

@@ -67,7 +67,8 @@ def first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> Stat
     groups = []
     states: State = {}
     for group in optimizer.param_groups:
-        params = [p for p in group["params"] if wanted(p) and not optimizer.state.get(p)]
+        without_state = [p for p in group["params"] if not optimizer.state.get(p)]
+        params = [p for p in without_state if wanted(p)]
         groups.append({**group, "params": params})
         # SGD makes its state at the end of a step
         if is_sgd and group["momentum"]:
@@ -149,7 +150,8 @@ def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     without_options = [names[0] for names in lacking if named.isdisjoint(names)]
     missing += [f"the options of {name}" for name in without_options]
     if missing and not _is_by_number(given):
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        unlisted = len(missing) - 5
+        more = f" and {unlisted} more" if unlisted > 0 else ""
         # all stages of a pipeline save their groups under the same names, and one of them remains
         stages = f". {FOR_STAGES}" if without_options else ""
         raise StateDictError(

@@ -168,10 +168,7 @@ class HeldState:
         for name, container, value in leaves:
             if not isinstance(value, Tensor) and name in values:
                 container[name[-1]] = values[name]
-        for component, state in components:
-            component.load_state_dict(state)
-            if isinstance(component, Optimizer):
-                drop_unmade_buffers(component)
+        _load_components(components)
         return step
 
     def _move(
@@ -259,6 +256,14 @@ def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
     return _HeldPart(shape, kind, tuple(box for box, _ in shards)), shards
 
 
+def _load_components(components: Sequence[tuple[Any, Any]]) -> None:
+    """Have modules, optimizers and similar objects load their states."""
+    for component, state in components:
+        component.load_state_dict(state)
+        if isinstance(component, Optimizer):
+            drop_unmade_buffers(component)
+
+
 def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int, str] | None:
     """Return the newest step, with its lineage, of which the ranks hold everything they want."""
     known = {fact.held for fact in facts if fact.held is not None}
@@ -271,10 +276,11 @@ def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int,
                 target = wanted.get(name, part)
                 if (part.shape, part.kind) != (target.shape, target.kind):
                     dotted = ".".join(map(str, name))
+                    is_held = f"{part.shape} of {part.kind}"
+                    is_wanted = f"{target.shape} of {target.kind}"
                     raise CheckpointError(
-                        f"{dotted} is held as {part.shape} of {part.kind} and "
-                        f"wanted as {target.shape} of {target.kind}: recover into a state of the "
-                        "same shapes"
+                        f"{dotted} is held as {is_held} and wanted as {is_wanted}: recover into a "
+                        "state of the same shapes"
                     )
                 boxes[name] |= {*part.boxes}
         if all(_cover(boxes[name], part.shape) for name, part in wanted.items()):

@@ -166,4 +166,5 @@ def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
 
 def _is_inside(box: Box, shape: Sequence[int]) -> bool:
     """Tell whether a box, also an empty one, is inside a tensor of this shape."""
-    return all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True))
+    intervals = zip(box, shape, strict=True)
+    return all(0 <= start <= stop <= size for (start, stop), size in intervals)

@@ -198,7 +198,10 @@ def is_plain(row: Row) -> bool:
     if row.ordered:
         return False
     for entry in (*row.inputs, *row.outputs):
-        if isinstance(entry, S) and (entry.map is not None or not entry.unit == entry.runs == 1):
+        if not isinstance(entry, S):
+            continue
+        is_single = entry.unit == 1 and entry.runs == 1
+        if entry.map is not None or not is_single:
             return False
     return True
 

@@ -103,8 +103,9 @@ def _check_tensor(op: OpOverload, tensor: Any, group: Any, reduction: str | None
         )
     ranks = group_ranks(group)
     axes = _axes_of(spec, ranks)
+    placements = [spec.placements[axis] for axis in axes or ()]
     is_replicated = axes is not None and all(
-        isinstance(spec.placements[axis], Replicate) for axis in axes
+        isinstance(placement, Replicate) for placement in placements
     )
     if not is_replicated:
         raise PlacementError(

@@ -24,7 +24,7 @@ from ..layout.memory_order import dense_order, dense_stride
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta, constant, flatten, has_symbols, mapped, traced_with
-from ..rules.language.op_call import schema_of
+from ..rules.language.op_call import OpSchema, schema_of
 from ..rules.language.rule import LocalFunction, Rule
 
 # sizes of a run start at 5: a result of 2 elements by nature is not taken for one of an input's
@@ -104,13 +104,9 @@ def outputs_by_probe(
 
     The arguments are the arguments of `outputs_by_meta_kernel`.
     """
-    value_names = rule.sizes
     schema = schema_of(op)
-    values = (*args, *kwargs.values())
-    if value_names is None or schema.is_random or has_symbols(values):
-        return None
-    lists = [value for value in values if isinstance(value, list | tuple)]
-    if any(type(item) not in _NUMBERS for items in lists for item in items):
+    value_names = rule.sizes
+    if value_names is None or not _fits_probe(schema, (*args, *kwargs.values())):
         return None
     orders = {spec: dense_order(spec.shape, spec.stride) for spec in specs}
     if None in orders.values():
@@ -142,6 +138,14 @@ def outputs_by_probe(
         order = dense_order(meta.shape, meta.stride) or ()
         metas.append(TensorMeta(shape, dense_stride(shape, order), meta.dtype))
     return GlobalOutputs(tuple(metas), probe.binding)
+
+
+def _fits_probe(schema: OpSchema, values: Sequence[Any]) -> bool:
+    """Tell whether a smaller call may stand for one with these arguments."""
+    if schema.is_random or has_symbols(values):
+        return False
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    return all(type(item) in _NUMBERS for items in lists for item in items)
 
 
 class _ProbeSizes:
@@ -191,7 +195,8 @@ def run_probe(
         if any(dense_order(meta.shape, meta.stride) is None for meta in metas):
             return None
         # a written tensor is not resized
-        if schema_of(op).written and any(meta.shape != args[0].shape for meta in metas):
+        writes = bool(schema_of(op).written)
+        if writes and any(meta.shape != args[0].shape for meta in metas):
             return None
         binding = direct(op, build, metas)
     except (RuntimeError, ValueError, TypeError, LookupError):

@@ -147,7 +147,9 @@ _INSTEAD = {
     "with a plan computes without the kernel that fuses it",
     # How DistributedDataParallel's constructor compares the ranks' parameters: all of them in one
     # flat tensor.
-    "cat.default": "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate",
+    "cat.default": (
+        "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate"
+    ),
 }
 
 
@@ -266,7 +268,8 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
     """
     for below in crossings.nodes_below(node, lambda below: _shares_of(below) != ()):
         shares = _shares_of(below)
-        if shares and len({*shares}.intersection(spec.mesh.ranks)) > 1:
+        ranks_with_shares = {*(shares or ())}.intersection(spec.mesh.ranks)
+        if len(ranks_with_shares) > 1:
             raise MixedTensorError(
                 f"a plain tensor of shape {tuple(spec.shape)} met DTensors on {spec.mesh} as a "
                 f"replicated one, but it is local to a rank: {below.name()} takes a share of its "

@@ -126,7 +126,8 @@ def _decide(
     result = None if outs else outputs_by_probe(op, rule, args, kwargs, specs=inputs)
     if result is None:
         result = outputs_by_meta_kernel(op, args, kwargs, specs)
-    if len(outs) > len(result.metas) and not all(spec.replicated for spec in outs):
+    returns_all = len(outs) <= len(result.metas)
+    if not returns_all and not all(spec.replicated for spec in outs):
         raise NoRuleError(
             f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding "
             "cannot be kept; pass replicated tensors, or use the form that returns its result"
@@ -344,7 +345,8 @@ def _with_reads_first(sharded: ShardedCall, run: LocalFunction) -> LocalFunction
     """Return the local function, prepared for overlaps that kernels refuse on some ranks only."""
     _, call, specs, sharding = sharded
     outs = specs[len(sharding.inputs) :]
-    in_place = specs[:1] if result_kind(call) is ResultKind.FIRST and not outs else ()
+    writes_first = result_kind(call) is ResultKind.FIRST and not outs
+    in_place = specs[:1] if writes_first else ()
     targets = (*outs, *in_place)
     if len(specs) < 2 or not targets:
         return run

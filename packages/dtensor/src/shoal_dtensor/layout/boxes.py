@@ -15,7 +15,8 @@ Box = tuple[tuple[int, int], ...]
 
 def box_at(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
     """Return the box at `offsets` that spans `sizes`: [2, 0] and [2, 5] give ((2, 4), (0, 5))."""
-    return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
+    starts_and_sizes = zip(offsets, sizes, strict=True)
+    return tuple((start, start + size) for start, size in starts_and_sizes)
 
 
 def whole_box(shape: Sequence[int]) -> Box:

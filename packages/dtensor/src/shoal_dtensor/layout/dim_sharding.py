@@ -374,12 +374,13 @@ def shard_dim(
         # (3, 1, 2, 2) inside of 4 + 4
         starts = range(0, len(sizes), ranks)
         sums = tuple([sum(sizes[start : start + ranks]) for start in starts])
-        if len(sizes) != len(shards) * ranks or sums != shards:
-            expected = len(shards) * ranks
+        expected = len(shards) * ranks
+        count = len(sizes)
+        if count != expected or sums != shards:
             raise PlacementError(
                 f"{placement!r} on mesh axis {axis}: expected {expected} sizes, {ranks} "
                 f"for each shard that the outer axes make, which add up to {shards}, got "
-                f"{len(sizes)} that add up to {sums}"
+                f"{count} that add up to {sums}"
             )
         sharding = DimSharding((*sharding.axes, axis), (*sharding.axis_sizes, ranks), sizes)
     return sharding
@@ -458,7 +459,8 @@ class StridedDimSharding:
                 runs = [(first * n, last * n) for first, last in runs]
             else:
                 rows = [row for first, last in runs for row in range(first, last)]
-                runs = [(row * n + start, row * n + stop) for row in rows]
+                origins = [row * n for row in rows]
+                runs = [(origin + start, origin + stop) for origin in origins]
         return [(start, stop) for start, stop in runs if start < stop]
 
     def level(self, runs: int) -> DimSharding | None:

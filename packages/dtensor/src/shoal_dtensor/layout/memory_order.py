@@ -38,7 +38,8 @@ def dims_by_stride(stride: Sequence[int], shape: Sequence[int] | None = None) ->
     """
     # stride (1, 8, 2): (1, 2, 0)
     sizes = stride if shape is None else shape
-    return tuple(sorted(range(len(stride)), key=lambda dim: (-stride[dim], -sizes[dim])))
+    dims = range(len(stride))
+    return tuple(sorted(dims, key=lambda dim: (-stride[dim], -sizes[dim])))
 
 
 def walking_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -82,7 +83,8 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder:
 
 def is_expanded(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Tell whether several elements along a dim share their memory: stride 0."""
-    return any(n > 1 and step == 0 for n, step in zip(shape, stride, strict=True))
+    pairs = zip(shape, stride, strict=True)
+    return any(n > 1 and step == 0 for n, step in pairs)
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -154,18 +154,21 @@ def normalize_placements(
     Placements that imply an order must agree with `shard_order`. `Shard`s follow `shard_order` if
     it is given.
     """
-    if len(placements) != len(mesh_shape):
+    count = len(placements)
+    if count != len(mesh_shape):
         raise PlacementIndexError(
             f"expected one placement for each of the {len(mesh_shape)} axes of the mesh of shape "
-            f"{tuple(mesh_shape)}, got {len(placements)}: {list(placements)}"
+            f"{tuple(mesh_shape)}, got {count}: {list(placements)}"
         )
     resolved: list[Placement] = []
     outer_shards: dict[int, int] = {}
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Placement):
-            raise PlacementError(  # torch's placements have the same names
+            # torch's placements have the same names
+            kind = type(placement)
+            raise PlacementError(
                 f"mesh axis {axis}: expected Shard, Replicate or Partial of shoal_dtensor, got "
-                f"{placement!r} ({type(placement).__module__}.{type(placement).__qualname__})"
+                f"{placement!r} ({kind.__module__}.{kind.__qualname__})"
             )
         if isinstance(placement, Shard | StridedShard):
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
@@ -184,9 +187,10 @@ def normalize_placements(
         asked_dim = dim % ndim if ndim else dim
         ascending = tuple(sorted(order.get(asked_dim, ())))
         if sorted(axes) != [*ascending]:
+            texts = tuple(map(str, resolved))
             raise PlacementError(
                 f"shard_order: axes {axes} given for tensor dim {asked_dim}, but the placements "
-                f"{tuple(map(str, resolved))} shard it by axes {ascending}"
+                f"{texts} shard it by axes {ascending}"
             )
         if axes:
             _check_agreed(asked_dim, axes, resolved, outer_shards, mesh_shape=mesh_shape)

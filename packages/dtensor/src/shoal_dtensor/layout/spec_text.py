@@ -18,14 +18,17 @@ def describe(spec: Any) -> str:
     dims = []
     for n, sharding in zip(spec.shape, spec.dim_shardings, strict=True):
         axes = ",".join([names[axis] for axis in sharding.axes])
-        dims.append(f"{n}@({axes}){_sizes(sharding)}" if axes else str(n))
+        sharded = f"{n}@({axes}){_sizes(sharding)}"
+        dims.append(sharded if axes else str(n))
     partials = [f", partial {op} over {names[axis]}" for axis, op in spec.partials]
     axes_with_sizes = zip(names, spec.mesh.shape, strict=True)
     mesh = ", ".join([f"{name}={size}" for name, size in axes_with_sizes])
     # bfloat16 -> bf16, float32 -> f32, uint8 -> u8, bool -> bool
     dtype_name = str(spec.dtype).removeprefix("torch.")
     dtype = re.sub(r"^(bf|f|u|i|c)[a-z]+", r"\1", dtype_name)
-    return f"Spec({dtype}[{', '.join(dims)}]{''.join(partials)} on ({mesh}))"
+    sizes = ", ".join(dims)
+    reductions = "".join(partials)
+    return f"Spec({dtype}[{sizes}]{reductions} on ({mesh}))"
 
 
 def _sizes(sharding: Any) -> str:

@@ -136,7 +136,11 @@ def traced_with(sizes: Sequence[Any]) -> tuple[int, ...]:
 
     Use them only for choices that are correct for any sizes.
     """
-    return tuple(n if type(n) is int else int(n.node.hint) for n in sizes)
+    return tuple(map(_hint_of, sizes))
+
+
+def _hint_of(size: Any) -> int:
+    return size if type(size) is int else int(size.node.hint)
 
 
 def constant(spec: Any) -> Any:

@@ -23,9 +23,13 @@ _RULES = (
     "`cache_info` what was decided"
 )
 INSTEAD = {
-    "LocalShardsWrapper": "torch's own may be the local tensor of a DTensor; a ShardedTensor holds several shards too",
+    "LocalShardsWrapper": (
+        "torch's own may be the local tensor of a DTensor; a ShardedTensor holds several shards too"
+    ),
     "LocalTensorMode": "shoal_dtensor.testing.simulate_ranks runs n ranks in one process",
-    "redistribute_local_tensor": "DTensor.redistribute, redistribute_shards for local tensors, or explain for the plan",
+    "redistribute_local_tensor": (
+        "DTensor.redistribute, redistribute_shards for local tensors, or explain for the plan"
+    ),
     "use_min_cost_redistribution_plan": "the cheapest plan is always taken; explain prints it",
     **dict.fromkeys(
         ("OpInfo", "OpSchema", "OpSpec", "OpStrategy", "OutputSharding", "RuntimeSchemaInfo"),

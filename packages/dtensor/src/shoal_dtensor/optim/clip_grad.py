@@ -208,7 +208,8 @@ def _exact_total(
         limbs.append(_over_ranks(gradients, part, limbs_of_rank, "sum"))
     # The one time that the host waits: whether the largest is finite, its exponent, and the limbs.
     facts = torch.stack([largest.isfinite().long(), exponent.long()])
-    finite, power, *both = torch.cat([facts, torch.stack(limbs).sum(0)]).tolist()
+    summed_limbs = torch.stack(limbs).sum(0)
+    finite, power, *both = torch.cat([facts, summed_limbs]).tolist()
     if not finite:
         return largest.to(contribution.dtype)
     return upload(norm_of_limbs(both, power, elements), shards[0].device, contribution.dtype)

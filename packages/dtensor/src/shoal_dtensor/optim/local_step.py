@@ -55,7 +55,7 @@ from ..tensor.gradients import in_groups
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # a type variable, no number
 
 ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD)
-"""Optimizers whose update of an element depends on that element's parameter, gradient and state alone."""
+"""Optimizers whose update of an element depends on the element's own tensors and state alone."""
 
 _KINDS: frozenset[type[Optimizer]] = frozenset({*ELEMENTWISE, Muon})
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 Block = tuple[int, Box]
 Flow = tuple[int, int, Box]
 Holdings = Sequence[Sequence[Box]]
-"""For each member the boxes that it has; two boxes of any members are the same or share no element."""
+"""The boxes of each member; two boxes of any members are the same or share no element."""
 Shards = Sequence[tuple[Box, Tensor]]
-"""This rank's boxes of a global tensor, each with the local tensor (or view) that holds its elements."""
+"""This rank's boxes of a global tensor, each with the local tensor or view that holds it."""
 
 
 class Blocks(NamedTuple):
@@ -145,6 +145,7 @@ def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | Non
 
 def _part(shards: Shards, box: Box) -> Tensor:
     """Return a view of the box in the shard that contains it."""
-    outer, local = next((outer, local) for outer, local in shards if intersect(outer, box) == box)
+    containing = [(outer, local) for outer, local in shards if intersect(outer, box) == box]
+    outer, local = containing[0]
     # rows 5:7 of the shard with 4:8: local[1:3]
     return local[slices_of(box, outer)]

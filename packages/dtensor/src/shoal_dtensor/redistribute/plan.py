@@ -342,7 +342,9 @@ def _reduced(spec: Spec, axes: list[int]) -> Iterator[Spec]:
         if sharding.even and sharding.step and sharding.step % ranks == 0:
             # rows over axis 0, then 1: {0: (0, 1)}
             order[dim] = (*sharding.axes, *axes)
-            inner = [Shard(dim) if axis in axes else p for axis, p in enumerate(whole.placements)]
+            inner = [*whole.placements]
+            for axis in axes:
+                inner[axis] = Shard(dim)
             yield spec.with_(placements=inner, shard_order=tuple(sorted(order.items())))
             return
 

@@ -144,7 +144,10 @@ def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> 
     origin = (source,) * mesh.ndim
     # The rank of the source's plane that has this rank's shards: source 0, sharded over axis 1: (0,
     # 2) for (1, 2).
-    first = tuple([here[axis] if axis in sharding else source for axis in range(mesh.ndim)])
+    place_of_first = [*origin]
+    for axis in sharding:
+        place_of_first[axis] = here[axis]
+    first = tuple(place_of_first)
     in_plane = here == first
     if in_plane and not sharding:
         for tensor, _, local in entries:

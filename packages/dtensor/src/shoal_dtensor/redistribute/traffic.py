@@ -47,7 +47,8 @@ def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
         case "AllReduce":
             # reduce one's part of it, then get the parts of the others
             # 8 elements, 4 ranks: 4 each
-            return dict.fromkeys(group, 2 * volume(step.src.box(c)) / len(group))
+            elements = volume(step.src.box(c))
+            return dict.fromkeys(group, 2 * elements / len(group))
     return {group[m]: float(volume(box)) for m, box in blocks_of(step, c).receives}
 
 
@@ -60,7 +61,10 @@ def least_bytes(src: Spec, dst: Spec) -> float:
         return _least_bytes_of_reduction(src, dst, axes)
     # the elements of boxes under `dst` that are not in boxes under `src`
     lacking = 0
-    ranges = [range(1 if axis in axes.made else n) for axis, n in enumerate(mesh.shape)]
+    sizes = [*mesh.shape]
+    for axis in axes.made:
+        sizes[axis] = 1
+    ranges = map(range, sizes)
     for coordinate in product(*ranges):
         wanted = dst.box(coordinate)
         # of any rank that may hold the values that the others then do not
@@ -114,7 +118,8 @@ def _least_bytes_of_reduction(src: Spec, dst: Spec, axes: _PartialAxes) -> float
     ranks = mesh.size()
     values = prod(mesh.shape[axis] for axis in axes.reduced)
     # groups of ranks that stay partial, each with values of its own
-    groups = prod(mesh.shape[axis] for axis, _ in src.partials if axis not in axes.reduced)
+    partial_axes = [axis for axis, _ in src.partials]
+    groups = prod(mesh.shape[axis] for axis in partial_axes if axis not in axes.reduced)
     shards = prod(mesh.shape[axis] for sharding in dst.dim_shardings for axis in sharding.axes)
     made = prod(mesh.shape[axis] for axis in axes.made)
     holders = max(1, ranks // groups // shards // made)

@@ -81,7 +81,10 @@ def memory_walk_of(spec: Spec) -> MemoryWalk:
     The box is empty for a rank outside the mesh.
     """
     order = walking_order(spec.shape, spec.stride)
-    box = ((0, 0),) * spec.ndim if spec.coordinate is None else spec.box(spec.coordinate)
+    if spec.coordinate is None:
+        box: Box = ((0, 0),) * spec.ndim
+    else:
+        box = spec.box(spec.coordinate)
     shape_in_order = tuple(spec.shape[dim] for dim in order)
     box_in_order = tuple(box[dim] for dim in order)
     contiguous = is_contiguous(spec.shape, spec.stride)

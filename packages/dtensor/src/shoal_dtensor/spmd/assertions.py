@@ -75,10 +75,14 @@ def check_source(tensor: Any, axis: MeshAxis, src: AnyAxisType, where: str) -> N
             f"is {wanted}; pass the type that the tensor has, or convert the tensor first"
         )
     dims = {} if is_local else (type_of(tensor) or TensorType({})).dims
-    if isinstance(present, Shard) and dims and dims[present.dim][-1] != axis:
+    if not isinstance(present, Shard) or not dims:
+        return
+    axes = dims[present.dim]
+    innermost = axes[-1]
+    if innermost != axis:
         raise SpmdTypeError(
-            f"{user_line()}: {where}: dim {present.dim} is sharded by {dims[present.dim]}, and "
-            f"only the innermost axis, {dims[present.dim][-1]!r}, can be moved; move it first"
+            f"{user_line()}: {where}: dim {present.dim} is sharded by {axes}, and only the "
+            f"innermost axis, {innermost!r}, can be moved; move it first"
         )
 
 

@@ -95,11 +95,11 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         untyped = [tensor for tensor in tensors if type_of(tensor) is None]
         if any(not _counts_as_constant(tensor) for tensor in untyped):
             if self.strict:
+                shape = _shape_without_type(untyped)
+                types = [type_of(tensor) for tensor in tensors]
                 raise SpmdTypeError(
-                    f"{user_line()}: {func._schema.name.removeprefix('aten::')}: an operand of "
-                    f"shape {_shape_without_type(untyped)} has no type, and others have: "
-                    f"{[type_of(tensor) for tensor in tensors]}. Way out: assert_type(x, ...) "
-                    "where the tensor enters the program"
+                    f"{_place_of(func)}: an operand of shape {shape} has no type, and others have: "
+                    f"{types}. Way out: assert_type(x, ...) where the tensor enters the program"
                 )
             return func(*args, **kwargs)
         if rule_of(func, current_scope()) is None:
@@ -125,8 +125,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         mesh = MESH.get()
         if mesh is None:
             return True
-        found = [type_of(tensor) for tensor in tensors]
-        return all(one is None or one.by_axis.keys() == {*mesh.axes} for one in found)
+        axes = {*mesh.axes}
+        types = [type_of(tensor) for tensor in tensors]
+        return all(found is None or found.by_axis.keys() == axes for found in types)
 
     def _infer(
         self,
@@ -240,12 +241,18 @@ def _common_axes(func: OpOverload, operands: Sequence[Operand]) -> tuple[MeshAxi
     for tensor_type in types:
         if tensor_type.by_axis.keys() != axes.keys():
             missing = [axis for axis in axes if axis not in tensor_type.by_axis]
+            present = [*tensor_type.by_axis]
             raise SpmdTypeError(
-                f"{user_line()}: {func._schema.name.removeprefix('aten::')}: an operand has types "
-                f"over {[*tensor_type.by_axis]}, and others also over {missing}; assert its type "
-                "over these axes too"
+                f"{_place_of(func)}: an operand has types over {present}, and others also over "
+                f"{missing}; assert its type over these axes too"
             )
     return tuple(axes)
+
+
+def _place_of(func: OpOverload) -> str:
+    """Return the line of the program that calls an operator, and the operator's name, for errors."""
+    name = func._schema.name.removeprefix("aten::")
+    return f"{user_line()}: {name}"
 
 
 def _refuse_varying(

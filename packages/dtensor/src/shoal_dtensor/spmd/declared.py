@@ -84,9 +84,10 @@ def _local_result(axis: MeshAxis, types: Iterable[TensorType]) -> AnyAxisType:
         return kinds.pop()
     if kinds == {R, V}:
         return V
+    names = ", ".join(sorted(map(repr, kinds)))
     raise SpmdTypeError(
         f"{user_line()}: a local autograd function takes R and V, or I alone, over {axis!r}, got "
-        f"{', '.join(sorted(map(repr, kinds)))}; convert or reduce the others first"
+        f"{names}; convert or reduce the others first"
     )
 
 
@@ -134,10 +135,10 @@ def _declare_to_local(outputs: Any, args: tuple[Any, ...]) -> None:
 
 
 def _order_of(spec: Spec) -> DimOrder:
-    axes = [
-        axis_over(spec.mesh.ranks_along(index), name)
-        for index, name in enumerate(spec.mesh.axis_names)
-    ]
+    mesh = spec.mesh
+    axes = []
+    for index, name in enumerate(mesh.axis_names):
+        axes.append(axis_over(mesh.ranks_along(index), name))
     order: list[tuple[int, tuple[MeshAxis, ...]]] = []
     for dim, sharding in spec.shard_order:
         if len(sharding) > 1 and spec.even:

@@ -82,7 +82,8 @@ def _leading(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lea
 def _wildcard(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Wildcard | None:
     """Return the place of the -1 in the sizes that a reshape gets."""
     tensor: torch.Tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    rest = [*args[1:], *kwargs.values()] if args else [*kwargs.values()][1:]
+    # all arguments but the tensor
+    rest = [*args, *kwargs.values()][1:]
     if name == "unflatten":
         dim = rest[0] % max(tensor.ndim, 1) if isinstance(rest[0], int) else 0
         sizes = _flat(rest[1:])
@@ -92,7 +93,9 @@ def _wildcard(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Wi
         sizes = _flat(rest)
         before = 0
         count = len(sizes)
-    return Wildcard(before + sizes.index(-1), count) if -1 in sizes else None
+    if -1 not in sizes:
+        return None
+    return Wildcard(before + sizes.index(-1), count)
 
 
 def _flat(values: Sequence[Any]) -> list[int]:
@@ -113,7 +116,9 @@ def with_wildcard(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if wildcard is None or func._schema.name.removeprefix("aten::") not in _VIEWS:
         return args
     sizes = args[1]
-    if not isinstance(sizes, list | tuple) or len(sizes) != wildcard.sizes or -1 in sizes:
+    if not isinstance(sizes, list | tuple) or -1 in sizes:
+        return args
+    if len(sizes) != wildcard.sizes:
         return args
     written = [*sizes]
     written[wildcard.place] = -1

@@ -96,8 +96,11 @@ def _types_of_outcome(
     results = []
     for index, spec in enumerate(specs):
         by_axis, order = _types_of_spec(spec, by_rule)
-        every = {axis: by_axis[axis] if axis in by_axis else found[axis][index] for axis in axes}
-        several = [(dim, listed) for dim, listed in sorted(order.items()) if len(listed) > 1]
+        every: dict[MeshAxis, AnyAxisType] = {}
+        for axis in axes:
+            every[axis] = by_axis[axis] if axis in by_axis else found[axis][index]
+        axes_of_dims = sorted(order.items())
+        several = [(dim, listed) for dim, listed in axes_of_dims if len(listed) > 1]
         results.append(TensorType(every, tuple(several)))
     return results
 
@@ -118,14 +121,11 @@ def _common_type(types: Sequence[TensorType]) -> TensorType:
 
 def _replicated_result(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType:
     """Return R or I for operands that are R or I; the ones that take gradients decide."""
-    kinds = {operand.on(axis) for operand in call.operands if operand.tensor_type is not None}
+    typed = [operand for operand in call.operands if operand.tensor_type is not None]
+    kinds = {operand.on(axis) for operand in typed}
     if len(kinds) == 1:
         return kinds.pop()
-    deciding = {
-        operand.on(axis)
-        for operand in call.operands
-        if operand.takes_gradient and operand.tensor_type is not None
-    }
+    deciding = {operand.on(axis) for operand in typed if operand.takes_gradient}
     if len(deciding) > 1:
         raise SpmdTypeError(
             f"{describe_call(call, axis)}: R and I cannot be combined. The gradient of R is a "
@@ -152,7 +152,8 @@ def _refuse_invariant(call: LocalOperatorCall, axis: MeshAxis) -> None:
 
 def _varying_result(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType:
     _refuse_invariant(call, axis)
-    if any(local_type(operand.on(axis)) not in (R, I, V) for operand in call.operands):
+    kinds = {local_type(operand.on(axis)) for operand in call.operands}
+    if not kinds <= {R, I, V}:
         raise SpmdTypeError(
             f"{describe_call(call, axis)}: P cannot be combined with V, because every rank would "
             "use its own addend as if it were the sum. Way out: reduce the P operand first, "
@@ -239,13 +240,12 @@ def _types_of_spec(
 
 def _count_runs(specs: Sequence[Spec]) -> int:
     """Count the axes whose shards are several runs of a dim."""
-    counts = [
-        len(sharding)
-        for spec in specs
-        for dim, sharding in spec.shard_order
-        if isinstance(spec.dim_shardings[dim], StridedDimSharding)
-    ]
-    return sum(counts)
+    count = 0
+    for spec in specs:
+        for dim, axes in spec.shard_order:
+            if isinstance(spec.dim_shardings[dim], StridedDimSharding):
+                count += len(axes)
+    return count
 
 
 class Leading(NamedTuple):
@@ -300,21 +300,41 @@ def _results_by_rule(
             refusals.append(outcome)
         else:
             outcomes.setdefault(outcome, multiplied)
+    if outcomes:
+        return _likely_outcomes(call, axes, leading, outcomes)
+    refusal = next((refusal for refusal in refusals if refusal.wanted), refusals[0])
+    moves = ways_out(call, axes, [*operands.values()], refusal.wanted)
+    raise SpmdTypeError(f"{describe_call(call, *axes)}: {refusal.reason}{moves}")
+
+
+def _likely_outcomes(
+    call: LocalOperatorCall,
+    axes: tuple[MeshAxis, ...],
+    leading: Leading | None,
+    outcomes: Mapping[tuple[Spec, ...], int],
+) -> list[tuple[Spec, ...]]:
+    """Return the outcomes that the program most likely means.
+
+    They have the fewest runs, and the shardings of leading dims that stay.
+
+    Args:
+        call: the call.
+        axes: the axes of the layouts.
+        leading: the axes that shard the leading dims, if a function declares them.
+        outcomes: for each outcome the number of sizes that had to be multiplied.
+    """
     runs = {outcome: _count_runs(outcome) for outcome in outcomes}
     preferred = [outcome for outcome in outcomes if runs[outcome] == min(runs.values())]
     for dims in (leading, _unchanged_dims(call)):
         if len(preferred) > 1 and dims is not None:
             like = [outcome for outcome in preferred if dims.agrees(outcome, axes)]
             preferred = like or preferred
-    if len(preferred) > 1 and any(-1 in sizes for sizes in _size_lists(call)):
+    has_wildcard = any(-1 in sizes for sizes in _size_lists(call))
+    if len(preferred) > 1 and has_wildcard:
         # Sizes beside a -1 are the program's own numbers, such as the size of a head.
         fewest = min(outcomes[outcome] for outcome in preferred)
         preferred = [outcome for outcome in preferred if outcomes[outcome] == fewest]
-    if preferred:
-        return preferred
-    refusal = next((refusal for refusal in refusals if refusal.wanted), refusals[0])
-    moves = ways_out(call, axes, [*operands.values()], refusal.wanted)
-    raise SpmdTypeError(f"{describe_call(call, *axes)}: {refusal.reason}{moves}")
+    return preferred
 
 
 def _unchanged_dims(call: LocalOperatorCall) -> Leading | None:
@@ -323,9 +343,8 @@ def _unchanged_dims(call: LocalOperatorCall) -> Leading | None:
     if operand.tensor_type is None or len(call.outputs) != 1:
         return None
     dims = []
-    for dim, (before, after) in enumerate(
-        zip(operand.meta.shape, call.outputs[0].shape, strict=False)
-    ):
+    sizes = zip(operand.meta.shape, call.outputs[0].shape, strict=False)
+    for dim, (before, after) in enumerate(sizes):
         if before != after:
             break
         dims.append(operand.tensor_type.dims.get(dim, ()))

@@ -157,16 +157,8 @@ class DTensor(torch.Tensor):
                 f"{local_tensor._spec!r}; redistribute it, or pass its to_local()"
             )
         if is_tracing():
-            return _from_local(
-                local_tensor,
-                mesh,
-                placements,
-                run_check,
-                shape,
-                stride,
-                grad_placements,
-                shard_order,
-            )
+            options = (run_check, shape, stride, grad_placements, shard_order)
+            return _from_local(local_tensor, mesh, placements, *options)
         spec, local = global_spec(
             local_tensor,
             mesh,
@@ -366,10 +358,8 @@ class DTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # torch's private argument is not taken
         spec = self._spec
         layout = f"placements={spec.placements}, device_mesh={spec.mesh}"
-        return (
-            f"DTensor(shape={tuple(spec.shape)}, dtype={spec.dtype}, {layout}, "
-            f"local_tensor={self._local_tensor!r})"
-        )
+        meta = f"shape={tuple(spec.shape)}, dtype={spec.dtype}"
+        return f"DTensor({meta}, {layout}, local_tensor={self._local_tensor!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         return serialization.deep_copy(DTensor, self, memo)  # type: ignore[no-any-return]  # gives the class it gets
@@ -392,7 +382,10 @@ class DTensor(torch.Tensor):
         torch guards the sizes itself.
         """
         placed = attrgetter("mesh.identity", "placements", "shard_order", "dtype")
-        return compiled[1:] == given[1:] and bool(placed(compiled[0]) == placed(given[0]))
+        compiled_spec, *compiled_facts = compiled
+        given_spec, *given_facts = given
+        is_placed_so = bool(placed(compiled_spec) == placed(given_spec))
+        return is_placed_so and compiled_facts == given_facts
 
     @staticmethod
     def __tensor_unflatten__(

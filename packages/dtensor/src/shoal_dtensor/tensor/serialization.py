@@ -90,10 +90,11 @@ def rebuild(  # what a file holds, in its order
             "torch.distributed.checkpoint"
         )
     if local.shape != spec.local_shape or local.dtype != spec.dtype:
+        wanted_shape = tuple(spec.local_shape)
+        shape = tuple(local.shape)
         raise PlacementError(
-            f"DTensor of a file: {spec!r} means a {spec.dtype} shard of shape "
-            f"{tuple(spec.local_shape)} on this rank, got {local.dtype} of shape "
-            f"{tuple(local.shape)}"
+            f"DTensor of a file: {spec!r} means a {spec.dtype} shard of shape {wanted_shape} on "
+            f"this rank, got {local.dtype} of shape {shape}"
         )
     hidden = [name for name in attributes if hasattr(cls, str(name))]
     if hidden:
@@ -111,10 +112,10 @@ def _place(spec: Spec) -> tuple[int | None, ...]:
     It is None along axes of replicas, and empty outside the mesh.
     """
     coordinate = spec.coordinate or ()
-    return tuple(
-        None if isinstance(p, Replicate) else c
-        for c, p in zip(coordinate, spec.placements, strict=False)
-    )
+    place: list[int | None] = []
+    for index, placement in zip(coordinate, spec.placements, strict=False):
+        place.append(None if isinstance(placement, Replicate) else index)
+    return tuple(place)
 
 
 def _attributes(tensor: Any) -> dict[str, Any]:
@@ -289,11 +290,12 @@ def _walk(
     parts = kind.parts(value)
     if companion_obj is not None:
         targets = kind.parts(companion_obj) if isinstance(companion_obj, kind.cls) else []
-        if [target.shape for target in targets] != [part.shape for part in parts]:
+        shapes = [tuple(part.shape) for part in parts]
+        shapes_of_targets = [tuple(target.shape) for target in targets]
+        if shapes_of_targets != shapes:
             raise PlacementError(
-                f"a copy of a {kind.cls.__name__} with shards of {[tuple(p.shape) for p in parts]} "
-                f"goes into one of the same layout, got {type(companion_obj).__name__} with "
-                f"{[tuple(target.shape) for target in targets]}"
+                f"a copy of a {kind.cls.__name__} with shards of {shapes} goes into one of the "
+                f"same layout, got {type(companion_obj).__name__} with {shapes_of_targets}"
             )
         for part, target in zip(parts, targets, strict=True):
             original(part, *functions, companion_obj=target, **options)

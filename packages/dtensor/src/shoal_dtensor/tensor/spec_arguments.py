@@ -224,9 +224,10 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
         stride = dense_stride(shape, dims_by_stride(local_stride))
     spec = Spec(mesh, normal, shape, stride or None, dtype=dtype, shard_order=order)
     if spec.coordinate is not None and spec.local_shape != local_shape:
+        wanted_shape = tuple(spec.local_shape)
         raise PlacementError(
-            f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh "
-            f"coordinate {spec.coordinate}, got {tuple(local_shape)}; ragged shards need "
+            f"from_local: {spec!r} means a local shape of {wanted_shape} at mesh coordinate "
+            f"{spec.coordinate}, got {tuple(local_shape)}; ragged shards need "
             "Shard(dim, sizes=...) or run_check=True"
         )
     return spec
@@ -240,7 +241,9 @@ def _global_shape(
     ndim = len(local_shape)
     lengths: dict[int, int] = {}
     for placement, ranks in zip(placements, mesh_shape, strict=False):
-        if not isinstance(placement, Shard | StridedShard) or not -ndim <= placement.dim < ndim:
+        if not isinstance(placement, Shard | StridedShard):
+            continue
+        if not -ndim <= placement.dim < ndim:
             continue
         # (2, 6) sharded on dims 0 and 1 by axes of 4 and 2: (8, 12)
         shape[placement.dim] *= ranks
@@ -281,11 +284,10 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
         PlacementError: on all ranks: the shapes do not fit a sharding; the dtypes, or whether
             gradients are recorded, differ; or replicas differ.
     """
-    replicated = [
-        axis
-        for axis, placement in enumerate(placements[: mesh.ndim])
-        if isinstance(placement, Replicate) and mesh.shape[axis] > 1
-    ]
+    replicated = []
+    for axis, (placement, ranks) in enumerate(zip(placements, mesh.shape, strict=False)):
+        if isinstance(placement, Replicate) and ranks > 1:
+            replicated.append(axis)
     values = values and bool(replicated) and not isinstance(local, TRACED)
     sizes = [*local.shape[:_MAX_DIMS], *([0] * (_MAX_DIMS - local.ndim))]
     numbers = [0, _facts_of(local, gradients), *sizes]
@@ -305,8 +307,10 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
     _require_equal_facts(facts, about)
     digests: dict[tuple[int, ...], set[int]] = {}
     for coordinate, (digest, *_) in rows.items():
-        shard = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate))
-        digests.setdefault(shard, set()).add(digest)
+        shard = [*coordinate]
+        for axis in replicated:
+            shard[axis] = -1
+        digests.setdefault(tuple(shard), set()).add(digest)
     if any(len(digests_of_replicas) > 1 for digests_of_replicas in digests.values()):
         axes = "x".join(mesh.axis_names[axis] for axis in replicated)
         raise PlacementError(
@@ -352,7 +356,10 @@ def _require_equal_facts(facts: Mapping[tuple[int, ...], int], about: Callable[[
             f"{about()}: ranks compare tensors of up to {_MAX_DIMS} dims, got one of "
             f"{max(dims.values())}; give the shape, without run_check"
         )
-    dtypes = {coordinate: _DTYPES[fact // _DIMS % _DIMS] for coordinate, fact in facts.items()}
+    dtypes = {}
+    for coordinate, fact in facts.items():
+        number = fact // _DIMS % _DIMS
+        dtypes[coordinate] = _DTYPES[number]
     _require_equal(dtypes, "dtypes", about)
     records = {}
     for coordinate, fact in facts.items():
@@ -367,7 +374,8 @@ def _require_equal(
     counts = Counter(values.values())
     if len(counts) == 1:
         return
-    listed = ", ".join(f"{value} on {count} ranks" for value, count in counts.items())
+    texts = [f"{value} on {count} ranks" for value, count in counts.items()]
+    listed = ", ".join(texts)
     value_of_first = next(iter(counts))
     differing = [coordinate for coordinate, value in values.items() if value != value_of_first]
     raise PlacementError(

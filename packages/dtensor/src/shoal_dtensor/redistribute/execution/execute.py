@@ -196,7 +196,7 @@ def _is_norm(spec: Spec, owner: Any) -> bool:
 # --- many plans together --------------------------------------------------------------------------
 
 Destinations = Callable[[], Sequence[Tensor]]
-"""The tensors that the results of all plans are to be written to; none where they get memory of their own."""
+"""The tensors that the results of all plans are written to; none if results get new memory."""
 
 # stands for a local tensor that has been sent and is not needed to conclude the step
 _RELEASED = torch.empty(0, device="cpu")

@@ -7,7 +7,7 @@ merged with others, and simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
@@ -156,12 +156,9 @@ def _make_partial(step: Step, coordinate: Coordinate) -> RankStep:
     own = intersect(before, after)
     if own is None:
         return RankStep(finish=lambda local, _: bound(local.new_full(shape, neutral), local))
-    sharding_axes = {axis for sharding in step.src.dim_shardings for axis in sharding.axes}
+    averaged, counted_once = _axes_of_terms(step.src, ops)
     # R -> P(avg) changes nothing, S -> P(avg) over 2 ranks doubles: (2x + 0) / 2
-    averaged = [axis for axis, op in ops.items() if op == "avg" and axis in sharding_axes]
     factor = prod([mesh.shape[axis] for axis in averaged])
-    replicated_ops = {axis: op for axis, op in ops.items() if axis not in sharding_axes}
-    counted_once = [axis for axis, op in replicated_ops.items() if is_counted(op)]
     # R -> P(sum): x on coordinate 0, else 0
     this_rank_contributes = not any(coordinate[axis] for axis in counted_once)
     # columns 2:4 -> 0:4: local 0:2 to 2:4
@@ -187,6 +184,27 @@ def _make_partial(step: Step, coordinate: Coordinate) -> RankStep:
         return out
 
     return RankStep(finish=finish)
+
+
+def _axes_of_terms(src: Spec, ops: Mapping[int, str]) -> tuple[list[int], list[int]]:
+    """Return the axes whose shards become terms of an average, and those of one rank's replicas.
+
+    Args:
+        src: the layout before.
+        ops: the reduction of each axis that becomes partial.
+
+    Returns:
+        The sharding axes of averages, and the replicated axes along which one rank alone has terms.
+    """
+    sharding_axes = {axis for sharding in src.dim_shardings for axis in sharding.axes}
+    averaged = []
+    counted_once = []
+    for axis, op in ops.items():
+        if axis in sharding_axes:
+            averaged += [axis] if op == "avg" else []
+        elif is_counted(op):
+            counted_once.append(axis)
+    return averaged, counted_once
 
 
 def _is_traced(local: Tensor) -> bool:

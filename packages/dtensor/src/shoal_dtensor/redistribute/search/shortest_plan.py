@@ -68,10 +68,11 @@ def cheapest_plans(
         leanest = _Search(space, None, 32)
         leanest.run()
         least = min([leanest.peak(found.edges) for found in leanest.found])
+        source = space.start.box_bytes
+        destination = space.goal.box_bytes
         raise RedistributeError(
             f"no redistribution stays within memory_limit={memory_limit} bytes: the leanest plan "
-            f"found needs {least} (source box {space.start.box_bytes}, destination box "
-            f"{space.goal.box_bytes})"
+            f"found needs {least} (source box {source}, destination box {destination})"
         )
     # several paths may have the same edges
     seconds_of = {found.edges: found.seconds for found in search.found}
@@ -80,14 +81,16 @@ def cheapest_plans(
         seconds = seconds_of[edges]
         received = sum(edge.received for edge in edges)
         peak = search.peak(edges)
+        steps = _steps(src, dst, space, edges)
+        floor_of_plan = min(seconds, floor)
         plan = Plan(
             src,
             dst,
-            _steps(src, dst, space, edges),
+            steps,
             seconds,
             bytes_sent=received,
             peak_bytes=peak,
-            floor=min(seconds, floor),
+            floor=floor_of_plan,
         )
         plans.append(plan)
     return plans

@@ -214,7 +214,8 @@ class Space:
         old = dict(src.partials)
         new = dict(dst.partials)
         # sum at one end, avg at the other
-        both = [axis for axis, op in old.items() if axis in new and _commute({op, new[axis]})]
+        at_both_ends = [axis for axis in old if axis in new]
+        both = [axis for axis in at_both_ends if _commute({old[axis], new[axis]})]
         self.partial = mask_of(new)
         self.partial_at_both_ends = mask_of(both)
         # axes that change between sum and average
@@ -273,7 +274,9 @@ def _over_large_axes(spec: Spec) -> Spec:
     sizes = spec.mesh.shape
     if 1 not in sizes:
         return spec
-    placements = [p if n > 1 else Replicate() for p, n in zip(spec.placements, sizes, strict=True)]
+    placements = []
+    for placement, size in zip(spec.placements, sizes, strict=True):
+        placements.append(placement if size > 1 else Replicate())
     order = []
     for dim, axes in spec.shard_order:
         large = [axis for axis in axes if sizes[axis] > 1]
@@ -419,7 +422,8 @@ class Candidates:
 
     def _places(self, axis: int) -> tuple[int, ...]:
         """Return the dims that an axis may shard: its present dim, its goal, and a parking dim."""
-        own = [d for d, (start, goal) in enumerate(self.ends) if axis in start.axes + goal.axes]
+        axes_of_dims = [start.axes + goal.axes for start, goal in self.ends]
+        own = [d for d, axes in enumerate(axes_of_dims) if axis in axes]
         parking = []
         unsharded = []
         for d, (start, goal) in enumerate(self.ends):

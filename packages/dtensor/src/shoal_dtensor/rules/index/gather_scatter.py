@@ -283,7 +283,9 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
         positions = positions.masked_fill(indices == padding, size + 1)
         zeros = table.new_zeros((2, table.shape[1]))
         padded = torch.cat([table, zeros])
-        return run_bags(*args[:place], padded, positions, *args[place + 2 :], **kwargs)
+        before = args[:place]
+        after = args[place + 2 :]
+        return run_bags(*before, padded, positions, *after, **kwargs)
 
     return run
 

@@ -139,7 +139,8 @@ def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tens
     The part is in the `wide_dtype` of the mean.
     """
     result = local_call.outputs[0]
-    averaged = {axis for axis, op in result.partials if op == "avg" and axis in axes}
+    averaged_axes = [axis for axis, op in result.partials if op == "avg"]
+    averaged = {axis for axis in averaged_axes if axis in axes}
     # 2: a part of 3 counts as 6, so that avg is a sum
     ranks = prod(result.mesh.shape[axis] for axis in averaged)
     others = tuple(axis for axis in axes if axis not in averaged)

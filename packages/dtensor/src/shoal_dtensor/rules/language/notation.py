@@ -133,9 +133,8 @@ def factor_rows(
     inputs_fit = len(inputs) == len(pattern.inputs)
     if not inputs_fit or len(outputs) != len(pattern.outputs):
         expected = f"{len(pattern.inputs)} inputs and {len(pattern.outputs)} outputs"
-        raise NotationError(
-            f"pattern {pattern.text!r}: fits {expected}, got {len(inputs)} and {len(outputs)}"
-        )
+        got = f"{len(inputs)} and {len(outputs)}"
+        raise NotationError(f"pattern {pattern.text!r}: fits {expected}, got {got}")
     operands = _spread_all(pattern.inputs, inputs, pattern)
     results = _spread_all(pattern.outputs, outputs, pattern)
     sizes = _factor_sizes(pattern, [*operands, *results], [*inputs, *outputs])
@@ -183,7 +182,11 @@ def _factor_sizes(
                     f"pattern {pattern.text!r}: factor {name!r} has sizes {size} and {n}"
                 )
             sizes[name] = n if size == 1 else size
-    by_unknown = sorted(pairs, key=lambda pair: sum(name not in sizes for name in pair[0]))
+
+    def count_unknown(pair: tuple[Sequence[str], int]) -> int:
+        return sum(name not in sizes for name in pair[0])
+
+    by_unknown = sorted(pairs, key=count_unknown)
     for dim, n in by_unknown:
         unknown = [name for name in dim if name not in sizes]
         if len(unknown) == 1:
@@ -309,7 +312,7 @@ def alike(call: OpCall, *fixed: int) -> Iterator[Row]:
 
 
 Partials = Callable[[OpCall], Sequence[tuple[tuple[Entry, ...], Entry]]]
-"""Given a call, pairs of input entries and the entry of every output, with partial values among them."""
+"""Function of a call: pairs of input entries and the entry of every output, partial or not."""
 
 
 def pointwise(

@@ -83,10 +83,10 @@ P = Partial
 Entry = Replicate | Partial | S
 
 ANY_NORM: Final[Partial] = Partial._intern({"reduce_op": "norm?"})
-"""In a row: a partial p-norm, of the order that the inputs have; `with_norms` puts the orders in its place."""
+"""A partial p-norm of any order in a row; `with_norms` replaces it by the inputs' orders."""
 
 Traffic = Callable[[int], float]
-"""Bytes that each rank receives in a row's own collectives, given the number of ranks of the axis."""
+"""Function of the number of ranks: bytes that each receives in a row's own collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +172,13 @@ class OpSchema:
 
     def __init__(self, op: OpOverload) -> None:
         arguments = op._schema.arguments
-        self.inputs = tuple(a.name for a in arguments if not a.is_out)
-        self.positional = tuple(a.name for a in arguments if not a.kwarg_only)
+        out_arguments = [argument for argument in arguments if argument.is_out]
+        others = [argument for argument in arguments if not argument.is_out]
+        positional = [argument for argument in arguments if not argument.kwarg_only]
+        self.inputs = _names(others)
+        self.positional = _names(positional)
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-        self.outs = tuple(a.name for a in arguments if a.is_out)
+        self.outs = _names(out_arguments)
         marks_of = _write_marks(arguments)
         self.written = tuple(name for name in marks_of if name not in self.outs)
         has_unmarked_writes = op._schema.name in WITH_UNMARKED_WRITES
@@ -185,12 +188,15 @@ class OpSchema:
         self.is_list = tuple(r.type.kind() == "ListType" for r in returned)
         self.returned_inputs = tuple(_returned_input(r, marks_of) for r in returned)
         self.returns_only_tensors = len(returned) == len(op._schema.returns)
-        aliases = [r.alias_info for r in returned if r.alias_info is not None]
-        self.is_view = not all(alias.is_write for alias in aliases)
+        self.is_view = _returns_views(returned)
         self.is_random = torch.Tag.nondeterministic_seeded in op.tags
         results = max(1, len(self.returns) or len(self.written))
         numbered = [f"out{i}" for i in range(results)]
         self.entry_names = frozenset((*self.inputs, *self.returns, "out", *numbered))
+
+
+def _names(arguments: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(argument.name for argument in arguments)
 
 
 def _write_marks(arguments: Sequence[Any]) -> dict[str, set[str]]:
@@ -207,6 +213,12 @@ def _names_of_returns(returned: Sequence[Any]) -> tuple[str, ...]:
     if len(returned) == 1:
         return (returned[0].name or "out",)
     return tuple(r.name or f"out{i}" for i, r in enumerate(returned))
+
+
+def _returns_views(returned: Sequence[Any]) -> bool:
+    """Tell whether a returned tensor aliases an input that is not written."""
+    aliases = [r.alias_info for r in returned if r.alias_info is not None]
+    return not all(alias.is_write for alias in aliases)
 
 
 def _returned_input(returned: Any, marks_of: Mapping[str, set[str]]) -> str | None:

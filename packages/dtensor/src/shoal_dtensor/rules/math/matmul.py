@@ -115,7 +115,8 @@ def matmul(call: OpCall) -> Iterator[Row]:
     if max(a.ndim, b.ndim) > 2:
         result = f"... {result}"
     # 2 and 3 dims: "m k, ... k n -> ... m n"
-    yield from product(f"{left}, {right} -> {result}", linear=(0, 1)).rows(call)
+    rule = product(f"{left}, {right} -> {result}", linear=(0, 1))
+    yield from rule.rows(call)
 
 
 def kron(call: OpCall) -> Iterator[Row]:
@@ -128,7 +129,8 @@ def kron(call: OpCall) -> Iterator[Row]:
     left = _dims_at_the_right("a", first.ndim, ndim)
     right = _dims_at_the_right("b", second.ndim, ndim)
     # 1 and 2 dims: "( b0) (a1 b1)"
-    merged = [f"({a} {b})" for a, b in zip(left, right, strict=True)]
+    pairs = zip(left, right, strict=True)
+    merged = [f"({a} {b})" for a, b in pairs]
     operands = f"{' '.join(left)}, {' '.join(right)}"
     pattern = f"{operands} -> {' '.join(merged)}"
     yield from product(pattern, linear=(0, 1)).rows(call)
@@ -228,9 +230,12 @@ MATMUL: Table = family(
 ) | family(
     {
         "cholesky cholesky_inverse cholesky_solve linalg_cholesky_ex": _BATCHED,
-        "_linalg_det _linalg_slogdet _linalg_eigh _linalg_eigvals _linalg_svd _linalg_solve_ex": _BATCHED,
-        "linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu": _BATCHED,
-        "linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_qr linalg_solve_triangular lu_unpack": _BATCHED,
+        "_linalg_det _linalg_slogdet _linalg_eigh": _BATCHED,
+        "_linalg_eigvals _linalg_svd _linalg_solve_ex": _BATCHED,
+        "linalg_eig linalg_inv_ex linalg_ldl_factor_ex": _BATCHED,
+        "linalg_ldl_solve linalg_lstsq linalg_lu": _BATCHED,
+        "linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp": _BATCHED,
+        "linalg_qr linalg_solve_triangular lu_unpack": _BATCHED,
         "linalg_householder_product geqrf ormqr triangular_solve": _BATCHED,
         # every rank sees all matrices, so all raise alike
         "_linalg_check_errors": Rule(replicated),

@@ -65,10 +65,13 @@ def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
     if call.get("dropout_p"):
         return
     for d in range(sequence):
-        have_one_size = key[d] == value[d] and key[d] and query[d] % key[d] == 0
-        is_batch_or_heads = query[d] == key[d] or d == heads
-        if have_one_size and is_batch_or_heads:
-            yield d, query[d] // key[d]
+        queries = query[d]
+        keys = key[d]
+        # query heads may share a head of keys
+        fits = keys and keys == value[d] and queries % keys == 0
+        is_batch_or_heads = queries == keys or d == heads
+        if fits and is_batch_or_heads:
+            yield d, queries // keys
     # other kernels take the longest sequence as a number or pad the log-sum
     if "logsumexp" in call.bound:
         outputs_follow = masked

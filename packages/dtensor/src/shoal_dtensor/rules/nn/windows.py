@@ -33,7 +33,8 @@ from ..language.rule import LocalCall, LocalFunction, Rule, Table, backward, con
 
 def spatial_dims(call: OpCall) -> int:
     """Return the number of spatial dims of an operator, by its name: 2 for `max_pool2d`."""
-    return next(n for n in (1, 2, 3) if f"{n}d" in call.op.__name__)
+    name = call.op.__name__
+    return next(n for n in (1, 2, 3) if f"{n}d" in name)
 
 
 def planes(call: OpCall) -> Iterator[Row]:
@@ -256,7 +257,8 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
         yield {"input": S(0), "out": S(0)}, None
     if groups == 1:
         yield {"weight": S(of_output), "bias": S(0), "out": S(channel)}, None
-        yield {"input": S(channel), "weight": S(of_input), "bias": P("sum"), "out": P("sum")}, None
+        sums: Case = {"bias": P("sum"), "out": P("sum")}
+        yield {"input": S(channel), "weight": S(of_input), **sums}, None
     else:
         # 4 groups of 2 input and 3 output channels are sharded as 4 steps: input channels by 2,
         # output channels by 3.
@@ -430,7 +432,10 @@ _SUMS = (
     "upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"
 )
 _SAMPLED = "fractional_max_pool2d fractional_max_pool3d"
-_PADS = "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
+_PADS = (
+    "reflection_pad1d reflection_pad2d reflection_pad3d "
+    "replication_pad1d replication_pad2d replication_pad3d"
+)
 
 WINDOWED: Table = family(
     {

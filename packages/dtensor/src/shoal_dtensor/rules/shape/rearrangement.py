@@ -53,7 +53,9 @@ def cat(call: OpCall) -> Iterator[Row]:
         if d != dim:
             entries = entries_at(joined, S(d), count)
             yield call.row(tensors=entries, out=S(d))
-    lengths = [t.shape[dim] if i in joined else 0 for i, t in enumerate(tensors)]
+    lengths = [0] * count
+    for i in joined:
+        lengths[i] = tensors[i].shape[dim]
     for i in joined:
         # lengths 2, 4, 1, i = 1: -2:5
         before = sum(lengths[:i])
@@ -178,7 +180,8 @@ def roll(call: OpCall) -> Iterator[Row]:
     is_flattened = not turns and call.get("shifts") is not None
     if is_flattened:
         return
-    yield from same_dims(call, ((d, d) for d in range(call["self"].ndim) if d not in turns))
+    others = [d for d in range(call["self"].ndim) if d not in turns]
+    yield from same_dims(call, ((d, d) for d in others))
     for d in turns:
         yield call.row(self=S(d), out=S(d), traffic=_a_shard(call))
 
@@ -228,7 +231,8 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
             wanted = [(n - stop, n - start) for start, stop in shards]
         else:
             turn = turns.pop(d)
-            places = [(start + turn, start + turn - n) for start, _ in shards]
+            turned = [start + turn for start, _ in shards]
+            places = [(start, start - n) for start in turned]
             wanted = shards
         moves.append(Relocation(source, d, places, wanted))
     if not is_flip and turns:
@@ -257,7 +261,8 @@ def repeat(call: OpCall) -> Iterator[Row]:
     ndim = call["self"].ndim
     # 2 dims by (3, 1, 2): 1, so dim 0 is dim 1 of the result and is not repeated
     new = len(repeats) - ndim
-    yield from same_dims(call, ((d, d + new) for d in range(ndim) if repeats[d + new] == 1))
+    single = [d for d in range(ndim) if repeats[d + new] == 1]
+    yield from same_dims(call, ((d, d + new) for d in single))
     for d in range(ndim):
         if repeats[d + new] > 1:
             repeated = S(d + new, map=RepeatMap(repeats[d + new]))
@@ -285,7 +290,9 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
         # of 3 elements twice, 2:3 is put at 2 and 5
         moves.append(Relocation(source, d, places, wanted))
     # (2, 3), dim 0 fetched: (1, 3)
-    others = [1 if i - new in sharded else n for i, n in enumerate(repeats)]
+    others = [*repeats]
+    for d in sharded:
+        others[d + new] = 1
     return _rearrange(local_call, moves, lambda x: x.repeat(others))
 
 

@@ -201,7 +201,9 @@ def select(call: OpCall) -> Iterator[Row]:
     source = call["self"]
     dim = call.dim()
     is_one = "index" in call.bound
-    indices = [call["index"] % source.shape[dim]] if is_one else [*range(len(call.outputs))]
+    indices = [*range(len(call.outputs))]
+    if is_one:
+        indices = [call["index"] % source.shape[dim]]
     shape = call.outputs[0].shape if call.outputs else ()
     for d, n in enumerate(shape):
         if n:
@@ -210,7 +212,8 @@ def select(call: OpCall) -> Iterator[Row]:
     # one element, which no dim is left to be sharded
     if is_one and not shape:
         yield call.row(self=S(dim), traffic=lambda ranks: source.dtype.itemsize, ordered=True)
-    yield from same_dims(call, ((d, _after(d, dim)) for d in range(source.ndim) if d != dim))
+    others = [d for d in range(source.ndim) if d != dim]
+    yield from same_dims(call, ((d, _after(d, dim)) for d in others))
 
 
 @along_dim
@@ -305,7 +308,8 @@ def slice_scatter(call: OpCall) -> Iterator[Row]:
     is_one = "index" in call.bound
     for d in range(call["self"].ndim):
         if d != dim:
-            yield call.row(self=S(d), src=S(_after(d, dim) if is_one else d), out=S(d))
+            dim_of_source = _after(d, dim) if is_one else d
+            yield call.row(self=S(d), src=S(dim_of_source), out=S(d))
     yield call.row(self=S(dim), out=S(dim))
 
 

@@ -128,8 +128,8 @@ def _group_mappings(
     # (2, 6) -> (4, 3) is one group of 12
     total = prod(source[i] for i in dims)
     for i, j in product(dims, results):
-        before_i = prod(source[k] for k in dims if k < i)
-        before_j = prod(target[k] for k in results if k < j)
+        before_i = prod(source[dims.start : i])
+        before_j = prod(target[results.start : j])
         # (2, 6) -> (4, 3), dim 1 of each: of (2, 4), 4
         runs = max(before_i, before_j)
         # sizes may be symbols, whose comparisons are not bools
@@ -141,8 +141,8 @@ def _group_mappings(
         # 2 runs in a row of 6, 1 in a row of 3
         runs_in_i = runs // before_i
         runs_in_j = runs // before_j
-        inside_i = prod(source[k] for k in dims if k > i)
-        inside_j = prod(target[k] for k in results if k > j)
+        inside_i = prod(source[i + 1 : dims.stop])
+        inside_j = prod(target[j + 1 : results.stop])
         # (6, 4) -> (4, 6), dim 0 of each: lcm(4, 6) = 12 elements
         step = _lcm(inside_i, inside_j)
         if source[i] % runs_in_i or target[j] % runs_in_j:
@@ -222,7 +222,8 @@ def unsqueeze(call: OpCall) -> Iterator[Row]:
     ndim = call.outputs[0].ndim
     dim = int(call["dim"]) % ndim
     # at 1 of 2 dims: 0 -> 0, 1 -> 2
-    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(ndim - 1)))
+    kept = [d for d in range(ndim) if d != dim]
+    yield from same_dims(call, enumerate(kept))
 
 
 def view_dtype(call: OpCall) -> Iterator[Row]:
@@ -290,8 +291,10 @@ def unfold(call: OpCall) -> Iterator[Row]:
         return
     dim_argument = "dim" if is_gradient else "dimension"
     dim = int(call[dim_argument]) % whole.ndim
-    yield from same_dims(call, ((d, d) for d in range(whole.ndim) if d != dim))
-    is_split = call["size"] <= step and whole.shape[dim] % step == 0
+    others = [d for d in range(whole.ndim) if d != dim]
+    yield from same_dims(call, ((d, d) for d in others))
+    has_full_windows = whole.shape[dim] % step == 0
+    is_split = call["size"] <= step and has_full_windows
     if not is_split:
         return
     elements = S(dim, step)
