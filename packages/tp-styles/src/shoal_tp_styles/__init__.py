@@ -99,8 +99,12 @@ _CONTEXT = (
     "assigns tokens to ranks"
 )
 _INSTEAD = {
-    "DTensorExtensions": "shoal_data_parallel.fully_shard accepts tensor-parallel parameters directly",
-    "_pre_dp_module_transform": 'shoal_data_parallel.replicate(module, mesh["data"]) accepts all parameters',
+    "DTensorExtensions": (
+        "shoal_data_parallel.fully_shard accepts tensor-parallel parameters directly"
+    ),
+    "_pre_dp_module_transform": (
+        'shoal_data_parallel.replicate(module, mesh["data"]) accepts all parameters'
+    ),
     "tensor_parallel_transformation": "parallelize_module",
     **dict.fromkeys(
         ("_ContextParallel", "_context_parallel_shard", "_cp_options", "flex_cp_allgather"),

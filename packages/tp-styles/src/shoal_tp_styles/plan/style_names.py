@@ -55,7 +55,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("grouped_gemm", "packed_rowwise"), _OF_PARAMETERS),
 }
 WITH_CONTEXT = frozenset({"moe_tp_experts", "ep_dispatch_experts", "local_params", "mla_kv_a_proj"})
-"""Names whose style depends on the entries of the module's parameters, or on the model's configuration."""
+"""Names whose style depends on the module's parameters, or on the model's configuration."""
 
 _DIMS = {"colwise": -2, "local_colwise": -2, "rowwise": -1, "local_rowwise": -1}
 _WHOLE = {"replicate", "replicated"}
@@ -68,7 +68,6 @@ def style_in_context(name: str | None, parameters: Mapping[str, str], config: An
     """
     if name == "mla_kv_a_proj":
         return _latent_projection(config)
-    packed = any(style.startswith("packed") for style in parameters.values())
     packed = any(style.startswith("packed") for style in parameters.values())
     if name == "ep_dispatch_experts" or "grouped_gemm" in parameters.values():
         return ExpertParallel(input_layouts=Replicate())
