@@ -280,8 +280,9 @@ def _attention(
     is_batched = all(tensor.ndim == 4 for tensor in tensors)
     has_one_width = query.shape[-1] == value.shape[-1]
     if dropout_p or not is_plain or not is_batched or not has_one_width:
-        attend = functional.scaled_dot_product_attention
-        return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, **options
+        )
     mask = attn_mask
     if mask is not None and not mask.is_floating_point():
         mask = mask.to(query.dtype)
