@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import get_rank, get_world_size
+from torch.nn.functional import scaled_dot_product_attention
 
 from dense_attention import Sample, Window, dense_mask, sample
 from shoal_context_parallel import (
@@ -89,6 +90,18 @@ def test_a_mask_of_the_user_has_this_ranks_rows(method: str) -> None:
         whole = sample(length, full.expand(length, length) if full.ndim == 1 else full)
         mask = layout.shard(full, -2, get_rank()) if full.ndim > 1 else full.view(1, length)
         assert_as_one_device(whole, layout, attn_mask=mask, method=method)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_are_multiplied_by_the_scale(method: str) -> None:
+    layout = SequenceLayout.head_tail(10, 2)
+    q, k, v = sample(10, dense_mask(10, True, NO_WINDOW, None)).tensors
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2, enable_gqa=True)
+    shards = [layout.shard(x, 2, get_rank()) for x in (q, k, v)]
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "layout": layout}
+    out = context_parallel_attention(*shards, all_ranks(), method=method, scale=0.2, **options)
+    torch.testing.assert_close(out, layout.shard(expected, 2, get_rank()))
 
 
 @on_ranks(4)
