@@ -164,11 +164,9 @@ def normalize_placements(
     outer_shards: dict[int, int] = {}
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Placement):
-            # torch's placements have the same names
-            kind = type(placement)
             raise PlacementError(
                 f"mesh axis {axis}: expected Shard, Replicate or Partial of shoal_dtensor, got "
-                f"{placement!r} ({kind.__module__}.{kind.__qualname__})"
+                f"{placement!r} ({_class_name(placement)})"
             )
         if isinstance(placement, Shard | StridedShard):
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
@@ -196,6 +194,12 @@ def normalize_placements(
             _check_agreed(asked_dim, axes, resolved, outer_shards, mesh_shape=mesh_shape)
             order[asked_dim] = tuple(axes)
     return tuple(resolved), tuple(sorted(order.items()))
+
+
+def _class_name(value: object) -> str:
+    """Return the full name of a value's class; torch's placements have the same short names."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _without_order(placement: StridedShard) -> tuple[Shard | StridedShard, int]:

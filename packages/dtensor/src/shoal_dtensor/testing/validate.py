@@ -375,8 +375,8 @@ class CallTrial:
             if (part.shape, part.dtype) != (shape, value.dtype):
                 is_misshapen = True
                 got = f"{tuple(part.shape)} {part.dtype}"
-                wanted = f"{tuple(shape)} {value.dtype}"
-                yield f"{name} at {coordinate}: {got}, should be {wanted}"
+                expected = f"{tuple(shape)} {value.dtype}"
+                yield f"{name} at {coordinate}: {got}, should be {expected}"
         if is_misshapen or not self.exact:
             return
         totals = gather(part_at, spec.placements, spec.mesh.shape)
