@@ -490,7 +490,7 @@ def _check_stream(unit: Unit, stream: Any | None) -> None:
 
 
 def _checked_comm(name: str, unit: Unit, comm: Any) -> Any:
-    if not unit.axes.sharded:
+    if not unit.axes.num_sharding_axes:
         raise LayoutError(
             f"{name}: the parameters of this unit are replicated, so there are no shards to gather "
             "or scatter; set_all_reduce_hook gets its reduced gradients"

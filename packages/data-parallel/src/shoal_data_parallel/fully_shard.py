@@ -137,38 +137,38 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
             settings=UnitSettings(_checked_resharding(reshard_after_forward, axes)),
         )
 
-    lead = make_unit(assignment.axes[0])
-    lead.assign_all()
-    lead.peers += map(make_unit, assignment.axes[1:])
-    install_unit(lead, FSDPModule)
+    first_unit = make_unit(assignment.axes[0])
+    first_unit.assign_all()
+    first_unit.peers += map(make_unit, assignment.axes[1:])
+    install_unit(first_unit, FSDPModule)
     # their classes are subclasses of FSDPModule now
     return cast(FSDPModule | list[FSDPModule], module)
 
 
-def install_unit(lead: Unit, kind: Any) -> None:
+def install_unit(first_unit: Unit, kind: Any) -> None:
     """Shard the parameters of a unit's modules, and add the methods of a class to them.
 
     The unit comes with its peers. The class is an FSDPModule.
     """
-    modules: list[Any] = lead.modules
-    precision = lead.policies[0]
+    modules: list[Any] = first_unit.modules
+    precision = first_unit.policies[0]
     dtypes = (precision.param_dtype, precision.reduce_dtype)
-    for unit in lead.peers:
-        unit.peers = lead.peers
+    for unit in first_unit.peers:
+        unit.peers = first_unit.peers
         complete_forms(unit.axes.mesh, *modules, over_data=dtypes)
     names = {id(p): name for module in modules for name, p in module.named_parameters()}
-    for unit in lead.peers:
+    for unit in first_unit.peers:
         owned = [param for param, _ in unit.owned_parameters()]
         _check_own(modules, owned)
         check_same_parameters("fully_shard", [(names[id(p)], p) for p in owned], unit.axes)
-    for unit in lead.peers:
+    for unit in first_unit.peers:
         unit.take()
-    make_outermost(lead, [inner for module in modules for inner in units_of(module)])
+    make_outermost(first_unit, [inner for module in modules for inner in units_of(module)])
     for module in modules:
-        vars(module)[STATE] = lead
+        vars(module)[STATE] = first_unit
         refuse_save_pretrained(module)
         module.__class__ = extended(kind, module.__class__)
-        watch_draws(module, lead.axes.mesh)
+        watch_draws(module, first_unit.axes.mesh)
 
 
 def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:

@@ -8,9 +8,8 @@ May import: fsdp_module, fully_shard, gradients, parameters, units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from math import prod
 from typing import Any, cast, overload
 
@@ -203,8 +202,8 @@ def replicate(  # noqa: PLR0913  # independent options
         _install_unit(unit, src_data_rank)
         # their classes are subclasses of ReplicateModule now
         return cast(ReplicateModule | list[ReplicateModule], module)
-    axes = DataAxes(mesh, sharded=0)
-    axes = replace(axes, sharded=mesh.ndim) if shard_optimizer else axes
+    axes = DataAxes(mesh, num_sharding_axes=0)
+    axes = replace(axes, num_sharding_axes=mesh.ndim) if shard_optimizer else axes
     for one in modules:
         state = Replicas(one, axes, bucket_bytes, precision.reduce_dtype, ignored=ignored)
         state.broadcast_buffers = broadcast_buffers
@@ -228,7 +227,7 @@ def _mesh_of(mesh: DeviceMesh | str | None) -> DeviceMesh:
 
 def _replica_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataAxes:
     if dims is None:
-        return DataAxes(mesh, sharded=0)
+        return DataAxes(mesh, num_sharding_axes=0)
     if dims.shard_names:
         raise LayoutError(
             f"replicate: dp_mesh_dims names axes to shard over, {dims.shard_names}, which "
@@ -355,7 +354,7 @@ class Replicas(Reducer):
 
         If optimizers update shards, the module gets shards of them.
         """
-        if not self.axes.sharded:
+        if not self.axes.num_sharding_axes:
             return
         own: dict[int, tuple[nn.Parameter, list[Site]]] = {
             id(param): (param, []) for param in self.held()
@@ -397,7 +396,7 @@ class Replicas(Reducer):
         """Have the gradients of the module's present trained parameters averaged."""
         held = self.held()
         self._seen_by_modules = held
-        if self.axes.sharded:
+        if self.axes.num_sharding_axes:
             self._seen_by_modules = [replica.leaf for replica in self.replicas]
             trained = [replica for replica in self.replicas if replica.adopt()]
             pairs = [(replica.leaf, replica.held) for replica in trained]
@@ -421,7 +420,7 @@ class Replicas(Reducer):
                 "whose gradients this rank keeps for a later reduction; run the backward that "
                 "reduces them first"
             )
-        if not self.axes.sharded:
+        if not self.axes.num_sharding_axes:
             self.check()
             trained = [replica_of(param, self.axes, self.dtype) for param, _ in pairs]
         self.gradients.remove()
@@ -464,7 +463,7 @@ class Replicas(Reducer):
             state.check_materialized()
             state.gather()
             state.attach()
-        self.around(False)
+        self._show_replicas(True)
         self.writes.begin(self._seen_by_modules)
         if self.broadcast_buffers and self.syncs:
             self._send_buffers()
@@ -479,32 +478,41 @@ class Replicas(Reducer):
         self._depth -= 1
         if not self._depth and not self.gradients.running:
             self.writes.end()
-        self.around(self.gradients.running)
+        if self.gradients.running:
+            self.begin_pass()
+        else:
+            self.end_pass()
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self.gradients.begin_if_needed)
 
-    def around(self, running: bool) -> None:
-        """Have modules see replicas in forwards and backward passes.
+    def begin_pass(self) -> None:
+        """Have modules see replicas in a backward pass, which may run forwards again."""
+        self._show_replicas(True)
+        self._begin_inner_passes()
 
-        Backward passes may run forwards again. A pass begins in the replicated modules inside
-        first, whether or not it reaches them: in one order on all ranks.
+    def end_pass(self) -> None:
+        """Have modules see shards, unless a forward is running."""
+        self._show_replicas(self._depth > 0)
+
+    def _show_replicas(self, shows: bool) -> None:
+        """Have modules see the replicas, or the shards that optimizers update."""
+        if shows is self._shows_replicas:
+            return
+        self._shows_replicas = shows
+        for replica in self.replicas:
+            replica.target.put(replica.shown if shows else replica.held)
+
+    def _begin_inner_passes(self) -> None:
+        """Begin the pass in the replicated modules inside first, whether or not it reaches them.
+
+        The order is the same on all ranks. A pass of torch.autograd.grad does not do this.
         """
-        shows = running or self._depth > 0
-        if shows is not self._shows_replicas:
-            self._shows_replicas = shows
-            for replica in self.replicas:
-                seen = (
-                    replica.seen
-                    if replica.leaf.requires_grad and replica.seen is not None
-                    else replica.leaf
-                )
-                replica.target.put(seen if shows else replica.held)
-        inside = self.module._reducers()[1:] if running else []
-        # torch.autograd.grad
-        if inside and not any(leaf_route(node) == "return" for node in self.gradients.held):
-            for state in reversed(inside):
-                state.gradients.begin()
+        inner = self.module._reducers()[1:]
+        if not inner or any(leaf_route(node) == "return" for node in self.gradients.held):
+            return
+        for state in reversed(inner):
+            state.gradients.begin()
 
     def check_materialized(self) -> None:
         """Raise StyleError if parameters are still on the meta device."""
@@ -544,17 +552,25 @@ class Replicas(Reducer):
         groups = in_groups(
             stale, lambda replica: replica.target.gathered.local_bytes, self._bucket_bytes
         )
-        what = "replicate gathers updated parameters"
-
-        def start(group: list[Replica]) -> ShardsInFlight:
-            return start_to_gather([replica.target for replica in group], what)
-
-        coming = map(start, groups)
-        in_flight = [*islice(coming, 1)]
-        for group in groups:
-            in_flight += islice(coming, 1)
-            for replica, gathered in zip(group, in_flight.pop(0).wait(), strict=True):
+        for group, tensors in _gathered_in_turns(groups):
+            for replica, gathered in zip(group, tensors, strict=True):
                 replica.fill(gathered)
+
+
+def _gathered_in_turns(
+    groups: Iterable[Sequence[Replica]],
+) -> Iterator[tuple[Sequence[Replica], list[Tensor]]]:
+    """Yield each group with its gathered tensors, while the next group is in flight."""
+    started: list[tuple[Sequence[Replica], ShardsInFlight]] = []
+    for group in groups:
+        targets = [replica.target for replica in group]
+        in_flight = start_to_gather(targets, "replicate gathers updated parameters")
+        started.append((group, in_flight))
+        if len(started) == 2:
+            first, in_flight = started.pop(0)
+            yield first, in_flight.wait()
+    for last, in_flight in started:
+        yield last, in_flight.wait()
 
 
 class ReplicateModule(ReducingModule):

@@ -14,7 +14,7 @@ rows that other ranks have updated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 from weakref import WeakMethod
@@ -74,15 +74,23 @@ class Replica:
     version: tuple[object, ...] | None = None
     # the tensor that modules see of a trained leaf whose shard they hold
     seen: Tensor | None = None
-    # the argument of `ask`, the leaf's node, and the hook
-    asked: tuple[Any, ...] = ()
+    # of a leaf that modules hold: the function that gets its gradient, its node, and the hook
+    interceptor: Callable[[Tensor], Tensor | None] | None = None
+    node: Any = None
+    hook_handle: Any = None
+
+    @property
+    def shown(self) -> Tensor:
+        """The tensor that modules see in forwards and backwards."""
+        is_recorded = self.leaf.requires_grad and self.seen is not None
+        return cast(Tensor, self.seen) if is_recorded else self.leaf
 
     @property
     def held(self) -> nn.Parameter:
         """The tensor that optimizers see, and that a backward pass may be requested for."""
         return self.target.leaf
 
-    def ask(self, take: Callable[[Tensor], Tensor | None]) -> list[Any]:
+    def intercept_gradient(self, take: Callable[[Tensor], Tensor | None]) -> list[Any]:
         """Have `take` called in a pass that does not accumulate in the leaf; return hook handles.
 
         `take` gets the gradient of this rank's rows, and returns the gradient of `held`.
@@ -96,26 +104,24 @@ class Replica:
             # pass
             run_when_ready(seen.grad_fn)
             return []
-        self.asked = (
-            take,
-            torch.autograd.graph.get_gradient_edge(leaf).node,
-            leaf.register_hook(_weak(self._hook)),
-        )
-        return [self.asked[-1]]
+        self.interceptor = take
+        self.node = torch.autograd.graph.get_gradient_edge(leaf).node
+        self.hook_handle = leaf.register_hook(_weak(self._hook))
+        return [self.hook_handle]
 
     def _hook(self, grad: Tensor | None) -> Any:
-        (take, node, handle) = self.asked
         leaf = cast(Any, self.leaf)
-        if grad is None or leaf_route(node) != "return":
+        if grad is None or leaf_route(self.node) != "return":
             return None
-        if [*leaf._backward_hooks][-1] != handle.id:
+        if [*leaf._backward_hooks][-1] != self.hook_handle.id:
             raise StyleError(
                 "replicate: a parameter has a gradient hook that was registered after "
                 "replicate(...), so it would change the gradient of this rank's rows before "
                 "torch.autograd.grad averages it over ranks; register the hook before replicate, "
                 "or call backward()"
             )
-        return take(grad)
+        assert self.interceptor is not None, "the hook was registered with it"
+        return self.interceptor(grad)
 
     def check_hooks(self) -> None:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
@@ -230,6 +236,30 @@ class Bucket(Group):
             self.add_to_kept(i, grad, copy=False)
 
 
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """A backward pass that fills buckets, from its first gradient to its end.
+
+    Attributes:
+        number: the number of the pass; passes may run inside of others.
+        grads_before: `.grad` of each parameter before the pass.
+        missing: for each bucket how many of its gradients have not arrived.
+        earlier: the buckets of other modules that the same pass has reached before.
+        requested: for parameters of torch.autograd.grad, the gradient of this rank's rows, and the
+            tensor that gets the mean.
+        late: the buckets that got another gradient after their reduction had started.
+        reductions: the reductions of the first buckets, in order.
+    """
+
+    number: int
+    grads_before: list[Tensor | None]
+    missing: list[int]
+    earlier: list[GradientBuckets] = field(default_factory=list)
+    requested: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    reductions: list[GroupReduction] = field(default_factory=list)
+
+
 class GradientBuckets:
     """The buckets of a module's trained parameters.
 
@@ -247,7 +277,7 @@ class GradientBuckets:
             for at, bucket in enumerate(buckets)
             for i, p in enumerate(bucket.replicas)
         }
-        self.running: bool = False
+        self._pass: _Pass | None = None
         # a leaf's node lives only as long as it is referenced
         with torch.inference_mode(False), torch.enable_grad():
             self._nodes: list[Any] = [
@@ -260,7 +290,7 @@ class GradientBuckets:
             self._handles = [
                 handle
                 for at, p in enumerate(self.parameters)
-                for handle in p.ask(partial(self._take, at))
+                for handle in p.intercept_gradient(partial(self._take, at))
             ]
         self._handles += [node.register_prehook(_weak(self.begin)) for node in self._nodes]
         # This hook also has lowered modules leave the accumulation to autograd, so `begin` comes
@@ -269,6 +299,22 @@ class GradientBuckets:
             self._handles.append(
                 parameter.leaf.register_post_accumulate_grad_hook(_weak(self._arrived))  # type: ignore[no-untyped-call]  # torch
             )
+
+    @property
+    def running(self) -> bool:
+        """True from the first gradient of a pass to the end of the pass."""
+        return self._pass is not None
+
+    @property
+    def _current(self) -> _Pass:
+        assert self._pass is not None, "hooks of a pass begin it"
+        return self._pass
+
+    @property
+    def has_started_all(self) -> bool:
+        """True if the reductions of all buckets have started."""
+        started = 0 if self._pass is None else len(self._pass.reductions)
+        return started == len(self.buckets)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -291,51 +337,51 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.check_kept()
             bucket.divisor = self.owner.divisor
-        self._number = backward_number()
-        # gradients of this rank's rows, and the tensors that get the means
-        self._given: dict[int, tuple[Tensor, Tensor]] = {}
-        self._before = [parameter.leaf.grad for parameter in self.parameters]
+        started = _Pass(
+            backward_number(),
+            grads_before=[parameter.leaf.grad for parameter in self.parameters],
+            missing=[len(bucket.replicas) for bucket in self.buckets],
+        )
         for parameter in self.parameters:
             parameter.leaf.grad = None
-        self._missing = [len(bucket.replicas) for bucket in self.buckets]
-        self._late: set[int] = set()
-        self._reductions: list[GroupReduction] = []  # of the first buckets, in order
-        self.running = True
-        self.owner.around(True)
+        self._pass = started
+        self.owner.begin_pass()
         running = running_pass()
-        self._earlier = [part for part in running.parts if isinstance(part, GradientBuckets)]
+        started.earlier = [part for part in running.parts if isinstance(part, GradientBuckets)]
         running.join(self)
 
     def _arrived(self, leaf: Tensor) -> None:
         """Reduce buckets in order as soon as they are complete; a hook on accumulated gradients."""
+        current = self._current
         at, i = self._place[id(leaf)]
         # otherwise both were held until the pass is over
         if i in self.buckets[at].kept:
             self.buckets[at].keep(i)
-        self._missing[at] -= 1
-        # Reentrant checkpointing runs passes inside of this one, and each may bring a parameter's
-        # gradient.
-        if at < len(self._reductions):
-            self._late.add(at)
+        current.missing[at] -= 1
+        # Reentrant checkpointing runs passes inside of this one, and each may bring a
+        # parameter's gradient.
+        if at < len(current.reductions):
+            current.late.add(at)
         # Which parameters a pass uses may differ between ranks; the order of reductions must not.
-        in_turn = all(len(part._reductions) == len(part.buckets) for part in self._earlier)
-        if not in_turn or not self.owner.syncs or backward_number() != self._number:
+        in_turn = all(part.has_started_all for part in current.earlier)
+        if not in_turn or not self.owner.syncs or backward_number() != current.number:
             return
-        while (
-            len(self._reductions) < len(self._missing) and self._missing[len(self._reductions)] <= 0
-        ):
-            self._reduce(len(self._reductions))
+        for following in range(len(current.reductions), len(self.buckets)):
+            if current.missing[following] > 0:
+                return
+            self._reduce(following)
 
     def _take(self, at: int, grad: Tensor) -> Tensor | None:
         """Keep a gradient that autograd does not accumulate; return its replacement."""
         self.begin()
+        current = self._current
         parameter = self.parameters[at]
         if leaf_route(self.held[at]) != "return":
             parameter.leaf.grad = (
                 grad if parameter.leaf.grad is None else parameter.leaf.grad + grad
             )
             return None
-        if backward_number() != self._number:
+        if backward_number() != current.number:
             # the pass around this one reduces the gradients of its result
             return None
         if not self.owner.syncs and self.owner.returns_zero_gradients:
@@ -347,17 +393,18 @@ class GradientBuckets:
             "the mean over ranks cannot be differentiated. Compute gradients of inputs instead, "
             "or differentiate the module before it is replicated"
         )
-        self._given[at] = grad, torch.empty_like(parameter.held.detach())
-        return self._given[at][1]
+        mean = torch.empty_like(parameter.held.detach())
+        current.requested[at] = (grad, mean)
+        return mean
 
-    def _fill(self) -> None:
+    def _fill_requested(self) -> None:
         """Reduce the gradients of `torch.autograd.grad`, and fill the tensors that it returns."""
         axes = self.buckets[0].axes
-        asked = sorted(self._given)
+        requested = self._current.requested
+        indices = sorted(requested)
         comm = axes.comm
-        own = torch.tensor(
-            [[at in self._given for at in range(len(self._before))]], device=axes.mesh.device_type
-        )
+        is_requested = [at in requested for at in range(len(self.parameters))]
+        own = torch.tensor([is_requested], device=axes.mesh.device_type)
         ranks = all_gather(own, comm).sum(0).tolist()
         for parameter, count in zip(self.parameters, ranks, strict=True):
             if 0 < count < comm.size:
@@ -367,15 +414,15 @@ class GradientBuckets:
                     "data-parallel ranks, so the other ranks would get None. Use backward(), "
                     "which gives all ranks the mean with zeros"
                 )
-        bucket = Bucket(
-            "gradients that were asked for", [self.parameters[at] for at in asked], axes
-        )
+        replicas = [self.parameters[at] for at in indices]
+        bucket = Bucket("gradients that were asked for", replicas, axes)
         bucket.divisor = self.owner.divisor
-        means = GroupReduction.start(
-            bucket, {i: self._given[at][0] for i, at in enumerate(asked)}
-        ).gradients()
-        for at, mean in zip(asked, means, strict=True):
-            local_of(self._given[at][1]).copy_(mean)
+        grads: dict[int, Tensor | None] = {}
+        for i, at in enumerate(indices):
+            grads[i] = requested[at][0]
+        means = GroupReduction.start(bucket, grads).gradients()
+        for at, mean in zip(indices, means, strict=True):
+            local_of(requested[at][1]).copy_(mean)
 
     def reduce_kept(self) -> None:
         """Reduce the gradients that passes have kept, and deliver them; all ranks call it."""
@@ -392,7 +439,7 @@ class GradientBuckets:
     def _reduce(self, at: int) -> None:
         bucket = self.buckets[at]
         gradients = {i: bucket.take(i) for i in bucket.trained}
-        self._reductions.append(GroupReduction.start(bucket, gradients))
+        self._current.reductions.append(GroupReduction.start(bucket, gradients))
 
     def finish(self) -> None:
         """Reduce the remaining gradients at the end of the pass, and deliver all.
@@ -400,23 +447,25 @@ class GradientBuckets:
         This includes parameters that this rank has not used.
         """
         reductions: list[GroupReduction] = []
-        if self._given:
-            self._fill()
+        current = self._current
+        if current.requested:
+            self._fill_requested()
         elif self.owner.syncs:
-            for at in (*range(len(self._reductions), len(self.buckets)), *sorted(self._late)):
+            remaining = range(len(current.reductions), len(self.buckets))
+            for at in (*remaining, *sorted(current.late)):
                 self._reduce(at)
-            for reduction in self._reductions:
+            for reduction in current.reductions:
                 reduction.wait()
                 self._check_writes(reduction)
-            reductions = self._reductions
-            self._reductions = []
+            reductions = current.reductions
+            current.reductions = []
         else:
             for bucket in self.buckets:
                 bucket.spoiled = True  # until all are kept
             for bucket in self.buckets:
                 for i in bucket.trained:
                     bucket.keep(i)
-        self._restore()
+        self._restore(current)
         deliver(reductions)
         for bucket in self.buckets:
             bucket.spoiled = False
@@ -445,19 +494,17 @@ class GradientBuckets:
 
         No `.grad` has changed, unless the pass was already delivering.
         """
-        if self.running:
-            self._restore()
+        if self._pass is not None:
+            self._restore(self._pass)
 
-    def _restore(self) -> None:
+    def _restore(self, ended: _Pass) -> None:
         """End the pass, and restore the gradients from before it."""
-        self.running = False
-        self.owner.around(False)
-        for parameter, grad in zip(self.parameters, self._before, strict=True):
+        self._pass = None
+        self.owner.end_pass()
+        for parameter, grad in zip(self.parameters, ended.grads_before, strict=True):
             parameter.leaf.grad = grad
-        self._before = []
-        self._given = {}
-        while self._reductions:
-            self._reductions.pop().give_back()
+        while ended.reductions:
+            ended.reductions.pop().give_back()
 
 
 def _read_from_host_memory(sums: Tensor) -> list[float]:

@@ -45,8 +45,8 @@ class Reducer:
     def drop_kept(self) -> None:
         """Drop kept gradients."""
 
-    def around(self, running: bool) -> None:
-        """Prepare for a backward pass of replicas (True), or for its end (False).
+    def begin_pass(self) -> None:
+        """Prepare for a backward pass of replicas."""
 
-        It is called with False also after an error.
-        """
+    def end_pass(self) -> None:
+        """Prepare for the end of a backward pass of replicas, also after an error."""

@@ -440,7 +440,7 @@ def _move_of_flags(
 @lru_cache(maxsize=1024)
 def _scattered_flags(reduced: Spec, axes: DataAxes) -> Spec:
     """Return the layout of flags that are summed over the shards, but not over the replicas."""
-    replicas = axes.mesh.ndim - axes.sharded
+    replicas = axes.mesh.ndim - axes.num_sharding_axes
     return reduced.with_(placements=[*[Partial()] * replicas, *reduced.placements[replicas:]])
 
 

@@ -199,7 +199,11 @@ class MeshAssignment:
     def _known(self, asked: DataAxes) -> DataAxes:
         """Return the equal axes that another parameter has already, or add these."""
         for axes in self._axes:
-            if (axes.mesh, axes.sharded, axes.names) == (asked.mesh, asked.sharded, asked.names):
+            if (axes.mesh, axes.num_sharding_axes, axes.names) == (
+                asked.mesh,
+                asked.num_sharding_axes,
+                asked.names,
+            ):
                 return axes
         self._axes.append(asked)
         return asked
@@ -225,4 +229,4 @@ def data_axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
         if group
     ]
     joined = parts[0] if len(parts) == 1 else DeviceMesh.concatenate(parts)
-    return DataAxes(joined, sharded=1 if dims.shard_names else 0, names=names)
+    return DataAxes(joined, num_sharding_axes=1 if dims.shard_names else 0, names=names)

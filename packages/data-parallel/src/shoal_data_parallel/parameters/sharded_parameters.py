@@ -48,7 +48,7 @@ class DataAxes:
 
     mesh: DeviceMesh  # the mesh of these axes alone
     # how many of them, the last ones, shard parameters; over the others parameters are replicated
-    sharded: int = 1
+    num_sharding_axes: int = 1
     # the names that these axes have in a mesh on which parameters are DTensors (`dp_mesh_dims`)
     names: tuple[str, ...] = ()
 
@@ -65,12 +65,12 @@ class DataAxes:
 
     @property
     def ranks_of_shards(self) -> int:
-        return prod(self.mesh.shape[self.mesh.ndim - self.sharded :])
+        return prod(self.mesh.shape[self.mesh.ndim - self.num_sharding_axes :])
 
     @property
     def has_replicas(self) -> bool:
         """True if parameters are replicated over some axes, and sharded over others."""
-        return self.sharded < self.mesh.ndim
+        return self.num_sharding_axes < self.mesh.ndim
 
     @property
     def sharding_group(self) -> dist.ProcessGroup:
@@ -100,7 +100,8 @@ class DataAxes:
 
     def placements(self, shard: Placement) -> list[Placement]:
         """Return one placement per data axis of a parameter that `shard` shards."""
-        return [Replicate()] * (self.mesh.ndim - self.sharded) + [shard] * self.sharded
+        sharding = self.num_sharding_axes
+        return [Replicate()] * (self.mesh.ndim - sharding) + [shard] * sharding
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +145,7 @@ class ShardedParameter:
 
     def scattered(self, axes: DataAxes) -> Spec:
         """Return the layout of gradients that are reduced over the shards, but not the replicas."""
-        replicas = axes.mesh.ndim - axes.sharded
+        replicas = axes.mesh.ndim - axes.num_sharding_axes
         return _partial_over_first(self.reduced, replicas)
 
     def keep_inside(self, axes: DataAxes, inside: DataAxes) -> None:
@@ -527,7 +528,7 @@ def _layouts(
             "styles, not for both"
         )
     mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
-    first = axes.mesh.ndim - axes.sharded
+    first = axes.mesh.ndim - axes.num_sharding_axes
     order: dict[int, tuple[int, ...]] = {}
     for dim, sharding in inner.shard_order:
         # the axes of the style come after the data axes
@@ -549,12 +550,12 @@ def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Pl
     They are within its runs if it has any. 3 runs of 8 rows have 4 rows each on a rank of the
     style's axis: data axes shard the 4 rows, so that every rank has 3 runs.
     """
-    shape = axes.mesh.shape[axes.mesh.ndim - axes.sharded :]
+    shape = axes.mesh.shape[axes.mesh.ndim - axes.num_sharding_axes :]
     strided = [p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim]
     # a placement without sizes, or with one run, expresses an order of axes
     runs = next((p for p in strided if p.sizes is not None and p.split_factor > 1), None)
     if runs is None or runs.sizes is None:
-        return [shard] * axes.sharded
+        return [shard] * axes.num_sharding_axes
     if shard.sizes is not None:
         raise LayoutError(
             f"{shard!r} over data axes cannot have sizes, because styles have placed the "
