@@ -62,7 +62,7 @@ def test_any_plan_into_any_other(of: str, to: str, batch: int) -> None:
 @on_ranks(2, timeout=200)
 def test_models_that_differ_are_refused_on_all_ranks() -> None:
     with pytest.raises(
-        PlanError, match=r"'0.weight' is \(12, 4\) in the mapping, the source has \(10, 4\)"
+        PlanError, match=r"'0.weight' is \(12, 4\) in the mapping, but the source has \(10, 4\)"
     ):
         copy_weights(build(0), build(1, features=12) if dist.get_rank() else None)
     with pytest.raises(PlanError, match=r"'x.weight' is .* the source has no such tensor"):

@@ -326,14 +326,14 @@ REFUSED: dict[str, tuple[Load, str]] = {
     "round": (lambda s, w: s.p.copy_(w["w"].round()), "aten::round"),
     "clamp": (lambda s, w: s.p.copy_(w["w"].clamp(min=0)), "aten::clamp"),
     "sort": (lambda s, w: s.p.copy_(w["w"].sort().values), "aten::sort"),
-    "compare": (lambda s, w: s.p.copy_((w["w"] != 0).double()), "decides by the values"),
+    "compare": (lambda s, w: s.p.copy_((w["w"] != 0).double()), "branches on values"),
     "number": (lambda s, w: s.p.copy_(w["w"]).fill_(w["w"][0, 0].item() / 2), "item"),
     "decide": (
         lambda s, w: s.p.copy_(w["w"] if (w["w"] > 0).any().item() else w["v"]),
         "aten::gt",
     ),
     "matrix product": (lambda s, w: s.p.copy_(w["w"] @ torch.eye(2).double() * 2), "aten::mul"),
-    "unloaded": (lambda s, w: s.p.copy_(s.t), "not loaded"),
+    "unloaded": (lambda s, w: s.p.copy_(s.t), "before it loads them"),
     "reinterpret": (lambda s, w: s.p.copy_(w["w"].view(torch.int64)), "torch.int64"),
     "round twice": (lambda s, w: s.p.copy_(w["w"].half()), "rounds twice"),
     "complex": (lambda s, w: s.p.copy_(torch.complex(w["w"], w["v"]).real), "complex"),
@@ -524,7 +524,7 @@ def test_a_server_of_dtensors_is_described_instead() -> None:
 def test_a_meta_tensor_of_unknown_values_is_refused() -> None:
     unknown = torch.empty(2, dtype=torch.float64, device="meta")
     server = Server({"p": (2,)}, lambda server, weights: server.p.copy_(unknown))
-    with pytest.raises(LoaderComputesError, match=r"'p@0'.*not of the checkpoint"):
+    with pytest.raises(LoaderComputesError, match=r"'p@0'.*does not belong to the checkpoint"):
         learn_mapping(server, server.load_weights, {"w": torch.zeros(2).double()})
 
 

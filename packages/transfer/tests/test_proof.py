@@ -72,7 +72,7 @@ FAULTS: dict[str, tuple[Callable[[list[Route]], Any], str]] = {
     ),
     "gate and up are exchanged": (
         lambda routes: swap(routes, source="up"),
-        r"the plan has 'gate_up'\[0:2, 0:2\] = 'up'\[0:2, 0:2\], the mapping .*= 'gate'",
+        r"the plan has 'gate_up'\[0:2, 0:2\] = 'up'\[0:2, 0:2\], but the mapping .*= 'gate'",
     ),
     "rows of another shard": (
         lambda routes: swap(routes, source_region=(range(1, 3), range(2))),
@@ -86,7 +86,7 @@ FAULTS: dict[str, tuple[Callable[[list[Route]], Any], str]] = {
         lambda routes: put(routes, senders=(rows(1, 2, 4),)),
         r"'gate_up'\[0:2, 0:2\] = 'gate'\[0:2, 0:2\]: source rank 1 does not hold",
     ),
-    "no sender": (lambda routes: put(routes, senders=()), "nobody sends these elements to rank 0"),
+    "no sender": (lambda routes: put(routes, senders=()), "no rank sends these elements to rank 0"),
     "copied from elements that did not arrive": (
         lambda routes: put(routes, copied=routes[-1], is_local=True),
         "copies elements that have not arrived",
@@ -129,13 +129,19 @@ def test_mappings_that_do_not_fit_the_manifests_are_refused() -> None:
     other = manifest({"gate_up": [rows(0, 0, 6)]}, "server")
     with pytest.raises(MappingError, match=r"'gate_up' is \(6, 2\) in the target, \(8, 2\) in the"):
         plan_transfer(SOURCE, other, MAPPING)
-    with pytest.raises(MappingError, match=r"the mapping has no target 'gate_up' \(8, 2\)"):
+    with pytest.raises(
+        MappingError, match=r"the mapping does not have the target 'gate_up' \(8, 2\)"
+    ):
         plan_transfer(SOURCE, TARGET, MAPPING.rename({"gate_up": "w"}))
-    with pytest.raises(MappingError, match="the target has no tensor 'extra'"):
+    with pytest.raises(MappingError, match="the target does not have a tensor 'extra'"):
         plan_transfer(SOURCE, TARGET, MAPPING.add_filled({"extra": (1,)}, fill=0.0))
-    with pytest.raises(MappingError, match=r"'gate' is \(4, 2\) in the mapping, the source has no"):
+    with pytest.raises(
+        MappingError, match=r"'gate' is \(4, 2\) in the mapping, but the source has no"
+    ):
         plan_transfer(manifest({"up": [rows(0, 0, 4)]}, "trainer"), TARGET, MAPPING)
-    with pytest.raises(MappingError, match=r"'gate_up' is \(8, 2\) in the mapping, the source has"):
+    with pytest.raises(
+        MappingError, match=r"'gate_up' is \(8, 2\) in the mapping, but the source has"
+    ):
         plan_transfer(SOURCE, TARGET)
 
 
@@ -164,7 +170,7 @@ def test_tied_targets_need_one_source() -> None:
     assert [tensor.target for tensor in plan.tensors] == ["gate_up"], "it is sent once"
     with pytest.raises(MappingError, match="'gate_up' and 'head' are one tensor in the target"):
         plan_transfer(SOURCE, tied, MAPPING.add_filled({"head": (8, 2)}, fill=0.0))
-    with pytest.raises(ManifestError, match="has no tensor 'none'"):
+    with pytest.raises(ManifestError, match="does not have a tensor 'none'"):
         tied.record("none")
 
 

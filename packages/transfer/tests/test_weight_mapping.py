@@ -90,12 +90,15 @@ def test_every_other_column_composes_with_transposed_slices() -> None:
     [
         (lambda m: m.fuse({"ab": ("a", "c")}), "'ab': there is no 'c'"),
         (lambda m: m.fuse({"ab": ("a", "b")}, groups=3), "has no 3 equal groups"),
-        (lambda m: m.split({"a": {"x": 1}}), "has no blocks of"),
+        (lambda m: m.split({"a": {"x": 1}}), "cannot be split into blocks of"),
         (lambda m: m.rename({"a|b": "c"}), "both become 'c'"),
         (lambda m: m.pad({"a": 1}), "is longer than 1"),
-        (lambda m: m.repeat(["a"], times=2, block=3), "has no blocks of 3"),
+        (lambda m: m.repeat(["a"], times=2, block=3), "cannot be divided into blocks of 3"),
         (lambda m: m.drop(["z.{}"]), "no tensor is named 'z.{}'"),
-        (lambda m: m.split({"a": {"b": 4}}), "'b' is the name of a new tensor and of another"),
+        (
+            lambda m: m.split({"a": {"b": 4}}),
+            "'b' is the name of a new tensor and of an existing one",
+        ),
         (lambda m: WeightMapping({}, {"a": (2, 2)}, ()).then(m), r"'a' is \(4, 2\) in the later"),
     ],
 )
@@ -108,13 +111,15 @@ def test_edits_that_do_not_fit_are_refused(edit: object, message: str) -> None:
 def test_elements_without_or_with_two_sources_are_named() -> None:
     rows = Assignment("a", (range(3), range(2)), "a", (range(3), range(2)), (0, 1))
     shapes = {"a": (4, 2)}
-    with pytest.raises(MappingError, match=r"'a' \(4, 2\): \[3:4, 0:2\] has no source"):
+    with pytest.raises(MappingError, match=r"'a' \(4, 2\): \[3:4, 0:2\] does not have a source"):
         WeightMapping(shapes, shapes, (rows,)).check()
     more = Assignment("a", (range(2, 4), range(2)), fill=0.0)
     with pytest.raises(MappingError, match=r"'a' \(4, 2\): \[2:3, 0:2\] has two sources"):
         WeightMapping(shapes, shapes, (rows, more)).check()
     outside = Assignment("a", (range(5), range(2)), fill=0.0)
-    with pytest.raises(MappingError, match=r"\[0:5, 0:2\] is not in the tensor's shape \(4, 2\)"):
+    with pytest.raises(
+        MappingError, match=r"\[0:5, 0:2\] is outside of the tensor's shape \(4, 2\)"
+    ):
         WeightMapping(shapes, shapes, (outside,)).check()
 
 

@@ -173,7 +173,7 @@ def test_a_torn_version_leaves_staged_weights_whole(fault: str) -> None:
     old = expected_of(trained, 2)
     step(trained, 5)
     setattr(wire, fault, wire.count + 2)
-    message = r"version 2 did not arrive .* the target keeps version 1, whole"
+    message = r"version 2 did not arrive .* the target keeps the complete version 1"
     with pytest.raises(TransferError, match=message):
         transfer.run(2)
     assert_served(served, old)
@@ -186,7 +186,7 @@ def test_a_torn_version_leaves_staged_weights_whole(fault: str) -> None:
 def test_a_torn_version_in_place_is_invalid_until_the_next() -> None:
     wire = FaultyWire(flips=1)
     trained, served, transfer = transfer_of(wire=wire, mode="in_place")
-    message = "arrived with another digest, among .*invalid until a transfer succeeds"
+    message = "arrived with a different digest; the tensors are .*invalid until a transfer succeeds"
     with pytest.raises(TransferError, match=message):
         transfer.run(1)
     assert transfer.is_valid is False
@@ -202,11 +202,14 @@ def test_versions_and_plans_that_differ_are_refused_before_bytes_move() -> None:
     _, _, transfer = transfer_of(wire=wire)
     transfer.run(7)
     moved = wire.count
-    with pytest.raises(TransferError, match="version 6 is older than version 7; no byte has moved"):
+    with pytest.raises(
+        TransferError,
+        match="version 6 is older than version 7; pass an increasing version; no data was transferred",
+    ):
         transfer.run(6)
-    with pytest.raises(TransferError, match="ranks of the source pass a version"):
+    with pytest.raises(TransferError, match="ranks of the source must pass a version"):
         transfer.run()
-    with pytest.raises(TransferError, match=r"send versions \[8, 9\]"):
+    with pytest.raises(TransferError, match=r"must send one version, got \[8, 9\]"):
         transfer.run(8 + dist.get_rank() % 2)
     if dist.get_rank() == 3:
         plan = transfer.plan
@@ -369,11 +372,11 @@ def test_a_rank_without_its_model_is_named_before_bytes_move() -> None:
     state = {"w": torch.ones(2)}
     plan = plan_transfer(describe(state), describe(state))
     with pytest.raises(
-        TransferError, match="source holds 'w' on this rank by the plan; pass source="
+        TransferError, match="by the plan, source holds 'w' on this rank; pass its model as source="
     ):
         WeightTransfer(plan, target=state).run(1)
     with pytest.raises(
-        TransferError, match="target holds 'w' on this rank by the plan; pass target="
+        TransferError, match="by the plan, target holds 'w' on this rank; pass its model as target="
     ):
         WeightTransfer(plan, source=state).run(1)
 
@@ -408,7 +411,7 @@ def test_finish_is_called_once_for_each_layer() -> None:
     assert [len(names) for names in calls] == [4, 4, 1, 1]
     assert torch.equal(served["model"][1].v.weight, trained[1].v.weight)
     assert served["norm"].weight.tolist() == [3.0, 3.0]
-    with pytest.raises(TransferError, match="mode is 'staged' or 'in_place'"):
+    with pytest.raises(TransferError, match="mode must be 'staged' or 'in_place'"):
         WeightTransfer(plan, source=trained, mode="other")  # type: ignore[arg-type]  # refused
 
 

@@ -125,7 +125,7 @@ class Definitions:
 
     def _output_of(self, memory: Memory) -> MemoryView:
         output = self._tape.operations[memory.writers[0]].outputs[0]
-        assert output is not None, "the memory has a definition"
+        assert output is not None, "the memory must have a definition"
         return output
 
 

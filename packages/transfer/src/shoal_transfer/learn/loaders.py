@@ -134,7 +134,9 @@ def learn_on_rank(
         second = _record(model, load, described, functions, side=1)
         for name, parts in first.parts.items():
             if second.parts.get(name) != parts:
-                raise LoaderComputesError(_computes(name, "computes numbers with .item()"))
+                raise LoaderComputesError(
+                    _computes(name, "computes numbers with .item(), which a mapping cannot record")
+                )
     assignments: list[Assignment] = []
     for name, parts in first.parts.items():
         _refuse_gaps(name, parts, keep)
@@ -165,10 +167,15 @@ def merge_ranks(mappings: Iterable[WeightMapping]) -> WeightMapping:
     assignments = [*first.assignments]
     for mapping in others:
         if mapping.sources != first.sources:
-            raise MappingError("the ranks learned from different checkpoints; pass all the same")
+            raise MappingError(
+                "the ranks learned from different checkpoints; pass the same checkpoint on all "
+                "ranks"
+            )
         both = targets.keys() & mapping.targets.keys()
         if both:
-            raise MappingError(f"two ranks have a target {min(both)!r}")
+            raise MappingError(
+                f"two ranks have the target {min(both)!r}; target names must be unique"
+            )
         targets.update(mapping.targets)
         computed.update(mapping.computed)
         assignments += mapping.assignments
@@ -231,8 +238,8 @@ def _refuse_dtensors(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise MappingError(
-                f"learn_mapping: {name!r} is a DTensor; describe(model, mesh) reads its layout, so "
-                "that no loader has to be recorded"
+                f"learn_mapping: {name!r} is a DTensor; describe(model, mesh) reads its layout, "
+                "so recording a loader is not needed"
             )
 
 
@@ -278,6 +285,6 @@ def _refuse_gaps(name: str, parts: Iterable[Assignment], keep: Collection[str]) 
         if part.source is None and part.fill is None:
             raise MappingError(
                 f"the loader does not write {name!r}{format_region(part.region)}; add the source "
-                "tensor that it waits for, or pass keep=[...] with the name if the server is to "
-                "keep its values"
+                "tensor that the loader needs, or list the name in keep=[...] to keep the "
+                "server's values"
             )

@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
 
     def _watched(self, tensor: Tensor) -> MemoryView:
         operand = self.operand_of(tensor)
-        assert operand is not None, "arguments and results are watched before they are recorded"
+        assert operand is not None, "arguments and results must be watched before they are recorded"
         return operand
 
     def adopt(self, tensor: Tensor) -> MemoryView:
@@ -234,8 +234,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
             found = self.elements_of(operand)
         except ComputedError as error:
             raise LoaderComputesError(
-                f"the loader reads a number with .item(), and {error.reason} for it; let it fill the "
-                "layout before such work, and do the work in the receiver's finish"
+                f"the loader reads a number with .item() and {error.reason} for it; let the "
+                "loader fill the parameters first, and do other work in the receiver's `finish`"
             ) from error
         position = found.positions.reshape(1)
         if int(position) < 0:

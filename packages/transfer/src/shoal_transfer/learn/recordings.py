@@ -200,7 +200,7 @@ class _Target:
             tensors.append(LabelledTensor(None, (memory.size,), first))
             inside = (positions >= first) & (positions < first + memory.size)
             if inside.any() and not self._keeps(memory, positions - first, inside):
-                raise ComputedError("moves elements of parameters that it has not loaded")
+                raise ComputedError("moves elements of parameters before it loads them")
         return tensors
 
     def _keeps(self, memory: Memory, indices: Tensor, inside: Tensor) -> bool:

@@ -250,7 +250,7 @@ class _Replay:
             for other in operation.read
         )
         if from_values and bool((positions < 0).any()):
-            raise ComputedError(f"decides by the values of its tensors, by {name}")
+            raise ComputedError(f"branches on values of its tensors, by {name}")
 
     def _run_once(self, operation: Operation, side: int) -> bool:
         """Run an operation under one numbering; return whether it had labels as numbers."""
@@ -305,7 +305,7 @@ class _Replay:
             first = memory.constant.to("cpu", dtype, copy=True)
             second = first.clone()
         else:
-            raise ComputedError("reads a meta tensor that is not of the checkpoint")
+            raise ComputedError("reads a meta tensor that does not belong to the checkpoint")
         self._values[memory] = (first, second)
         return first, second
 
@@ -317,7 +317,7 @@ def replay_dtype(dtype: torch.dtype) -> torch.dtype:
         ComputedError: the dtype is complex.
     """
     if dtype.is_complex:
-        raise ComputedError(f"makes values of {dtype}")
+        raise ComputedError(f"creates values of {dtype}")
     if dtype.is_floating_point:
         return torch.float64
     return torch.bool if dtype == torch.bool else torch.int64
@@ -329,7 +329,7 @@ def _view(flat: Tensor, operand: MemoryView) -> Tensor:
 
 def _positions_of(operand: MemoryView) -> Tensor:
     """Return the positions of the elements of a view of labelled memory."""
-    assert operand.memory.first_position is not None, "the memory is labelled"
+    assert operand.memory.first_position is not None, "the memory must be labeled"
     positions = torch.tensor(operand.memory.first_position + operand.offset)
     for size, stride in zip(operand.size, operand.stride, strict=True):
         positions = positions.unsqueeze(-1) + torch.arange(size) * stride

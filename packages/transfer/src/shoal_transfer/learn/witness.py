@@ -50,18 +50,18 @@ def verify_mapping(declared: WeightMapping, recorded: WeightMapping) -> WeightMa
         witness has 'gate'[0:2, 0:4]
     """
     if recorded.witness is None:
-        raise MappingError("verify_mapping compares with a mapping that has a witness")
+        raise MappingError("verify_mapping needs a mapping with a witness")
     only_one = declared.targets.keys() ^ recorded.targets.keys()
     if only_one:
         raise MappingError(
-            f"only one of the two mappings has the target {min(only_one)!r}; leave it out of both "
-            "or add it"
+            f"only one of the two mappings has the target {min(only_one)!r}; remove it from that "
+            "mapping or add it to the other"
         )
     for name, parts in recorded.by_target.items():
         if declared.targets[name] != recorded.targets[name]:
             raise MappingError(
-                f"{name!r} is {declared.targets[name]} in the mapping, {recorded.targets[name]} in "
-                "the server"
+                f"{name!r} is {declared.targets[name]} in the mapping, but "
+                f"{recorded.targets[name]} in the server"
             )
         function = recorded.computed.get(name)
         if declared.computed.get(name) != function:
@@ -90,7 +90,8 @@ def _compare(recorded: Assignment, declared: tuple[Assignment, ...]) -> None:
         if _origin(own) != _origin(common):
             place = f"{own.target!r}{format_region(own.region)}"
             raise MappingError(
-                f"{place} is {_describe(common)} in the mapping, the witness has {_describe(own)}"
+                f"{place} is {_describe(common)} in the mapping, but {_describe(own)} in the "
+                "witness"
             )
 
 

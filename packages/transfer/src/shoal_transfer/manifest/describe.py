@@ -190,7 +190,9 @@ def read_header(path: str | PathLike[str]) -> dict[str, Any]:
         length = int.from_bytes(file.read(8), "little")
         size = file.seek(0, 2)
         if not 0 < length <= size - 8:
-            raise ManifestError(f"{fspath(path)} does not have the header of a safetensors file")
+            raise ManifestError(
+                f"{fspath(path)} is not a safetensors file: its header cannot be read"
+            )
         file.seek(8)
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)

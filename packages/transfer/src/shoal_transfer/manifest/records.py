@@ -99,8 +99,8 @@ class TensorRecord:
             return
         ranks = sorted({holding.rank for holding in self.holdings})
         raise ManifestError(
-            f"ranks {ranks} hold only a part of {self.name!r} {self.shape}; all ranks of its mesh "
-            "make the call, with one model"
+            f"ranks {ranks} hold only a part of {self.name!r} {self.shape}; call describe on all "
+            "ranks of the mesh, with the same model"
         )
 
 
@@ -158,7 +158,7 @@ class Manifest:
             ManifestError: the model has no such tensor.
         """
         if name not in self.names:
-            raise ManifestError(f"the manifest of {self.world!r} has no tensor {name!r}")
+            raise ManifestError(f"the manifest of {self.world!r} does not have a tensor {name!r}")
         return self.tensors[self.names[name]]
 
     def to_json(self) -> str:
@@ -197,7 +197,10 @@ class Manifest:
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise ManifestError(f"expected JSON of format {_FORMAT!r}")
         if value["version"] != _VERSION:
-            raise ManifestError(f"version {value['version']} of a manifest; this reads {_VERSION}")
+            raise ManifestError(
+                f"cannot read version {value['version']} of a manifest; this release reads "
+                f"version {_VERSION}"
+            )
         layouts = [tuple(map(_holding_from_json, layout)) for layout in value["layouts"]]
         records = [_record_from_json(one, layouts[one["layout"]]) for one in value["tensors"]]
         hosts = {int(rank): host for rank, host in value["hosts"].items()}
@@ -246,7 +249,10 @@ def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
     by_name = dict[str, list[TensorRecord]]()
     for manifest in every:
         if manifest.world != every[0].world:
-            raise ManifestError(f"worlds {every[0].world!r} and {manifest.world!r} do not merge")
+            raise ManifestError(
+                f"manifests of different worlds cannot be merged, got {every[0].world!r} and "
+                f"{manifest.world!r}"
+            )
         hosts.update(manifest.hosts)
         for name, record in manifest.tensors.items():
             by_name.setdefault(name, []).append(record)
@@ -274,8 +280,8 @@ def _merge_records(
         if (record.shape, record.dtype) != (first.shape, first.dtype):
             ranks = sorted({holding.rank for holding in record.holdings})
             raise ManifestError(
-                f"ranks {ranks} have {record.name!r} as {record.shape} {record.dtype}, others as "
-                f"{first.shape} {first.dtype}"
+                f"ranks {ranks} have {record.name!r} as {record.shape} {record.dtype}, but other "
+                f"ranks as {first.shape} {first.dtype}"
             )
         for holding in record.holdings:
             number = parts.setdefault(record.parts[holding.part], len(parts))

@@ -140,5 +140,6 @@ def _refuse_extra_state(model: Model) -> None:
     ]
     if stateful:
         raise ManifestError(
-            f"{stateful} have extra state that is not a tensor; save it apart, by get_extra_state()"
+            f"{stateful} have extra state that is not a tensor; save it separately, with "
+            "get_extra_state()"
         )

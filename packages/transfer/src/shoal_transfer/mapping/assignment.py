@@ -70,18 +70,18 @@ class Assignment:
         if self.source is None:
             return
         if source_shape is None:
-            raise MappingError(f"{self}: there is no source tensor {self.source!r}")
+            raise MappingError(f"{self}: the source tensor {self.source!r} does not exist")
         _check_inside(self.source, self.source_region, source_shape)
         if self.fill is not None:
-            raise MappingError(f"{self}: has a source and a fill value; pass one of them")
+            raise MappingError(f"{self}: got both a source and a fill value; pass one of them")
         advanced = [dim for dim in self.dims if dim is not None]
         is_complete = len(self.dims) == len(self.region)
         is_injective = len({*advanced}) == len(advanced)
         is_inside = {*advanced} <= {*range(len(self.source_region))}
         if not is_complete or not is_injective or not is_inside:
             raise MappingError(
-                f"{self}: dims {self.dims} are to give each target dim a source dim of its own, "
-                "or None"
+                f"{self}: dims must give each target dim a different source dim or None, got "
+                f"{self.dims}"
             )
         for indices, dim in zip(self.region, self.dims, strict=True):
             if dim is not None and len(indices) != len(self.source_region[dim]):
@@ -145,7 +145,7 @@ class Assignment:
         if later is None:
             return None
         part = earlier.restricted_to(later.source_region)
-        assert part is not None, "both have the common elements"
+        assert part is not None, "both must have the common elements"
         has_source = part.source is not None
         dims = [None if dim is None else part.dims[dim] for dim in later.dims if has_source]
         return replace(
@@ -280,7 +280,10 @@ def assign_strided(target: str, to: Strided, source: str, of: Strided) -> Assign
         Assignment('qkv'[2:4, 0:4] = 'k'[0:2, 0:4])
     """
     if to.sizes != of.sizes:
-        raise MappingError(f"{target!r}: a view of {to.sizes} is copied from one of {of.sizes}")
+        raise MappingError(
+            f"{target!r}: a view of sizes {to.sizes} cannot be copied from a view of sizes "
+            f"{of.sizes}"
+        )
     dims: list[int | None] = [None] * len(to.shape)
     for size, step, source_step in zip(to.sizes, to.steps, of.steps, strict=True):
         if size == 1:
@@ -299,7 +302,8 @@ def _check_inside(name: str, region: Region, shape: Sequence[int]) -> None:
             is_inside = is_inside and indices[0] >= 0 and indices[-1] < size
     if not is_inside:
         raise MappingError(
-            f"{name!r}: region {format_region(region)} is not in the tensor's shape {tuple(shape)}"
+            f"{name!r}: region {format_region(region)} is outside of the tensor's shape "
+            f"{tuple(shape)}"
         )
 
 

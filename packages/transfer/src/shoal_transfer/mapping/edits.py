@@ -47,7 +47,7 @@ def edit_names(shapes: Shapes, patterns: Mapping[str, str]) -> Edit:
         for pattern, replacement in patterns.items():
             new = re.sub(pattern, replacement, new)
         if new in names:
-            raise MappingError(f"rename: {names[new]!r} and {name!r} both become {new!r}")
+            raise MappingError(f"rename: {names[new]!r} and {name!r} would both become {new!r}")
         names[new] = name
     parts = [copy_of(new, old, shapes[old]) for new, old in names.items()]
     return Edit({new: shapes[old] for new, old in names.items()}, tuple(parts))
@@ -84,7 +84,9 @@ def split(shapes: Shapes, blocks: Mapping[str, Mapping[str, int]], dim: int, gro
             shape = shapes[source]
             names = [name.format(*filling) for name in sizes]
             if sum(sizes.values()) != shape[dim]:
-                raise MappingError(f"split: {source!r} {shape} has no blocks of {dict(sizes)}")
+                raise MappingError(
+                    f"split: {source!r} {shape} cannot be split into blocks of {dict(sizes)}"
+                )
             for name, size in zip(names, sizes.values(), strict=True):
                 targets[name] = _resized(shape, dim, size)
             lengths = [_share(targets, name, dim, groups) for name in names]
@@ -180,7 +182,9 @@ def repeat(shapes: Shapes, templates: Iterable[str], times: int, block: int, dim
         old = shapes[name]
         blocks, rest = divmod(old[dim], block)
         if rest:
-            raise MappingError(f"repeat: dim {dim} of {name!r} {old} has no blocks of {block}")
+            raise MappingError(
+                f"repeat: dim {dim} of {name!r} {old} cannot be divided into blocks of {block}"
+            )
         targets[name] = _resized(old, dim, old[dim] * times)
         for number in range(blocks * times):
             start = number // times * block
@@ -223,7 +227,7 @@ def _fillings(shapes: Shapes, template: str) -> Iterator[tuple[str, ...]]:
     """Yield the texts that `{}` stands for in each name that a template matches."""
     found = [match.groups() for name in shapes if (match := _pattern(template).fullmatch(name))]
     if not found:
-        raise MappingError(f"no tensor is named {template!r}; there are {_some(shapes)}")
+        raise MappingError(f"no tensor is named {template!r}; the names are {_some(shapes)}")
     yield from found
 
 
@@ -246,7 +250,9 @@ def _numbered(shapes: Shapes, template: str, filling: Sequence[str]) -> list[str
 def _require(shapes: Shapes, names: Sequence[str], target: str) -> None:
     missing = [name for name in names if name not in shapes]
     if missing:
-        raise MappingError(f"{target!r}: there is no {missing[0]!r}; there are {_some(shapes)}")
+        raise MappingError(
+            f"{target!r}: the tensor {missing[0]!r} does not exist; the names are {_some(shapes)}"
+        )
 
 
 def _some(shapes: Shapes) -> str:
@@ -274,7 +280,9 @@ def _along(shape: Shape, dim: int, indices: range) -> Region:
 def _share(shapes: Shapes, name: str, dim: int, groups: int) -> int:
     share, rest = divmod(shapes[name][dim], groups)
     if rest:
-        raise MappingError(f"dim {dim} of {name!r} {shapes[name]} has no {groups} equal groups")
+        raise MappingError(
+            f"dim {dim} of {name!r} {shapes[name]} cannot be divided into {groups} equal groups"
+        )
     return share
 
 
@@ -299,6 +307,6 @@ def _with_others(
     others = {name: shape for name, shape in shapes.items() if name not in taken}
     both = others.keys() & targets.keys()
     if both:
-        raise MappingError(f"{min(both)!r} is the name of a new tensor and of another one")
+        raise MappingError(f"{min(both)!r} is the name of a new tensor and of an existing one")
     copies = [copy_of(name, name, shape) for name, shape in others.items()]
     return Edit({**targets, **others}, (*parts, *copies))

@@ -91,7 +91,7 @@ class WeightMapping:
             MappingError: the message names the tensor and the region.
         """
         for name in self.by_target.keys() - self.targets.keys():
-            raise MappingError(f"the mapping assigns to {name!r}, which is not among its targets")
+            raise MappingError(f"the mapping assigns to {name!r}, which is not one of its targets")
         for name, shape in self.targets.items():
             parts = self.by_target.get(name, ())
             for part in parts:
@@ -128,7 +128,8 @@ class WeightMapping:
         for name, shape in later.sources.items():
             if self.targets.get(name, shape) != shape:
                 raise MappingError(
-                    f"{name!r} is {shape} in the later mapping, {self.targets[name]} in this one"
+                    f"{name!r} is {shape} in the later mapping, but {self.targets[name]} in this "
+                    "one"
                 )
         composed: list[Assignment] = []
         for assignment in later.assignments:
@@ -167,7 +168,9 @@ class WeightMapping:
             if part is not None:
                 parts.append(part)
         if sum(count_elements(part.region) for part in parts) != count_elements(later.region):
-            raise MappingError(f"{later}: the earlier mapping does not define these elements once")
+            raise MappingError(
+                f"{later}: the earlier mapping does not define these elements exactly once"
+            )
         return parts
 
     def witnessed_by(self, witness: str | None) -> WeightMapping:
@@ -409,7 +412,10 @@ class WeightMapping:
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise MappingError(f"expected JSON of format {_FORMAT!r}")
         if value["version"] != _VERSION:
-            raise MappingError(f"version {value['version']} of a mapping; this reads {_VERSION}")
+            raise MappingError(
+                f"cannot read version {value['version']} of a mapping; this release reads version "
+                f"{_VERSION}"
+            )
         sources = {name: tuple(shape) for name, shape in value["sources"].items()}
         targets = {name: tuple(shape) for name, shape in value["targets"].items()}
         assignments = tuple(map(Assignment.from_json, value["assignments"]))
@@ -428,5 +434,6 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: tuple[Assignment, ...
     if sum(map(count_elements, regions)) != count_elements(whole_region(shape)):
         gap = format_region(first_gap(regions, shape) or ())
         raise MappingError(
-            f"{name!r} {shape}: {gap} has no source; assign one, a fill value, or keep"
+            f"{name!r} {shape}: {gap} does not have a source; assign a source, a fill value, or "
+            "keep"
         )

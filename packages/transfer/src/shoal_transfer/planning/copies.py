@@ -167,7 +167,7 @@ class TensorPlan(NamedTuple):
                 "source", holding.rank, name, address.offset, strides=address.strides
             )
         read = route.copied.part.reading_from(part.source_region)
-        assert read is not None, "the elements have arrived by that route"
+        assert read is not None, "the elements must have arrived by that route"
         holding = route.copied.receiver
         address = _address(holding, read.region)
         strides = _by_source_dims(read, address.strides)

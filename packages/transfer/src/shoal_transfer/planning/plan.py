@@ -97,23 +97,26 @@ def _check_shapes(source: Manifest, target: Manifest, mapping: WeightMapping) ->
         names = [one for one in (name, *record.aliases) if one in mapping.targets]
         if not names:
             raise MappingError(
-                f"the mapping has no target {name!r} {record.shape}; add it with a source, a fill "
-                "value, or keep"
+                f"the mapping does not have the target {name!r} {record.shape}; add it with a "
+                "source, a fill value, or keep"
             )
         for one in names:
             if mapping.targets[one] != record.shape:
                 raise MappingError(
-                    f"{one!r} is {record.shape} in the target, {mapping.targets[one]} in the mapping"
+                    f"{one!r} is {record.shape} in the target, but {mapping.targets[one]} in the "
+                    "mapping"
                 )
     for name in mapping.targets:
         if name not in target.names:
-            raise MappingError(f"the target has no tensor {name!r}; drop it from the mapping")
+            raise MappingError(
+                f"the target does not have a tensor {name!r}; drop it from the mapping"
+            )
     used = dict.fromkeys(part.source for part in mapping.assignments if part.source is not None)
     for name in used:
         has = source.record(name).shape if name in source.names else "no such tensor"
         if mapping.sources.get(name) != has:
             raise MappingError(
-                f"{name!r} is {mapping.sources.get(name)} in the mapping, the source has {has}"
+                f"{name!r} is {mapping.sources.get(name)} in the mapping, but the source has {has}"
             )
 
 
@@ -152,8 +155,8 @@ def _source_records(
         found = source.record(part.source)
         if found.dtype != record.dtype and not part.casts:
             raise MappingError(
-                f"{part}: the source is {found.dtype}, the target {record.dtype}; a mapping "
-                "with_casts() casts before elements are sent"
+                f"{part}: the source is {found.dtype}, but the target is {record.dtype}; use "
+                "mapping.with_casts(), which casts elements before they are sent"
             )
         records[part.source] = found
     return records

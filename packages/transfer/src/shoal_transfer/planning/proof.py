@@ -86,7 +86,7 @@ def _prove_mapping(table: RouteTable, part: Assignment) -> None:
             continue
         got = part.restricted_to(expected.region)
         if got != expected:
-            raise ProofError(f"the plan has {got}, the mapping {expected}")
+            raise ProofError(f"the plan has {got}, but the mapping has {expected}")
         left -= count_elements(expected.region)
     if left:
         raise ProofError(f"{part}: the mapping does not assign {left} of these elements")
@@ -109,7 +109,7 @@ def _prove_sender(table: RouteTable, route: Route) -> None:
             raise ProofError(f"{part}: copies elements that have not arrived by {arrived}")
         return
     if not route.senders:
-        raise ProofError(f"{part}: nobody sends these elements to rank {route.receiver.rank}")
+        raise ProofError(f"{part}: no rank sends these elements to rank {route.receiver.rank}")
     held = table.held_by(route.source)
     for holding in route.senders:
         is_held = holding in held and contains(region_of_box(holding.box), part.source_region)

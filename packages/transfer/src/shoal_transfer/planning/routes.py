@@ -335,7 +335,7 @@ def _at(part: Assignment, dim: int, indices: range) -> Assignment:
     region = [*part.region]
     region[dim] = indices
     restricted = part.restricted_to(tuple(region))
-    assert restricted is not None, "the indices are some of its own"
+    assert restricted is not None, "the indices must be a subset of its own"
     return restricted
 
 
@@ -366,7 +366,7 @@ def _known_and_new(
 def _reading(part: Assignment, region: Region) -> Assignment:
     """Return the part of an assignment that reads a region of its source."""
     read = part.reading_from(region)
-    assert read is not None, "the region is a part of its source region"
+    assert read is not None, "the region must be a part of its source region"
     return read
 
 

@@ -62,7 +62,7 @@ class FolderWire:
         self._count = 0
         old = sorted(self._folder.glob(f"*-{member}-*"))
         if old:
-            raise TransferError(f"{old[0]} is of an earlier run; use a new folder")
+            raise TransferError(f"{old[0]} was written by an earlier run; use a new folder")
 
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         """Exchange by one file per pair of members."""
@@ -102,7 +102,7 @@ class FolderWire:
         self._wait_for(path)
         count = read_header(path)[_ELEMENTS]["shape"][0]
         if count != flat.numel():
-            raise TransferError(f"{path} has {count} elements, the plan {flat.numel()}")
+            raise TransferError(f"{path} has {count} elements, but the plan has {flat.numel()}")
         size = path.stat().st_size
         mapped = torch.from_file(str(path), size=size, dtype=torch.uint8)
         # a copy, because the file's memory ends with the file
@@ -114,7 +114,9 @@ class FolderWire:
         pause = _FIRST_PAUSE
         while not path.exists():
             if time.monotonic() > deadline:
-                raise TransferError(f"{path} did not appear in {self.timeout} s: its sender died?")
+                raise TransferError(
+                    f"{path} did not appear within {self.timeout} s; its sender may have died"
+                )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -122,7 +124,7 @@ class FolderWire:
 def _as_file(flat: Tensor) -> list[bytes | memoryview]:
     """Return the header and the data of a safetensors file with one tensor."""
     if flat.dtype not in _NAMES:
-        raise TransferError(f"safetensors files do not hold {flat.dtype}")
+        raise TransferError(f"safetensors files cannot store {flat.dtype}")
     data: Any = flat.detach().cpu().contiguous().view(torch.uint8).numpy()
     value = {
         "dtype": _NAMES[flat.dtype],

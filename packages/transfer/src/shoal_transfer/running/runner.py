@@ -201,8 +201,8 @@ class Runner:
             pair = min(wrong, key=lambda one: one.place)
             names = ", ".join(dict.fromkeys(steps[pair.place // 2].names))
             raise TransferError(
-                f"elements from member {pair.sender} to member {pair.receiver} arrived with another "
-                f"digest, among {names}"
+                f"elements from member {pair.sender} to member {pair.receiver} arrived with a "
+                f"different digest; the tensors are {names}"
             )
 
 

@@ -120,7 +120,7 @@ class WeightTransfer:
         compute: Mapping[str, Function] | None = None,
     ) -> None:
         if mode not in ("staged", "in_place"):
-            raise TransferError(f"mode is 'staged' or 'in_place', got {mode!r}")
+            raise TransferError(f"mode must be 'staged' or 'in_place', got {mode!r}")
         self.plan = plan
         self.version: int | None = None
         self.is_valid = True
@@ -269,7 +269,7 @@ class WeightTransfer:
             version 0 differs: 'gate' in 2 of 2 elements on
         """
         if self._mode != "staged":
-            raise TransferError("witness compares two copies, which only mode 'staged' has")
+            raise TransferError("witness compares two copies, which exist only in mode 'staged'")
         self.wait()
         self._receive(0 if self._seat.source_rank is not None else None)
         different = self._differences()
@@ -330,9 +330,12 @@ class WeightTransfer:
         if self._computations and self._deltas and self._mode == "in_place":
             return "deltas need the elements as they arrived, which mode 'in_place' computes on"
         if self._seat.source_rank is not None and version is None:
-            return "ranks of the source pass a version"
+            return "ranks of the source must pass a version"
         if version is not None and self.version is not None and version < self.version:
-            return f"version {version} is older than version {self.version}"
+            return (
+                f"version {version} is older than version {self.version}; pass an increasing "
+                "version"
+            )
         return None
 
     def _missing_model(self) -> str | None:
@@ -341,7 +344,10 @@ class WeightTransfer:
         for side, memories in sides:
             for part in self._parts[side]:
                 if part not in memories.tensors:
-                    return f"{side} holds {part!r} on this rank by the plan; pass {side}= its model"
+                    return (
+                        f"by the plan, {side} holds {part!r} on this rank; pass its model as "
+                        f"{side}="
+                    )
         return None
 
     def _find_parts(self) -> dict[str, list[str]]:
@@ -430,14 +436,14 @@ class WeightTransfer:
     def _state(self) -> str:
         """Say what the target holds after a fault."""
         if self._mode == "staged":
-            return f"the target keeps version {self.version}, whole"
+            return f"the target keeps the complete version {self.version}"
         return "the target's weights are invalid until a transfer succeeds"
 
 
 def _seat_of(roster: Roster, wire: Wire, source: Model | None, target: Model | None) -> Seat:
     """Return the ranks of this process, by its number among the members."""
     if roster.size != wire.size:
-        raise TransferError(f"the plan has {roster.size} members, the wire {wire.size}")
+        raise TransferError(f"the plan has {roster.size} members, but the wire has {wire.size}")
     source_ranks = {member: rank for rank, member in roster.source.items()}
     target_ranks = {member: rank for rank, member in roster.target.items()}
     source_rank = None if source is None else source_ranks.get(wire.member)
@@ -448,8 +454,8 @@ def _seat_of(roster: Roster, wire: Wire, source: Model | None, target: Model | N
 def _default_wire(plan: TransferPlan) -> Wire:
     if not plan.is_one_world:
         raise TransferError(
-            f"worlds {plan.source.world!r} and {plan.target.world!r} share no process group; pass "
-            "a JointWire or a FolderWire"
+            f"worlds {plan.source.world!r} and {plan.target.world!r} do not share a process "
+            "group; pass a JointWire or a FolderWire"
         )
     ranks = sorted({*plan.source.hosts, *plan.target.hosts})
     if not dist.is_initialized():
@@ -471,16 +477,17 @@ def _compare(reports: list[_Report]) -> int:
         if one.error is not None:
             errors.append(f"member {member}: {one.error}")
     if errors:
-        raise TransferError(f"{errors[0]}; no byte has moved")
+        raise TransferError(f"{errors[0]}; no data was transferred")
     if len({one.digest for one in reports}) > 1:
         raise TransferError(
             "the members have different plans: make them from the same manifests and mapping; no "
-            "byte has moved"
+            "data was transferred"
         )
     versions = {one.version for one in reports if one.version is not None}
     if len(versions) != 1:
         raise TransferError(
-            f"the source's ranks send versions {sorted(versions)}; no byte has moved"
+            f"the ranks of the source must send one version, got {sorted(versions)}; no data was "
+            "transferred"
         )
     return versions.pop()
 
