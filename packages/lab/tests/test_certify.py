@@ -161,7 +161,7 @@ def forgets_a_step(mesh: Mapping[str, int]) -> None:
 
 def test_another_number_of_steps_is_a_finding() -> None:
     report = certify(forgets_a_step, meshes=[{"dp": 2}], shrink=False)
-    assert "the optimizer stepped 1 times, on one device 2 times" in str(report)
+    assert "the optimizer stepped 1 times on the ranks, but 2 times on one device" in str(report)
 
 
 _MESHES = list[Any]()

@@ -70,7 +70,7 @@ def parts(axis: str, weights: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Callable[[
         (lambda rank: values()[[1, 0, 2, 3, 4, 5]], "permuted", (), "dim 0"),
         (parts("tp", (0.5, 2.0, 3.0)), "missing reduction", ("tp",), "weights 0.5, 2, 3"),
         (lambda rank: values() * torch.tensor([2.0] * 3 + [1.0] * 3)[:, None], "too large", ("dp",), "rows 0-2 of 6"),
-        (lambda rank: values() * (1.1 + rank), "scaled", ("dp", "tp"), "another factor on each rank"),
+        (lambda rank: values() * (1.1 + rank), "scaled", ("dp", "tp"), "a different factor on each rank"),
         (lambda rank: values() * torch.nan, "missing", (), "nan"),
     ],
 )  # fmt: skip
@@ -112,7 +112,7 @@ def test_the_shard_of_another_rank_is_recognized() -> None:
     order = (1, 2, 0)
     found = explain(lambda rank: values()[shards[order[rank]]], grid, shards)
     assert (found[0].kind, found[0].axes) == ("wrong shard", ("tp",))
-    assert "rank 0 has that of rank 1" in found[0].text
+    assert "rank 0 has the value of rank 1" in found[0].text
 
 
 def test_shards_are_scaled_as_replicas_are() -> None:

@@ -76,5 +76,5 @@ def test_wrong_arguments_exit_with_2(
 
 
 def test_a_script_has_no_other_reference() -> None:
-    with pytest.raises(CertifyError, match="a script is its own reference"):
+    with pytest.raises(CertifyError, match="a script is compared with itself"):
         certify(SCRIPT, lambda: None, meshes=[{"ranks": 2}])

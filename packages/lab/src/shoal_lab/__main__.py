@@ -53,18 +53,22 @@ def _make_parser(certifies: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shoal certify" if certifies else "shoal run",
         usage=_USAGE,
-        description="Options of the script itself may follow; after -- all are the script's.",
+        description="Options of the script may follow; all options after -- belong to the script.",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="a script for torchrun")
+    parser.add_argument("script", metavar="SCRIPT", help="a script that can be started by torchrun")
     count = parser.add_mutually_exclusive_group(required=True)
     count.add_argument("--ranks", type=int, metavar="N", help="the number of ranks")
     parser.add_argument(
         "--device", choices=["cpu"], help="run programs for an accelerator on the CPU"
     )
     if certifies:
-        count.add_argument("--mesh", help="axes and sizes, in the order of the ranks: dp=2,tp=4")
+        count.add_argument(
+            "--mesh", help="names and sizes of the axes, in the order of the ranks: dp=2,tp=4"
+        )
         parser.add_argument(
-            "--dtype", default="float64", help="the default dtype; keep leaves torch's"
+            "--dtype",
+            default="float64",
+            help='the default dtype of the run; "keep" does not change torch\'s',
         )
         parser.add_argument(
             "--tolerance", type=float, help="the allowed difference, relative to the norm"

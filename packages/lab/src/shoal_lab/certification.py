@@ -76,10 +76,11 @@ class Certification:
                 records, reference, grid, stale=stale, tolerance=self.tolerance
             )
         if not verdict.compared and not verdict.findings:
-            reason = verdict.not_compared[0] if verdict.not_compared else "no parameters were seen"
+            reason = verdict.not_compared[0] if verdict.not_compared else "no parameters were found"
             raise CertifyError(
-                "certify: nothing could be compared: no module with parameters ran with gradients, "
-                f"or no parameter of one device fits those of the ranks: {reason}"
+                "certify: nothing could be compared. Either no module with parameters ran with "
+                "gradients, or no parameter of one device matches the parameters of the ranks: "
+                f"{reason}"
             )
         axes = dict(zip(grid.names, grid.sizes, strict=True))
         result = MeshResult(
@@ -111,8 +112,8 @@ class Certification:
         except Exception as error:
             raise CertifyError(
                 "certify: the program ran on the ranks, but not on one device: "
-                f"{type(error).__name__}: {error}. Give a reference, or let the program pick its "
-                "rows of a global batch by rank"
+                f"{type(error).__name__}: {error}. Pass a reference, or let the program choose "
+                "its rows of a global batch by rank"
             ) from error
         if not observation.batches:
             self._references[key] = record

@@ -117,8 +117,8 @@ def _make_reference(job: RankJob, reference: object, sizes: Mapping[str, int]) -
         raise CertifyTypeError(f"certify: expected reference to be a function, got {kind}")
     if job.function is None:
         raise CertifyError(
-            "certify: a script is its own reference, on one rank; got a script and a reference. "
-            "Certify a function, or leave the reference out"
+            "certify: a script is compared with itself on one rank, so reference= cannot be "
+            "passed with a script. Certify a function, or leave reference out"
         )
     parameters = inspect.signature(reference).parameters
     required = [name for name, one in parameters.items() if one.default is one.empty]

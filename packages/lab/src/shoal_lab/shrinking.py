@@ -156,13 +156,13 @@ def _decide(
     over = ", ".join(cause)
     if not finding.explanations:
         text = (
-            f"differs by {finding.difference:.1e}; no combination of the ranks explains it, but it "
-            f"needs more than one rank along {over} only"
+            f"differs by {finding.difference:.1e}; no combination of the ranks' values explains "
+            f"it, but it occurs with more than one rank along {over} only"
         )
         return replace(finding, explanations=(FittingExplanation("unexplained", cause, text),))
     first = finding.explanations[0]
     if first.kind in ("forward", "scaled", "permuted", "random") and first.axes != cause:
-        text = f"{first.text} (it needs more than one rank along {over} only)"
+        text = f"{first.text} (it occurs with more than one rank along {over} only)"
         return replace(finding, explanations=(replace(first, axes=cause, text=text),))
     return finding
 

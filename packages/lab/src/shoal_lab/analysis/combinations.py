@@ -97,7 +97,10 @@ def _tied_copies(
     if not is_right(totals, expected.now, setting):
         return []
     tied = " and ".join(names)
-    text = f"{tied} are one tied parameter on one device, here their {quantity}s are not added"
+    text = (
+        f"{tied} are one tied parameter on one device, but on the ranks their {quantity}s are not "
+        "added"
+    )
     return [FittingExplanation("copies", (), text)]
 
 
@@ -186,7 +189,10 @@ def _stale(
             text = f"stale: the {quantity} equals the value of {age} step{'s' * (age > 1)} before"
             return [FittingExplanation("stale", (), text)]
     if expected.stale is not None and is_right(copies, expected.stale, setting):
-        text = "stale: computed with the parameters of the step before, as of weights gathered once"
+        text = (
+            "stale: computed with the parameters of the step before, as if weights were gathered "
+            "only once"
+        )
         return [FittingExplanation("stale", (), text)]
     if not expected.earlier:
         return []
@@ -195,9 +201,14 @@ def _stale(
         return []
     now, before = coefficients
     if isclose(now, 1, rel_tol=1e-6) and isclose(before, 1, rel_tol=1e-6):
-        text = f"not zeroed: the sum of this step's {quantity} and that of the step before"
+        text = (
+            f"not zeroed: the sum of this step's {quantity} and the {quantity} of the step before"
+        )
         return [FittingExplanation("not zeroed", (), text)]
-    text = f"{now:.4g} times this step's {quantity} plus {before:.4g} times that of the step before"
+    text = (
+        f"{now:.4g} times this step's {quantity} plus {before:.4g} times the value of the step "
+        "before"
+    )
     return [FittingExplanation("not zeroed", (), text)]
 
 
@@ -215,12 +226,13 @@ def _microbatches(
     if max(distances) < 1e-6:
         kept = [str(number) for number, value in enumerate(coefficients) if value > 0.5]
         text = (
-            f"only the gradients of microbatch {', '.join(kept)} count: the weights are {weights}"
+            f"only the gradients of microbatch {', '.join(kept)} are counted: the weights are "
+            f"{weights}"
         )
         return [FittingExplanation("microbatches", (), text)]
     axes = _axes_of_weights(coefficients, setting)
     cause = f": reduced again over {', '.join(axes)} with each microbatch" if axes else ""
-    text = f"microbatches have the weights {weights} in place of equal ones{cause}"
+    text = f"microbatches have the weights {weights} instead of equal weights{cause}"
     return [FittingExplanation("microbatches", axes, text)]
 
 
@@ -253,7 +265,7 @@ def _wrong_shard(
     if not taken:
         return []
     axes = _axes_between(list(taken.items()), setting)
-    texts = [f"rank {rank} has that of rank {other}" for rank, other in taken.items()]
+    texts = [f"rank {rank} has the value of rank {other}" for rank, other in taken.items()]
     pairs = ", ".join(texts)
     over = f" over {', '.join(axes)}" if axes else ""
     return [FittingExplanation("wrong shard", axes, f"shards in another order{over}: {pairs}")]
@@ -293,7 +305,7 @@ def _permuted(
         return []
     axes = sharded_axes(copies, setting)
     where = f"dim {dims.pop()}" if len(dims) == 1 else "the whole tensor"
-    order = "in another order than on one device"
+    order = "in a different order than on one device"
     return [FittingExplanation("permuted", axes, f"permuted: the slices of {where} are {order}")]
 
 
@@ -344,7 +356,7 @@ def _some_ranks(
             ]
     if quantity != "parameter":
         return []
-    text = f"differs {where}, which were not given the values of the other ranks"
+    text = f"differs {where}, which did not get the values of the other ranks"
     return [FittingExplanation("some ranks", axes, text)]
 
 

@@ -65,7 +65,7 @@ def _too_large(cause: _Cause, setting: Setting, sign: str) -> FittingExplanation
     """Describe a value that is too large."""
     times = f"{cause.number} times too large{' and ' + sign if sign else ''}"
     if not cause.axes:
-        text = f"{times}: {cause.backwards} microbatches are added where their mean is right"
+        text = f"{times}: {cause.backwards} microbatches are added instead of averaged"
         return FittingExplanation("microbatches", (), text)
     axes = ", ".join(cause.axes)
     kind = "too large"
@@ -77,7 +77,7 @@ def _too_large(cause: _Cause, setting: Setting, sign: str) -> FittingExplanation
     else:
         text = f"{times}: reduced twice over {axes}, or mean taken as sum over {axes}"
     if cause.backwards > 1:
-        text += f", and {cause.backwards} microbatches are added where their mean is right"
+        text += f", and {cause.backwards} microbatches are added instead of averaged"
     return FittingExplanation(kind, cause.axes, text)
 
 

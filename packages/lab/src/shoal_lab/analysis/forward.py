@@ -131,7 +131,9 @@ class _ModuleSearch:
                 return None
             axes = _differing_axes(values, setting)
             return FittingExplanation(
-                "forward", axes, f"{missing}: each rank of {', '.join(axes)} has the others' part"
+                "forward",
+                axes,
+                f"{missing}: each rank of {', '.join(axes)} has the part of another rank",
             )
         for axes in setting.grid.subsets():
             summed = _sum_values(values, axes, setting.grid)
@@ -275,7 +277,7 @@ def _uncovered(copies: Sequence[RankCopy], whole: Tensor, allowed: float) -> str
     if bool((nearest <= allowed).all()):
         return None
     count = int((~is_covered).sum())
-    return f"{count} of {whole.numel()} elements of one device are on no rank"
+    return f"{count} of {whole.numel()} elements of one device are missing on all ranks"
 
 
 def _differing_axes(values: Mapping[int, LocalValue], setting: Setting) -> tuple[str, ...]:

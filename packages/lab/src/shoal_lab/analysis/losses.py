@@ -83,6 +83,7 @@ def explain_losses(
     over = ", ".join(axes)
     text = (
         f"wrong divisor: the mean of each rank counts equally over {over}, but the ranks have "
-        f"{', '.join(map(str, numbers))} targets; the loss of one device weighs them by these numbers"
+        f"{', '.join(map(str, numbers))} targets; the loss of one device weights the ranks' means "
+        "by these numbers"
     )
     return (FittingExplanation("uneven mean", axes, text),)

@@ -72,7 +72,9 @@ def scale_ranks(
         factors[copy.rank] = 1.0 if factor is None else factor
     axes = _axes_of_factors(factors, setting)
     numbers = ", ".join(f"{factor:.4g}" for factor in factors.values())
-    return [FittingExplanation("scaled", axes, f"scaled by another factor on each rank: {numbers}")]
+    return [
+        FittingExplanation("scaled", axes, f"scaled by a different factor on each rank: {numbers}")
+    ]
 
 
 def _axes_of_factors(factors: dict[int, float], setting: Setting) -> tuple[str, ...]:

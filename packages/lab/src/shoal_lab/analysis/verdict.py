@@ -112,7 +112,10 @@ class _TensorComparison:
                     return
         self.findings += compare_masks(self.ranks, self.setting.grid)
         if counts != [steps]:
-            text = f"the optimizer stepped {' or '.join(map(str, counts))} times, on one device {steps} times"
+            text = (
+                f"the optimizer stepped {' or '.join(map(str, counts))} times on the ranks, but "
+                f"{steps} times on one device"
+            )
             explanation = FittingExplanation("missing", (), text)
             self.findings.append(
                 CertificationFinding(
@@ -157,9 +160,11 @@ class _TensorComparison:
                         CertificationFinding(0, "parameter", name, 1.0, explanations=(explanation,))
                     )
             else:
-                self.not_compared.append(f"{name} on rank {rank}: no parameter of one device fits")
+                self.not_compared.append(
+                    f"{name} on rank {rank}: no parameter of one device has matching values"
+                )
         for rank, name in self.places.ambiguous:
-            self.not_compared.append(f"{name} on rank {rank}: constant values fit several shards")
+            self.not_compared.append(f"{name} on rank {rank}: constant values match several shards")
 
     def _sharded_axes(self, name: str) -> tuple[str, ...]:
         """Return the axes along which the initial values of a parameter differ."""
