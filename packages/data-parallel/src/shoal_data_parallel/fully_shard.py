@@ -28,6 +28,7 @@ from shoal_mesh.internal import accelerator
 
 from .fsdp_module import FSDPModule
 from .parameters.agreement import check_same_parameters
+from .parameters.gather_extensions import has_extension
 from .parameters.parameter_meshes import MeshAssignment, PlacementFunction, data_axes_of
 from .parameters.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .parameters.sharded_parameters import DataAxes
@@ -112,7 +113,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
             the number of ranks that shard, the module is sharded already or has no
             forward, or a parameter is placed on a data axis, partial, or replicated by `replicate`.
         StyleError: if parameters have gradients, or are tensors of tensors, as quantized weights
-            are.
+            are, without the methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
         TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit
             already.
 
@@ -233,7 +234,7 @@ def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> 
             "fully_shard: a parameter was passed to replicate() already; to shard and replicate, "
             "pass fully_shard a mesh of two axes: it replicates over the first axis"
         )
-    check_plain_tensors("fully_shard", params)
+    check_plain_tensors("fully_shard", [param for param in params if not has_extension(param)])
     if any(param.grad is not None for param in params):
         raise StyleError(
             "fully_shard: parameters have gradients, which may be averaged or not; drop the "

@@ -22,7 +22,7 @@ from .differentiable import adjoint_types, linear_collective
 from .events import Event, is_observed, observe, observing, unobserve, unobserved
 from .facades import facade
 from .groups.process_groups import comm_for, comm_of_threads
-from .groups.world import agree
+from .groups.world import agree, all_gather_objects
 from .mesh.device_mesh import with_own_groups
 from .notebook_html import html_table, html_text
 from .observers.lockstep import in_lockstep

@@ -37,6 +37,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import Comm, DeviceMesh, purpose
 
+from .gather_extensions import GatherExtension, Move, extension_of, has_extension
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 Site = tuple[nn.Module, str]
@@ -128,6 +129,8 @@ class ShardedParameter:
     after_forward: tuple[Spec, Spec] | None = None
     # the dtypes of computation and reduction, where they are not the leaf's
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
+    # what is sent in place of the shard, if the class of the parameter decides it
+    extension: GatherExtension | None = None
 
     @property
     def partial(self) -> Spec:
@@ -153,6 +156,8 @@ class ShardedParameter:
 
         They are in the dim that `axes` shard.
         """
+        if self.extension is not None:
+            raise self.extension.refuse("cannot be kept in larger shards after a forward")
         placement = self.resting.placements[axes.mesh.ndim - 1]
         asked = Shard(placement.dim) if isinstance(placement, Shard | StridedShard) else None
         self.after_forward = _layouts(self.leaf, inside, self.styled, asked)
@@ -183,6 +188,11 @@ class ShardedParameter:
         """
         shard = local_shard(self.leaf)  # type: ignore[arg-type]  # a Parameter that holds a DTensor
         return self.leaf._version, shard._version, memory_of(shard), shard.dtype
+
+    def shard_on_device(self) -> Tensor:
+        """Return this rank's shard on the device of the mesh, in the dtype of the leaf."""
+        shard: Tensor = local_shard(self.leaf).detach()  # type: ignore[arg-type]  # a Parameter that holds a DTensor
+        return shard.to(self.gathered.mesh.device_type)
 
     def zeros(self) -> Tensor:
         """Return a gradient of the leaf that changes nothing."""
@@ -341,6 +351,12 @@ def shard_parameter(
     precision = policies[0].for_parameter(param)
     offload = policies[1]
     inner = param.spec if isinstance(param, DTensor) else None
+    if inner is not None and has_extension(local_of(param)):
+        raise LayoutError(
+            f"fully_shard: a parameter that styles have placed holds a "
+            f"{type(local_of(param)).__name__}, whose class decides what is gathered over data "
+            "axes; that is for parameters on no other axes"
+        )
     styled = None if inner is None else _without_data_axes(inner, axes)
     resting, gathered = _layouts(param, axes, styled, placement)
 
@@ -358,6 +374,7 @@ def shard_parameter(
             "not get the reduced gradient; register the hooks after fully_shard, on the module's "
             "new parameter"
         )
+    extension = extension_of(param, resting, sites[0][0], precision)
     leaf = _replacement(param, rows, styled=inner is not None)
     parameter = ShardedParameter(
         tuple(sites),
@@ -368,6 +385,7 @@ def shard_parameter(
         reduced=resting,
         styled=styled,
         precision=precision,
+        extension=extension,
     )
     parameter.set_dtypes()
     return parameter
@@ -378,6 +396,8 @@ def shards_to_send(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
 
     Shards on the host are sent to the device all together.
     """
+    if not parameters:
+        return []
     shards: list[Tensor] = [local_shard(p.leaf).detach() for p in parameters]  # type: ignore[arg-type]  # Parameters that hold DTensors
     device = torch.device(parameters[0].gathered.mesh.device_type)
     dtypes = [p.resting.dtype for p in parameters]
@@ -389,11 +409,31 @@ def shards_to_send(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
     return [shard.to(device, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
 
 
+def parts_to_send(parameters: Sequence[ShardedParameter]) -> tuple[list[Tensor], list[Move]]:
+    """Return the tensors that are sent for all parameters, with their layouts before and after.
+
+    That is one shard for each parameter, unless its class decides what is gathered.
+    """
+    plain = iter(shards_to_send([p for p in parameters if p.extension is None]))
+    tensors: list[Tensor] = []
+    moves: list[Move] = []
+    for parameter in parameters:
+        if parameter.extension is None:
+            tensors.append(next(plain))
+            moves.append((parameter.resting, parameter.gathered))
+            continue
+        shard = parameter.shard_on_device()
+        parts, moves_of_parts = parameter.extension.send(shard)
+        tensors += parts
+        moves += moves_of_parts
+    return tensors, moves
+
+
 def start_to_gather(parameters: Sequence[ShardedParameter], what: str) -> ShardsInFlight:
     """Send the shards of all parameters together."""
-    shards = shards_to_send(parameters)
     with purpose(what):
-        return redistribute_shards(shards, [(p.resting, p.gathered) for p in parameters])
+        tensors, moves = parts_to_send(parameters)
+        return redistribute_shards(tensors, moves)
 
 
 @torch.no_grad()
@@ -403,6 +443,8 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
     Gradients are made whole, too, in one collective for all.
     """
     for parameter in parameters:
+        if parameter.extension is not None:
+            raise parameter.extension.refuse("stays sharded over the data axes")
         parameter.adopt()
     moving = [
         (p, t) for p in parameters for t in (p.leaf, p.leaf.grad) if t is not None and not t.is_meta

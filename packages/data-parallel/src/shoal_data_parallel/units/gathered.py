@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shoal_dtensor import Spec
+
 from ..parameters.sharded_parameters import ShardedParameter
 
 Versions = list[tuple[object, ...]]
@@ -21,6 +23,10 @@ class Gathered:
     versions: Versions
     # the gathered local tensors, one per parameter
     tensors: list[Tensor] = field(default_factory=list)
+    # the tensors that receive values: those, and what classes of tensors make others of them from
+    received: list[Tensor] = field(default_factory=list)
+    # other tensors with the memory of what modules see, as those classes return them
+    inner: list[Tensor] = field(default_factory=list)
     # without values the tensors only hold their place in autograd's graph
     has_values: bool = False
     # how often each tensor had been written to when it was filled
@@ -28,19 +34,38 @@ class Gathered:
     # this rank's shards over fewer ranks, from a forward to the gather for its backward
     shards: list[Tensor] = field(default_factory=list)
 
-    def allocate(self, parameters: Sequence[ShardedParameter]) -> list[Tensor]:
-        """Give all gathered tensors memory, and make the tensors that do not exist yet."""
-        if not self.tensors:
-            for spec in (parameter.gathered for parameter in parameters):
+    def allocate(self, layouts: Sequence[Spec]) -> list[Tensor]:
+        """Give all tensors that receive values memory, and make those that do not exist yet."""
+        if not self.received:
+            for spec in layouts:
                 device = spec.mesh.device_type
-                self.tensors.append(torch.empty(spec.local_shape, dtype=spec.dtype, device=device))
-        for tensor in self.tensors:
-            storage = tensor.untyped_storage()
-            size = tensor.numel() * tensor.element_size()
-            # memory that was kept stays where it is
-            if storage.nbytes() != size:
-                storage.resize_(size)
-        return self.tensors
+                tensor = torch.empty(spec.local_shape, dtype=spec.dtype, device=device)
+                self.received.append(tensor)
+        for tensor in self.received:
+            _resize(tensor, tensor.numel() * tensor.element_size())
+        return self.received
+
+    def complete(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Make the tensors that modules see of the values that have arrived, or refill them."""
+        is_first = not self.tensors
+        for tensor in self.inner:
+            _resize(tensor, tensor.numel() * tensor.element_size())
+        arrived = iter(self.received)
+        for i, parameter in enumerate(parameters):
+            extension = parameter.extension
+            if extension is None:
+                tensor = next(arrived)
+                if is_first:
+                    self.tensors.append(tensor)
+                continue
+            outputs = [next(arrived) for _ in extension.lengths or ()]
+            shard = parameter.shard_on_device()
+            if not is_first:
+                extension.refill(shard, outputs, self.tensors[i])
+                continue
+            tensor, inner = extension.receive(shard, outputs)
+            self.tensors.append(tensor)
+            self.inner += inner
 
     @property
     def were_written(self) -> bool:
@@ -53,8 +78,15 @@ class Gathered:
         self.shards = []
         if keeps_memory:
             return
-        for tensor in self.tensors:
-            tensor.untyped_storage().resize_(0)
+        for tensor in (*self.received, *self.inner):
+            _resize(tensor, 0)
+
+
+def _resize(tensor: Tensor, size: int) -> None:
+    """Change the number of bytes of a tensor's memory; memory that is there stays where it is."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != size:
+        storage.resize_(size)
 
 
 class Views(list[Tensor]):

@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import ShardsInFlight, redistribute_shards, register_owner
 from shoal_mesh import purpose
@@ -58,8 +59,8 @@ from ..parameters.sharded_parameters import (
     ShardedParameter,
     Site,
     make_whole,
+    parts_to_send,
     shard_parameter,
-    shards_to_send,
     start_to_gather,
 )
 from .forward_scope import ForwardScope
@@ -100,6 +101,15 @@ class Forward:
     nodes: Sequence[Any] = ()
     # the unit whose forward ended before, so that its backward begins next
     before: Sequence[Unit] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """Shards in flight, the versions of the leaves that were sent, and the layouts that arrive."""
+
+    values: ShardsInFlight | CustomGather
+    versions: Versions
+    layouts: Sequence[Spec]
 
 
 @dataclass(slots=True)
@@ -164,7 +174,7 @@ class Unit(Group):
         # the versions of the leaves that were sent, and the tensors that modules see in place of
         # the leaves.
         self.current = Gathered([])
-        self._in_flight: tuple[ShardsInFlight | CustomGather, Versions] | None = None
+        self._in_flight: _InFlight | None = None
         self.exposed: Views | None = None
 
         # The passes, written by `unit_passes`: the forward that is running; the last one; those
@@ -323,7 +333,7 @@ class Unit(Group):
         """Send the shards, unless the values of the leaves are here or in flight."""
         versions = self.versions
         is_here = self.current.has_values and self.current.versions == versions
-        is_coming = self._in_flight is not None and self._in_flight[1] == versions
+        is_coming = self._in_flight is not None and self._in_flight.versions == versions
         if not self.parameters or is_here or is_coming:
             return
         if self.current.versions != versions:
@@ -332,7 +342,7 @@ class Unit(Group):
         # without a version before the first gather
         if not self.current.versions:
             self._check_materialized()
-        self._in_flight = (self._send_shards(), versions)
+        self._in_flight = self._send_shards(versions)
 
     def _check_materialized(self) -> None:
         if self.axes.mesh.device_type == "meta":
@@ -348,30 +358,27 @@ class Unit(Group):
             for path, module in root.named_modules():
                 yield from (f"{path}.{key}".lstrip(".") for owner, key in sites if owner is module)
 
-    def _send_shards(self) -> ShardsInFlight | CustomGather:
-        text = f"fully_shard gathers {self.name}"
+    def _send_shards(self, versions: Versions) -> _InFlight:
         all_gather = self.communication.all_gather
         is_inside = self.axes_inside is not None and bool(self.current.shards)
-        if all_gather is None and not is_inside:
-            return start_to_gather(self.parameters, text)
-        if is_inside:
-            axes = self.axes_inside or self.axes
-            shards = self.current.shards
-            moves = [parameter.moves_after_forward() for parameter in self.parameters]
-        else:
+        with purpose(f"fully_shard gathers {self.name}"):
             axes = self.axes
-            shards = shards_to_send(self.parameters)
-            moves = [(parameter.resting, parameter.gathered) for parameter in self.parameters]
-        with purpose(text):
+            if is_inside:
+                axes = self.axes_inside or self.axes
+                sent = self.current.shards
+                moves = [parameter.moves_after_forward() for parameter in self.parameters]
+            else:
+                sent, moves = parts_to_send(self.parameters)
+            layouts = [gathered for _, gathered in moves]
             if all_gather is None:
-                return redistribute_shards(shards, moves)
-            return CustomGather(all_gather, axes, shards, moves)
+                return _InFlight(redistribute_shards(sent, moves), versions, layouts)
+            return _InFlight(CustomGather(all_gather, axes, sent, moves), versions, layouts)
 
     def finish_gathering(self) -> None:
         """Wait for the values in flight, if there are some, and write them to the gathered tensors."""
         in_flight = self._in_flight
         self._in_flight = None
-        versions = self.versions if in_flight is None else in_flight[1]
+        versions = self.versions if in_flight is None else in_flight.versions
         # with nothing in flight, because the unit does not have parameters
         if self.current.versions != versions:
             self.current = self._replace_gathered(versions)
@@ -385,7 +392,8 @@ class Unit(Group):
             torch.no_grad(),
             preserving_versions(tuple(current.tensors)),
         ):
-            in_flight[0].wait(lambda: current.allocate(self.parameters))
+            in_flight.values.wait(lambda: current.allocate(in_flight.layouts))
+            current.complete(self.parameters)
         current.has_values = True
         current.shards = []
         current.versions_when_filled = [tensor._version for tensor in current.tensors]
@@ -396,7 +404,7 @@ class Unit(Group):
         if not self.settings.keep_unsharded_storage:
             return Gathered(versions)
         replaced.has_values = False
-        return Gathered(versions, replaced.tensors)
+        return Gathered(versions, replaced.tensors, replaced.received, replaced.inner)
 
     def gather(self) -> Gathered:
         """Have the values of the leaves gathered, and return them."""
@@ -449,7 +457,7 @@ class Unit(Group):
         what = f"fully_shard compares {self.name} with its shards"
         with torch.no_grad():
             again = start_to_gather(self.parameters, what).wait()
-            return all(map(_have_same_bits, self.current.tensors, again))
+            return all(map(_have_same_bits, self.current.received, again))
 
     def check_frozen(self) -> None:
         """Raise StyleError if the modules' view of a frozen parameter was made to require gradients."""

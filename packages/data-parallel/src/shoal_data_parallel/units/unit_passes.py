@@ -352,14 +352,17 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     views = forward.views()
     outside = outer_saved_tensors_hooks()
     own = {
-        t.untyped_storage().data_ptr() for t in gathered.tensors if not isinstance(t, FakeTensor)
+        t.untyped_storage().data_ptr() for t in gathered.received if not isinstance(t, FakeTensor)
     }
+    # classes of tensors that have gathered values inside
+    classes = {type(t) for t in gathered.tensors} - {Tensor, FakeTensor}
 
     def pack(tensor: Tensor) -> Any:
         local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
         # the zeros of a tangent have no memory
         has_memory = type(local) is Tensor and not local._is_zerotensor()
-        if has_memory and local.untyped_storage().data_ptr() in own:
+        is_view = has_memory and local.untyped_storage().data_ptr() in own
+        if is_view or type(local) in classes:
             # a tensor that may have no memory when it is read
             return forward, tensor
         if outside is not None:
