@@ -61,8 +61,11 @@ class Block(nn.Module):
         )
         angles = (positions / 10).unsqueeze(-1)
         q, k = (x * angles.cos() + x.roll(2, -1) * angles.sin() for x in (q, k))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mixed = self.mix(q, k, v)
         return cast(Tensor, self.o(mixed.transpose(1, 2).flatten(-2)))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class Packed(Block):
@@ -74,6 +77,15 @@ class Packed(Block):
             for part in zip(x.tensor_split([4], 1), positions.tensor_split([4]), strict=True)
         ]
         return torch.cat(each, 1)
+
+
+class Windowed(Block):
+    """Each query reads its own key and the three keys before it."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[-2]
+        reads = torch.ones(length, length, dtype=torch.bool).tril().triu(-3)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=reads, enable_gqa=True)
 
 
 TENSOR = {
@@ -138,6 +150,15 @@ def test_packed_documents_times_tensor_parallelism(method: Method) -> None:
     style = ContextParallel(method=method, layout=layout, documents=documents).on("context")
     plan = {"": style} | {name: each.on("tensor") for name, each in TENSOR.items()}
     assert_as_one_device(parallelize_module(Block(), mesh, plan), mesh["context"], layout, Packed())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_queries_read_the_keys_of_a_window(method: Method) -> None:
+    layout = SequenceLayout.head_tail(11, 2)
+    style = ContextParallel(method=method, layout=layout, window=(3, None))
+    module = parallelize_module(Block(), all_ranks(), style)
+    assert_as_one_device(module, all_ranks(), layout, Windowed())
 
 
 @on_ranks(2)
