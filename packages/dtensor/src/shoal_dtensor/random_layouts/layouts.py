@@ -30,7 +30,7 @@ from ..dispatch.global_call import replicated_spec, specs_in
 from ..errors import LayoutError
 from ..layout.boxes import spans
 from ..layout.dim_sharding import StridedDimSharding
-from ..layout.memory_order import dense_stride
+from ..layout.memory_order import dense_stride, dims_by_stride
 from ..layout.placements import Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
@@ -91,18 +91,17 @@ def note_layout(tensor: Tensor, layout: LocalLayout) -> None:
     setattr(tensor, _ATTRIBUTE, layout)
 
 
-def _memory_order(tensor: Tensor) -> list[int]:
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dims by descending stride; of equal strides, a dim of size 1 is the inner one."""
     # strides are symbols, which cannot be sorted; nothing is watched there
     if is_compiling():
-        return list(range(tensor.ndim))
-    strides = tensor.stride()
-    return sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], -tensor.shape[dim]))
+        return tuple(range(tensor.ndim))
+    return dims_by_stride(tensor.stride(), tensor.shape)
 
 
 def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the stride of a dense global tensor with the local tensor's memory order."""
-    return dense_stride(shape, tuple(_memory_order(local)))
+    return dense_stride(shape, _memory_order(local))
 
 
 def in_memory_as(like: Tensor, tensor: Tensor) -> Tensor:
