@@ -114,7 +114,7 @@ def around_ring(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
     # of three ranks, rank 1 yields the blocks of 1 0 2; alone, the block of 0
     owner = comm.rank % len(sizes)
     for _ in range(len(sizes) - 1):
-        pending = _to_next(block, sizes, owner, comm, what="keys and values")
+        pending = _to_next(block, sizes, owner, comm, contents="keys and values")
         yield owner, block
         # of 3 ranks, after the block of 0 the block of 2
         block = pending.wait()
@@ -134,12 +134,12 @@ def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: C
             return summed
         if arriving is not None:
             summed += arriving.wait()
-        arriving = _to_next(summed, sizes, owner, comm, what="gradients of keys and values")
+        arriving = _to_next(summed, sizes, owner, comm, contents="gradients of keys and values")
     assert arriving is not None, "the ring ran at least one step"
     return arriving.wait()
 
 
-def _to_next(block: Tensor, sizes: list[int], owner: int, comm: Comm, *, what: str) -> Pending:
+def _to_next(block: Tensor, sizes: list[int], owner: int, comm: Comm, *, contents: str) -> Pending:
     """Send a block to the next rank, and receive a block from the previous rank.
 
     The received block belongs to the owner before `owner`.
@@ -151,7 +151,7 @@ def _to_next(block: Tensor, sizes: list[int], owner: int, comm: Comm, *, what: s
     send[next_rank] = block.numel()
     # rank 1 sends block 1 to 2, gets 0 from 0
     receive[previous_rank] = sizes[(owner - 1) % comm.size]
-    with purpose(f"ring attention: {what}"):
+    with purpose(f"ring attention: {contents}"):
         return all_to_all_v(block, comm, send, receive, async_op=True)
 
 

@@ -356,18 +356,18 @@ class Replicas(Reducer):
         """
         if not self.axes.num_sharding_axes:
             return
-        own: dict[int, tuple[nn.Parameter, list[Site]]] = {
+        sites_of: dict[int, tuple[nn.Parameter, list[Site]]] = {
             id(param): (param, []) for param in self.held()
         }
         for owner in self.module.modules():
             for name, param in owner._parameters.items():
-                if id(param) in own:
-                    own[id(param)][1].append((owner, name))
+                if id(param) in sites_of:
+                    sites_of[id(param)][1].append((owner, name))
         policies = MixedPrecisionPolicy(reduce_dtype=self.dtype), OffloadPolicy()
         self.replicas = []
         self._shows_replicas = False
         # which modules go on to see in their forward, and its shard otherwise
-        for param, sites in own.values():
+        for param, sites in sites_of.values():
             shard = shard_parameter(param, sites, self.axes, None, policies=policies, view=True)
             shard.put(shard.leaf)
             self.replicas.append(Replica(param, shard, shard.version()))

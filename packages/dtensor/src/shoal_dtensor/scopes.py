@@ -165,9 +165,9 @@ def checked_replicas() -> Iterator[None]:
         yield
 
 
-def _check(what: str, got: str, allowed: tuple[str, ...]) -> None:
+def _check(setting: str, got: str, allowed: tuple[str, ...]) -> None:
     if got not in allowed:
-        raise ArgumentValueError(f"{what}: expected one of {', '.join(allowed)}, got {got!r}")
+        raise ArgumentValueError(f"{setting}: expected one of {', '.join(allowed)}, got {got!r}")
 
 
 # --- what may communicate on its own --------------------------------------------------------------
@@ -177,14 +177,14 @@ def _check(what: str, got: str, allowed: tuple[str, ...]) -> None:
 # rule declares is refused as well.
 
 
-def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
-    """Return the warning for a run of `what`, with a line for each of its needs.
+def notice_of(operation: str, needs: Sequence[str], scope: Scope) -> str:
+    """Return the warning for a run of `operation`, with a line for each of its needs.
 
     Return "" if the policy allows it, and raise if the policy forbids it.
     """
     if not needs or scope.communication == "allow":
         return ""
-    message = f"{what} needs implicit communication:\n" + "\n".join(needs)
+    message = f"{operation} needs implicit communication:\n" + "\n".join(needs)
     if scope.communication == "forbid":
         raise CommunicationForbiddenError(
             f"{message}\nredistribute explicitly before, or allow communication here"
@@ -192,22 +192,22 @@ def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
     return message
 
 
-def obey(what: str, spec: object, plan: Any) -> None:
+def obey(operation: str, spec: object, plan: Any) -> None:
     """Apply the communication policy to a plan that a gradient or a read is about to run.
 
-    `what` is the operation, and `spec` the spec of the tensor.
+    `operation` is the operation, and `spec` the spec of the tensor.
     """
     scope = current()
     if not plan.collectives or scope.communication == "allow":
         return
     need = f"  {plan.src!r} -> {plan.dst!r}\n{plan}"
-    notice = notice_of(f"{what} {spec!r}", [need], scope)
+    notice = notice_of(f"{operation} {spec!r}", [need], scope)
     if notice:
         warn(notice, stacklevel=3)
 
 
 @contextmanager
-def watched(what: str) -> Iterator[None]:
+def watched(operation: str) -> Iterator[None]:
     """Warn of collectives of this thread inside the block, or refuse them, as the policy demands."""
     scope = current()
     thread = threading.get_ident()
@@ -218,7 +218,7 @@ def watched(what: str) -> Iterator[None]:
         axes = "x".join(event.comm.axes)
         purpose = f" for {event.purpose}" if event.purpose else ""
         need = f"  {event.op} of {event.nbytes} bytes along {axes}{purpose}"
-        notice = notice_of(what, [need], scope)
+        notice = notice_of(operation, [need], scope)
         if notice:
             warn(notice, stacklevel=2)
 

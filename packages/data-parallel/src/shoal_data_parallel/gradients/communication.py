@@ -181,17 +181,19 @@ class ShardPacking:
 
 def _shard_at(move: tuple[Spec, Spec], axis: int, coordinate: int) -> _Shard:
     sharded, whole = move
-    here = whole.coordinate
-    assert here is not None, "only ranks of the mesh gather"
-    there = list(here)
-    there[axis] = coordinate
+    own_coordinate = whole.coordinate
+    assert own_coordinate is not None, "only ranks of the mesh gather"
+    other_coordinate = list(own_coordinate)
+    other_coordinate[axis] = coordinate
     parts: list[_Part] = []
-    for box, own in sharded.boxes(there):
-        for whole_box, place in whole.boxes(here):
+    for box, place_in_shard in sharded.boxes(other_coordinate):
+        for whole_box, place in whole.boxes(own_coordinate):
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, whole_box, strict=True)]
             if all(start < stop for start, stop in common):
-                parts.append((_moved(common, box, own), _moved(common, whole_box, place)))
-    return _Shard(tuple(sharded.local_shape_at(there)), parts)
+                parts.append(
+                    (_moved(common, box, place_in_shard), _moved(common, whole_box, place))
+                )
+    return _Shard(tuple(sharded.local_shape_at(other_coordinate)), parts)
 
 
 def _moved(common: Any, box: Any, place: Any) -> tuple[slice, ...]:

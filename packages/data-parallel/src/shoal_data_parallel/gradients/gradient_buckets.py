@@ -404,8 +404,8 @@ class GradientBuckets:
         indices = sorted(requested)
         comm = axes.comm
         is_requested = [at in requested for at in range(len(self.parameters))]
-        own = torch.tensor([is_requested], device=axes.mesh.device_type)
-        ranks = all_gather(own, comm).sum(0).tolist()
+        own_requests = torch.tensor([is_requested], device=axes.mesh.device_type)
+        ranks = all_gather(own_requests, comm).sum(0).tolist()
         for parameter, count in zip(self.parameters, ranks, strict=True):
             if 0 < count < comm.size:
                 raise LayoutError(

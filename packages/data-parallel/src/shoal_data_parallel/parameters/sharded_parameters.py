@@ -325,11 +325,11 @@ class ShardedParameter:
             leaf.grad += grad
 
 
-def check_leaf(held: Tensor, what: str) -> None:
+def check_leaf(held: Tensor, description: str) -> None:
     """Raise LayoutError if a module holds the result of an operation instead of a parameter."""
     if not held.is_leaf:
         raise LayoutError(
-            f"{what} was replaced by the result of an operation, and its gradient would not be "
+            f"{description} was replaced by the result of an operation, and its gradient would not be "
             "averaged: assign a parameter, or a detached tensor"
         )
 
@@ -429,9 +429,9 @@ def parts_to_send(parameters: Sequence[ShardedParameter]) -> tuple[list[Tensor],
     return tensors, moves
 
 
-def start_to_gather(parameters: Sequence[ShardedParameter], what: str) -> ShardsInFlight:
+def start_to_gather(parameters: Sequence[ShardedParameter], text: str) -> ShardsInFlight:
     """Send the shards of all parameters together."""
-    with purpose(what):
+    with purpose(text):
         tensors, moves = parts_to_send(parameters)
         return redistribute_shards(tensors, moves)
 

@@ -454,9 +454,9 @@ class Unit(Group):
         """
         if self.current.versions != self.versions:
             return False
-        what = f"fully_shard compares {self.name} with its shards"
+        text = f"fully_shard compares {self.name} with its shards"
         with torch.no_grad():
-            again = start_to_gather(self.parameters, what).wait()
+            again = start_to_gather(self.parameters, text).wait()
             return all(map(_have_same_bits, self.current.received, again))
 
     def check_frozen(self) -> None:

@@ -170,12 +170,12 @@ class UnitBackward:
         self._reductions.append(
             GroupReduction.start(unit, wanted, returned, with_kept=not captured)
         )
-        given: dict[int, Tensor] = {}
+        whole_grads: dict[int, Tensor] = {}
         for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
             if i in returned:
                 leaf: Any = unit.parameters[i].leaf
-                given[i] = DTensor(grad.to(leaf.device, leaf.dtype), leaf.spec)
-        return self._deliver_at_once(forward, given)
+                whole_grads[i] = DTensor(grad.to(leaf.device, leaf.dtype), leaf.spec)
+        return self._deliver_at_once(forward, whole_grads)
 
     def _deliver_at_once(self, forward: Forward, grads: Mapping[int, Tensor]) -> list[Any]:
         """Return the gradients for autograd to deliver.
@@ -193,7 +193,7 @@ class UnitBackward:
     def finish(self) -> None:
         """Deliver the gradients and leave all units sharded."""
         reduced = {reduction.group for reduction in self._reductions}
-        opened = {each.unit for each in self._opened}
+        opened = {forward.unit for forward in self._opened}
         # it is a pass of torch.autograd.grad
         captures = any(routes.captured for routes in self._routes.values())
         for unit, lead in self._units.items():

@@ -84,12 +84,12 @@ OF_SHAPES: Mapping[Any, Any] = {
 
 
 def verify_replicated(
-    mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tensor], *, candidates: bool
+    mesh: DeviceMesh, operation: str, tensors: Sequence[torch.Tensor], *, candidates: bool
 ) -> None:
     """`R -> check`: refuse plain tensors unless all ranks hold the same ones as candidates.
 
     Values that do not exist yet (while tracing) are not compared; tensors on the meta device do not
-    have values and pass. `what` is the operator; `candidates` is True if this rank takes all of the
+    have values and pass. `operation` is the operator; `candidates` is True if this rank takes all of the
     tensors for candidates. The MixedTensorError is raised on every rank.
     """
     if all(tensor.is_meta for tensor in tensors):
@@ -98,26 +98,26 @@ def verify_replicated(
     is_unknown = any(isinstance(tensor, TRACED) or tensor.is_meta for tensor in tensors)
     is_alone = is_unknown or mesh.size() == 1 or mesh.get_coordinate() is None
     if not candidates and (is_alone or current().communication == "forbid"):
-        raise MixedTensorError(_mixed(what, shapes))
+        raise MixedTensorError(_mixed(operation, shapes))
     if is_alone:
         return
     need = (
         "  an all-reduce, in which the ranks compare a plain tensor of shape "
         f"{shapes} that torch made"
     )
-    notice = notice_of(what, [need], current())
+    notice = notice_of(operation, [need], current())
     if notice:
         warnings.warn(notice, stacklevel=2)
     digest = digest_of(tensors, mesh.device_type)
     numbers = torch.stack([digest, torch.full_like(digest, candidates)])
-    about = f"{what} with a plain tensor of shape {shapes}"
-    with purpose(f"{what}: comparison of plain tensors"):
+    about = f"{operation} with a plain tensor of shape {shapes}"
+    with purpose(f"{operation}: comparison of plain tensors"):
         (lowest, highest), (accepted, _) = extremes_of_ranks(mesh, lambda: about, numbers)
     if not accepted:
-        raise MixedTensorError(_mixed(what, shapes))
+        raise MixedTensorError(_mixed(operation, shapes))
     if lowest != highest:
         raise MixedTensorError(
-            f"{what} got DTensors together with a plain tensor of shape {shapes} whose values "
+            f"{operation} got DTensors together with a plain tensor of shape {shapes} whose values "
             f"differ between the ranks of {mesh}, so it is not replicated. {_way_out()}"
         )
 
@@ -153,23 +153,23 @@ _INSTEAD = {
 }
 
 
-def instead(what: str) -> str:
+def instead(operation: str) -> str:
     """Return advice to call another function than the one that calls an operator; often empty."""
     for start, advice in _INSTEAD.items():
-        if what.startswith(f"aten.{start}"):
+        if operation.startswith(f"aten.{start}"):
             return advice
     return ""
 
 
-def _mixed(what: str, shapes: str) -> str:
+def _mixed(operation: str, shapes: str) -> str:
     replicated = ", or count plain tensors as replicated in implicit_replication()"
-    if what.startswith("aten.copy_"):
+    if operation.startswith("aten.copy_"):
         replicated = ""
     return (
-        f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor "
+        f"{operation} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor "
         f"with distribute_tensor or DTensor.from_local{replicated}; a parameter of "
         "fully_shard is gathered by a call of its module, or by unshard(), and has its values in "
-        f"full_tensor(){instead(what)}"
+        f"full_tensor(){instead(operation)}"
     )
 
 
@@ -441,11 +441,11 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def check_recorded(what: str, *shards: torch.Tensor) -> None:
+def check_recorded(operation: str, *shards: torch.Tensor) -> None:
     """Refuse an operator if a recorder would record a shard as a constant with its present values."""
     if any(map(is_unrecorded, shards)):
         raise NoRuleError(
-            f"{what} of a DTensor while torch.fx records operators (torch.func.linearize, "
+            f"{operation} of a DTensor while torch.fx records operators (torch.func.linearize, "
             "make_fx): the record would hold the values of now. Pass make_fx local tensors and "
             "make DTensors of them inside, with DTensor.from_local; or use torch.compile, or "
             "torch.func.jvp"

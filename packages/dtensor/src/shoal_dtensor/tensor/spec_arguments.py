@@ -153,9 +153,9 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         spec = _spec_of_shard.__wrapped__(*facts)
     is_compared = takes_even and (context_scope().replicas_checked or in_lockstep())
     if is_compared and spec.coordinate is not None and not is_tracing():
-        what = f"from_local of {spec!r}"
+        description = f"from_local of {spec!r}"
         actual, _ = layout_of_ranks(
-            local, mesh, spec.placements, spec.shard_order, about=lambda: what, values=True
+            local, mesh, spec.placements, spec.shard_order, about=lambda: description, values=True
         )
         if not actual.same_layout(spec):
             raise PlacementError(

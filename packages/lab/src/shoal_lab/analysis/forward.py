@@ -35,8 +35,8 @@ class FirstModule:
 
     def __str__(self) -> str:
         """Return the line of the report."""
-        what = "output" if self.kind == "output" else "gradient at the output"
-        return f"{what} of {self.path}: {self.explanation.text}"
+        value = "output" if self.kind == "output" else "gradient at the output"
+        return f"{value} of {self.path}: {self.explanation.text}"
 
 
 def find_first_module(
