@@ -14,7 +14,7 @@ import sys
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -92,11 +92,20 @@ def verify_plan(asked: argparse.Namespace) -> int:
     return int(not found.ok)
 
 
-def _subject(asked: argparse.Namespace) -> tuple[nn.Module, Any, DeviceMesh]:
+class _PlanSubject(NamedTuple):
+    """A model, its plan, and the axis of the mesh that the plan is for."""
+
+    model: nn.Module
+    plan: Any
+    mesh: DeviceMesh
+
+
+def _subject(asked: argparse.Namespace) -> _PlanSubject:
     model = _model(asked.model)
     mesh: DeviceMesh = asked.mesh
     mesh = mesh[asked.axis or mesh.axis_names[-1]]
-    return model, _plan(asked.plan, model, mesh, asked.input), mesh
+    plan = _plan(asked.plan, model, mesh, asked.input)
+    return _PlanSubject(model, plan, mesh)
 
 
 def _model(text: str) -> nn.Module:

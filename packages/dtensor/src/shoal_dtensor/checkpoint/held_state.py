@@ -145,7 +145,7 @@ class HeldState:
             held = None if self._step is None else (self._step, self._lineage)
             present = {name: part for name, (part, _) in self._tensors.items()}
             wanted = {name: part for name, (part, _) in targets.items()}
-            requested = frozenset(name for name, _, _ in leaves)
+            requested = frozenset(leaf.name for leaf in leaves)
             fresh = secrets.token_hex(8)
             values = self._values
             return _Facts(held, fresh, present, values, wanted=wanted, requested=requested)
@@ -219,9 +219,15 @@ def _check_taken(facts: list[_Facts], holders: list[_Facts]) -> None:
         )
 
 
-def _leaves(
-    value: Any, read: Callable[[Any], Any], name: Name = ()
-) -> Iterator[tuple[Name, Any, Any]]:
+class _HeldLeaf(NamedTuple):
+    """A value of a state dict, with its name and the container that holds it."""
+
+    name: Name
+    container: Any
+    value: Any
+
+
+def _leaves(value: Any, read: Callable[[Any], Any], name: Name = ()) -> Iterator[_HeldLeaf]:
     """Yield every value with its name and its container.
 
     For components these are the values of the state that `read` returns.
@@ -232,7 +238,7 @@ def _leaves(
         if isinstance(content, Mapping | list):
             yield from _leaves(content, read, (*name, key))
         else:
-            yield (*name, key), value, content
+            yield _HeldLeaf((*name, key), value, content)
 
 
 def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -236,11 +236,22 @@ def _in_layout_of(spec: Spec, chosen: Spec) -> Spec:
     return spec.in_layout_of(chosen)
 
 
-def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
-    """Yield the elements of a `foreach` call as calls, with the flat indices of inputs and outputs.
+class ListElement(NamedTuple):
+    """An element of a `foreach` call, as a call of its own.
 
-    The indices count the inputs and outputs of the whole call.
+    Attributes:
+        call: the call of the element.
+        inputs: the flat indices of its inputs among the inputs of the whole call.
+        outputs: the flat indices of its outputs among the outputs of the whole call.
     """
+
+    call: OpCall
+    inputs: list[int]
+    outputs: range
+
+
+def elements_of(call: OpCall) -> Iterator[ListElement]:
+    """Yield the elements of a `foreach` call."""
     # Lists are walked in step, other arguments are shared.
     values = (*call.args, *call.kwargs.values())
     count = max(len(value) for value in values if is_list(value))
@@ -256,7 +267,8 @@ def elements_of(call: OpCall) -> Iterator[tuple[OpCall, list[int], range]]:
         results = range(i, len(call.outputs), count)
         tensors = tuple(call.tensors[j] for j in indices)
         outputs = tuple(call.outputs[j] for j in results)
-        yield OpCall(call.op, args, kwargs, tensors, outputs=outputs), indices, results
+        element_call = OpCall(call.op, args, kwargs, tensors, outputs=outputs)
+        yield ListElement(element_call, indices, results)
 
 
 def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:

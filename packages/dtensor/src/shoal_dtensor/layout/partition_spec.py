@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import constant_when_compiled
@@ -304,13 +305,27 @@ def _order_of(
     return order
 
 
+class ResolvedLayout(NamedTuple):
+    """A layout in its one normal form.
+
+    Attributes:
+        placements: without needless sizes.
+        shard_order: the order of the axes of each sharded dim.
+        dim_shardings: the sharding of every dim.
+    """
+
+    placements: tuple[Placement, ...]
+    shard_order: ShardOrder
+    dim_shardings: tuple[AnyDimSharding, ...]
+
+
 def resolved_layout(
     placements: Sequence[Placement],
     mesh_shape: Sequence[int],
     shape: Sequence[int],
     shard_order: ShardOrder | None,
-) -> tuple[tuple[Placement, ...], ShardOrder, tuple[AnyDimSharding, ...]]:
-    """Return the placements without needless sizes, the order of axes, and all dims' shardings."""
+) -> ResolvedLayout:
+    """Return the normal form of a layout of a tensor with a shape."""
     normal, order = normalize_placements(
         placements, mesh_shape, len(shape), shard_order, shape=shape
     )
@@ -329,7 +344,7 @@ def resolved_layout(
             canonical |= _placements_in_order(sharding, normal)
         shardings.append(sharding)
     final_order = tuple([(dim, s.axes) for dim, s in enumerate(shardings) if s.axes])
-    return tuple(canonical.values()), final_order, tuple(shardings)
+    return ResolvedLayout(tuple(canonical.values()), final_order, tuple(shardings))
 
 
 def _placements_in_order(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal_mesh import Comm, DeviceMesh
 from shoal_mesh.internal import ScopedValue
@@ -170,23 +170,31 @@ def read_mesh(axes: Any, local_axes: Sequence[AxisLike] = ()) -> CurrentMesh:
     return CurrentMesh(active, names, local, mesh)
 
 
-def _axes_of(axes: Any) -> tuple[list[MeshAxis], dict[str, MeshAxis], Any]:
-    """Return the axes of a description, their names, and the device mesh if it is one."""
+class _DescribedAxes(NamedTuple):
+    """The axes of a description, their names, and the device mesh if the description is one."""
+
+    axes: list[MeshAxis]
+    by_name: dict[str, MeshAxis]
+    mesh: Any
+
+
+def _axes_of(axes: Any) -> _DescribedAxes:
+    """Return the axes that a user describes by a mesh, a dict, a set or groups."""
     if isinstance(axes, Mapping):
         named = {name: _noted(axis, name) for name, axis in axes.items()}
-        return [*named.values()], named, None
+        return _DescribedAxes([*named.values()], named, None)
     if hasattr(axes, "mesh_dim_names") and hasattr(axes, "get_group"):
         return _axes_of_mesh(axes)
     if isinstance(axes, Iterable) and not isinstance(axes, str):
         listed = [axis if isinstance(axis, MeshAxis) else MeshAxis.of(axis) for axis in axes]
-        return listed, {}, None
+        return _DescribedAxes(listed, {}, None)
     raise ArgumentTypeError(
         "set_current_mesh: expected a device mesh, a dict of names to MeshAxis, a set of MeshAxis "
         f"or a sequence of process groups, got {type(axes).__name__}"
     )
 
 
-def _axes_of_mesh(mesh: Any) -> tuple[list[MeshAxis], dict[str, MeshAxis], Any]:
+def _axes_of_mesh(mesh: Any) -> _DescribedAxes:
     """Return the axes of a device mesh, of shoal or of torch."""
     names = tuple(mesh.mesh_dim_names or [str(axis) for axis in range(mesh.ndim)])
     found = []
@@ -196,7 +204,8 @@ def _axes_of_mesh(mesh: Any) -> tuple[list[MeshAxis], dict[str, MeshAxis], Any]:
         else:
             ranks = group_ranks(mesh.get_group(index))
         found.append(axis_over(ranks, name))
-    return found, dict(zip(names, found, strict=True)), mesh
+    by_name = dict(zip(names, found, strict=True))
+    return _DescribedAxes(found, by_name, mesh)
 
 
 def _noted(axis: Any, name: str) -> MeshAxis:

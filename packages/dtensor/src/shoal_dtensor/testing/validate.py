@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -284,8 +284,8 @@ class CallTrial:
         try:
             layouts = [_layout(meta, entries, rows, shardings) for meta, entries in operands]
             terms = []
-            for tensor, (placements, *_) in zip(self.tensors, layouts, strict=False):
-                terms.append(deal(tensor, placements, shape))
+            for tensor, layout in zip(self.tensors, layouts, strict=False):
+                terms.append(deal(tensor, layout.placements, shape))
         except NotImplementedError:
             return set()
         report.checked += 1
@@ -407,10 +407,18 @@ def _meta(value: Any) -> Any:
     return TensorMeta(tuple(value.shape), value.stride(), value.dtype)
 
 
+class _TrialLayout(NamedTuple):
+    """The arguments of `Spec.sharded` after the mesh."""
+
+    placements: tuple[Placement, ...]
+    meta: TensorMeta
+    by_dim: dict[int, AnyDimSharding]
+
+
 def _layout(
     meta: TensorMeta, entries: Sequence[Entry], rows: Sequence[Row], shardings: Shardings
-) -> tuple[tuple[Placement, ...], TensorMeta, dict[int, AnyDimSharding]]:
-    """Return the placements, meta and dim shardings that entries of rows give a tensor.
+) -> _TrialLayout:
+    """Return the layout that entries of rows give a tensor.
 
     The sharding of each axis's factor is given.
     """
@@ -429,13 +437,13 @@ def _layout(
     by_dim = shard_dims(entries, fitting, meta.shape)
     if by_dim is None:
         raise NotImplementedError("two rows shard one dim, and their shardings do not fit together")
-    return placements_of(entries, by_dim), meta, by_dim
+    return _TrialLayout(placements_of(entries, by_dim), meta, by_dim)
 
 
 def _rows_of_lists(rule: Rule, call: OpCall) -> Iterator[Row]:
     """Yield rows of a `foreach` call in which all elements take the row of the same number."""
     elements = [*elements_of(call)]
-    rows_of_elements = [rule.rows_of(element) for element, _, _ in elements]
+    rows_of_elements = [rule.rows_of(element.call) for element in elements]
     for rows in zip(*rows_of_elements, strict=False):
         inputs: dict[int, Entry] = dict.fromkeys(range(len(call.tensors)), R)
         outputs: dict[int, Entry] = dict.fromkeys(range(len(call.outputs)), R)
