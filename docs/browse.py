@@ -29,8 +29,13 @@ PROBE = """(() => {
   const found = [], content = document.querySelector("article") || document.body;
   for (const image of document.images)
     if (!image.complete || !image.naturalWidth) found.push("image missing: " + image.src);
-    else if (content.contains(image) && getComputedStyle(image).backgroundColor == "rgba(0, 0, 0, 0)")
+    else if (content.contains(image) && !image.src.endsWith(".svg")
+             && getComputedStyle(image).backgroundColor == "rgba(0, 0, 0, 0)")
       found.push("image without a background, so ink may be dark on dark: " + image.src.split("/").pop());
+  // a phone has room for about 45 characters
+  for (const code of innerWidth < 1000 ? [] : content.querySelectorAll("pre"))
+    if (code.scrollWidth > code.clientWidth + 1)
+      found.push("code scrolls sideways: " + code.innerText.split("\\n").sort((a, b) => b.length - a.length)[0]);
   for (const table of content.querySelectorAll("table")) {
     let box = table;
     while (box && !["auto", "scroll"].includes(getComputedStyle(box).overflowX)) box = box.parentElement;

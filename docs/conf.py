@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+from html import escape
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
+
+from docutils import nodes
 
 from shoal_mesh import __version__
 
@@ -71,8 +76,19 @@ napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = f"shoal {release}"
+html_logo = html_favicon = "_static/logo.svg"
+# Where the published site is: Read the Docs sets both. A local build has no links to a source.
+html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")
+html_theme_options: dict[str, Any] = {"top_of_page_buttons": []}
+if os.environ.get("READTHEDOCS_GIT_CLONE_URL"):
+    html_theme_options = {
+        "top_of_page_buttons": ["view"],
+        "source_repository": os.environ["READTHEDOCS_GIT_CLONE_URL"].removesuffix(".git"),
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_static_path = ["_static"]
-html_css_files = ["wide-tables.css"]
+html_css_files = ["site.css"]
 # guides before records of decisions and generated pages
 html_search_scorer = str(Path(__file__).parent / "_static" / "search_scorer.js")
 html_show_sourcelink = False
@@ -84,6 +100,42 @@ def leaves_out(
     """Descriptors that only torch calls, and aliases of private classes, are no part of the reference."""
     internal = name in INTERNAL or type(member).__name__ == "_ClassNamespace"
     return True if internal else None
+
+
+DIRECTIVE = re.compile(
+    r"^\.\. ((?:current)?module|auto(?:class|data|exception|function)):: ([\w.]+)$"
+)
+
+
+def lists_names(_app: object, page: str, source: list[str]) -> None:
+    """Put a table of the names of a package and their summaries before the first entry of its page."""
+    if not page.startswith("reference/shoal_"):
+        return
+    space = page.removeprefix("reference/")
+    rows = ["| name | summary |", "|---|---|"]
+    for line in source[0].splitlines():
+        found = DIRECTIVE.match(line)
+        if found is None:
+            continue
+        kind, name = found.groups()
+        if kind.endswith("module"):
+            space = name
+        elif not space.endswith(".internal"):
+            address = name if name.startswith("shoal_") else f"{space}.{name}"
+            rows.append(f"| {{py:obj}}`~{address}` | {summary_of(address, kind)} |")
+    head, heading, rest = source[0].partition("\n## ")
+    table = "\n".join(rows)
+    source[0] = f"{head}\n{table}\n{heading}{rest}"
+
+
+def summary_of(address: str, kind: str) -> str:
+    """Return the first sentence of a docstring, as text of a table's cell; empty for plain data."""
+    space, _, name = address.rpartition(".")
+    value = getattr(import_module(space), name)
+    text = "" if kind == "autodata" else inspect.getdoc(value) or ""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    sentence = paragraph.partition(". ")[0].rstrip(".")
+    return sentence.replace("``", "`").replace("|", "\\|")
 
 
 INTERNAL = {"copied_view", "pending"}
@@ -136,6 +188,44 @@ def mends_backlinks(
         context["body"] = re.sub(r'(shoal_\w+)\.html#(shoal_[\w.]+)"', anchor, context["body"])
 
 
+DESCRIPTION = (
+    "One PyTorch program on many devices: device meshes, DTensor, FSDP2 and DDP, tensor, sequence, "
+    "expert and context parallelism."
+)
+
+
+def describes_page(app: Any, page: str, _template: str, context: dict[str, Any], tree: Any) -> None:
+    """Give a page its description and the tags of the card that a link to it shows."""
+    title = re.sub(r"<[^>]+>", "", context.get("title", "")) or "shoal"
+    text = first_paragraph(tree) or DESCRIPTION
+    tags = {
+        "og:type": "website",
+        "og:site_name": "shoal",
+        "og:title": title,
+        "og:description": text,
+    }
+    base = app.config.html_baseurl.rstrip("/")
+    if base:
+        tags["og:url"] = f"{base}/{page}.html"
+        tags["og:image"] = f"{base}/_static/card.png"
+        tags["twitter:card"] = "summary_large_image"
+    lines = [f'<meta name="description" content="{escape(text)}">']
+    lines += [f'<meta property="{name}" content="{escape(value)}">' for name, value in tags.items()]
+    context["metatags"] = context.get("metatags", "") + "\n".join(lines)
+
+
+def first_paragraph(tree: Any) -> str:
+    """Return the first sentences of a page, at most 160 characters; empty for a page without text."""
+    if tree is None:
+        return ""
+    for paragraph in tree.findall(nodes.paragraph):
+        text = " ".join(paragraph.astext().split())
+        # a line of a table or of a list says little
+        if len(text) > 40 and isinstance(paragraph.parent, nodes.section):
+            return shorten(text, 160, placeholder=" ...")
+    return ""
+
+
 RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
 
 
@@ -164,9 +254,11 @@ def index_keywords(_app: object, _page: str, source: list[str]) -> None:
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", index_keywords)
+    app.connect("source-read", lists_names)
     app.connect("source-read", says_how_to_run)
     app.connect("autodoc-skip-member", leaves_out)
     app.connect("autodoc-process-bases", names_bases)
     app.connect("autodoc-process-docstring", leaves_contract_out)
     app.connect("viewcode-follow-imported", keeps_aliases_home)
     app.connect("html-page-context", mends_backlinks)
+    app.connect("html-page-context", describes_page)

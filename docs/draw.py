@@ -1,8 +1,11 @@
-"""Draws the figures of the pages into `docs/_static`: `python docs/draw.py`. Layouts are what `Spec` says they are."""
+"""Draws the figures of the pages into `docs/_static`: `python docs/draw.py`. Layouts are what `Spec` says they are.
+
+Figures are SVG without a background. Their ink is a gray that is readable on white and on the dark
+scheme's background; a color always names a rank, except in the bars of benchmarks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -23,22 +26,39 @@ from shoal_dtensor import (
     draw_plan,
     explain,
 )
+from shoal_dtensor.layout.spec_text import color_of_rank
 from shoal_mesh import abstract_mesh
 
 HERE = Path(__file__).parent / "_static"
-COLORS = ("#8dd3c7", "#fdb462", "#bebada", "#fb8072", "#b3de69", "#80b1d3")
-INK = "#222222"
+# contrast 4.2 on white, 4.4 on the dark scheme's #131416
+INK = "#7a7a7a"
+# on the colors of ranks
+DARK = "#222222"
+# by hand, torch, shoal
+RIVALS = ("#8a8a8a", "#c0504d", "#2f7fb8")
+
+mpl.rcParams |= {
+    "svg.hashsalt": "shoal",
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.facecolor": "none",
+}
 
 
 def save(figure: Any, name: str) -> None:
-    """One PNG, the same bytes whenever the picture is the same."""
+    """Write one SVG, the same bytes whenever the picture is the same."""
     HERE.mkdir(exist_ok=True)
-    figure.savefig(HERE / f"{name}.png", dpi=130, metadata={"Software": None}, facecolor="white")
+    path = HERE / f"{name}.svg"
+    figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
     plt.close(figure)
 
 
 def draw_layouts() -> None:
-    """The same matrix under six pairs of placements of a 2 x 2 mesh."""
+    """Draw the same matrix under six pairs of placements of a 2 x 2 mesh."""
     mesh = abstract_mesh((2, 2), ("data", "tensor"))
     whole, rows, columns = Replicate(), Shard(0), Shard(1)
     cases: tuple[tuple[Placement, Placement], ...] = (
@@ -51,11 +71,8 @@ def draw_layouts() -> None:
     )
     figure, axes = plt.subplots(2, 3, figsize=(7.5, 4.8), layout="constrained")
     for axis, placements in zip(axes.flat, cases, strict=True):
-        draw_layout(
-            Spec(mesh, placements, (8, 6)),
-            axis,
-            f"[{', '.join(repr(p).replace('dim=', '') for p in placements)}]",
-        )
+        title = ", ".join(repr(placement).replace("dim=", "") for placement in placements)
+        draw_layout(Spec(mesh, placements, (8, 6)), axis, f"[{title}]")
     figure.suptitle(
         "An 8 x 6 tensor on a mesh (data=2, tensor=2): which ranks hold which elements", fontsize=10
     )
@@ -63,7 +80,7 @@ def draw_layouts() -> None:
 
 
 def draw_redistribution() -> None:
-    """A plan of several steps, with the layout after each."""
+    """Draw a plan of several steps, with the layout after each."""
     mesh = abstract_mesh((4, 2), ("data", "tensor"))
     src = Spec(mesh, (Partial(), Replicate()), (1024, 1024))
     figure = draw_plan(explain(src, src.with_(placements=(Replicate(), Replicate()))).chosen)
@@ -71,181 +88,159 @@ def draw_redistribution() -> None:
     save(figure, "redistribution")
 
 
+def draw_exchange() -> None:
+    """Draw a plan of one collective over both axes."""
+    mesh = abstract_mesh((2, 2), ("data", "tensor"))
+    src = Spec(mesh, (Shard(0), Shard(1)), (1024, 1024))
+    figure = draw_plan(explain(src, src.with_(placements=(Replicate(), Shard(0)))).chosen)
+    figure.set_size_inches(6, 2.9)
+    save(figure, "plan")
+
+
 def draw_mesh() -> None:
-    """A 2 x 4 mesh with the communicators of both axes."""
+    """Draw a 2 x 4 mesh with the communicators of both axes."""
     figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
     for row in range(2):
-        axis.add_patch(
-            Rectangle((-0.4, row - 0.32), 3.8, 0.64, fill=False, edgecolor="#1f78b4", lw=2)
-        )
+        frame = Rectangle((-0.4, row - 0.32), 3.8, 0.64, fill=False, edgecolor=INK, lw=2)
+        axis.add_patch(frame)
         for column in range(4):
-            axis.plot(column, row, "o", ms=30, color=COLORS[5])
-            axis.text(column, row, str(row * 4 + column), ha="center", va="center", fontsize=12)
+            rank = row * 4 + column
+            axis.plot(column, row, "o", ms=30, color=color_of_rank(rank))
+            axis.text(column, row, str(rank), ha="center", va="center", fontsize=12, color=DARK)
+        ranks = f"{row * 4}-{row * 4 + 3}"
+        axis.text(3.6, row, f'solid: mesh["tensor"] on ranks {ranks}', va="center")
     for column in range(4):
-        axis.add_patch(
-            Rectangle(
-                (column - 0.28, -0.45), 0.56, 1.9, fill=False, edgecolor="#e31a1c", lw=1.5, ls="--"
-            )
-        )
-    axis.text(3.6, 0, 'mesh["tensor"] on ranks 0-3', color="#1f78b4", va="center")
-    axis.text(3.6, 1, 'mesh["tensor"] on ranks 4-7', color="#1f78b4", va="center")
-    axis.text(
-        1.5, 1.65, 'mesh["data"]: four communicators of two ranks', color="#e31a1c", ha="center"
-    )
-    axis.set(xlim=(-0.6, 6.2), ylim=(1.9, -0.6))
+        corner = (column - 0.28, -0.45)
+        axis.add_patch(Rectangle(corner, 0.56, 1.9, fill=False, edgecolor=INK, lw=1.5, ls="--"))
+    axis.text(1.5, 1.65, 'dashed: mesh["data"], four communicators of two ranks', ha="center")
+    axis.set(xlim=(-0.6, 6.9), ylim=(1.9, -0.6))
     axis.axis("off")
     save(figure, "mesh")
+
+
+def draw_spec() -> None:
+    """Draw one layout: the global tensor, and the part that each rank holds."""
+    mesh = abstract_mesh((2, 2), ("data", "tensor"))
+    spec = Spec(mesh, (Shard(0), Replicate()), (8, 6))
+    figure, axes = plt.subplots(
+        1, 5, figsize=(8, 2.6), layout="constrained", width_ratios=(1.6, 1, 1, 1, 1)
+    )
+    draw_layout(spec, axes[0], "the global tensor:\n[Shard(0), Replicate()]")
+    for rank, axis in enumerate(axes[1:]):
+        data, tensor = divmod(rank, 2)
+        (box,) = (box for box, _ in spec.boxes((data, tensor)))
+        (top, bottom), (left, right) = box
+        corner = (left, top)
+        patch = Rectangle(corner, right - left, bottom - top, facecolor=color_of_rank(rank))
+        axis.add_patch(patch)
+        label = f"x[{top}:{bottom},\n{left}:{right}]"
+        middle = ((left + right) / 2, (top + bottom) / 2)
+        axis.text(*middle, label, ha="center", va="center", fontsize=8, color=DARK)
+        axis.set(xlim=(0, 6), ylim=(8, 0), xticks=(), yticks=())
+        axis.set_title(f"rank {rank}\ndata {data}, tensor {tensor}", fontsize=8)
+    save(figure, "spec")
 
 
 # package, what it is for, and its box: left, bottom, width, height; a box stands on what it needs
 STACK = (
     ("mesh", "grids of ranks, process groups, collectives", 0, 0, 10, 0.8),
     ("dtensor", "sharded tensors, redistribution, random numbers", 0, 1, 10, 0.8),
-    ("context-parallel", "attention of long sequences", 0, 2, 3.2, 0.8),
-    ("data-parallel", "FSDP, HSDP, DDP, ZeRO-1", 3.4, 2, 3.2, 1.8),
-    ("shard-api", "ShardedTensor and its plans", 6.8, 2, 1.6, 0.8),
-    ("spmd-types", "types of plain tensors", 8.5, 2, 1.5, 0.8),
-    ("tp-styles", "tensor and expert parallelism", 0, 3, 3.2, 0.8),
-    ("transfer", "weights to\na server", 6.8, 4, 3.2, 1.0),
-    ("models", "Hugging Face,\nfiles, plans", 0, 4, 1.5, 1.0),
-    ("same-bits", "the same bits on any number of ranks", 1.7, 4, 3.3, 1.0),
-    ("lab", "certification", 5.2, 4, 1.4, 1.0),
+    ("spmd-types", "types of\nplain tensors", 0, 2, 1.5, 1.8),
+    ("shard-api", "ShardedTensor\nand its plans", 1.7, 2, 1.6, 1.8),
+    ("context-parallel", "attention of long sequences", 3.5, 2, 3.1, 0.8),
+    ("data-parallel", "FSDP, HSDP, DDP, ZeRO-1", 6.8, 2, 3.2, 1.8),
+    ("tp-styles", "tensor and expert parallelism", 3.5, 3, 3.1, 0.8),
+    ("transfer", "weights from a trainer to a server", 1.7, 4, 3.5, 0.8),
+    ("same-bits", "the same bits on\nany number of ranks", 5.4, 4, 2.6, 1.0),
+    ("lab", "certification", 8.2, 4, 1.8, 0.8),
+    ("models", "Hugging Face models, files, plans", 1.7, 5, 3.5, 0.8),
 )
 
 
 def draw_stack() -> None:
-    """The packages."""
-    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    """Draw the packages, each on top of the packages that it needs."""
+    figure, axis = plt.subplots(figsize=(9, 4.8), layout="constrained")
     for name, purpose, left, bottom, width, height in STACK:
-        color = COLORS[bottom]
-        axis.add_patch(
-            FancyBboxPatch(
-                (left, bottom), width, height, "round,pad=0.04", facecolor=color, edgecolor=INK
-            )
+        box = FancyBboxPatch(
+            (left, bottom), width, height, "round,pad=0.04", facecolor="none", edgecolor=INK, lw=1.2
         )
+        axis.add_patch(box)
         middle = (left + width / 2, bottom + height / 2)
-        axis.text(
-            *middle, f"shoal-{name}\n{purpose}", ha="center", va="center", fontsize=9, color=INK
-        )
-    axis.set(xlim=(-0.1, 10.1), ylim=(-0.1, 5.1))
+        axis.text(*middle, f"shoal-{name}\n{purpose}", ha="center", va="center", fontsize=9)
+    axis.set(xlim=(-0.1, 10.1), ylim=(-0.1, 6.0))
     axis.axis("off")
     save(figure, "stack")
 
 
-# boxes: texts of 8 points are 10 pixels high on a page then
-IN_A_ROW = 3
+def draw_matrix(
+    axis: Any, left: float, size: tuple[float, float], *, split: str, title: str
+) -> None:
+    """Draw a matrix in the middle of the row: whole, or split over four ranks.
 
-
-def draw_flow(name: str, boxes: Sequence[tuple[str, str]], title: str) -> None:
-    """Boxes in reading order; the second text of each is what goes on to the next."""
-    rows = -(-len(boxes) // IN_A_ROW)
-    figure, axis = plt.subplots(figsize=(2.3 * IN_A_ROW, 0.5 + 1.5 * rows), layout="constrained")
-    for index, (text, goes_on) in enumerate(boxes):
-        row, column = divmod(index, IN_A_ROW)
-        left, bottom = column * 2.3, -1.5 * row
-        color = COLORS[1] if text.startswith("*") else COLORS[5]
+    Args:
+        axis: where to draw.
+        left: its left edge.
+        size: width and height.
+        split: `columns`, `rows`, `summands` of the same size, or `` for a whole matrix.
+        title: text below.
+    """
+    width, height = size
+    bottom = -height / 2
+    if not split:
+        whole = Rectangle((left, bottom), width, height, facecolor="none", edgecolor=INK, lw=1.2)
+        axis.add_patch(whole)
+    for rank in range(4) if split else ():
+        corner, part = (left + width * rank / 4, bottom), (width / 4, height)
+        if split == "rows":
+            corner, part = (left, bottom + height * (3 - rank) / 4), (width, height / 4)
+        if split == "summands":
+            corner, part = (left + 0.12 * rank, bottom - 0.12 * rank), size
         axis.add_patch(
-            FancyBboxPatch(
-                (left, bottom), 1.5, 1, boxstyle="round,pad=0.05", facecolor=color, edgecolor="none"
-            )
+            Rectangle(corner, *part, facecolor=color_of_rank(rank), edgecolor=DARK, lw=0.6)
         )
-        axis.text(
-            left + 0.75,
-            bottom + 0.5,
-            text.lstrip("*"),
-            ha="center",
-            va="center",
-            fontsize=8,
-            color=INK,
-        )
-        if index + 1 == len(boxes):
-            break
-        if column + 1 < IN_A_ROW:
-            points, place = (
-                [(left + 1.57, bottom + 0.5), (left + 2.24, bottom + 0.5)],
-                (left + 1.9, bottom + 0.6),
-            )
-        else:  # down, and back to the left
-            middle = bottom - 0.25
-            axis.plot(
-                [left + 0.75, left + 0.75, 0.75], [bottom - 0.06, middle, middle], color=INK, lw=1
-            )
-            points, place = (
-                [(0.75, middle), (0.75, bottom - 0.44)],
-                (left / 2 + 0.75, middle + 0.06),
-            )
-        axis.annotate("", points[1], points[0], arrowprops={"arrowstyle": "->", "color": INK})
-        axis.text(*place, goes_on, ha="center", fontsize=8, color=INK)
-    axis.set(xlim=(-0.2, 2.3 * IN_A_ROW - 0.6), ylim=(-1.5 * rows + 1.3, 1.15))
-    axis.set_title(fill(title, 95), fontsize=9, loc="left")
+        middle = (corner[0] + part[0] / 2, corner[1] + part[1] / 2)
+        if split == "summands":
+            # the part that the next summand does not cover
+            middle = (corner[0] + 0.06, corner[1] + part[1] - 0.1)
+        axis.text(*middle, str(rank), ha="center", va="center", fontsize=7, color=DARK)
+    axis.text(left + width / 2, -1.25, title, ha="center", va="top", fontsize=8)
+
+
+def draw_lowered_block() -> None:
+    """Draw a feed-forward block on 4 ranks as matrices, colored by the rank that holds each part."""
+    figure, axis = plt.subplots(figsize=(9, 2.7), layout="constrained")
+    draw_matrix(axis, 0, (0.6, 1), split="", title="x\n(tokens, 64)")
+    axis.text(0.85, 0, "@", ha="center", va="center", fontsize=11)
+    draw_matrix(axis, 1.1, (2, 0.6), split="columns", title="column-wise weight\n(64, 256)")
+    axis.text(3.45, 0, "gelu", ha="center", va="center", fontsize=8)
+    draw_matrix(axis, 3.8, (2, 1), split="columns", title="hidden\n(tokens, 256)")
+    axis.text(6.05, 0, "@", ha="center", va="center", fontsize=11)
+    draw_matrix(axis, 6.3, (0.6, 2), split="rows", title="row-wise\nweight\n(256, 64)")
+    axis.text(7.25, 0, "=", ha="center", va="center", fontsize=11)
+    draw_matrix(axis, 7.6, (0.6, 1), split="summands", title="a summand\non each rank")
+    arrow = {"arrowstyle": "->", "color": INK}
+    axis.annotate("", (9.6, 0), (8.7, 0), arrowprops=arrow)
+    axis.text(9.15, 0.12, "all-reduce", ha="center", fontsize=8)
+    draw_matrix(axis, 9.8, (0.6, 1), split="", title="y\n(tokens, 64)")
+    axis.set(xlim=(-0.4, 10.7), ylim=(-1.9, 1.2))
     axis.axis("off")
-    save(figure, name)
-
-
-FLOWS = {
-    "spec": (
-        "The layout of a tensor: an immutable value from which each rank computes its local shape",
-        (
-            ("mesh\n(data=2, tensor=2)", "and"),
-            ("placements\n[Shard(0), Replicate]", "and"),
-            ("global shape\n(8, 6), float32", "interned"),
-            ("Spec\none object for\nequal layouts", ""),
-            ("box of a rank\nrows 0:4, columns 0:6", ""),
-        ),
-    ),
-    "plan": (
-        "Redistribution: the cheapest sequence of steps is searched for, then run (orange: "
-        "communicates)",
-        (
-            ("source\n[S(0), S(1)]", "search"),
-            ("candidate steps\nlatency + bytes /\nbandwidth", "cheapest"),
-            ("*Exchange\nover (data, tensor)", "run"),
-            ("target\n[R, S(0)]", ""),
-        ),
-    ),
-    "cache-hit": (
-        "A cached operator call: no sharding rule is evaluated (orange: communicates)",
-        (
-            ("x + y\non DTensors", ""),
-            ("key: operator,\nspecs, arguments", "hit"),
-            ("cached\ndecision", "if a layout differs"),
-            ("*redistribute\ninputs", ""),
-            ("torch's kernel\non local shards", ""),
-            ("DTensor with\nthe cached spec", ""),
-        ),
-    ),
-    "lowered-block": (
-        "A lowered feed-forward block on 4 ranks: local tensors, and one collective in the forward",
-        (
-            ("x, replicated\n(tokens, 64)", ""),
-            ("column-wise Linear:\n64 of 256 features\non each rank", "sharded"),
-            ("GELU", "sharded"),
-            ("row-wise Linear:\na summand\non each rank", "partial sum"),
-            ("*all-reduce", ""),
-            ("y, replicated", ""),
-        ),
-    ),
-}
+    save(figure, "lowered-block")
 
 
 def measured(page: str) -> list[list[str]]:
-    """The table between `<!-- measured -->` and `<!-- end -->` of a page: its header, then its rows."""
-    text = (
-        (HERE.parent / page)
-        .read_text()
-        .partition("<!-- measured -->")[2]
-        .partition("<!-- end -->")[0]
-    )
-    lines = [
-        line.split("|")[1:-1]
-        for line in text.splitlines()
-        if line.startswith("|") and not line.startswith("|-")
-    ]
-    return [[cell.strip().replace("`", "") for cell in line] for line in lines]
+    """Return the table between `<!-- measured -->` and `<!-- end -->` of a page: its header, then its rows."""
+    text = (HERE.parent / page).read_text()
+    table = text.partition("<!-- measured -->")[2].partition("<!-- end -->")[0]
+    rows = []
+    for line in table.splitlines():
+        if line.startswith("|") and not line.startswith("|-"):
+            cells = line.split("|")[1:-1]
+            rows.append([cell.strip().replace("`", "") for cell in cells])
+    return rows
 
 
 def draw_benchmarks() -> None:
-    """Speeds of the two tables of measurements, relative to the first of each row that was measured."""
+    """Draw speeds of the two tables of measurements, relative to the first of each row that was measured."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, page in zip(axes, ("../README.md", "how-to/inference.md"), strict=True):
         header, *rows = measured(page)
@@ -253,13 +248,14 @@ def draw_benchmarks() -> None:
             values = [float(cell.replace(",", "")) if cell else None for cell in cells]
             base = next(value for value in values if value)
             for rival, value in enumerate(values):
-                if value:
-                    # of times, less is faster
-                    speed = base / value if "seconds" in label else value / base
-                    height = place + 0.26 * (rival - 1)
-                    name = header[1 + rival] if place in (0, len(rows) - 1) else None
-                    axis.barh(height, speed, 0.24, color=COLORS[rival], label=name)
-                    axis.text(speed, height, f" {speed:.2f}", va="center", fontsize=9)
+                if not value:
+                    continue
+                # of times, less is faster
+                speed = base / value if "seconds" in label else value / base
+                height = place + 0.26 * (rival - 1)
+                name = header[1 + rival] if place in (0, len(rows) - 1) else None
+                axis.barh(height, speed, 0.24, color=RIVALS[rival], label=name)
+                axis.text(speed, height, f" {speed:.2f}", va="center", fontsize=9)
         axis.set_yticks(range(len(rows)), [fill(row[0], 24) for row in rows], fontsize=9)
         axis.invert_yaxis()
         axis.set_xlabel("speed relative to the first bar; more is better", fontsize=9)
@@ -281,14 +277,15 @@ def draw_benchmarks() -> None:
 
 
 def main() -> None:
-    """All figures."""
+    """Draw all figures."""
     draw_benchmarks()
     draw_layouts()
     draw_redistribution()
+    draw_exchange()
     draw_mesh()
+    draw_spec()
     draw_stack()
-    for name, (title, boxes) in FLOWS.items():
-        draw_flow(name, boxes, title)
+    draw_lowered_block()
 
 
 if __name__ == "__main__":

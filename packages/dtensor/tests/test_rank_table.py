@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from shoal_dtensor import (
     visualize_sharding,
 )
 from shoal_dtensor.errors import PlacementError
-from shoal_dtensor.layout.spec_text import rank_table
+from shoal_dtensor.layout.spec_text import color_of_rank, rank_table
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.errors import MissingExtraError
 from shoal_mesh.testing import fake_world, observed, on_ranks
@@ -35,6 +36,19 @@ def test_uneven_and_empty_shards() -> None:
         [["0"], ["1"], ["2"]],
     )
     assert "3:" not in draw_sharding(UNEVEN)
+
+
+def test_a_rank_has_the_same_colour_in_all_pictures() -> None:
+    reordered = Spec(MESH, (Shard(0), Shard(0)), (4, 4), shard_order=((0, (1, 0)),))
+    table = rank_table(reordered)
+    assert [cells[0] for cells in table.cells] == ["0", "2", "1", "3"]
+    assert [table.color(cells[0]) for cells in table.cells] == [
+        color_of_rank(rank) for rank in (0, 2, 1, 3)
+    ]
+    assert len({color_of_rank(rank) for rank in range(8)}) == 8
+    for step in (2, 4, 8, 16, 64):
+        firsts = [color_of_rank(step * block) for block in range(4)]
+        assert all(one != other for one, other in pairwise(firsts))
 
 
 def test_a_colour_for_each_set_of_ranks() -> None:

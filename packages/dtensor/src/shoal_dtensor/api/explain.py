@@ -23,7 +23,7 @@ from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements
 from ..layout.placements import Partial
 from ..layout.spec import Spec
-from ..layout.spec_text import COLORS, holders, rank_table
+from ..layout.spec_text import INK, color_of_rank, holders, rank_table
 from ..redistribute.plan import alternatives
 from ..redistribute.steps import Plan, Step, format_bytes, format_seconds, layout
 from ..redistribute.traffic import least_bytes, plan_traffic
@@ -178,7 +178,8 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
     Args:
         dtensor: the tensor, or only its spec.
         header: a line to print above.
-        use_rich: print in colors, one for each set of ranks, with rich; in a notebook as HTML.
+        use_rich: print in colors, that of the first rank of each part, with rich; in a notebook as
+            HTML.
 
     Raises:
         MissingExtraError: if rich is requested and not installed.
@@ -264,9 +265,8 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
     columns = spec.shape[-1] if spec.ndim else 1
     partials = [p for p in spec.placements if isinstance(p, Partial)]
     note = "; ".join([f"partial {p.reduce_op}" for p in partials])
-    colors: dict[tuple[int, ...], str] = {}
     for box, ranks in holders(spec).items():
-        color = colors.setdefault(tuple(ranks), COLORS[len(colors) % len(COLORS)])
+        color = color_of_rank(ranks[0])
         rectangles = _rectangles(box, spec.shape)
         for rectangle in rectangles:
             corner = (rectangle.left, rectangle.top)
@@ -282,7 +282,7 @@ def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
         last = rectangles[-1]
         x = last.left + last.width / 2
         y = last.top + last.height / 2
-        ax.text(x, y, text, ha="center", va="center", fontsize=8)
+        ax.text(x, y, text, ha="center", va="center", fontsize=8, color=INK)
     ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=(0, columns), yticks=(0, rows))
     ax.tick_params(labelsize=7)
     ax.set_title(title or layout(spec), fontsize=8)

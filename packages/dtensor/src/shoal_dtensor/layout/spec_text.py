@@ -46,7 +46,21 @@ def _sizes(sharding: Any) -> str:
 # --- which ranks hold which elements --------------------------------------------------------------
 
 COLORS = ("#8dd3c7", "#fdb462", "#bebada", "#fb8072", "#b3de69", "#80b1d3", "#fccde5", "#d9d9d9")
+INK = "#222222"  # of text on them
 _LARGEST = 1024  # ranks that a notebook shows as a table
+
+
+def color_of_rank(rank: int) -> str:
+    """Return the color of a rank, the same in all tables and pictures.
+
+    Neighbors have different colors, and so have the first ranks of blocks of equal size.
+
+    Example:
+        >>> color_of_rank(0) == color_of_rank(1), color_of_rank(0) == color_of_rank(8)
+        (False, False)
+    """
+    octal_digits = map(int, f"{rank:o}")
+    return COLORS[sum(octal_digits) % len(COLORS)]
 
 
 class RankTable(NamedTuple):
@@ -58,11 +72,8 @@ class RankTable(NamedTuple):
     cells: Sequence[Sequence[str]]  # the ranks that hold them, as `0,1`
 
     def color(self, cell: str) -> str:
-        """Return one color for each set of ranks; none for a cell that no rank holds."""
-        if not cell:
-            return "none"
-        sets = list(dict.fromkeys(text for line in self.cells for text in line if text))
-        return COLORS[sets.index(cell) % len(COLORS)]
+        """Return the color of the first rank of a cell; none for a cell that no rank holds."""
+        return color_of_rank(int(cell.split(",", maxsplit=1)[0])) if cell else "none"
 
     def text(self) -> str:
         """Return rows and columns of element ranges, with ranks in the cells."""
