@@ -2,8 +2,8 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, api, argument_types, crossings, host_memory, layout, modules, random_layouts, redistribute,
-spmd, tensor.
+May import: _torch, api, argument_types, crossings, dispatch, host_memory, layout, modules,
+random_layouts, redistribute, spmd, tensor.
 """
 
 # mypy: implicit-reexport
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from ._torch.compiling import eager_only, is_compiling, is_tracing, whole_when_compiled
 from ._torch.interception import FunctionMode, ReplacedAttention, TorchDispatchMode, refuse_in_c
+from ._torch.operators import DataDependentError
 from ._torch.tensors import (
     FakeTensor,
+    FakeTensorMode,
     TensorNote,
     apply,
     backward_number,
@@ -32,6 +34,7 @@ from ._torch.tensors import (
 from .api.constructors import distributed_by
 from .argument_types import check_device_mesh, check_keywords, near_miss, submodule_of, takes
 from .crossings import Crossings, install_crossings, nodes_below
+from .dispatch.observed_calls import Observer, dispatch_observed
 from .host_memory import device_of_numbers, download, upload, upload_packed
 from .layout.boxes import (
     Box,
@@ -78,9 +81,10 @@ from .random_layouts.functions import active, drawers_of
 from .random_layouts.layouts import UNSEEN, global_stride, in_memory_as, layout_of, note_layout
 from .random_layouts.region import current_watch, unwatch_draws, watch_draws
 from .redistribute.blocks import Blocks, Shards, exchange_blocks, move_blocks
+from .redistribute.plan import plan as plan_between
 from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, given_away, redistribute_shards
-from .redistribute.steps import format_bytes
+from .redistribute.steps import Plan, Step, format_bytes
 from .spmd.first_check import on_first_check
 from .tensor.autograd import FromLocal
 from .tensor.dtensor import local_shard

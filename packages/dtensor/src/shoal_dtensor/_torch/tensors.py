@@ -10,7 +10,10 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import (
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree
