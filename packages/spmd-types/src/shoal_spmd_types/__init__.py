@@ -16,6 +16,8 @@ from .dtensors import (
     spmd_redistribute,
     spmd_type_to_dtensor_placement,
 )
+from .emission.emit import EmittedProgram, emit
+from .emission.recorder import EmissionError
 from .rules import declare_by_method
 from .runtime import (
     Infer,
@@ -78,6 +80,8 @@ __all__ = [
     "TYPE_CHECKING",
     "DTensorPropagationError",
     "DimSharding",
+    "EmissionError",
+    "EmittedProgram",
     "I",
     "Infer",
     "Invariant",
@@ -114,6 +118,7 @@ __all__ = [
     "current_mesh_all_names",
     "current_mesh_names",
     "dtensor_placement_to_spmd_type",
+    "emit",
     "get_axis_local_type",
     "get_local_type",
     "get_partition_spec",

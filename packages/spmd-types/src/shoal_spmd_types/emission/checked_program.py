@@ -1,0 +1,264 @@
+"""Runs of statements under the checker, line by line: the text is what was run.
+
+May import: names, recorder, statements, trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_dtensor import Placement, Replicate
+from shoal_dtensor.errors import SpmdTypeError
+from shoal_dtensor.internal import FakeTensorMode, TorchDispatchMode, pytree, spmd
+from shoal_mesh import DeviceMesh
+
+from ..collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from ..conversions import convert
+from ..runtime import assert_type
+from .names import NameTable
+from .recorder import EmissionError
+from .statements import Statement
+from .trace import Operation, Trace, Value
+
+_VIEWS = frozenset({"view", "reshape", "_unsafe_view", "_reshape_alias"})
+_LEFT_OUT = frozenset({"aten::detach", "aten::alias", "prim::device"})
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a program.
+
+    Attributes:
+        text: the statement.
+        comment: shape, dtype and types of its results.
+        path: the module whose forward it is in.
+    """
+
+    text: str
+    comment: str
+    path: str
+
+
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """The mode that lists the operators that a line calls."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name not in _LEFT_OUT:
+            outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.calls.append(_described(func, args, kwargs or {}, outputs))
+        return result
+
+
+def _described(func: Any, args: Any, kwargs: Any, outputs: Sequence[Any]) -> Any:
+    """Return a call as a value: operator, shapes and numbers."""
+    shapes = [tuple(output.shape) for output in outputs]
+    name = func._schema.name.removeprefix("aten::")
+    if name in _VIEWS:
+        return ("view", shapes)
+    given = {}
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        given[argument.name] = value
+    given |= kwargs
+    for argument in func._schema.arguments:
+        if argument.has_default_value():
+            given.setdefault(argument.name, argument.default_value)
+    ignored = ("pin_memory", "layout", "device")
+    kept = {key: _plain(value) for key, value in given.items() if key not in ignored}
+    dim = kept.get("dim")
+    if isinstance(dim, int) and dim < 0 and isinstance(given.get("self"), Tensor | Value):
+        kept["dim"] = dim + len(given["self"].shape)
+    return (name, func._overloadname, kept, shapes)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor | Value):
+        return ("tensor", tuple(value.shape), value.dtype)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is False:
+        return None
+    return value
+
+
+class CheckedProgram:
+    """The lines of a program, each of which has run on tensors without memory under the checker.
+
+    Attributes:
+        lines: the lines so far.
+        names: the names of values.
+    """
+
+    def __init__(self, trace: Trace, statements: Sequence[Statement], mesh: DeviceMesh) -> None:
+        self.lines: list[Line] = []
+        self.names = NameTable(trace, statements)
+        self._mesh = mesh
+        self._scope: dict[str, Any] = {}
+        with ExitStack() as stack:
+            stack.enter_context(spmd.set_current_mesh(mesh))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=False))
+            stack.enter_context(spmd.typecheck(local=False))
+            self._make_scope(trace)
+            for number, statement in enumerate(statements):
+                self.names.reach(number)
+                self._add(statement)
+
+    def _make_scope(self, trace: Trace) -> None:
+        self._scope |= {function.__name__: function for function in _FUNCTIONS}
+        self._scope |= {"I": spmd.I, "P": spmd.P, "R": spmd.R, "S": spmd.Shard}
+        self._scope |= {"torch": torch, "F": torch.nn.functional}
+        weights = {name: self._leaf(value) for name, value in trace.parameters.items()}
+        self._scope["weights"] = weights
+        for name, value in trace.inputs.items():
+            self._scope[name] = self._leaf(value)
+
+    def _leaf(self, value: Value) -> Tensor:
+        device = self._mesh.device_type
+        leaf = torch.empty(value.shape, dtype=value.dtype, device=device)
+        leaf.requires_grad_(value.takes_gradient)
+        spmd.assert_tensor_type(leaf, types_of(value, self._mesh))
+        return leaf
+
+    def _add(self, statement: Statement) -> None:
+        """Run the first text of a statement that calls the recorded operators, and keep it."""
+        expected = sorted([_expected(operation) for operation in statement.operations], key=repr)
+        reason = ""
+        for text in statement.texts(self.names.of):
+            seen = _Seen()
+            try:
+                with seen:
+                    result = eval(text, self._scope)
+            except SpmdTypeError as error:
+                raise EmissionError(f"emit: the checker refuses {text!r}: {error}") from error
+            except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+                reason = f"{text}: {error}"
+                continue
+            calls = sorted(seen.calls, key=repr)
+            if not statement.operations or calls == expected:
+                self._assign(statement, text, result)
+                return
+            reason = f"{text} calls {calls}, and the forward calls {expected}"
+        if not statement.parts:
+            raise EmissionError(f"emit: no text calls the operators of {statement.path}: {reason}")
+        for part in statement.parts:
+            self._add(part)
+
+    def _assign(self, statement: Statement, text: str, result: Any) -> None:
+        """Name the results of a statement, compare their types, and add the line."""
+        is_single = isinstance(result, Tensor)
+        results = [result] if is_single else [*result]
+        self.names.release()
+        targets = []
+        comments = []
+        asserted: list[tuple[str, str]] = []
+        for value, tensor in zip(statement.outputs, results, strict=False):
+            name = self.names.new(value, statement)
+            self._scope[name] = tensor
+            if _is_unknown(value, tensor):
+                wanted = types_of(value, self._mesh)
+                spmd.assert_tensor_type(tensor, wanted)
+                asserted.append((name, types_text(wanted)))
+            _compare(value, tensor, self._mesh, text)
+            targets.append(name)
+            comments.append(described(value, spmd.type_of(tensor)))
+        if is_single and asserted:
+            text = f"assert_type({text}, {asserted.pop()[1]})"
+        left = ", ".join(targets)
+        comma = "," if len(targets) == 1 and not is_single else ""
+        line = f"{left}{comma} = {text}"
+        self.lines.append(Line(line, "; ".join(comments), statement.path))
+        for name, types in asserted:
+            self.lines.append(Line(f"assert_type({name}, {types})", "", statement.path))
+
+
+_SHORT = {
+    "float64": "f64",
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "int64": "i64",
+    "int32": "i32",
+}
+_FUNCTIONS: tuple[Any, ...] = (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    assert_type,
+    convert,
+    reduce_scatter,
+    spmd.pending,
+)
+
+
+def _expected(operation: Operation) -> Any:
+    return _described(operation.operator, operation.args, operation.kwargs, operation.outputs)
+
+
+def types_of(value: Value, mesh: DeviceMesh) -> dict[spmd.AxisLike, spmd.AnyAxisType]:
+    """Return the types of a value by axis, with I for replicated values."""
+    types: dict[spmd.AxisLike, spmd.AnyAxisType] = {}
+    for axis, name in enumerate(mesh.axis_names):
+        placement: Placement = Replicate() if value.spec is None else value.spec.placements[axis]
+        found = spmd.type_of_placement(placement)
+        if found is None:
+            raise EmissionError(f"emit: {placement!r} of {value.spec!r} has no type")
+        types[name] = spmd.I if found is spmd.R else found
+    return types
+
+
+def types_text(types: Mapping[Any, Any]) -> str:
+    """Return types as a dict in the program."""
+    items = [f'"{axis}": {kind}' for axis, kind in types.items()]
+    return "{" + ", ".join(items) + "}"
+
+
+def _is_unknown(value: Value, tensor: Tensor) -> bool:
+    """Tell whether the checker found V for a value whose shards are known."""
+    found = spmd.type_of(tensor)
+    if found is None or value.spec is None:
+        return False
+    kinds = found.by_axis.values()
+    return any(kind is spmd.V for kind in kinds)
+
+
+def _compare(value: Value, tensor: Tensor, mesh: DeviceMesh, text: str) -> None:
+    """Compare the checker's types of a result with its layout in the recorded forward."""
+    found = spmd.type_of(tensor)
+    if found is None or value.spec is None:
+        return
+    for axis, kind in found.by_axis.items():
+        index = [*mesh.axis_names].index(repr(axis))
+        wanted = value.spec.placements[index]
+        placement = spmd.placement_of(kind)
+        if placement != wanted:
+            raise EmissionError(
+                f"emit: the checker finds {kind} over {axis!r} for {text}, and the forward on "
+                f"DTensors has {wanted!r}"
+            )
+
+
+def described(value: Value, tensor_type: Any) -> str:
+    """Return dtype, local shape and types of a value: `f32[2, 8] tp: S(1)`."""
+    shape = ", ".join(map(str, value.shape))
+    name = str(value.dtype).removeprefix("torch.")
+    head = f"{_SHORT.get(name, name)}[{shape}]"
+    if tensor_type is None:
+        return head
+    kinds = [f"{axis!r}: {kind}" for axis, kind in tensor_type.by_axis.items()]
+    return f"{head} {', '.join(kinds)}"

@@ -1,0 +1,243 @@
+"""Python text of operators and moves, the most readable form first.
+
+May import: recorder, trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from shoal_dtensor.internal import Step
+
+from .recorder import EmissionError
+from .trace import Operation, Value
+
+Names = Callable[[Value], str]
+
+_INFIX = {
+    "aten::add": "+",
+    "aten::sub": "-",
+    "aten::mul": "*",
+    "aten::div": "/",
+    "aten::eq": "==",
+    "aten::ne": "!=",
+    "aten::lt": "<",
+    "aten::le": "<=",
+    "aten::gt": ">",
+    "aten::ge": ">=",
+    "aten::bitwise_and": "&",
+    "aten::bitwise_or": "|",
+    "aten::pow": "**",
+}
+_PREFIX = {"aten::neg": "-", "aten::bitwise_not": "~"}
+_VIEWS = frozenset({"aten::reshape", "aten::_unsafe_view", "aten::_reshape_alias"})
+# the end of a slice to the end of a dim
+_END = str(2**63 - 1)
+_ATTENTION = "aten::_scaled_dot_product"
+
+
+def literal(value: Any, names: Names) -> str:
+    """Return the text of an argument."""
+    if isinstance(value, Value):
+        return names(value)
+    if isinstance(value, list):
+        items = [literal(item, names) for item in value]
+        return f"[{', '.join(items)}]"
+    if isinstance(value, tuple):
+        items = [literal(item, names) for item in value]
+        comma = "," if len(items) == 1 else ""
+        return f"({', '.join(items)}{comma})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, torch.device):
+        return f'"{value.type}"'
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    if isinstance(value, torch.layout | torch.memory_format):
+        return str(value)
+    raise EmissionError(f"emit: an argument {value!r} of an operator has no text")
+
+
+def operator_texts(operation: Operation, names: Names) -> list[str]:
+    """Return texts of an operator call: an operator sign, a method, and the operator itself."""
+    schema = operation.operator._schema
+    name = schema.name.removeprefix("aten::")
+    args = [literal(arg, names) for arg in operation.args]
+    named = _named_arguments(operation.kwargs, names)
+    texts = _sign_texts(schema.name, args) if not named else []
+    texts += _special_texts(operation, args, named, names)
+    if schema.name in _VIEWS:
+        texts += _method_texts("view", operation, args, named)
+        texts += _method_texts("reshape", operation, args, named)
+    texts += _method_texts(name, operation, args, named)
+    in_short = ", ".join([*args, *_without_defaults(named)])
+    if hasattr(functional, name):
+        texts.append(f"F.{name}({in_short})")
+    if hasattr(torch, name):
+        texts.append(f"torch.{name}({in_short})")
+    in_full = ", ".join([*args, *named])
+    texts.append(f"torch.ops.{_path(operation.operator)}({in_full})")
+    return texts
+
+
+def _sign_texts(name: str, args: Sequence[str]) -> list[str]:
+    """Return an operator sign with its operands: `x + y`."""
+    operands = [f"({text})" if text.startswith("-") else text for text in args]
+    if name in _INFIX and len(args) == 2:
+        return [f"{operands[0]} {_INFIX[name]} {operands[1]}"]
+    if name in _PREFIX and len(args) == 1:
+        return [f"{_PREFIX[name]}{operands[0]}"]
+    return []
+
+
+def _special_texts(
+    operation: Operation, args: Sequence[str], named: Sequence[str], names: Names
+) -> list[str]:
+    """Return the call of operators whose function has another name or other arguments."""
+    name = operation.operator._schema.name
+    if name.startswith(_ATTENTION):
+        return [_attention_text(operation, names)]
+    match name:
+        case "aten::slice":
+            return [_slice_text(operation.args, args)]
+        case "aten::index":
+            return [f"{args[0]}{args[1]}"]
+        case "aten::native_layer_norm":
+            return [f"F.layer_norm({', '.join(args)})"]
+        case "aten::_to_copy":
+            others = ", ".join([*args[1:], *_without_defaults(named)])
+            return [f"{args[0]}.to({others})"]
+    return []
+
+
+def _path(operator: Any) -> str:
+    namespace, _, name = operator._schema.name.partition("::")
+    return f"{namespace}.{name}.{operator._overloadname}"
+
+
+def _named_arguments(kwargs: Mapping[str, Any], names: Names) -> list[str]:
+    return [f"{name}={literal(value, names)}" for name, value in kwargs.items()]
+
+
+def _without_defaults(named: Sequence[str]) -> list[str]:
+    """Leave out arguments that are None or False: for torch's functions these are the defaults."""
+    return [text for text in named if not text.endswith(("=None", "=False"))]
+
+
+def _method_texts(
+    name: str, operation: Operation, args: Sequence[str], named: Sequence[str]
+) -> list[str]:
+    """Return the call of a method of the first argument, if it is a tensor with such a method."""
+    arguments = operation.operator._schema.arguments
+    is_self = bool(arguments) and arguments[0].name == "self"
+    is_tensor = bool(operation.args) and isinstance(operation.args[0], Value)
+    if not is_self or not is_tensor or not hasattr(torch.Tensor, name):
+        return []
+    rest = [*args[1:]]
+    is_list = len(rest) == 1 and isinstance(operation.args[1], list)
+    if is_list and not named:
+        # `x.view(2, 3)` for `x.view([2, 3])`
+        rest = [rest[0][1:-1]]
+    arguments = ", ".join([*rest, *_without_defaults(named)])
+    return [f"{args[0]}.{name}({arguments})"]
+
+
+def _slice_text(values: Sequence[Any], args: Sequence[str]) -> str:
+    """Return a slice as an index: `x[:, :, 4:8]`."""
+    dim = values[1] if len(values) > 1 else 0
+    start, end, step = _bounds(args)
+    of_step = "" if step == "1" else f":{step}"
+    bounds = f"{_unless(start, '0')}:{_unless(end, _END)}{of_step}"
+    if dim < 0:
+        after = ", :" * (-1 - dim)
+        return f"{args[0]}[..., {bounds}{after}]"
+    before = ":, " * dim
+    return f"{args[0]}[{before}{bounds}]"
+
+
+def _bounds(args: Sequence[str]) -> tuple[str, str, str]:
+    """Return start, end and step of a slice, as far as they are given."""
+    defaults = ("0", _END, "1")
+    given = [*args[2:]]
+    bounds = [*given, *defaults[len(given) :]]
+    known = [
+        default if bound == "None" else bound
+        for bound, default in zip(bounds, defaults, strict=True)
+    ]
+    return known[0], known[1], known[2]
+
+
+def _unless(text: str, default: str) -> str:
+    return "" if text == default else text
+
+
+def _attention_text(operation: Operation, names: Names) -> str:
+    """Return attention as the function that chooses the kernel."""
+    arguments = [argument.name for argument in operation.operator._schema.arguments]
+    given = dict(zip(arguments, operation.args, strict=False))
+    given |= operation.kwargs
+    text = ", ".join([literal(given[name], names) for name in ("query", "key", "value")])
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    if mask is not None:
+        text += f", attn_mask={literal(mask, names)}"
+    if given.get("is_causal"):
+        text += ", is_causal=True"
+    if given.get("scale") is not None:
+        text += f", scale={given['scale']!r}"
+    return f"F.scaled_dot_product_attention({text})"
+
+
+# --- moves ----------------------------------------------------------------------------------------
+
+
+def move_text(step: Step, source: str, target_is_r: bool, source_is_r: bool) -> str:
+    """Return a step of a redistribution as a typed collective or a conversion.
+
+    Args:
+        step: the step.
+        source: the text of the tensor.
+        target_is_r: whether a replicated result is R, rather than I.
+        source_is_r: whether a replicated source is R, rather than I.
+
+    Raises:
+        EmissionError: if no typed function does the step.
+    """
+    if len(step.axes) != 1 or not (step.src.even and step.dst.even):
+        raise _no_typed_function(step)
+    axis = step.axes[0]
+    name = step.src.mesh.axis_names[axis]
+    whole = "R" if target_is_r else "I"
+    whole_source = "R" if source_is_r else "I"
+    if step.name == "AllReduce" and step.divisor == 1 and step.op != "avg":
+        src = "P" if step.op == "sum" else f'pending("{step.op}")'
+        return f'all_reduce({source}, "{name}", src={src}, dst={whole})'
+    if step.name == "AllGather":
+        return f'all_gather({source}, "{name}", src=S({step.dims[0]}), dst={whole})'
+    if step.name == "ReduceScatter" and step.divisor == 1 and step.op == "sum":
+        return f'reduce_scatter({source}, "{name}", src=P, dst=S({step.dims[0]}))'
+    if step.name == "AllToAll":
+        first, second = step.dims
+        return f'all_to_all({source}, "{name}", src=S({first}), dst=S({second}))'
+    if step.name == "Slice":
+        return f'convert({source}, "{name}", src={whole_source}, dst=S({step.dims[0]}))'
+    if step.name == "MakePartial" and not step.dims and _makes_sum(step, axis):
+        expert = "" if source_is_r else ", expert_mode=True"
+        return f'convert({source}, "{name}", src={whole_source}, dst=P{expert})'
+    raise _no_typed_function(step)
+
+
+def _makes_sum(step: Step, axis: int) -> bool:
+    return (axis, "sum") in step.dst.partials and step.src.placements[axis].is_replicate()
+
+
+def _no_typed_function(step: Step) -> EmissionError:
+    return EmissionError(
+        f"emit: no typed collective does the step {step.line()} from {step.src!r} to {step.dst!r}: "
+        "they work along one axis, on shards of equal sizes and sums. Place the output of a module "
+        "before this one in the plan"
+    )

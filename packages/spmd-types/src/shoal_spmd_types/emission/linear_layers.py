@@ -1,0 +1,95 @@
+"""The operators of `F.linear` calls in a trace, which one line of a program calls together.
+
+May import: trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .trace import Entry, Movement, Operation, Value
+
+_VIEWS = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::_reshape_alias"})
+_TRANSPOSE = frozenset({"aten::t"})
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearLayer:
+    """The operators of one call.
+
+    Attributes:
+        operations: all of them, in order; the last one makes the result.
+        transpose: of the weight.
+        product: of the rows and the weight.
+        view: of the operand as rows; None if it has two dims.
+    """
+
+    operations: tuple[Operation, ...]
+    transpose: Operation
+    product: Operation
+    view: Operation | None = None
+
+
+@dataclass(slots=True)
+class _Uses:
+    """The operations that make values, and the entries that read them, by the id of the value."""
+
+    makers: dict[int, Operation] = field(default_factory=dict)
+    readers: dict[int, list[Entry]] = field(default_factory=dict)
+
+    def note(self, entry: Entry) -> None:
+        if isinstance(entry, Movement):
+            self.readers.setdefault(id(entry.source), []).append(entry)
+            return
+        for output in entry.outputs:
+            self.makers[id(output)] = entry
+        for value in entry.operands:
+            self.readers.setdefault(id(value), []).append(entry)
+
+    def maker(self, value: Value, names: frozenset[str]) -> Operation | None:
+        """Return the operation of one of these names that makes a value for one reader."""
+        operation = self.makers.get(id(value))
+        if operation is None or operation.operator._schema.name not in names:
+            return None
+        return operation if len(self.readers[id(value)]) == 1 else None
+
+    def reader(self, value: Value, names: frozenset[str]) -> Operation | None:
+        """Return the operation of one of these names that is the only one to read a value."""
+        readers = self.readers.get(id(value), [])
+        if len(readers) != 1 or isinstance(readers[0], Movement):
+            return None
+        return readers[0] if readers[0].operator._schema.name in names else None
+
+
+def linear_layers(entries: Sequence[Entry]) -> dict[int, LinearLayer]:
+    """Return the linear layers of a trace, by the id of their last operation."""
+    uses = _Uses()
+    for entry in entries:
+        uses.note(entry)
+    found = {}
+    for entry in entries:
+        if isinstance(entry, Operation) and entry.operator._schema.name in _PRODUCTS:
+            layer = _linear_layer(entry, uses)
+            if layer is not None:
+                found[id(layer.operations[-1])] = layer
+    return found
+
+
+def _linear_layer(product: Operation, uses: _Uses) -> LinearLayer | None:
+    """Return the layer of a product; None if it is not of one."""
+    has_numbers = len(product.operands) != len(product.args)
+    if product.kwargs or product.cuts_gradient or has_numbers:
+        return None
+    rows, columns = product.args[-2:]
+    transpose = uses.maker(columns, _TRANSPOSE)
+    if transpose is None:
+        return None
+    view = uses.maker(rows, _VIEWS)
+    if view is None or len(view.operands[0].shape) < 3:
+        return LinearLayer((transpose, product), transpose, product)
+    last = uses.reader(product.outputs[0], _VIEWS)
+    if last is None:
+        return None
+    return LinearLayer((transpose, view, product, last), transpose, product, view)

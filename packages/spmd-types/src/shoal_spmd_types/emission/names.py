@@ -1,0 +1,115 @@
+"""Names of values: of the modules that make them, and used again once a value is not needed.
+
+May import: statements, trace.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+from collections.abc import Sequence
+
+from .statements import Statement
+from .trace import Trace, Value, values_in
+
+_NOUNS = {
+    "add": "total",
+    "mul": "product",
+    "sub": "difference",
+    "div": "quotient",
+    "pow": "power",
+    "cat": "joined",
+    "mm": "product",
+    "bmm": "product",
+    "addmm": "product",
+    "_to_copy": "cast",
+    "_softmax": "softmax",
+    "_unsafe_view": "view",
+    "slice": "part",
+    "split": "part",
+    "split_with_sizes": "part",
+    "sum": "total",
+    "scalar_tensor": "number",
+    "bitwise_and": "both",
+    "native_layer_norm": "norm",
+}
+_RESERVED = frozenset(
+    {"weights", "torch", "F", "I", "P", "R", "S", "assert_type", "pending", "forward", "t"}
+    | {"all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter"}
+)
+
+
+class NameTable:
+    """The names of values; a name is free again after the last use of its value."""
+
+    def __init__(self, trace: Trace, statements: Sequence[Statement]) -> None:
+        self._names: dict[int, str] = {}
+        self._taken: dict[str, int] = {}
+        self._last_use: dict[int, int] = {}
+        self._number = 0
+        for number, statement in enumerate(statements):
+            for value in statement.operands:
+                self._last_use[id(value)] = number
+        for value in values_in(trace.results):
+            self._last_use[id(value)] = len(statements)
+        for name, value in trace.inputs.items():
+            self._names[id(value)] = name
+            self._taken[name] = len(statements)
+        for name, value in trace.parameters.items():
+            self._names[id(value)] = f'weights["{name}"]'
+
+    def of(self, value: Value) -> str:
+        """Return the name of a value that has been assigned."""
+        return self._names[id(value)]
+
+    def reach(self, number: int) -> None:
+        """Note the number of the statement that comes next."""
+        self._number = number
+
+    def release(self) -> None:
+        """Free the names of values that no later statement reads."""
+        self._taken = {name: last for name, last in self._taken.items() if last > self._number}
+
+    def new(self, value: Value, statement: Statement) -> str:
+        """Name a value that a statement assigns."""
+        wanted = value.hint or self._inherited(statement) or _noun(statement)
+        name = wanted
+        count = 1
+        while name in self._taken or _is_reserved(name):
+            count += 1
+            name = f"{wanted}_{count}"
+        self._names[id(value)] = name
+        self._taken[name] = self._last_use.get(id(value), self._number)
+        return name
+
+    def _inherited(self, statement: Statement) -> str:
+        """Return the name of the one operand, if this statement is its last use.
+
+        Of a parameter it is the last part of the name.
+        """
+        if len(statement.operands) != 1 or len(statement.outputs) != 1:
+            return ""
+        (operand,) = statement.operands
+        if operand.parameter:
+            return operand.parameter.rpartition(".")[2]
+        name = self._names[id(operand)]
+        is_free = name.isidentifier() and name not in self._taken
+        return name if is_free else ""
+
+
+def _noun(statement: Statement) -> str:
+    if not statement.operations:
+        return "moved"
+    if len(statement.operations) > 1:
+        # a linear layer, after its module
+        parts = [part for part in statement.path.split(".") if not part.isdigit()]
+        return parts[-1] if parts and parts[-1] else "linear"
+    name = statement.operations[-1].operator._schema.name.removeprefix("aten::")
+    if name.startswith("_scaled_dot_product"):
+        return "attention"
+    noun: str = _NOUNS.get(name, name)
+    return noun.strip("_")
+
+
+def _is_reserved(name: str) -> bool:
+    return keyword.iskeyword(name) or hasattr(builtins, name) or name in _RESERVED

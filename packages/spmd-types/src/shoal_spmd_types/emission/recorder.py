@@ -1,0 +1,354 @@
+"""`record`: one run of a module on DTensors of an abstract mesh, operator by operator.
+
+May import: trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor, Spec, implicit_replication
+from shoal_dtensor.errors import ArgumentValueError, NoRuleError
+from shoal_dtensor.internal import (
+    DataDependentError,
+    FakeTensorMode,
+    Plan,
+    TorchDispatchMode,
+    dispatch_observed,
+    plan_between,
+    pytree,
+)
+
+from .trace import Movement, Operation, Trace, Value, values_in
+
+_UNRECORDED = frozenset({"prim::device"})
+# the layout of the output of a module, by the path of the module
+Layouts = Mapping[str, Callable[[DTensor], Spec]]
+
+
+class EmissionError(ArgumentValueError):
+    """A forward that cannot be written as a program of local operators and typed collectives."""
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call draws random numbers; an operator with a dropout of 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
+
+
+class _LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """The mode that records the operators that a local function calls."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self._recorder.record(func, args, kwargs or {}, is_inside=True)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """The mode that records the local operators and the moves of operators on DTensors.
+
+    Attributes:
+        trace: the record.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.trace = Trace()
+        self._values: dict[int, Value] = {}
+        # tensors are kept, so that no id is used again
+        self._kept: list[Tensor] = []
+        self._path: list[str] = []
+        self._group = 0
+        self._operator: Any = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        distributed = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+        self._group += 1
+        self._operator = func
+        if not distributed:
+            return self.record(func, args, kwargs, is_inside=False)
+        if _draws(func, args, kwargs):
+            raise EmissionError(
+                f"emit: {func} draws random numbers, which DTensors draw as one process does, and "
+                "local tensors do not; set the module to eval(), or its dropout to 0"
+            )
+        result = dispatch_observed(DTensor, func, args, kwargs, self)
+        if func is torch.ops.aten.detach.default or not torch.is_grad_enabled():
+            return result
+        if any(map(self._takes_gradient, distributed)):
+            self._note_gradients(result)
+        return result
+
+    def _takes_gradient(self, tensor: DTensor) -> bool:
+        return self.value_of(tensor._local_tensor).takes_gradient
+
+    def _note_gradients(self, result: Any) -> None:
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, DTensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                self.value_of(leaf._local_tensor).takes_gradient = True
+
+    # --- the observer of operators on DTensors ----------------------------------------------------
+
+    def move(self, local: Tensor, plan: Plan) -> Tensor:
+        """Record a redistribution, and return a tensor of the shape of its result."""
+        moved = torch.empty(plan.dst.local_shape, dtype=plan.dst.dtype, device=local.device)
+        source = self.value_of(local)
+        output = self._new_value(moved)
+        output.spec = plan.dst
+        output.takes_gradient = source.takes_gradient and torch.is_grad_enabled()
+        self.trace.entries.append(Movement(plan, source, output, self.path))
+        return moved
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a local function, and record its operators."""
+        with _LocalOperators(self):
+            return function(*args, **kwargs)
+
+    def run_composite(self, function: Callable[[], Any]) -> Any:
+        """Run a function that calls operators on DTensors, and record these."""
+        with self:
+            return function()
+
+    def place(self, local: Tensor, spec: Spec) -> None:
+        """Note the layout of a result."""
+        if not spec.even:
+            raise EmissionError(
+                f"emit: {spec!r} has shards of different sizes, for which a program of one text "
+                "has no sizes; use sizes that the mesh divides"
+            )
+        value = self.value_of(local)
+        value.spec = spec
+        value.is_inside = False
+
+    # --- the record -------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """The path of the module whose forward runs."""
+        return self._path[-1] if self._path else ""
+
+    def record(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_inside: bool
+    ) -> Any:
+        """Run an operator on local tensors, and record it."""
+        name = func._schema.name
+        if name in _UNRECORDED:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable and not self._operator._schema.is_mutable:
+            raise EmissionError(
+                f"emit: {self._operator} in {self.path or 'the root module'} runs on shards as "
+                f"several operators that differ between ranks, one of them {func}; replicate its "
+                "operands in the plan"
+            )
+        if func._schema.is_mutable:
+            raise EmissionError(
+                f"emit: {func} in {self.path or 'the root module'} writes to a tensor in place; "
+                "use the form of the operator that returns a new tensor"
+            )
+        operands = self._described((args, {**kwargs}))
+        result = func(*args, **kwargs)
+        is_kept = name == "aten::detach" and not self.value_of(args[0]).takes_gradient
+        if name == "aten::alias" or is_kept:
+            self._values[id(result)] = self.value_of(args[0])
+            self._kept.append(result)
+            return result
+        self._add_operation(func, operands, result, is_inside)
+        return result
+
+    def _add_operation(self, func: Any, operands: Any, result: Any, is_inside: bool) -> None:
+        outputs = []
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                value = self._new_value(leaf)
+                value.is_inside = is_inside
+                outputs.append(value)
+        takes_gradient = any(value.takes_gradient for value in values_in(operands))
+        args, kwargs = operands
+        operation = Operation(
+            func,
+            args,
+            kwargs,
+            outputs,
+            group=self._group,
+            path=self.path,
+            cuts_gradient=takes_gradient and not torch.is_grad_enabled(),
+        )
+        self.trace.entries.append(operation)
+
+    def _described(self, structure: Any) -> Any:
+        """Return a structure with values in the place of tensors."""
+        return pytree.tree_map(
+            lambda leaf: self.value_of(leaf) if isinstance(leaf, Tensor) else leaf, structure
+        )
+
+    def value_of(self, local: Tensor) -> Value:
+        """Return the value of a recorded tensor."""
+        found = self._values.get(id(local))
+        if found is None:
+            raise EmissionError(
+                f"emit: a tensor of shape {tuple(local.shape)} in {self.path or 'the root module'} "
+                "is not a parameter, a buffer or an input, so the program has no name for it; "
+                "register it as a buffer"
+            )
+        return found
+
+    def _new_value(self, local: Tensor) -> Value:
+        value = Value(tuple(local.shape), local.dtype)
+        self._values[id(local)] = value
+        self._kept.append(local)
+        return value
+
+    def described_result(self, result: Any) -> Any:
+        """Return the structure of a result with values in the place of tensors."""
+        if isinstance(result, DTensor):
+            return self.value_of(result._local_tensor)
+        if isinstance(result, Tensor):
+            return self.value_of(result)
+        if isinstance(result, Mapping):
+            present = {name: item for name, item in result.items() if item is not None}
+            return {name: self.described_result(item) for name, item in present.items()}
+        if isinstance(result, list | tuple):
+            return tuple([self.described_result(item) for item in result])
+        if result is None or isinstance(result, bool | int | float | str):
+            return result
+        raise EmissionError(
+            f"emit: the forward returns a {type(result).__name__}; return tensors, and tuples and "
+            "dicts of them (for a model of transformers: use_cache=False)"
+        )
+
+    def placed(self, name: str, like: Tensor, spec: Spec) -> Any:
+        """Return a DTensor without memory for a parameter or an input, and record its value."""
+        if not spec.even:
+            raise EmissionError(f"emit: the mesh does not divide {name}, {spec!r}")
+        local = torch.empty(spec.local_shape, dtype=like.dtype, device=spec.mesh.device_type)
+        value = self._new_value(local)
+        value.spec = spec
+        value.takes_gradient = like.requires_grad
+        return DTensor(local, spec, requires_grad=like.requires_grad)
+
+    def redistributed(self, tensor: DTensor, spec: Spec) -> DTensor:
+        """Return a DTensor in another layout, and record the move."""
+        moved = self.move(tensor._local_tensor, plan_between(tensor.spec, spec))
+        return DTensor(moved, spec, requires_grad=self.value_of(moved).takes_gradient)
+
+    # --- modules ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside_modules(self, root: nn.Module, layouts: Layouts) -> Iterator[None]:
+        """Follow the modules whose forwards run, and place their outputs."""
+        handles = []
+        for path, module in root.named_modules():
+            handles.append(module.register_forward_pre_hook(self._enter(path)))
+            handles.append(module.register_forward_hook(self._leave(path, layouts.get(path))))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._path.append(path)
+
+        return enter
+
+    def _leave(
+        self, path: str, layout: Callable[[DTensor], Spec] | None
+    ) -> Callable[[nn.Module, Any, Any], Any]:
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            leaves, structure = pytree.tree_flatten(output)
+            distributed = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
+            if distributed:
+                first = distributed[0]
+                leaves[first] = self._placed_output(leaves[first], path, layout)
+            self._path.pop()
+            return pytree.tree_unflatten(leaves, structure)
+
+        return leave
+
+    def _placed_output(
+        self, output: DTensor, path: str, layout: Callable[[DTensor], Spec] | None
+    ) -> DTensor:
+        """Return the output of a module in its layout, named after the module.
+
+        The name stays if a module inside has named the output.
+        """
+        wanted = output.spec if layout is None else layout(output)
+        tensor = output if wanted == output.spec else self.redistributed(output, wanted)
+        value = self.value_of(tensor._local_tensor)
+        parts = [part for part in path.split(".") if not part.isdigit()]
+        if parts and not value.hint and not value.parameter:
+            value.hint = parts[-1]
+        return tensor
+
+
+def record(
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    specs: Mapping[str, Spec],
+    layouts: Layouts,
+) -> Trace:
+    """Return the record of one forward.
+
+    Args:
+        module: the module, whose parameters and buffers are not read.
+        inputs: the arguments of the forward by name.
+        specs: the layouts of parameters, buffers and inputs that are tensors, by name.
+        layouts: the layouts of outputs of modules, by path.
+
+    Raises:
+        EmissionError: if the forward reads values, draws random numbers or writes in place.
+    """
+    recorder = Recorder()
+    trace = recorder.trace
+    fake = FakeTensorMode(allow_non_fake_inputs=False)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with fake:
+        weights = {name: recorder.placed(name, t, specs[name]) for name, t in tensors.items()}
+        for name, placed in weights.items():
+            trace.parameters[name] = recorder.value_of(placed._local_tensor)
+            trace.parameters[name].parameter = name
+        given = {**inputs}
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                given[name] = recorder.placed(name, value, specs[name])
+                trace.inputs[name] = recorder.value_of(given[name]._local_tensor)
+                trace.inputs[name].is_input = True
+                trace.inputs[name].hint = name
+    try:
+        with fake, implicit_replication(), recorder.inside_modules(module, layouts), recorder:
+            result = torch.func.functional_call(module, weights, (), given)
+    except (*DataDependentError, NoRuleError) as error:
+        raise EmissionError(
+            f"emit: the forward reads values of tensors in {recorder.path or 'the root module'}, "
+            f"which a program for all values cannot: {error}"
+        ) from error
+    trace.results = recorder.described_result(result)
+    return trace

@@ -1,0 +1,152 @@
+"""Statements of a program: operators, moves and conversions, each with texts to choose from.
+
+May import: expressions, linear_layers, sides, trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from shoal_dtensor.internal import Step
+
+from .expressions import Names, move_text, operator_texts
+from .linear_layers import LinearLayer, linear_layers
+from .sides import Sides
+from .trace import Entry, Movement, Operation, Value
+
+
+@dataclass(slots=True, eq=False)
+class Statement:
+    """An assignment.
+
+    Attributes:
+        operands: the values that it reads.
+        outputs: the values that it assigns.
+        texts: makes the texts of the right side, the most readable first; each calls the same
+            operators.
+        operations: the operations that it stands for; empty for moves.
+        path: the module whose forward it is in.
+        parts: statements that do the same one after the other, if no text does; else empty.
+    """
+
+    operands: list[Value]
+    outputs: list[Value]
+    texts: Callable[[Names], list[str]]
+    operations: tuple[Operation, ...]
+    path: str
+    parts: list[Statement] = field(default_factory=list)
+
+
+class Statements:
+    """The statements of a trace, in order.
+
+    Attributes:
+        found: the statements.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], sides: Sides, names_of_axes: Sequence[str]
+    ) -> None:
+        self._sides = sides
+        self._axes = names_of_axes
+        # the value that takes the place of a value of type I, by the axes along which it is R
+        self._converted: dict[tuple[int, tuple[int, ...]], Value] = {}
+        self.found: list[Statement] = []
+        layers = linear_layers(entries)
+        inner = {id(part) for layer in layers.values() for part in layer.operations[:-1]}
+        for entry in entries:
+            if isinstance(entry, Movement):
+                self.found += self._moves(entry)
+            elif id(entry) in layers:
+                self.found.append(self._linear(layers[id(entry)]))
+            elif id(entry) not in inner:
+                self.found.append(self._operation(entry))
+
+    def _operation(self, operation: Operation) -> Statement:
+        in_place_of = self._conversions(operation)
+
+        def texts(names: Names) -> list[str]:
+            found = operator_texts(operation, lambda value: names(in_place_of.get(value, value)))
+            if not operation.cuts_gradient:
+                return found
+            return [f"({text}).detach()" for text in found]
+
+        operands = [in_place_of.get(value, value) for value in operation.operands]
+        return Statement(operands, operation.outputs, texts, (operation,), operation.path)
+
+    def _conversions(self, operation: Operation) -> dict[Value, Value]:
+        """Add the conversions to R that an operation needs; return the new values."""
+        in_place_of = {}
+        for value in operation.operands:
+            axes = self._sides.axes_to_convert(operation, value)
+            if axes:
+                in_place_of[value] = self._convert(value, axes, operation.path)
+        return in_place_of
+
+    def _convert(self, value: Value, axes: tuple[int, ...], path: str) -> Value:
+        key = (id(value), axes)
+        if key not in self._converted:
+            source = value if len(axes) == 1 else self._convert(value, axes[:-1], path)
+            # a parameter is not assigned to, so the new value has a name of its own
+            hint = value.hint or value.parameter.rpartition(".")[2]
+            output = replace(value, parameter="", is_input=False, hint=f"{hint}_r" if hint else "")
+            name = self._axes[axes[-1]]
+
+            def texts(names: Names) -> list[str]:
+                return [f'convert({names(source)}, "{name}", src=I, dst=R)']
+
+            self._converted[key] = output
+            self.found.append(Statement([source], [output], texts, (), path))
+        return self._converted[key]
+
+    def _moves(self, movement: Movement) -> list[Statement]:
+        statements = []
+        source = movement.source
+        axes = self._sides.axes_to_convert_before(movement)
+        if axes:
+            source = self._convert(source, axes, movement.path)
+        for step in movement.plan.steps:
+            output = movement.output
+            if step is not movement.plan.steps[-1]:
+                output = replace(output, spec=step.dst, shape=tuple(step.dst.local_shape))
+            make = self._move_texts(step, source, movement.output)
+            if movement.cuts_gradient and step is movement.plan.steps[-1]:
+                make = _detached(make)
+            statements.append(Statement([source], [output], make, (), movement.path))
+            source = output
+        return statements
+
+    def _move_texts(self, step: Step, source: Value, target: Value) -> Callable[[Names], list[str]]:
+        """Return the text of one step towards a target."""
+        if step.name == "Reshape":
+            shape = ", ".join(map(str, step.dst.local_shape))
+            return lambda names: [f"{names(source)}.reshape({shape})"]
+        is_along_one = len(step.axes) == 1
+        source_is_r = is_along_one and self._sides.is_r(source, step.axes[0])
+        target_is_r = is_along_one and self._sides.is_r(target, step.axes[0])
+        return lambda names: [move_text(step, names(source), target_is_r, source_is_r)]
+
+    def _linear(self, layer: LinearLayer) -> Statement:
+        """Return a linear layer as one statement, with its operators one by one as parts."""
+        parts = {id(one): self._operation(one) for one in layer.operations}
+        weight = parts[id(layer.transpose)].operands[0]
+        if layer.view is not None:
+            x = parts[id(layer.view)].operands[0]
+        else:
+            x = parts[id(layer.product)].operands[-2]
+        operands = [x, weight]
+        if len(layer.product.args) == 3:
+            operands.append(parts[id(layer.product)].operands[0])
+
+        def texts(names: Names) -> list[str]:
+            return [f"F.linear({', '.join(map(names, operands))})"]
+
+        last = layer.operations[-1]
+        return Statement(
+            operands, last.outputs, texts, layer.operations, last.path, [*parts.values()]
+        )
+
+
+def _detached(texts: Callable[[Names], list[str]]) -> Callable[[Names], list[str]]:
+    return lambda names: [f"{text}.detach()" for text in texts(names)]

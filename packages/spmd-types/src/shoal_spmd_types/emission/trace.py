@@ -1,0 +1,141 @@
+"""The record of a forward: values, operators on local tensors, and moves between layouts.
+
+May import: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal_dtensor import Replicate, Spec
+from shoal_dtensor.internal import Plan
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A local tensor of the recorded forward.
+
+    Attributes:
+        shape: the local shape.
+        dtype: the dtype.
+        spec: the layout; None for a value inside of a local function, and for a tensor that is
+            made of numbers, which is replicated.
+        is_inside: whether the value is inside of a local function, so that its layout is unknown.
+        takes_gradient: whether a gradient reaches the value.
+        is_input: whether the value is an input of the program.
+        parameter: the logical name of a parameter or buffer; empty for other values.
+        hint: the name that the value gets in the program, if it is free.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: Spec | None = None
+    is_inside: bool = False
+    takes_gradient: bool = False
+    is_input: bool = False
+    parameter: str = ""
+    hint: str = ""
+
+    def is_replicated(self, axis: int) -> bool:
+        """Tell whether the ranks along a mesh axis hold equal tensors."""
+        if self.spec is None:
+            return not self.is_inside
+        return isinstance(self.spec.placements[axis], Replicate)
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """An operator on local tensors.
+
+    Attributes:
+        operator: the overload.
+        args: its positional arguments, with a `Value` in place of each tensor.
+        kwargs: its keyword arguments, likewise.
+        outputs: the tensors among its results.
+        group: a number that the operations of one local function share.
+        path: the module in whose forward it runs.
+        cuts_gradient: whether it runs under `no_grad` on values that take gradients.
+    """
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: list[Value]
+    group: int
+    path: str
+    cuts_gradient: bool = False
+
+    @property
+    def operands(self) -> list[Value]:
+        """The values among the arguments, in order."""
+        return [*values_in((self.args, self.kwargs))]
+
+
+@dataclass(slots=True, eq=False)
+class Movement:
+    """A redistribution of one value.
+
+    Attributes:
+        plan: the steps.
+        source: the value.
+        output: the value in the layout at the end of the plan.
+        path: the module in whose forward it runs.
+    """
+
+    plan: Plan
+    source: Value
+    output: Value
+    path: str
+
+    @property
+    def cuts_gradient(self) -> bool:
+        """Whether it runs under `no_grad` on a value that takes a gradient."""
+        return self.source.takes_gradient and not self.output.takes_gradient
+
+
+Entry = Operation | Movement
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """A recorded forward.
+
+    Attributes:
+        entries: the operations and movements, in order.
+        parameters: the values of parameters and buffers, by logical name.
+        inputs: the values of the inputs, by the name of the argument.
+        results: the structure that the forward returns, with values in it.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    parameters: dict[str, Value] = field(default_factory=dict)
+    inputs: dict[str, Value] = field(default_factory=dict)
+    results: Any = None
+
+    def without_dead_entries(self) -> list[Entry]:
+        """Return the entries that a result depends on."""
+        needed = {*map(id, values_in(self.results))}
+        kept: list[Entry] = []
+        for entry in reversed(self.entries):
+            outputs = [entry.output] if isinstance(entry, Movement) else entry.outputs
+            if needed.isdisjoint(map(id, outputs)):
+                continue
+            kept.append(entry)
+            operands = [entry.source] if isinstance(entry, Movement) else entry.operands
+            needed.update(map(id, operands))
+        return kept[::-1]
+
+
+def values_in(structure: Any) -> Iterator[Value]:
+    """Yield the values in nested lists, tuples and mappings, in order."""
+    if isinstance(structure, Value):
+        yield structure
+    elif isinstance(structure, Mapping):
+        yield from values_in([*structure.values()])
+    elif isinstance(structure, Sequence) and not isinstance(structure, str):
+        for item in structure:
+            yield from values_in(item)

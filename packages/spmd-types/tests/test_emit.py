@@ -1,0 +1,322 @@
+"""Covers: emission."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal_dtensor import DTensor, PartitionSpec, Shard, distribute_tensor, implicit_replication
+from shoal_dtensor.errors import ArgumentTypeError, ArgumentValueError
+from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_spmd_types import (
+    EmissionError,
+    EmittedProgram,
+    I,
+    P,
+    S,
+    V,
+    assert_type,
+    emit,
+    set_current_mesh,
+    typecheck,
+)
+
+MESH = abstract_mesh((2,), ("tp",))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16, bias=False)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x)))) * scale
+        return out
+
+
+class Attention(nn.Module):
+    """Heads, a buffer, a mask of numbers, a sum that waits, and several results."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8, bias=False)
+        self.register_buffer("mask", torch.ones(6, 6, dtype=torch.bool).tril())
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        parts = self.qkv(x).view(2, 6, 4, 6).transpose(1, 2).split([2, 2, 2], -1)
+        q, k, v = parts
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        joined = heads.transpose(1, 2).reshape(2, 6, 8)
+        positions = torch.arange(6)[None, :, None] / 10
+        out = self.out(joined + positions)
+        with torch.no_grad():
+            size = out.abs().amax()
+        return {"out": -out, "size": size, "nothing": None, "all": (out.relu(), 3)}
+
+
+MLP_PLAN: dict[str, Any] = {
+    "up.weight": {"tp": S(0)},
+    "down.weight": {"tp": S(1)},
+    "down": {"tp": I},
+}
+SEQUENCE_PLAN: dict[str, Any] = {**MLP_PLAN, "down": {"tp": S(1)}}
+
+
+def of_mlp(plan: Any = MLP_PLAN, mesh: DeviceMesh = MESH, **options: Any) -> EmittedProgram:
+    return emit(Mlp(), plan, mesh, torch.zeros(2, 6, 8), **options)
+
+
+def lines_of(program: EmittedProgram) -> list[str]:
+    body = program.source.partition("without autocast")[2]
+    return [line.strip() for line in body.splitlines()[1:] if line.strip()]
+
+
+def test_the_lines_of_a_program() -> None:
+    assert lines_of(of_mlp()) == [
+        'norm = F.layer_norm(x, [8], weights["norm.weight"], weights["norm.bias"], 1e-05)'
+        "  # f32[2, 6, 8] tp: I",
+        'norm_r = convert(norm, "tp", src=I, dst=R)  # f32[2, 6, 8] tp: R',
+        'up = F.linear(norm_r, weights["up.weight"])  # f32[2, 6, 8] tp: S(2)',
+        "up = F.gelu(up)  # f32[2, 6, 8] tp: S(2)",
+        'bias = convert(weights["down.bias"], "tp", src=I, dst=P, expert_mode=True)  # f32[8] tp: P',
+        'down = F.linear(up, weights["down.weight"], bias)  # f32[2, 6, 8] tp: P',
+        'down = all_reduce(down, "tp", src=P, dst=I)  # f32[2, 6, 8] tp: I',
+        "down = down * 1.0  # f32[2, 6, 8] tp: I",
+        "total = x + down  # f32[2, 6, 8] tp: I",
+        "return total",
+    ]
+
+
+def test_sequence_parallelism_gathers_and_scatters() -> None:
+    lines = lines_of(of_mlp(SEQUENCE_PLAN, input_types={"x": {"tp": S(1)}}))
+    moves = [line.partition(" = ")[2].partition("  #")[0] for line in lines if "dst=" in line]
+    assert moves == [
+        'convert(weights["norm.weight"], "tp", src=I, dst=R)',
+        'convert(weights["norm.bias"], "tp", src=I, dst=R)',
+        'all_gather(norm, "tp", src=S(1), dst=R)',
+        'convert(weights["down.bias"], "tp", src=I, dst=P, expert_mode=True)',
+        'reduce_scatter(down, "tp", src=P, dst=S(1))',
+    ]
+
+
+def test_a_program_passes_the_checker_and_asserts_what_it_was_made_for() -> None:
+    program = of_mlp()
+    forward = program.load()
+    assert str(program) == program.source
+
+    def weights() -> dict[str, Tensor]:
+        return {
+            name: torch.empty(
+                spec.local_shape, dtype=spec.dtype, device="meta", requires_grad=name != "x"
+            )
+            for name, spec in program.specs.items()
+        }
+
+    with set_current_mesh(MESH), typecheck(local=False):
+        given = weights()
+        x = given.pop("x")
+        assert_type(forward(given, x), {"tp": I})
+    wrong: list[tuple[str, dict[str, Tensor], DeviceMesh]] = [
+        ("made for tp=2", {}, abstract_mesh((4,), ("tp",))),
+        (r"x: made for \(2, 6, 8\)", {"x": torch.zeros(2, 5, 8)}, MESH),
+        ("x: made for torch.float32", {"x": torch.zeros(2, 6, 8).double()}, MESH),
+        ("x: made for one without", {"x": torch.zeros(2, 6, 8, requires_grad=True)}, MESH),
+        (r"up.weight: made for \(8, 8\)", {"up.weight": torch.zeros(16, 8)}, MESH),
+    ]
+    for message, changes, mesh in wrong:
+        given = {**weights(), **changes}
+        x = given.pop("x")
+        with set_current_mesh(mesh), pytest.raises(AssertionError, match=message):
+            forward(given, x)
+    given = weights()
+    x = given.pop("x")
+    with (
+        set_current_mesh(MESH),
+        pytest.raises(AssertionError, match="without autocast"),
+        torch.autocast("cpu"),
+    ):
+        forward(given, x)
+    scaled = emit(Mlp(), MLP_PLAN, MESH, torch.zeros(2, 6, 8), scale=2.0).load()
+    with set_current_mesh(MESH), pytest.raises(AssertionError, match=r"made for scale=2\.0"):
+        scaled(given, x, scale=1.0)
+
+
+def beside_dispatch(
+    module: nn.Module,
+    plan: dict[str, Any],
+    mesh: DeviceMesh,
+    x: Tensor,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Return the results of a program and of dispatch on this rank, after comparing gradients."""
+    program = emit(module, plan, mesh, x, **options)
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers()), "x": x}
+    placed: dict[str, Any] = {}
+    for name, tensor in named.items():
+        placements = program.specs[name].placements
+        distributed = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=None)
+        placed[name] = distributed.requires_grad_(tensor.requires_grad)
+    local = {}
+    for name, distributed in placed.items():
+        shard = distributed.detach().to_local().clone()
+        local[name] = shard.requires_grad_(distributed.requires_grad)
+    weights = {name: tensor for name, tensor in local.items() if name != "x"}
+    with set_current_mesh(mesh):
+        got = program.load()(weights, local["x"])
+        loss(got).backward()
+    handles = []
+    for path, one in module.named_modules():
+        if path in plan:
+            handles.append(one.register_forward_hook(Placed(program, plan[path], mesh)))
+    inputs = {name: tensor for name, tensor in placed.items() if name != "x"}
+    with implicit_replication():
+        expected = torch.func.functional_call(module, inputs, (placed["x"],))
+        loss(expected).backward()
+    for handle in handles:
+        handle.remove()
+    for name, tensor in local.items():
+        grad = placed[name].grad
+        assert (tensor.grad is None) == (grad is None), name
+        if tensor.grad is not None:
+            assert isinstance(grad, DTensor)
+            torch.testing.assert_close(tensor.grad, grad.to_local())
+    return got, expected
+
+
+class Placed:
+    """A hook that redistributes the output of a module, as the plan says."""
+
+    def __init__(self, program: EmittedProgram, types: dict[str, Any], mesh: DeviceMesh) -> None:
+        from shoal_spmd_types import spmd_type_to_dtensor_placement as placement
+
+        self.placements = [placement(types.get(name, I)) for name in mesh.axis_names]
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output.redistribute(placements=self.placements)
+
+
+def loss(result: Any) -> Any:
+    out = result["out"] if isinstance(result, dict) else result
+    return out.square().sum()
+
+
+def check_bits(got: Tensor, expected: Any) -> None:
+    assert torch.equal(got, expected.to_local() if isinstance(expected, DTensor) else expected)
+
+
+@on_ranks(2)
+def test_programs_have_the_bits_of_dispatch_and_its_gradients() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = torch.randn(2, 6, 8, dtype=torch.double, requires_grad=True)
+    plans: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (MLP_PLAN, {}),
+        ({**MLP_PLAN, "norm": {"tp": S(1)}}, {}),
+        (SEQUENCE_PLAN, {"x": {"tp": S(1)}}),
+        ({}, {"x": {"tp": S(0)}}),
+    ]
+    for plan, types in plans:
+        torch.manual_seed(1)
+        module = Mlp().double()
+        check_bits(*beside_dispatch(module, plan, mesh, x, input_types=types))
+    torch.manual_seed(2)
+    plan = {
+        "qkv.weight": {"tp": S(0)},
+        "qkv.bias": {"tp": S(0)},
+        "out.weight": {"tp": S(1)},
+        "out": {"tp": I},
+    }
+    got, expected = beside_dispatch(Attention().double(), plan, mesh, x)
+    assert got.keys() == {"out", "size", "all"}
+    check_bits(got["out"], expected["out"])
+    check_bits(got["size"], expected["size"])
+    check_bits(got["all"][0], expected["all"][0])
+    assert not got["size"].requires_grad
+    assert got["all"][1] == 3
+
+
+@on_ranks(4)
+def test_programs_on_two_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(2, 6, 8, dtype=torch.double, requires_grad=True)
+    torch.manual_seed(1)
+    module = Mlp().double()
+    types: dict[str, Any] = {"x": {"dp": S(0)}}
+    plan = {**MLP_PLAN, "down": {"dp": S(0)}}
+    check_bits(*beside_dispatch(module, plan, mesh, x, input_types=types))
+
+
+def test_layouts_are_types_specs_or_placements() -> None:
+    module = nn.Linear(8, 4, bias=False)
+    layouts = ({"tp": S(0)}, {"tp": S(-2)}, PartitionSpec("tp"), [Shard(0)])
+    plans: list[dict[str, Any]] = [{"*": layout} for layout in layouts]
+    texts = {emit(module, plan, MESH, torch.zeros(2, 8)).source for plan in plans}
+    assert len(texts) == 1
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(x.sum())
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1).mul_(2)
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = [torch.ones(8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table[0]
+
+
+class ReturnsAnObject(nn.Module):
+    def forward(self, x: Tensor) -> object:
+        return {x}
+
+
+class TakesAll(nn.Module):
+    def forward(self, *xs: Tensor) -> Tensor:
+        return xs[0]
+
+
+def test_what_no_program_is_written_for() -> None:
+    x = torch.zeros(2, 8)
+    refused: list[tuple[str, nn.Module, dict[str, Any]]] = [
+        ("dropout to 0", nn.Dropout(), {}),
+        ("in place", Writes(), {}),
+        ("register it as a buffer", Remembers(), {}),
+        ("returns a set", ReturnsAnObject(), {}),
+        ("does not divide", nn.Linear(8, 3), {"weight": {"tp": S(0)}}),
+        ("differ between ranks", nn.Embedding(4, 8), {"weight": {"tp": S(0)}}),
+    ]
+    for message, module, plan in refused:
+        given = torch.zeros(2, dtype=torch.int64) if isinstance(module, nn.Embedding) else x
+        with pytest.raises(EmissionError, match=message):
+            emit(module, plan, MESH, given)
+    with pytest.raises(EmissionError, match="reads values"):
+        emit(Reads(), {}, MESH, x)
+    with pytest.raises(EmissionError, match="no typed collective"):
+        mesh = abstract_mesh((2, 2), ("dp", "tp"))
+        types = {"input": {"dp": P, "tp": P}}
+        emit(nn.Identity(), {"": {"dp": I, "tp": I}}, mesh, x, input_types=types)
+    with pytest.raises(ArgumentValueError, match="matches no parameter"):
+        emit(nn.Linear(8, 4), {"wieght": {"tp": S(0)}}, MESH, x)
+    with pytest.raises(ArgumentValueError, match="no tensor input"):
+        emit(nn.Linear(8, 4), {}, MESH, x, input_types={"x": {"tp": S(0)}})
+    with pytest.raises(ArgumentValueError, match="not V"):
+        emit(nn.Linear(8, 4), {"weight": {"tp": V}}, MESH, x)
+    with pytest.raises(ArgumentTypeError, match="by name"):
+        emit(TakesAll(), {}, MESH, x)
