@@ -7,7 +7,9 @@ running/memories.py, running/messages.py, running/wires.py.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import parallelize_module
 from shoal_transfer import (
+    FolderWire,
     GroupWire,
     LocalWire,
     MappingError,
@@ -381,21 +384,84 @@ def test_a_rank_without_its_model_is_named_before_bytes_move() -> None:
         WeightTransfer(plan, source=state).run(1)
 
 
-def test_a_step_waits_until_the_weights_are_read() -> None:
-    trained = build(TRAINED, 0)
-    plan = plan_transfer(describe(trained), describe(trained))
-    transfer = WeightTransfer(plan, source=trained, target=trained)
+def put_to_sleep(model: nn.Linear) -> None:
+    model.weight.untyped_storage().resize_(0)
+
+
+def put_on_meta(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(model.weight.to("meta"))
+
+
+def expand(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(torch.zeros(3).expand(4, 3), requires_grad=False)
+
+
+DEFECTS: list[tuple[Callable[[nn.Linear], None], str]] = [
+    (put_to_sleep, "target: the memory of 'weight' is freed, as of a model that sleeps"),
+    (put_on_meta, "target: 'weight' is on the meta device"),
+    (expand, "target: elements of 'weight' share memory, by strides of 0"),
+]
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize(("spoil", "message"), DEFECTS)
+def test_memory_that_cannot_be_written_is_named_on_all_ranks(
+    spoil: Callable[[nn.Linear], None], message: str
+) -> None:
+    source, target = nn.Linear(3, 4), nn.Linear(3, 4)
+    plan = plan_transfer(describe(source), describe(target))
+    if dist.get_rank() == 1:
+        spoil(target)
+    transfer = WeightTransfer(plan, source=source, target=target)
+    with pytest.raises(TransferError, match=f"member 1: {message}.*; no byte has moved"):
+        transfer.run(1)
+    if dist.get_rank() == 1:
+        target.weight = nn.Parameter(torch.zeros(4, 3))
+    transfer.run(1)
+    assert torch.equal(target.weight, source.weight)
+
+
+def test_memory_of_both_sides_is_only_written_from_a_second_copy() -> None:
+    first, second = torch.zeros(3), torch.ones(3)
+    source = {"x": first, "y": second}
+    # each is written where the other one is read
+    target = {"x": second, "y": first}
+    plan = plan_transfer(describe(source), describe(target))
+    with pytest.raises(
+        TransferError, match=r"'x' shares memory with the source.*use mode 'staged'"
+    ):
+        WeightTransfer(plan, source=source, target=target, mode="in_place").run(1)
+    WeightTransfer(plan, source=source, target=target).run(1)
+    assert (first.tolist(), second.tolist()) == ([1, 1, 1], [0, 0, 0])
+
+
+def test_a_step_waits_for_sends_that_still_read_the_weights(tmp_path: Path) -> None:
+    """The server is late: the trainer computes its next gradients, and its step waits."""
+    trained, served = build(TRAINED, 0), build(TRAINED, 1)
+    before = {name: value.clone() for name, value in trained.state_dict().items()}
+    target = describe(served, world="server")
+    # several rounds, of which the last is read last
+    plan = plan_transfer(describe(trained, world="trainer"), target, max_bytes=100)
+    sends, receives = (FolderWire(tmp_path, member, 2, timeout=60) for member in range(2))
+    transfer = WeightTransfer(plan, source=trained, wire=sends)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
     transfer.guard(optimizer)
-    runner = transfer._runner
-    runner.begin_reading()
-    step_in_background = threading.Thread(target=optimizer.step)
-    step_in_background.start()
-    step_in_background.join(0.2)
-    assert step_in_background.is_alive()
-    runner.finish_reading()
-    step_in_background.join(20)
-    assert not step_in_background.is_alive()
+    transfer.start(1)
+    sum(layer.q(torch.ones(6)).sum() for layer in trained.children()).backward()  # type: ignore[operator, union-attr]  # blocks
+    stepped = threading.Thread(target=optimizer.step)
+    stepped.start()
+    stepped.join(0.3)
+    assert stepped.is_alive(), "the weights have not been read"
+    WeightTransfer(plan, target=served, wire=receives).run()
+    stepped.join(60)
+    assert not stepped.is_alive()
+    transfer.wait()
+    for name, value in served.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    changed = [
+        name for name, value in trained.state_dict().items() if not torch.equal(value, before[name])
+    ]
+    assert changed == ["0.q.weight", "1.q.weight"]
 
 
 def test_finish_is_called_once_for_each_layer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -47,6 +48,39 @@ class LocalMemories:
         before = self._shapes
         self._shapes = {name: address[2:] for name, address in self._addresses.items()}
         return bool(before) and before != self._shapes
+
+    def defect(self, names: Iterable[str]) -> str | None:
+        """Return why some local tensors cannot be read and written now, None if they can."""
+        for name in names:
+            tensor = self.tensors[name]
+            if tensor.is_meta:
+                return f"{name!r} is on the meta device, which holds no values"
+            _, stop = _bytes_in_storage(tensor)
+            if stop > tensor.untyped_storage().nbytes():
+                return f"the memory of {name!r} is freed, as of a model that sleeps; wake it first"
+        return None
+
+    def shared_with(self, other: LocalMemories) -> str | None:
+        """Return the name of a tensor whose memory meets that of the other side's tensors."""
+        ranges = defaultdict[int, list[tuple[int, int]]](list)
+        for tensor in other.tensors.values():
+            ranges[tensor.untyped_storage().data_ptr()].append(_bytes_in_storage(tensor))
+        for name, tensor in self.tensors.items():
+            first, last = _bytes_in_storage(tensor)
+            for start, stop in ranges[tensor.untyped_storage().data_ptr()]:
+                if max(first, start) < min(last, stop):
+                    return name
+        return None
+
+
+def _bytes_in_storage(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage that a tensor begins and ends at."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    if not tensor.numel():
+        return start, start
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return start, start + (last + 1) * tensor.itemsize
 
 
 def parts_of_rank(manifest: Manifest, rank: int | None) -> list[str]:

@@ -324,7 +324,7 @@ class WeightTransfer:
 
     def _refuse(self, version: int | None) -> str | None:
         """Return why this rank refuses a version."""
-        missing = self._missing_model() or self._computations.missing()
+        missing = self._missing_model() or self._computations.missing() or self._memory_defect()
         if missing is not None:
             return missing
         if self._computations and self._deltas and self._mode == "in_place":
@@ -336,6 +336,29 @@ class WeightTransfer:
                 f"version {version} is older than version {self.version}; pass an increasing "
                 "version"
             )
+        return None
+
+    def _memory_defect(self) -> str | None:
+        """Return why the local tensors cannot be used, None if they can."""
+        sides = (("source", self._source), ("target", self._target))
+        for side, memories in sides:
+            defect = memories.defect(self._parts[side])
+            if defect is not None:
+                return f"{side}: {defect}"
+        for part in self._parts["target"]:
+            tensor = self._target.tensors[part]
+            if any(
+                size > 1 and not step
+                for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+            ):
+                return f"target: elements of {part!r} share memory, by strides of 0"
+        if self._mode == "in_place":
+            shared = self._target.shared_with(self._source)
+            if shared is not None:
+                return (
+                    f"target: {shared!r} shares memory with the source, which mode 'in_place' would "
+                    "overwrite before it is read; use mode 'staged'"
+                )
         return None
 
     def _missing_model(self) -> str | None:
