@@ -2,7 +2,9 @@
 
 Run: ``python benchmarks/transfer.py [MEGABYTES]``, 512 by default, on four gloo ranks. Two ranks train
 (sharded over rows) and two serve (sharded over columns). With ``--deltas`` it prints the bytes of ten
-steps of AdamW at a learning rate of 1e-6 in bfloat16.
+steps of AdamW at a learning rate of 1e-6 in bfloat16. With ``--overlap [MEGABYTES]``, 128 by default,
+it prints the seconds of a training step without a transfer, with `run` after it, and with `start` after
+it, whose sends go on beside the next forward and backward.
 """
 
 from __future__ import annotations
@@ -148,13 +150,68 @@ def delta_bytes() -> list[tuple[int, int]]:
     return found
 
 
+STEPS = 4
+TOKENS = 256
+
+
+def seconds_of_steps(way: str, megabytes: int) -> float:
+    """Seconds of a step of a chain of layers, of which each rank has all rows of its part."""
+    trains = dist.get_rank() < 2
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("side", "rank"))["rank"]
+    state = weights(mesh, 0 if trains else 1, megabytes, torch.float32)
+    transfer = transfer_of(state if trains else None, None if trains else state, mesh, "staged")
+    locals_ = [one.to_local() for one in state.values() if isinstance(one, DTensor)]
+    optimizer = torch.optim.SGD(locals_, lr=1e-6)
+    transfer.guard(optimizer)
+    # the first transfer allocates
+    transfer.run(0)
+    begin = time.perf_counter()
+    for version in range(1, STEPS + 1):
+        if trains:
+            for one in locals_:
+                one.grad = gradient_of(one)
+            optimizer.step()
+        if way == "run":
+            transfer.run(version)
+        elif way == "start":
+            transfer.wait()
+            transfer.start(version)
+    if trains:
+        # the forward and backward after the last step, which its transfer is beside
+        for one in locals_:
+            gradient_of(one)
+    transfer.wait()
+    return (time.perf_counter() - begin) / STEPS
+
+
+def gradient_of(local: torch.Tensor) -> torch.Tensor:
+    """The gradient of one layer over some tokens."""
+    weight = local.detach().requires_grad_()
+    inputs = torch.ones(TOKENS, weight.shape[1])
+    (gradient,) = torch.autograd.grad((inputs @ weight.t()).sum(), weight)
+    return gradient
+
+
+def print_overlap(megabytes: int) -> None:
+    """Print the seconds of a training step without and with transfers."""
+    for way in ("none", "run", "start"):
+        found = launch(seconds_of_steps, 4, way, megabytes)
+        print(
+            f"{way}: {max(found[:2]):.2f} s a step on the trainer, {max(found[2:]):.2f} s on the server"
+        )
+
+
 def main() -> None:
     """Print one line for each way."""
+    numbers = [int(argument) for argument in sys.argv[1:] if argument.isdigit()]
+    if "--overlap" in sys.argv:
+        print_overlap(numbers[0] if numbers else 128)
+        return
     if "--deltas" in sys.argv:
         for step, (sent, whole) in enumerate(launch(delta_bytes, 4)[0], 1):
             print(f"step {step}: {sent / 2**20:.2f} of {whole / 2**20:.0f} MB, {sent / whole:.1%}")
         return
-    megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 512
+    megabytes = numbers[0] if numbers else 512
     for way in ("in_place", "staged", "broadcast", "full_tensor"):
         results = launch(measure, 4, way, megabytes)
         first, second, _ = results[0]
