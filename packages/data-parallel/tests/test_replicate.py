@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -402,6 +403,22 @@ def test_a_model_made_without_memory_is_filled_later() -> None:
     with torch.device("meta"):
         model = Model().double()
     replicas_are_filled(twins()[0], model, mesh_of(4, 1))
+
+
+@on_ranks(2)
+def test_values_of_a_model_made_without_memory_are_those_of_one_rank() -> None:
+    """Replicas that each rank initialized from a seed of its own differed for good."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    replicate(model, mesh_of(2, 1)["data"])
+    model.to_empty(device="cpu")
+    torch.manual_seed(dist.get_rank())
+    model.reset_parameters()
+    model(torch.ones(2, 4)).sum().backward()
+    torch.manual_seed(0)
+    expected = nn.Linear(4, 4)
+    assert torch.equal(model.weight, expected.weight)
+    assert torch.equal(model.bias, expected.bias)
 
 
 @on_ranks(4)

@@ -258,7 +258,11 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     axes = state.axes
     state.check()
     check_same_parameters("replicate", module.named_parameters(), axes)
-    _send_values((*state.held(), *module.buffers()), axes, src_data_rank)
+    tensors = [*state.held(), *module.buffers()]
+    _send_values(tensors, axes, src_data_rank)
+    # shards are drawn alike on all ranks, or loaded
+    if not axes.sharded and any(local_of(tensor).is_meta for tensor in tensors):
+        state.awaited_rank = src_data_rank
     state.take()
     complete_forms(axes.mesh, module, over_data=(None, state.dtype))
     register_owner(state)
@@ -300,6 +304,8 @@ class Replicas(Reducer):
         self._seen_by_modules: list[nn.Parameter] = []
         # whether each forward begins with the buffers of the first rank
         self.broadcast_buffers = False
+        # the data-parallel rank whose values are sent once the module has left the meta device
+        self.awaited_rank: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy of the module.
@@ -461,6 +467,7 @@ class Replicas(Reducer):
             return
         for state in reversed(self.module._reducers()):
             state.check_materialized()
+            state.send_materialized()
             state.gather()
             state.attach()
         self._show_replicas(True)
@@ -523,6 +530,18 @@ class Replicas(Reducer):
         names = [name for name, p in named if p.device.type == "meta"]
         if self.axes.mesh.device_type != "meta":
             check_materialized("replicate", names)
+
+    @torch.no_grad()
+    def send_materialized(self) -> None:
+        """Send the values that a module on the meta device has got since `replicate`, once.
+
+        Each rank has initialized its own, perhaps from another seed.
+        """
+        rank = self.awaited_rank
+        if rank is None or self.axes.mesh.device_type == "meta":
+            return
+        self.awaited_rank = None
+        _send_values((*self.held(), *self.module.buffers()), self.axes, rank)
 
     @torch.no_grad()
     def _send_buffers(self) -> None:
