@@ -90,3 +90,18 @@ def test_parameters_without_values_are_named(how: str) -> None:
     for layer in model:
         layer.reset_parameters()
     model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_memory_that_nobody_initialized_is_named() -> None:
+    """A forward computed with the numbers that happened to be in the memory."""
+    with torch.device("meta"):
+        model = two_layers()
+    fully_shard(model, mesh_of(2, 1)["data"])
+    model.to_empty(device="cpu")
+    model[0].reset_parameters()
+    for _ in range(2):
+        with pytest.raises(StyleError, match=r"\['1.weight', '1.bias'\] have no values"):
+            model(torch.ones(2, 4))
+    model[1].reset_parameters()
+    model(torch.ones(2, 4)).sum().backward()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sharded_tensors import sharded
 from shoal_dtensor import (
@@ -421,3 +421,18 @@ def test_results_have_the_memory_walk_of_one_device(name: str, order: tuple[int,
                 )
                 if out.is_contiguous():
                     assert out.view(out.shape[0], -1).shape == (4, out.numel() // 4)
+
+
+def test_memory_after_the_meta_device_has_no_numbers_by_chance() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        with torch.device("meta"):
+            module = nn.Linear(4, 6)
+        for name, param in list(module.named_parameters()):
+            part = DTensor.from_local(param.detach(), mesh, [Shard(0)])
+            setattr(module, name, nn.Parameter(part))
+        module.to_empty(device="cpu")
+        for param in module.parameters():
+            local: Any = param.to_local()  # type: ignore[attr-defined]  # a DTensor
+            assert local.device.type == "cpu"
+            assert local.isnan().all()

@@ -89,3 +89,13 @@ def check_materialized(function: str, names: Sequence[str]) -> None:
             'module.to_empty(device="cpu"), or another device, and initialize them (with '
             "module.reset_parameters(), or by load_state_dict), before the first forward"
         )
+
+
+def check_initialized(function: str, names: Sequence[str]) -> None:
+    """Raise StyleError if named parameters have memory, but nobody has written values to it."""
+    if names:
+        raise StyleError(
+            f"{function}: parameters {list(names)} have no values: module.to_empty() gives a module "
+            "memory without values. Initialize the parameters (with module.reset_parameters(), or "
+            "by load_state_dict) before the first forward"
+        )

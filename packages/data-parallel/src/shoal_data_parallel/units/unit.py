@@ -44,14 +44,20 @@ from torch import Tensor, nn
 
 from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError, TiedWeightError
-from shoal_dtensor.internal import ShardsInFlight, redistribute_shards, register_owner
+from shoal_dtensor.internal import (
+    FakeTensor,
+    ShardsInFlight,
+    local_of,
+    redistribute_shards,
+    register_owner,
+)
 from shoal_mesh import purpose
 
 from .._torch import preserving_versions
 from ..gradients.communication import CustomGather
 from ..gradients.global_losses import watch
 from ..gradients.gradient_group import Group
-from ..parameters.agreement import check_materialized
+from ..parameters.agreement import check_initialized, check_materialized
 from ..parameters.parameter_meshes import MeshAssignment
 from ..parameters.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..parameters.sharded_parameters import (
@@ -159,6 +165,8 @@ class Unit(Group):
         self.policies = policies
         self.settings = settings
         self.parameters = []
+        # whether the parameters were on the meta device when they were sharded
+        self.was_on_meta = False
         # indices of the parameters that required gradients in the last forward
         self.trained: list[int] = []
         # derived from the settings, for the outermost unit or a unit inside
@@ -204,6 +212,7 @@ class Unit(Group):
         copied.all_reduces = self.all_reduces
         copied.communication = self.communication
         copied.parameters = self.parameters
+        copied.was_on_meta = self.was_on_meta
         copied.schedule = self.schedule
         copied.peers = self.peers
         copied.call_hooks = self.call_hooks
@@ -283,6 +292,7 @@ class Unit(Group):
                 shard_parameter(param, sites, self.axes, placement, policies=self.policies)
             )
         self._reset(parameters)
+        self.was_on_meta = any(parameter.leaf.is_meta for parameter in parameters)
         if self.axes_inside is not None:
             for parameter in self.parameters:
                 parameter.keep_inside(self.axes, self.axes_inside)
@@ -351,6 +361,9 @@ class Unit(Group):
         if on_meta:
             sites = [site for parameter in on_meta for site in parameter.sites]
             check_materialized("fully_shard", [*self._names_of(sites)])
+        if self.was_on_meta:
+            unset = [site for p in self.parameters if _has_no_values(p.leaf) for site in p.sites]
+            check_initialized("fully_shard", [*self._names_of(unset)])
 
     def _names_of(self, sites: Sequence[Site]) -> Iterator[str]:
         """Return the names of parameters in the modules of the unit."""
@@ -505,6 +518,14 @@ class Unit(Group):
         self.drop_kept()
         self.hide()
         self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
+
+
+def _has_no_values(leaf: nn.Parameter) -> bool:
+    """Return whether memory that came from `to_empty()` was never written to: it is filled with NaN."""
+    local = local_of(leaf).detach()
+    if isinstance(local, FakeTensor) or not local.numel():
+        return False
+    return bool(local.isnan().all())
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:

@@ -9,6 +9,7 @@ distribution. Operators whose use of the generator is data-dependent are replica
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import nan
 from typing import Any
 
 from torch import Generator, Tensor
@@ -207,6 +208,26 @@ def _local_size(local_call: LocalCall) -> LocalFunction | None:
     return with_arguments(call, size=list(spec.local_shape), **stride)
 
 
+def _empty_like(local_call: LocalCall) -> LocalFunction | None:
+    """Fill memory that a tensor on the meta device gets with NaN.
+
+    `Module.to_empty()` calls the operator, so a parameter that nobody initializes afterwards does
+    not have the numbers that are there by chance.
+    """
+    call = local_call.call
+    if call.get("device") is None:
+        return None
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = call.op(x, *args, **kwargs)
+        has_left_meta = x.is_meta and not made.is_meta
+        if has_left_meta and (made.is_floating_point() or made.is_complex()):
+            made.fill_(nan)
+        return made
+
+    return run
+
+
 CREATION: Table = family(
     {
         "normal_ normal_functional normal.out": _fills("normal_", "mean", "std"),
@@ -230,9 +251,8 @@ CREATION: Table = family(
         "multinomial": Rule(multinomial, _multinomial),
         "rrelu_with_noise rrelu_with_noise_functional": Rule(rrelu_with_noise),
         "poisson binomial _standard_gamma _sample_dirichlet": Rule(replicated),
-        "zeros_like ones_like empty_like full_like": Rule(
-            fill, by_value=False, unordered=True, sizes=()
-        ),
+        "zeros_like ones_like full_like": Rule(fill, by_value=False, unordered=True, sizes=()),
+        "empty_like": Rule(fill, _empty_like, by_value=False, unordered=True, sizes=()),
         "new_zeros new_ones new_empty new_empty_strided new_full": Rule(fill, _local_size),
     }
 )
