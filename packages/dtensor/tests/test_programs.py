@@ -310,6 +310,36 @@ def test_a_program_that_differs_is_noticed_and_shrunk() -> None:
     assert shrink(program, found)[0].lines == (program.lines[0], wrong)
 
 
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+    # what torch warns of on one device too
+)
+def test_lines_at_the_edges_do_not_only_refuse() -> None:
+    """Each kind of edge is there among 40 programs, and equals one device."""
+    lines = (
+        "x = leaf(0, (4, 6), [Shard(0), Shard(1)])",
+        "y = real(1, (4, 6), [Replicate(), Shard(0, sizes=(3, 1))])",
+        "a = tried(lambda: F.cross_entropy(x, const([1, 6, 0, -1], [Replicate(), Replicate()])))",
+        "b = tried(lambda: x.gather(0, const([[-1]], [Replicate(), Replicate()])))",
+        "c = rebuilt(y) + spread(x, y) + placed(x, y) + filled(x, y) + mapped(y)",
+        "d = watched(lambda: F.one_hot((x > 0).long(), 3))",
+        "e = near(0, (4, 6), [Partial('avg'), Shard(0)], scale=4e4, dtype=torch.float16).mean() / 1e4",
+        "i = ints(0, (4,), [Shard(0), Replicate()])",
+        "f = i / 3",
+        "default(torch.float64)",
+        "g = i / 3",
+        "with deterministic(): h = x.cumsum(0)",
+    )
+    assert on_one([Lines((2, 2), lines)]) == [""]
+    written = "\n".join(line for seed in range(40) for line in compose(seed).lines)
+    for name in ("tried", "rebuilt", "spread", "placed", "watched", "near", "default"):
+        assert f"{name}(" in written, name
+
+
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+    # what torch warns of on one device too
+)
 def test_composed_programs_equal_one_device() -> None:
     programs = [compose(seed) for seed in range(40)]
     for program, found in zip(programs, on_ranks(programs), strict=True):

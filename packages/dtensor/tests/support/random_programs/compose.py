@@ -7,6 +7,7 @@ from random import Random
 import torch
 
 from .draft import Draft, Skip
+from .edges import EDGES
 from .program import Machine, Program
 from .shapes import SHAPES
 from .values import VALUES
@@ -42,7 +43,9 @@ def _step(d: Draft) -> bool:
     before = len(d.lines)
     writing = d.chance(0.35)
     try:
-        if writing:
+        if d.chance(0.25):
+            d.add(d.pick(EDGES)(d))
+        elif writing:
             d.add(d.pick(WRITES)(d))
         else:
             made = d.pick(VALUES if d.chance(0.5) else SHAPES)(d)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shoal_dtensor.testing import on_threads, thread_meshes
-from shoal_mesh.errors import DeadlockError, RankError
+from shoal_mesh.errors import DeadlockError, LockstepError, RankError
 from shoal_mesh.testing import rank_pool
 
 from .compose import compose, holds
@@ -32,9 +32,15 @@ class Finding:
 
 
 def on_one(programs: Sequence[Program]) -> list[str]:
-    """What became of each program on ranks that are threads of this process; "" is well, see `run_one`."""
+    """What became of each program on ranks that are threads of this process; "" is well, see `run_one`.
+
+    Programs that change settings of the process run on ranks that are processes.
+    """
     found = []
     for program in programs:
+        if program.changes_settings:
+            found += on_ranks([program], 60.0)
+            continue
         meshes = thread_meshes(program.mesh)
         try:
             found.append(
@@ -44,7 +50,7 @@ def on_one(programs: Sequence[Program]) -> list[str]:
                     )
                 )
             )
-        except DeadlockError as error:
+        except (DeadlockError, LockstepError) as error:
             found.append(f"hang: {error!r}")
     return found
 

@@ -6,16 +6,19 @@ Lines are text, so a program that fails prints itself. They make tensors with th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal_dtensor.api.constructors import distribute_tensor
-from shoal_dtensor.errors import ShoalTensorError
+from shoal_dtensor.api.constructors import distribute_tensor, zeros
+from shoal_dtensor.api.custom_ops import local_map
+from shoal_dtensor.errors import OperatorArgumentError, OperatorIndexError, ShoalTensorError
 from shoal_dtensor.layout.dim_sharding import ShardOrder
 from shoal_dtensor.layout.placements import Partial, Placement, Replicate, Shard
 from shoal_dtensor.tensor.autograd import redistributed
@@ -28,6 +31,11 @@ __all__ = ["Machine", "Program", "loss_of", "run_many", "run_one"]
 # Of values that went through a dtype; a program with a narrower one is compared no more closely
 # than that.
 TOLERANCES = {torch.float32: 2e-4, torch.complex64: 2e-4, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+# Methods of `Machine` that lines may call.
+NAMES = (
+    "real", "leaf", "ints", "flags", "const", "place", "near", "tried", "watched", "default",
+    "deterministic", "rebuilt", "spread", "placed", "filled", "mapped",
+)  # fmt: skip
 # Autograd, of a write with a gradient to a view that `t_` or the like has reshaped, or to its base.
 RESHAPED_VIEW = "This view is the output of a function that returns multiple views"
 
@@ -46,6 +54,11 @@ class Program:
     mesh: tuple[int, ...]
     lines: tuple[str, ...]
 
+    @property
+    def changes_settings(self) -> bool:
+        """Whether lines change settings of the process, which ranks on threads share."""
+        return any("default(" in line or "deterministic(" in line for line in self.lines)
+
     def script(self) -> str:
         """A script that runs the program on four ranks, and shows where it differs."""
         lines = "\n".join(f"    {line!r}," for line in self.lines)
@@ -59,39 +72,53 @@ class Program:
         )
 
 
+class Watcher(TorchDispatchMode):
+    """A mode that only watches."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass
 class Machine:
     """Runs lines on plain tensors, or on DTensors if there is a mesh.
 
     Attributes:
         mesh: the mesh.
+        dtype: torch's default dtype while lines run.
         leaves: the tensors that get a gradient.
         kept: tensors whose memory a redistribution may share, so that they must not be written to.
         values: what the lines have made, by name.
     """
 
     mesh: DeviceMesh | None = None
+    dtype: torch.dtype = torch.float32
     leaves: dict[str, Tensor] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
 
     def names(self) -> dict[str, Any]:
         """What lines may name."""
-        made = {
-            name: getattr(self, name)
-            for name in ("real", "leaf", "ints", "flags", "const", "place")
-        }
+        made = {name: getattr(self, name) for name in NAMES}
         placements = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
         return {"torch": torch, "F": F, **placements, **made}
 
     def run(self, lines: Sequence[str]) -> None:
         """Run lines, one after the other."""
         names = self.names()
-        for line in lines:
-            exec(line, names, self.values)
-            # Torch takes a view of what has got a gradient for a leaf until its history is asked
-            # for.
-            _ = [x.is_leaf for x in self.tensors().values()]
+        # names of tensors inside of a lambda are looked up there
+        names.update(self.values)
+        before = torch.get_default_dtype()
+        try:
+            for line in lines:
+                torch.set_default_dtype(self.dtype)
+                exec(line, names, self.values)
+                names.update(self.values)
+                # Torch takes a view of what has got a gradient for a leaf until its history is
+                # asked for.
+                _ = [x.is_leaf for x in self.tensors().values()]
+        finally:
+            torch.set_default_dtype(before)
 
     def real(
         self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any
@@ -140,6 +167,109 @@ class Machine:
         """The same tensor, in another layout."""
         self.kept.append(x)
         return x if self.mesh is None else x.redistribute(placements=placements, shard_order=order)
+
+    # --- the edges
+
+    def near(
+        self,
+        seed: int,
+        shape: tuple[int, ...],
+        placements: Sequence[Placement],
+        *,
+        scale: float,
+        dtype: torch.dtype,
+        **order: Any,
+    ) -> Any:
+        """Half numbers between once and one and a half times a scale."""
+        count = torch.Size(shape).numel()
+        values = 1.25 + 0.25 * (torch.arange(count, dtype=torch.float64) * (seed + 1.3)).sin()
+        whole = (values * scale).to(dtype).reshape(shape)
+        averaged = [Partial("avg") if p.is_partial() else p for p in placements]
+        return self._put(whole, averaged, **order)
+
+    def tried(self, call: Callable[[], Any]) -> Any:
+        """What a call returns; the number -1 if it refuses its values."""
+        try:
+            return call()
+        except ShoalTensorError as error:
+            if not isinstance(error, (OperatorArgumentError, OperatorIndexError)):
+                raise
+        except (RuntimeError, IndexError, ValueError):
+            pass
+        number = torch.tensor(-1.0, dtype=torch.float64)
+        return self._put(number, [Replicate()] * (self.mesh.ndim if self.mesh else 0))
+
+    def watched(self, call: Callable[[], Any]) -> Any:
+        """What a call returns while a mode watches: the same, or a refusal that is there without it."""
+        if self.mesh is None:
+            return call()
+        state = torch.get_rng_state()
+        call()
+        torch.set_rng_state(state)
+        try:
+            with Watcher():
+                return call()
+        except ShoalTensorError as error:
+            raise AssertionError(f"refused only where a mode watches: {error}") from error
+
+    def default(self, dtype: torch.dtype) -> None:
+        """Another default dtype from here on."""
+        self.dtype = dtype
+        torch.set_default_dtype(dtype)
+
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """Deterministic kernels alone, with a warning where torch has none."""
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def rebuilt(self, x: Any) -> Any:
+        """The tensor of a local part and the placements that it came with."""
+        if self.mesh is None:
+            return x.detach().clone()
+        x = x.detach()
+        local = x.to_local().clone()
+        return DTensor.from_local(local, self.mesh, x.placements, shape=x.shape, stride=x.stride())
+
+    def spread(self, x: Any, y: Any) -> Any:
+        """The values of one tensor in the placements of another one."""
+        if self.mesh is None:
+            return x.detach().clone()
+        whole = x.detach().full_tensor()
+        return distribute_tensor(whole, self.mesh, self._of(y), src_data_rank=None)
+
+    def placed(self, x: Any, y: Any) -> Any:
+        """The tensor, redistributed to the placements of another one."""
+        self.kept.append(x)
+        return x if self.mesh is None else x.redistribute(placements=self._of(y))
+
+    def filled(self, x: Any, y: Any) -> Any:
+        """Zeros in the placements of another tensor, and the values added."""
+        if self.mesh is None:
+            return torch.zeros(x.shape, dtype=x.dtype) + x
+        return zeros(x.shape, dtype=x.dtype, device_mesh=self.mesh, placements=self._of(y)) + x
+
+    def mapped(self, x: Any) -> Any:
+        """The tensor, doubled by a local function in the placements that it has."""
+        if self.mesh is None:
+            return x * 2
+        placements = self._of(x)
+        double = local_map(
+            lambda local: local * 2,
+            out_placements=placements,
+            in_placements=(placements,),
+            device_mesh=self.mesh,
+            redistribute_inputs=True,
+        )
+        return double(x)
+
+    @staticmethod
+    def _of(x: Any) -> list[Placement]:
+        """The placements of a tensor, replicated where they are partial."""
+        return [Replicate() if p.is_partial() else p for p in x.placements]
 
     def _put(
         self, whole: Tensor, placements: Sequence[Placement], order: ShardOrder | None = None
