@@ -382,6 +382,70 @@ def test_muon_gathers_each_update_once(shape: tuple[int, ...], nesterov: bool, w
         )
 
 
+def owned_by(rank: int, ranks: int, rows: int) -> Any:
+    sizes = [0] * ranks
+    sizes[rank] = rows
+    return Shard(0, sizes=tuple(sizes))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@on_ranks(4)
+def test_muon_steps_on_whole_matrices_without_communication(nesterov: bool) -> None:
+    torch.manual_seed(3)
+    # two matrices that one rank has each, six experts on four ranks, and a replicated matrix
+    shapes = [(7, 10), (9, 4), (6, 5, 3), (2, 5)]
+    ways = [owned_by(2, 4, 7), owned_by(0, 4, 9), Shard(0), Replicate()]
+    plain = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    grid = init_device_mesh("cpu", (4,))
+    spread: list[Any] = [
+        nn.Parameter(distribute_tensor(p.detach(), grid, [way]))
+        for p, way in zip(plain, ways, strict=True)
+    ]
+    # one device takes each expert for a matrix of its own
+    experts = [nn.Parameter(matrix.clone()) for matrix in plain[2].detach()]
+    one: Any = torch.optim.Muon([*plain[:2], plain[3], *experts], lr=0.1, nesterov=nesterov)
+    other: Any = torch.optim.Muon([*spread[:2], spread[3]], lr=0.1, nesterov=nesterov)
+    # torch's constructor takes matrices only
+    other.add_param_group({"params": [spread[2]]})
+    for _ in range(3):
+        for param, sharded in zip(plain, spread, strict=True):
+            param.grad = torch.randn_like(param)
+            sharded.grad = distribute_tensor(param.grad, grid, sharded.placements)
+        assert plain[2].grad is not None
+        for expert, grad in zip(experts, plain[2].grad, strict=True):
+            expert.grad = grad.clone()
+        one.step()
+        with CommDebugMode() as counted:
+            other.step()
+        assert counted.get_total_counts() == 0
+    expected = [*plain[:2], torch.stack([*experts]), plain[3]]
+    for sharded, whole in zip(spread, expected, strict=True):
+        assert torch.equal(full_tensor(sharded.detach()), whole.detach())  # bit for bit
+
+
+@on_ranks(4)
+def test_muon_gathers_experts_that_ranks_have_in_parts() -> None:
+    torch.manual_seed(3)
+    grid = init_device_mesh("cpu", (4,))
+    experts = torch.randn(3, 5, 4)
+    matrices_of = [nn.Parameter(matrix.clone()) for matrix in experts]
+    weight: Any = nn.Parameter(distribute_tensor(experts, grid, [Shard(1)]))
+    spare = nn.Parameter(torch.zeros(2, 2))
+    one: Any = torch.optim.Muon(matrices_of, lr=0.1)
+    other: Any = torch.optim.Muon([spare], lr=0.1)
+    other.add_param_group({"params": [weight]})
+    grad = torch.randn(3, 5, 4)
+    weight.grad = distribute_tensor(grad, grid, [Shard(1)])
+    for param, part in zip(matrices_of, grad, strict=True):
+        param.grad = part.clone()
+    one.step()
+    with CommDebugMode() as counted:
+        other.step()
+    assert counted.get_total_counts() == 1
+    whole = full_tensor(weight.detach())
+    assert torch.equal(whole, torch.stack([*matrices_of]).detach())
+
+
 @on_ranks(2)
 def test_muon_keeps_the_momentum_that_it_loaded_in_another_layout() -> None:
     plain, spread = matrices((2,), [[Shard(0)]] * 4)

@@ -8,7 +8,8 @@ proxy collects their shards where the optimizer would collect DTensors.
 Muon orthogonalizes the update of each matrix by five products of matrices, which take 11 to 21
 collectives on shards. Here every rank gathers the update, in bfloat16 as Muon computes, and
 orthogonalizes all of it, with the bits of one device. Updates are gathered in groups; one group is
-in flight during the products of the group before it.
+in flight during the products of the group before it. Where shards are whole matrices, as those of
+experts, or of a matrix that one rank has, that rank alone orthogonalizes them, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from .._torch.tensors import (
     wrap_local,
 )
 from ..errors import OptimizerError, PlacementError
+from ..layout.dim_sharding import DimSharding
 from ..layout.spec import Spec
 from ..redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from ..tensor.dtensor import DTensor
@@ -232,7 +234,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
 install_local_step = partial(register_optimizer_step_pre_hook, _before_step)
 
 
-# --- Muon: one gather of the update, everything else on local shards ------------------------------
+# --- Muon: one gather of updates that ranks have in parts, everything else on local shards --------
 
 # Bytes of gathered updates in one group: enough to hide the latency of a collective.
 _MUON_GROUP = 2**25
@@ -257,22 +259,50 @@ def _muon_step(optimizer: Any) -> None:
         gathered = _gathered([(update, move) for update, move in pairs if move is not None])
         for param, move, shard, update in zip(params, moves, shards, updates, strict=True):
             whole = update if move is None else next(gathered)
-            full = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            full = _each_orthogonalized(whole, group)
             if move is not None:
                 (full,) = redistribute_shards([full.contiguous()], [move[::-1]]).wait()
             shard.mul_(1 - rate * group["weight_decay"])
-            shard.add_(full, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], param.shape))
+            shard.add_(full, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], param.shape[-2:]))
 
 
-def _to_whole(param: DTensor) -> tuple[Spec, Spec]:
-    """Return the layouts of a parameter's update, as computed and as gathered."""
+def _each_orthogonalized(update: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return an update, of which each matrix of its last two dims is orthogonalized."""
+    options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+    # of a matrix that another rank has
+    if not update.numel():
+        return update
+    if update.ndim == 2:
+        return orthogonalized(update, *options)
+    matrices = update.flatten(0, -3)
+    results = [orthogonalized(matrix, *options) for matrix in matrices]
+    return torch.stack(results).reshape(update.shape)
+
+
+def _has_whole_matrices(spec: Spec) -> bool:
+    """Tell whether every rank has whole matrices of the last two dims, or nothing of them."""
+    for dim in range(spec.ndim - 2, spec.ndim):
+        sharding = spec.dim_shardings[dim]
+        # shards in runs are parts
+        if not isinstance(sharding, DimSharding):
+            return False
+        if any(size not in (0, spec.shape[dim]) for size in sharding.sizes):
+            return False
+    return True
+
+
+def _to_whole(param: DTensor) -> tuple[Spec, Spec] | None:
+    """Return the layouts of a parameter's update, as computed and as gathered.
+
+    None if every rank has whole matrices.
+    """
     spec = param._spec.with_(dtype=torch.bfloat16)
     if spec.partials:
         raise PlacementError(
             f"Muon: a parameter has placements {param.placements}; a partial value has no elements "
             "of its own. Redistribute it to Replicate or Shard"
         )
-    return spec, spec.all_replicated()
+    return None if _has_whole_matrices(spec) else (spec, spec.all_replicated())
 
 
 def _bytes_of_update(update: tuple[Tensor, tuple[Spec, Spec]]) -> int:
