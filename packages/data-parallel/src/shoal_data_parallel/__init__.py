@@ -13,6 +13,7 @@ from .fsdp_module import (
 )
 from .fully_shard import fully_shard
 from .gradients.communication import AllGather, ReduceScatter
+from .owned_shards import owned_shards
 from .parameters.parameter_meshes import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from .parameters.policies import (
     CPUOffloadPolicy,
@@ -43,6 +44,7 @@ __all__ = [
     "UnsupportedModuleError",
     "__version__",
     "fully_shard",
+    "owned_shards",
     "prepare_pipeline",
     "reduce_after_last_microbatch",
     "register_fsdp_forward_method",
