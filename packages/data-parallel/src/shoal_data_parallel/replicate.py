@@ -261,7 +261,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     tensors = [*state.held(), *module.buffers()]
     _send_values(tensors, axes, src_data_rank)
     # shards are drawn alike on all ranks, or loaded
-    if not axes.sharded and any(local_of(tensor).is_meta for tensor in tensors):
+    if not axes.num_sharding_axes and any(local_of(tensor).is_meta for tensor in tensors):
         state.awaited_rank = src_data_rank
     state.take()
     complete_forms(axes.mesh, module, over_data=(None, state.dtype))
