@@ -57,7 +57,7 @@ from shoal_mesh.testing import fake_world
             BackendError,
             "pigeon",
         ),
-        (lambda: DeviceMesh("cpu", [0, 0]), MeshError, r"\[0\] are there more often"),
+        (lambda: DeviceMesh("cpu", [0, 0]), MeshError, r"\[0\] are repeated in the mesh"),
         (lambda: DeviceMesh("cpu", [0, 7]), MeshError, r"ranks \[7\] are not in the world of 4"),
         (lambda: DeviceMesh("cpu", [-1, 0]), MeshError, r"ranks \[-1\]"),
         (lambda: DeviceMesh("cpu", [0.5]), MeshError, "integers"),

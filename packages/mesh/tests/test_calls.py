@@ -37,7 +37,10 @@ from shoal_mesh.testing import fake_world, on_ranks
         (lambda c: all_gather_v(torch.ones(3), c, [2, 3]), "gives 3 along dim 0"),
         (lambda c: reduce_scatter_v(torch.ones(3), c, [1, 1]), "sum of the blocks"),
         (lambda c: all_to_all_v(torch.ones(3), c, [1, 1], [1, 1]), "blocks of"),
-        (lambda c: broadcast(torch.ones(1), c, 2), "src 2 is no rank along 0: indices are 0 to 1"),
+        (
+            lambda c: broadcast(torch.ones(1), c, 2),
+            "src 2 is not a rank along 0: indices are 0 to 1",
+        ),
         (lambda c: scatter(None, c, out=torch.ones(1)), "needs 2 tensors there, got None"),
         (lambda c: scatter([torch.ones(1)], c, out=torch.ones(1)), "got 1"),
         (
@@ -45,8 +48,11 @@ from shoal_mesh.testing import fake_world, on_ranks
             "of tensors of",
         ),
         (lambda c: permute(torch.ones(1), c, [0, 0]), "once"),
-        (lambda c: all_reduce(torch.ones(1, requires_grad=True), c), "no gradient"),
-        (lambda c: all_reduce_coalesced([torch.ones(1, requires_grad=True)], c), "no gradient"),
+        (lambda c: all_reduce(torch.ones(1, requires_grad=True), c), "is not differentiable"),
+        (
+            lambda c: all_reduce_coalesced([torch.ones(1, requires_grad=True)], c),
+            "is not differentiable",
+        ),
     ],
     ids=[str(i) for i in range(14)],
 )

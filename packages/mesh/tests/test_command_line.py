@@ -34,7 +34,7 @@ def test_an_unknown_command_lists_the_commands_and_is_status_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["counts"]) == 2
-    assert "no command 'counts'" in capsys.readouterr().err
+    assert "unknown command 'counts'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])

@@ -102,7 +102,7 @@ def test_concatenate_slices_elsewhere(cube: DeviceMesh) -> None:
     rows, columns = cube.get_all_submeshes("tp"), cube.get_all_submeshes("pp")
     assert DeviceMesh.concatenate([rows[0]]).ranks == (0, 1, 2, 3)
     assert DeviceMesh.concatenate([rows[0], columns[2]]).ranks == (0, 12, 1, 13, 2, 14, 3, 15)
-    with pytest.raises(MeshError, match="none in common"):
+    with pytest.raises(MeshError, match="do not have ranks in common"):
         DeviceMesh.concatenate([rows[0], cube["pp"]])
 
 

@@ -166,7 +166,7 @@ def _waits_in_vain(process: _Process) -> None:
 
 
 def test_too_few_ranks_give_up(tmp_path: Path) -> None:
-    assert "no world has taken this rank" in _results(tmp_path, 1, _waits_in_vain)[0]
+    assert "no world accepted this rank" in _results(tmp_path, 1, _waits_in_vain)[0]
 
 
 def test_wrong_arguments() -> None:
@@ -176,7 +176,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(MeshError, match="positive"):
         ElasticWorld(store, 0)
     for backend in ("nccl", "cpu:gloo,cuda:nccl"):
-        with pytest.raises(BackendError, match="runs over gloo"):
+        with pytest.raises(BackendError, match="supports the backend gloo only"):
             ElasticWorld(store, 1, backend=backend)
     with pytest.raises(MeshTypeError, match="function"):
         ElasticWorld(store, 1).run(3)  # type: ignore[arg-type]  # the mistake

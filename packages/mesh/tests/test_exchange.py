@@ -149,7 +149,7 @@ def test_counts_that_do_not_fit_are_refused() -> None:
     rank = shared.rank
     with pytest.raises(
         CollectiveError,
-        match=r"rank 1 of the group sends 4 bytes to rank 0, which expects 8|given up",
+        match=r"rank 1 of the group sends 4 bytes to rank 0, but it expects 8|given up",
     ):
         all_to_all_v(
             torch.ones(1), shared, [0, 1] if rank == 0 else [1, 0], [0, 2] if rank == 0 else [1, 0]

@@ -260,7 +260,7 @@ def test_a_group_whose_members_come_and_go_is_no_axis() -> None:
         )
         assert isinstance(group, GlooInPython)
         with pytest.raises(
-            sm.MeshError, match=r"Resizable counts 2 members and torch knows .* call it itself"
+            sm.MeshError, match=r"Resizable has 2 members, but torch lists .* call it directly"
         ):
             sm.all_reduce(torch.ones(2), (sm.DeviceMesh.from_group(group, "cpu"), 0))
         total = torch.ones(2)

@@ -71,7 +71,8 @@ def test_ranks_have_the_arguments_of_the_script(scripts: dict[str, Future[str]])
 
 def test_a_script_that_launches_when_it_is_imported(scripts: dict[str, Future[str]]) -> None:
     with pytest.raises(
-        AssertionError, match="put what starts them under `if __name__ == '__main__':`"
+        AssertionError,
+        match="put the code that starts the ranks under `if __name__ == '__main__':`",
     ):
         scripts["at import"].result()
 

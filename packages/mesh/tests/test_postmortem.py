@@ -56,7 +56,7 @@ def test_the_report_names_the_rank_that_is_lost(
     lines = capsys.readouterr().out.split("\n")
     assert lines[:2] == [
         "2 of 3 ranks have written",
-        "rank 1 is named by 2; it has written nothing",
+        "rank 1 was named by other ranks 2 times; it has written nothing",
     ]
     assert lines[2].startswith("rank 1 has written nothing; last seen: ")
     assert ("round 300 of group 0: all_reduce sum of 8 x float32" in lines[2]) == (

@@ -43,7 +43,7 @@ def test_axes_by_name_and_index(cube: DeviceMesh) -> None:
             cube.axis_index(wrong)
         assert isinstance(caught.value, KeyError | IndexError)
         assert "pp, dp, tp" in str(caught.value)
-    with pytest.raises(AxisError, match="say which"):
+    with pytest.raises(AxisError, match="name one of them"):
         cube.get_local_rank()
     with pytest.raises(AxisError, match="once"):
         cube["pp", "pp"]

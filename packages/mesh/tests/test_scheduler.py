@@ -38,7 +38,7 @@ def ranks_of(answers: list[Answer]) -> list[int]:
 def test_all_members_are_answered_when_the_last_one_has_come() -> None:
     scheduler = started(2)
     scheduler.wait(RankTask(0), post(scheduler, RankTask(0), call_of(0)))
-    assert scheduler.take_answers() == [], "rank 1 has not come"
+    assert scheduler.take_answers() == [], "rank 1 has not arrived"
     scheduler.wait(RankTask(1), post(scheduler, RankTask(1), call_of(1)))
     assert sorted(ranks_of(scheduler.take_answers())) == [0, 1]
 

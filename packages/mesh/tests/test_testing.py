@@ -85,7 +85,7 @@ def test_what_is_here() -> None:
     with pytest.raises(unittest.SkipTest, match=f"needs {gpus + 1} GPU"):
         needs_more()
     skip_unless_backend("gloo")(lambda: None)()
-    with pytest.raises(unittest.SkipTest, match="no backend 'pigeon'"):
+    with pytest.raises(unittest.SkipTest, match="the backend 'pigeon' is not available"):
         skip_unless_backend("pigeon")(lambda: None)()
 
 

@@ -49,7 +49,7 @@ def test_users_know_better() -> None:
     set_topology(mesh, Topology(tuple(chosen)))
     set_topology(mesh, None)
     assert topology_of(mesh) == default
-    with pytest.raises(MeshError, match="2 axes, the topology 1 links"):
+    with pytest.raises(MeshError, match="2 axes, but the topology has 1 links"):
         set_topology(mesh, chosen[:1])
     set_topology(mesh, chosen)
     del mesh

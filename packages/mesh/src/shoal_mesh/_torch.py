@@ -133,8 +133,7 @@ Class = TypeVar("Class", bound=type)
 _MADE_FOR_ITS_OWN_MESH = {  # of torch, and what does the work
     "torch.distributed.tensor": "the function of the same name of shoal_dtensor, or shoal_tp_styles.parallelize_module",
     "torch.distributed.fsdp": "shoal_data_parallel.fully_shard or shoal_data_parallel.replicate",
-    "torch.distributed._functional_collectives": "the collectives of shoal_mesh, which take the mesh, or "
-    "mesh.get_group(axis) here",
+    "torch.distributed._functional_collectives": "the collectives of shoal_mesh, which accept the mesh, or pass mesh.get_group(axis)",
 }
 
 
@@ -375,8 +374,8 @@ def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
     def of_its_backend(group: ProcessGroup, *arguments: Any) -> Work:
         if not group._device_types:
             raise BackendError(
-                f"the process group {kind.__name__} has no {name}: a group written in Python needs "
-                f"one of the methods {', '.join(single + many)}"
+                f"the process group {kind.__name__} does not have {name}: a group written in "
+                f"Python needs one of the methods {', '.join(single + many)}"
             )
         return own(group, *arguments)
 

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name = given[0]
     if name not in commands:
-        sys.stderr.write(f"shoal: there is no command {name!r}\n{describe(commands)}")
+        sys.stderr.write(f"shoal: unknown command {name!r}\n{describe(commands)}")
         return 2
     run: Callable[[list[str]], int] = commands[name].load()
     return run(given)

@@ -52,7 +52,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         options[run.__name__].set_defaults(run=run)
     add = options["postmortem"].add_argument
-    add("folder", nargs="?", default=folder(), help="the errors name it (default: %(default)s)")
+    add(
+        "folder",
+        nargs="?",
+        default=folder(),
+        help="the folder that error messages name (default: %(default)s)",
+    )
     add("--last", type=int, default=3, help="collectives of each rank (default: %(default)s)")
     add = options["topology"].add_argument
     add("--mesh", type=_shape, default=(2,), help="sizes of the axes, such as 2x4 (default: 2)")
@@ -106,7 +111,7 @@ def postmortem(asked: argparse.Namespace) -> tuple[list[str], int]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             lines.append(f"{path.name} cannot be read: {error!r}")
     if not dumps:  # there is nothing to read: status 1
-        return [*lines, f"no files of ranks in {asked.folder or 'no folder'}"], 1
+        return [*lines, f"no files of ranks found in {asked.folder or 'no folder'}"], 1
     return [*lines, *report(dumps, asked.last)], 0
 
 
@@ -122,7 +127,7 @@ def report(dumps: Dumps, last: int = 3) -> list[str]:
     lines = [f"{len(dumps)} of {world} ranks have written"]
     for rank, count in votes.most_common(5):
         silence = "; it has written nothing" if rank in silent else ""
-        lines.append(f"rank {rank} is named by {count}{silence}")
+        lines.append(f"rank {rank} was named by other ranks {count} times{silence}")
     for rank in silent:
         seen = {dump["seen"][str(rank)] for dump in dumps.values() if str(rank) in dump["seen"]}
         last_seen = "; ".join(sorted(seen)) or "by nobody"
@@ -162,6 +167,6 @@ def _shape(text: str) -> tuple[int, ...]:
     sizes = text.lower().split("x")
     if not all(size.isdigit() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"a mesh is sizes with x between them, such as 2x4, got {text!r}"
+            f"expected the sizes of a mesh separated by x, such as 2x4, got {text!r}"
         )
     return tuple(map(int, sizes))

@@ -107,7 +107,7 @@ def _linear_op(op: str) -> None:
     require(op, str, "a differentiable reduction is 'sum' or 'avg'", CollectiveTypeError)
     if op not in {"sum", "avg"}:
         raise CollectiveError(
-            f"reduction {op!r} is not linear, so it has no adjoint: 'sum' and 'avg' do"
+            f"reduction {op!r} is not linear, so it is not differentiable: use 'sum' or 'avg'"
         )
 
 

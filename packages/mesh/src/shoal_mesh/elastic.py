@@ -96,13 +96,14 @@ class ElasticWorld:
             require(seconds, int | float, "patience and timeout are numbers of seconds")
         if min(size, at_least, patience, timeout) <= 0:
             raise MeshError(
-                f"sizes and seconds are positive, got {size=} {at_least=} {patience=} {timeout=}"
+                f"sizes and seconds must be positive, got size={size!r} at_least={at_least!r} "
+                f"patience={patience!r} timeout={timeout!r}"
             )
         if backend not in {"gloo", "cpu:gloo"}:
             raise BackendError(
-                f"an elastic world runs over gloo, got the backend {backend!r}: those of "
-                "accelerators do not end what waits for a lost rank. Restart the program from a "
-                "checkpoint there (torchrun --max-restarts)"
+                f"an elastic world supports the backend gloo only, got {backend!r}: backends of "
+                "accelerators do not end collectives that wait for a lost rank. Restart the "
+                "program from a checkpoint instead (torchrun --max-restarts)"
             )
         self.round: int = -1
         self._store = _torch.PrefixStore("shoal_elastic", store)
@@ -137,7 +138,7 @@ class ElasticWorld:
         while True:
             before = self.members() if self.round >= 0 else []
             self._leave(
-                "goes on in another world" if failure is None else f"raised {failure!r:.200}"
+                "continues in another world" if failure is None else f"raised {failure!r:.200}"
             )
             members = self._next_members(wait)
             if failure is not None and not isinstance(failure, NewcomerError) and members == before:
@@ -218,7 +219,7 @@ class ElasticWorld:
             now = time.monotonic()
             if now > deadline:
                 raise PeerError(
-                    f"no world has taken this rank in time; {len(came)} have come to round "
+                    f"no world accepted this rank in time; {len(came)} ranks have reached round "
                     f"{self.round}"
                 )
             if self._is_complete(last, came, now - begin):

@@ -185,7 +185,8 @@ def unobserve(observer: Observer) -> None:
     """
     if observer not in observers:
         raise CollectiveError(
-            f"{observer!r:.80} does not observe collectives: pass what was given to observe()"
+            f"{observer!r:.80} does not observe collectives: pass the object that was passed to "
+            "observe()"
         )
     observers.remove(observer)
 

@@ -61,7 +61,7 @@ def log_to_stderr(*topics: str) -> None:
     """
     for topic in topics:
         if topic not in TOPICS:
-            raise MeshError(f"there is no topic {topic!r} to log: {', '.join(TOPICS)}, or all")
+            raise MeshError(f"unknown log topic {topic!r}: expected {', '.join(TOPICS)}, or all")
     root = logging.getLogger("shoal")
     if not any(handler.name == "shoal" for handler in root.handlers):
         handler = logging.StreamHandler(sys.stderr)

@@ -156,9 +156,9 @@ def fake_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
     """
     require_each((size, rank), int, "fake_world takes a number of ranks and a rank")
     if not 0 <= rank < size:
-        raise MeshError(f"fake_world of {size} ranks has no rank {rank}")
+        raise MeshError(f"fake_world of {size} ranks does not have a rank {rank}")
     if _torch.default_group() is not None:
-        raise MeshError("fake_world inside of a process that has a default process group")
+        raise MeshError("fake_world cannot be used in a process that has a default process group")
     dist.init_process_group("fake", store=_torch.fake_store(), rank=rank, world_size=size)
     try:
         yield require_world()
@@ -195,7 +195,7 @@ def skip_unless_gpus(count: int = 1) -> Callable[[Any], Any]:
     """
     require(count, int, "skip_unless_gpus takes a number of GPUs")
     there = device_count()
-    return unittest.skipUnless(there >= count, f"needs {count} GPU(s), there are {there}")
+    return unittest.skipUnless(there >= count, f"needs {count} GPU(s), found {there}")
 
 
 @contextmanager
@@ -257,7 +257,8 @@ def skip_unless_backend(name: str) -> Callable[[Any], Any]:
     """
     require(name, str, "a backend is named by a string, such as 'gloo'")
     return unittest.skipUnless(
-        dist.is_backend_available(name), f"torch has no backend {name!r} here"
+        dist.is_backend_available(name),
+        f"the backend {name!r} is not available in this build of torch",
     )
 
 

@@ -51,7 +51,7 @@ class Link:
         )
         if not (self.latency >= 0 and self.bandwidth > 0):
             raise MeshError(
-                f"a link has latency >= 0 s and bandwidth > 0 B/s, got {self.latency}, "
+                f"a link must have latency >= 0 s and bandwidth > 0 B/s, got {self.latency}, "
                 f"{self.bandwidth}"
             )
 
@@ -103,7 +103,7 @@ class Topology:
         count = len(self.links)
         if not axes or not all(-count <= axis < count for axis in axes):
             raise AxisError(
-                f"a topology of {count} axes has no group over axes {axes!r:.80}: pass indices of "
+                f"a topology of {count} axes does not have a group over axes {axes!r:.80}: pass indices of "
                 "axes"
             )
         links = [self.links[axis] for axis in axes]
@@ -170,7 +170,9 @@ def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -
         return
     chosen = topology if isinstance(topology, Topology) else Topology(tuple(topology))
     if len(chosen.links) != mesh.ndim:
-        raise MeshError(f"{mesh!r} has {mesh.ndim} axes, the topology {len(chosen.links)} links")
+        raise MeshError(
+            f"{mesh!r} has {mesh.ndim} axes, but the topology has {len(chosen.links)} links"
+        )
     _SET[mesh] = chosen
 
 

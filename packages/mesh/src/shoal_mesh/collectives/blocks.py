@@ -137,7 +137,7 @@ def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tens
         >>> pack_blocks([x[:, 2:], x[:, :1]])
         tensor([2, 5, 0, 3])
     """
-    require_tensors(blocks, "blocks are a list of tensors")
+    require_tensors(blocks, "blocks must be a list of tensors")
     kinds = Tensor | None if blocks else Tensor
     require(
         like,
@@ -189,7 +189,7 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
         tensor([[1, 0, 2],
                 [4, 0, 5]])
     """
-    require_tensors(out, "blocks are a list of tensors")
+    require_tensors(out, "blocks must be a list of tensors")
     for tensor in (flat, *out):
         if type(tensor) is not Tensor or tensor.requires_grad or not is_dense(tensor):
             check_operand(tensor)

@@ -100,8 +100,8 @@ def check_operand(tensor: Tensor, name: str = "tensor") -> None:
     require(tensor, Tensor, f"{name} of a collective is a torch.Tensor", CollectiveTypeError)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise CollectiveError(
-            "this collective has no gradient, and the tensor requires one: use "
-            "shoal_mesh.differentiable, or pass tensor.detach() where no gradient is wanted"
+            "this collective is not differentiable, but the tensor requires a gradient: use "
+            "shoal_mesh.differentiable, or pass tensor.detach() if the gradient is not needed"
         )
     if is_dense(tensor):
         return
@@ -162,8 +162,8 @@ def as_plain(tensor: Tensor) -> Tensor:
         return plain.copy_(tensor.detach())
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise CollectiveTypeError(
-            f"a collective sends plain tensors, and the values of this {kind.__name__} cannot be "
-            f"copied into one: pass the tensors that it is made of ({error})"
+            f"a collective sends plain tensors, but the values of this {kind.__name__} cannot be "
+            f"copied into a plain tensor: pass the tensors that it contains ({error})"
         ) from error
 
 
@@ -175,7 +175,7 @@ def normal_dim(tensor: Tensor, dim: int) -> int:
     if not -ndim <= dim < ndim:
         raise DimError(
             f"no dim {dim} in a tensor of shape {tuple(tensor.shape)}: "
-            + (f"dims are {-ndim} to {ndim - 1}" if ndim else "it has no dims, call view(1) first")
+            + (f"dims are {-ndim} to {ndim - 1}" if ndim else "it has 0 dims, call view(1) first")
         )
     return dim % ndim
 
@@ -201,7 +201,8 @@ def check_sizes(sizes: Sizes, comm: Comm, name: str = "sizes") -> int:
         require(total, int | torch.SymInt, taken, CollectiveTypeError)
     if not fits or min(sizes) < 0:
         raise CollectiveError(
-            f"{name} are one non-negative count for each of {comm.size} ranks, got {tuple(sizes)}"
+            f"{name} must be one non-negative count for each of {comm.size} ranks, got "
+            f"{tuple(sizes)}"
         )
     return total
 
@@ -225,7 +226,7 @@ def check_root(index: int, comm: Comm, name: str) -> None:
         )
     if not 0 <= index < comm.size:
         raise CollectiveError(
-            f"{name} {index} is no rank along {'x'.join(comm.axes)}: indices are 0 to "
+            f"{name} {index} is not a rank along {'x'.join(comm.axes)}: indices are 0 to "
             f"{comm.size - 1}, counted along the axes (not global ranks)"
         )
 

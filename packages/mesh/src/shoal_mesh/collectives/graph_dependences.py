@@ -34,7 +34,7 @@ def in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pend
     """
     if not is_compiling() and has_tangent(operand):
         raise CollectiveError(
-            "collectives have no forward-mode derivative, and the tensor has a tangent"
+            "collectives do not support forward-mode derivatives, but the tensor has a tangent"
         )
     here = (comm.in_python or (comm.on_gloo and operand.is_cpu)) and not is_exporting()
     averages = not here and arguments[:1] == ("avg",)

@@ -106,7 +106,7 @@ def _check_flat(kind: str, tensors: list[Tensor], comm: Comm) -> None:
     are_flat = all(tensor.ndim and tensor.shape[:-1] == rows for tensor in tensors)
     if len(dtypes) != 1 or not are_flat:
         got = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
-        raise CollectiveError(f"a packed collective takes flat tensors of one dtype, got {got}")
+        raise CollectiveError(f"a packed collective needs flat tensors of one dtype, got {got}")
 
 
 def _start(

@@ -64,21 +64,20 @@ def reduction(dtype: torch.dtype, op: str) -> WireReduction:
 @cache  # bounded by dtypes times ops
 def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
     if op not in REDUCE:
-        raise CollectiveError(f"no reduction {op!r}: there are {', '.join(REDUCE)}")
+        raise CollectiveError(f"unknown reduction {op!r}: the reductions are {', '.join(REDUCE)}")
     exact = not dtype.is_floating_point and not dtype.is_complex
     if op in _BITWISE and not exact:
         raise CollectiveError(
-            f"reduction {op!r} works on bits, so it has no meaning for {dtype}: use an integer "
-            "dtype"
+            f"reduction {op!r} works on bits and is not defined for {dtype}: use an integer dtype"
         )
     if op == "avg" and exact:
         raise CollectiveError(
-            f"the average of {dtype} is no {dtype}: reduce with 'sum' and divide, or convert to "
-            "float"
+            f"the average of {dtype} is not a {dtype}: reduce with 'sum' and divide, or convert "
+            "to float"
         )
     if dtype.is_complex and op not in {"sum", "avg"}:
         raise CollectiveError(
-            f"reduction {op!r} of {dtype}: complex numbers have only 'sum' and 'avg' here"
+            f"reduction {op!r} of {dtype}: complex numbers support 'sum' and 'avg' only"
         )
     if dtype in _MOVED_ONLY:
         raise CollectiveError(

@@ -292,8 +292,8 @@ def _checked_blocks(
     kept = blocks[src]
     if kept.shape != out.shape:
         raise CollectiveError(
-            f"scatter keeps a tensor of shape {tuple(kept.shape)} on rank {src}, out has "
-            f"{tuple(out.shape)}"
+            f"scatter keeps a tensor of shape {tuple(kept.shape)} on rank {src}, but out has "
+            f"shape {tuple(out.shape)}"
         )
     return blocks
 
@@ -374,5 +374,5 @@ def check_targets(targets: Sequence[int], comm: Comm) -> None:
     check_sizes(targets, comm, "targets")
     if sorted(targets) != list(range(comm.size)):
         raise CollectiveError(
-            f"targets of permute name each of {comm.size} ranks once, got {tuple(targets)}"
+            f"targets of permute must name each of {comm.size} ranks once, got {tuple(targets)}"
         )

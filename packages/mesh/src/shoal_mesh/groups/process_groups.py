@@ -192,9 +192,9 @@ class Comm:
             # torchft registers its groups as of one rank
             if group.size() != len(position):
                 raise MeshError(
-                    f"the group {type(group).__name__} counts {group.size()} members and torch "
-                    f"knows the ranks {tuple(position)} of it: a group whose members come and go "
-                    "is no axis of a mesh; call it itself, as in "
+                    f"the group {type(group).__name__} has {group.size()} members, but torch "
+                    f"lists the ranks {tuple(position)}: a group whose members change cannot be "
+                    "an axis of a mesh; call it directly, as in "
                     "torch.distributed.all_reduce(gradient.to_local(), group=group)"
                 )
             ranks = tuple(ranks)
@@ -296,7 +296,7 @@ def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
         )
     if world.rank() not in ranks:
         raise NoGroupError(
-            f"rank {world.rank()} is not among {tuple(ranks)}: only members ask for their "
+            f"rank {world.rank()} is not among {tuple(ranks)}: only members can create the "
             "communicator"
         )
     return Comm.over(
@@ -344,7 +344,8 @@ def _renew(comm: Comm) -> None:
                 _forget_group(other, world)
     if comm._choice is None:
         raise NoGroupError(
-            f"{comm!r} was made from a group with options of its own: make it and its mesh again"
+            f"{comm!r} was made from a group with its own options: make the group and its mesh "
+            "again"
         )
     group = find_or_create(comm.line, comm._choice, f"mesh_{'_'.join(comm.axes)}")
     if _torch.backend_config(group) != comm.backend:

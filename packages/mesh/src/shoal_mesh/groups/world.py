@@ -130,7 +130,7 @@ def meet(
         store.wait([str(rank) for rank in ranks], timeout or timedelta(minutes=30))
     except RuntimeError as error:
         missing = tuple(rank for rank in ranks if not store.check([str(rank)]))
-        raise PeerError(f"{name_ranks(missing)} did not come to {where}", missing) from error
+        raise PeerError(f"{name_ranks(missing)} did not reach {where}", missing) from error
 
 
 def require_world() -> ProcessGroup:
@@ -139,8 +139,8 @@ def require_world() -> ProcessGroup:
     if world is None:
         raise NoGroupError(
             "this needs a default process group: call init_device_mesh or "
-            "torch.distributed.init_process_group first (or shoal_mesh.testing.fake_world for one "
-            "process); abstract_mesh needs none"
+            "torch.distributed.init_process_group first (or shoal_mesh.testing.fake_world for "
+            "one process); abstract_mesh does not need a process group"
         )
     return world
 
@@ -162,10 +162,10 @@ def ensure_world(device_type: str) -> ProcessGroup:
         ]
         if missing:
             raise MeshError(
-                f"no process group and none described by the environment ({', '.join(missing)} not "
-                "set): start the script with torchrun or shoal_mesh.launch, call "
-                "torch.distributed.init_process_group, or use abstract_mesh where no communication "
-                "is needed"
+                "no process group exists, and the environment does not describe one "
+                f"({', '.join(missing)} not set): start the script with torchrun or "
+                "shoal_mesh.launch, call torch.distributed.init_process_group, or use "
+                "abstract_mesh where no communication is needed"
             )
         dist.init_process_group()
         atexit.register(_end_world)

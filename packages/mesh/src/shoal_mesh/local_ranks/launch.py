@@ -137,7 +137,7 @@ def _require_arguments(
         inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
     except TypeError as error:
         name = function.__name__
-        text = f"launch cannot call {name}: {error}"
+        text = f"launch cannot call {name} with these arguments: {error}"
         if {"args", "kwargs"} & kwargs.keys():
             text = (
                 f"launch passes args= and kwargs= on to {name}, which does not take them: write "

@@ -173,6 +173,6 @@ def refuse_while_loading() -> None:
     if _LOADING:
         raise RankError(
             f"{_LOADING[-1]} starts ranks as soon as it is imported, and the ranks import it to "
-            "find the function that they are to run; put what starts them under `if __name__ == "
+            "find the function to run; put the code that starts the ranks under `if __name__ == "
             "'__main__':`"
         )

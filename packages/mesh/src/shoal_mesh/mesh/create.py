@@ -29,7 +29,7 @@ from .rank_layout import (
 from .rank_order import RankOrder, measured_costs, order_by_costs
 
 
-def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that exclude one another in no way
+def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three independent options
     device_type: str,
     mesh_shape: Sequence[int],
     *,
@@ -72,7 +72,7 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
     require_each((validate, lazy), bool, "validate and lazy are bool")
     require(order, str, "the order of ranks is 'rank' or 'topology'")
     if order not in {"rank", "topology"}:
-        raise MeshError(f"the order of ranks is 'rank' or 'topology', got {order!r}")
+        raise MeshError(f"order must be 'rank' or 'topology', got {order!r}")
     device_type = read_device(device_type)
     shape = read_shape(mesh_shape)
     names = read_names(mesh_dim_names, len(shape))

@@ -154,7 +154,8 @@ class DeviceMesh(RankGrid):
         if mesh is None:
             if len(groups) != 1 or isinstance(group, Sequence):
                 raise MeshError(
-                    f"from_group of {len(groups)} groups needs mesh=, the ranks at each coordinate"
+                    f"from_group of {len(groups)} groups needs mesh=, the table of ranks by "
+                    "coordinate"
                 )
             mesh = list(_torch.group_ranks(groups[0]))
         layout = read_ranks(mesh, ensure_world(device_type).size())
@@ -271,7 +272,7 @@ class DeviceMesh(RankGrid):
             and (root.ndim > 1 or root is not self)
         ):
             raise AxisError(
-                f"cannot name a flattened mesh {name!r}: {root!r} has an axis of that name"
+                f"cannot name a flattened mesh {name!r}: {root!r} already has an axis of that name"
             )
         choices = read_backends(
             None if backend_override is None else {0: backend_override}, None, 1
@@ -365,7 +366,8 @@ class DeviceMesh(RankGrid):
         layout = root._layout.crossed([mesh._layout for mesh in meshes])
         if layout is None:
             raise MeshError(
-                f"{', '.join(map(repr, meshes))} run along the same ranks, or have none in common"
+                f"{', '.join(map(repr, meshes))} join the same ranks, or do not have ranks in "
+                "common"
             )
         named = [m.mesh_dim_names for m in meshes if m.mesh_dim_names is not None]
         names = (

@@ -274,7 +274,8 @@ class RankGrid:
             self.rank_at(at)
         if at is None:
             raise NoGroupError(
-                f"rank {self._own_rank()} is not in {self!r}, so nothing runs through it"
+                f"rank {self._own_rank()} is not in {self!r}, so it cannot run collectives along "
+                "the mesh"
             )
         return tuple(self._layout.select(self._axes(axes), at).ranks)
 
@@ -291,7 +292,7 @@ class RankGrid:
         rank = self._own_rank()
         if rank is None:
             raise NoGroupError(
-                f"{self!r} does not know its rank: there is no default process group"
+                f"the rank in {self!r} is unknown, because there is no default process group"
             )
         return rank
 
@@ -321,7 +322,7 @@ class RankGrid:
     def _only_axis(self) -> int:
         if self.ndim != 1:
             raise AxisError(
-                f"{self!r} has {self.ndim} axes: say which ({', '.join(self.axis_names)})"
+                f"{self!r} has {self.ndim} axes: name one of them ({', '.join(self.axis_names)})"
             )
         return 0
 
@@ -367,8 +368,7 @@ class RankGrid:
     def _create_comm(self, axes: tuple[int, ...]) -> Comm:
         if self.is_abstract and self._fields.connect is None:
             raise NoGroupError(
-                f"{self!r} is abstract: it has no process groups, so nothing can be sent along "
-                f"{axes}"
+                f"{self!r} is abstract: it does not have process groups to communicate along {axes}"
             )
         if self._coordinate is None:
             raise NoGroupError(

@@ -124,8 +124,8 @@ class Layout:
         """
         if prod(sizes) != self.shape[axis] or any(size < 1 for size in sizes):
             raise MeshError(
-                f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks: not "
-                f"{tuple(sizes)}"
+                f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks, which is not "
+                f"the product of {tuple(sizes)}"
             )
         return Layout((*self.shape[:axis], *sizes, *self.shape[axis + 1 :]), self.ranks)
 
@@ -226,7 +226,7 @@ def read_device(device_type: str) -> str:
     try:
         device = torch.device(device_type)
     except RuntimeError as error:
-        raise MeshError(f"{device_type!r} is no device type: use 'cpu', 'cuda', ...") from error
+        raise MeshError(f"{device_type!r} is not a device type: use 'cpu', 'cuda', ...") from error
     if ":" in str(device_type):
         raise MeshError(
             f"device type {device_type!r} has an index: a mesh spans the devices of all ranks, so "
@@ -240,7 +240,7 @@ def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return a mesh shape as plain positive integers; raise MeshError for other shapes."""
     sizes = read_sizes((shape,) if isinstance(shape, int) else shape, "a mesh shape")
     if not sizes or any(size < 1 for size in sizes):
-        raise MeshError(f"a mesh shape is one positive size per axis, got {shape}")
+        raise MeshError(f"a mesh shape must have one positive size per axis, got {shape}")
     return sizes
 
 
@@ -264,15 +264,16 @@ def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> 
         ) from error
     is_integer = not ranks.is_floating_point() and not ranks.is_complex()
     if not is_integer or ranks.dtype == torch.bool:
-        raise MeshTypeError(f"the ranks of a mesh are integers, got {ranks.dtype}")
+        raise MeshTypeError(f"the ranks of a mesh must be integers, got {ranks.dtype}")
     if ranks.numel() == 0:
-        raise MeshError(f"a mesh holds at least one rank, got shape {tuple(ranks.shape)}")
+        raise MeshError(f"a mesh must have at least one rank, got shape {tuple(ranks.shape)}")
     shape = tuple(ranks.shape) or (1,)
     flat = ranks.reshape(-1).tolist()
     repeated = sorted(rank for rank, times in Counter(flat).items() if times > 1)
     if repeated:
         raise MeshError(
-            f"each rank may be in a mesh once; {repeated} are there more often, in shape {shape}"
+            f"each rank can be in a mesh once, but {repeated} are repeated in the mesh of shape "
+            f"{shape}"
         )
     wrong = [rank for rank in flat if rank < 0 or (world is not None and rank >= world)]
     if wrong:
@@ -293,7 +294,7 @@ def read_names(names: Sequence[Any] | None, ndim: int) -> tuple[str, ...] | None
     if len(axis_names) != ndim:
         raise AxisError(f"a mesh of {ndim} axes needs {ndim} names, got {axis_names}")
     if len(set(axis_names)) != len(axis_names) or not all(axis_names):
-        raise AxisError(f"names of mesh axes are distinct, non-empty strings, got {axis_names}")
+        raise AxisError(f"names of mesh axes must be distinct, non-empty strings, got {axis_names}")
     return axis_names
 
 
@@ -337,8 +338,8 @@ def _read_choice(axis: int | str, value: object) -> BackendChoice:
     parts = [part.rpartition(":")[2] for part in backend.lower().split(",")]
     if any(part not in known for part in parts):
         raise BackendError(
-            f"backend {backend!r} of axis {axis!r} is none of {', '.join(known)}, "
-            "cpu:gloo,cuda:nccl"
+            f"backend {backend!r} of axis {axis!r} must be one of {', '.join(known)}, or a "
+            "combination such as cpu:gloo,cuda:nccl"
         )
     return BackendChoice(backend, options)
 

@@ -249,7 +249,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
         """Return modules by path, each with collectives and more by noise level, as for JSON."""
         require(noise_level, int, "noise_level is an int from 0 to 3")
         if not 0 <= noise_level <= 3:
-            raise MeshError(f"noise_level is 0 to 3, got {noise_level}")
+            raise MeshError(f"noise_level must be 0 to 3, got {noise_level}")
         paths: dict[str, Any] = {}
         for path, record in sorted(
             self.modules.items(), key=lambda item: (item[0] != "Global", item[0])

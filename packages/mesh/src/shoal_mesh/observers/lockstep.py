@@ -251,9 +251,9 @@ class _Comparison:
             last = (
                 (rank not in left and lost.get(rank))
                 or said[rank]
-                or "in no collective that ranks wait in"
+                or "outside of collectives that ranks wait in"
             )
-            lines.append(f"  rank {rank} has not come; last seen: {last}")
+            lines.append(f"  rank {rank} has not arrived; last seen: {last}")
             if before := self._last.get(comm.name):
                 lines.append(f"    before that along this axis: {before}")
         return LockstepError("\n".join(lines), tuple(gone or missing))
@@ -422,7 +422,7 @@ def check_replicas(
             wrong = tuple(rank for rank, row in zip(comm.ranks, every, strict=True) if row != usual)
             raise LockstepError(
                 f"replicas of {name} {tuple(tensor.shape)} differ along {'x'.join(comm.axes)}: "
-                f"ranks {list(wrong)} have other bits than "
+                f"ranks {list(wrong)} differ from "
                 f"{[rank for rank in comm.ranks if rank not in wrong]}",
                 wrong,
             )

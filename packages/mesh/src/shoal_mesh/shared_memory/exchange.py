@@ -222,8 +222,8 @@ def _source_blocks(
         count = sent[stream.rank]
         if count != expected:
             raise stream.peers.fail(
-                f"all_to_all_v: rank {rank} of the group sends {count} bytes "
-                f"to rank {stream.rank}, which expects {expected}"
+                f"all_to_all_v: rank {rank} of the group sends {count} bytes to rank "
+                f"{stream.rank}, but it expects {expected}"
             )
         if count:
             # 3, 1, 2: rank 2 from 4

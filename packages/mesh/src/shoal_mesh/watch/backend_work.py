@@ -150,8 +150,8 @@ def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int
     if len(set(started.values())) > 1:
         return different_collectives(started)
     return (
-        "all ranks have reported it and started the same last: one has left one out, or the "
-        "network is slow",
+        "all ranks have reported it and their last collective is the same: a rank has left out a "
+        "collective, or the network is slow",
         (),
     )
 

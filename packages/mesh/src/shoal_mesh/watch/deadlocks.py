@@ -337,8 +337,8 @@ def describe_deadlock(states: Mapping[int, Mapping[str, Any]]) -> tuple[str, dic
         texts[state["rank"]] = ", ".join(wait["text"] for wait in state["waits"])
     said = "; ".join(f"rank {rank} waits in {text}" for rank, text in texts.items())
     text = (
-        f"ranks wait for each other in different collectives, so none of them can go on: {said}. "
-        "All ranks start the same collectives in one order: look for a call that only some of them "
-        "make (shoal_mesh.lockstep names its line)"
+        f"ranks wait for each other in different collectives, so no rank can continue: {said}. "
+        "All ranks must start the same collectives in the same order: look for a call that only "
+        "some ranks make (shoal_mesh.lockstep names its line)"
     )
     return text, texts

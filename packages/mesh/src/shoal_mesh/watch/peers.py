@@ -305,7 +305,10 @@ class Peers:
                 )
             if waited > timeout or stopped > _STOPPED_CHECKS:
                 why = f", the timeout of the process group, for {name}" if waited > timeout else ""
-                more = ": ranks start the same ones in one order, with one async_op"
+                more = (
+                    ": all ranks must start the same collectives in the same order, with the "
+                    "same async_op"
+                )
                 if stopped:
                     more = f", and {name} is stopped (SIGSTOP)"
                 raise self.fail(

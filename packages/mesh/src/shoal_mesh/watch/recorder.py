@@ -183,7 +183,9 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
             json.dump(written, file)
         os.replace(partial, complete)
         package = __package__.partition(".")[0]
-        return f" (what all ranks did last: python -m {package} postmortem {path})"
+        return (
+            f" (to list the last collectives of all ranks: python -m {package} postmortem {path})"
+        )
     return ""
 
 

@@ -194,8 +194,7 @@ def require_link() -> SchedulerLink:
     if link is None:
         raise MeshError(
             "the backend lab needs ranks of a lab, and this thread is not one: start it by "
-            "lab(4).run(function), and use isolation='process' for programs with threads of "
-            "their own"
+            "lab(4).run(function), and use isolation='process' for programs that start threads"
         )
     return link
 

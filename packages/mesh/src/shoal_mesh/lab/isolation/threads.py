@@ -84,8 +84,8 @@ class Conductor:
         """
         if not self._running:
             raise DeadlockError(
-                f"rank {rank} waits in a collective outside of a run, where no other rank comes: "
-                "call it from the function that the ranks run"
+                f"rank {rank} waits in a collective outside of a run, which no other rank joins: "
+                "call the collective in the function that the ranks run"
             )
         with self._lock:
             enter(RankTask(rank))

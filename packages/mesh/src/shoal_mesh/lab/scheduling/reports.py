@@ -38,7 +38,7 @@ def deadlock_text(reports: Sequence[RankReport]) -> tuple[str, tuple[int, ...]]:
     gone = {report.rank for report in reports if report.call is None or not report.missing}
     awaited = {rank for report in reports for rank in report.missing}
     at_fault = tuple(sorted(awaited & gone))
-    heading = "the ranks are in a deadlock: none of them can go on"
+    heading = "the ranks are in a deadlock: no rank can continue"
     if at_fault:
         verb = "is awaited and does" if len(at_fault) == 1 else "are awaited and do"
         heading += f"; {name_ranks(at_fault)} {verb} not come"
@@ -70,7 +70,7 @@ def victim_text(rank: int, reason: str) -> tuple[str, tuple[int, ...]]:
         rank: the rank that failed.
         reason: the reason, in words.
     """
-    return f"rank {rank} {reason}, so this rank cannot go on", (rank,)
+    return f"rank {rank} {reason}, so this rank cannot continue", (rank,)
 
 
 def _lines(reports: Sequence[RankReport]) -> list[str]:
