@@ -79,7 +79,7 @@ def test_states_of_the_device_are_saved_and_restored() -> None:
     sd.set_rng_state(state)
     again = sd.randn(30, device_mesh=mesh(), placements=[Replicate(), Shard(0)]).full_tensor()
     assert torch.equal(first, again)
-    with pytest.raises(RandomStateError, match="has no default_generators"):
+    with pytest.raises(RandomStateError, match="does not have default_generators"):
         sd.get_rng_state("mps")
 
 

@@ -229,7 +229,7 @@ def test_what_is_refused_leaves_the_units_as_they_were() -> None:
     with pytest.raises(LayoutError, match="as ignored_params"):
         parallelize_module(model.blocks[0], mesh["tensor"], {"norm": SequenceParallel()})
     handle = model.blocks[1].up.weight.register_hook(lambda grad: grad)
-    with pytest.raises(LayoutError, match="register hooks when all styles are applied"):
+    with pytest.raises(LayoutError, match="register hooks after all styles are applied"):
         parallelize_module(model, mesh["tensor"], PLAN)
     handle.remove()
     with model.no_sync():
@@ -259,12 +259,12 @@ def test_an_optimizer_of_parameters_that_were_replaced_raises() -> None:
         model = Model().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         change(model)
-        with pytest.raises(StyleError, match="Make the optimizer after"):
+        with pytest.raises(StyleError, match="Construct the optimizer after"):
             optimizer.step()
     model = sharded(Model().double(), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     parallelize_module(model, mesh["tensor"], PLAN)
-    with pytest.raises(StyleError, match="Make the optimizer after"):
+    with pytest.raises(StyleError, match="Construct the optimizer after"):
         optimizer.step()
     loss_of(model, *own(mesh, *batch(0))).backward()
     torch.optim.AdamW(model.parameters(), lr=0.1).step()

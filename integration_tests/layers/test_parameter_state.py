@@ -131,5 +131,7 @@ def test_a_compiled_step_looks_for_replaced_parameters() -> None:
     module = nn.Linear(4, 8)
     adam = torch.optim.AdamW(module.parameters(), foreach=True)
     parallelize_module(module, all_ranks(), ColwiseParallel())
-    with pytest.raises(StyleError, match="distribute_module has replaced: no module would see"):
+    with pytest.raises(
+        StyleError, match="distribute_module has replaced, so the update would not reach"
+    ):
         torch.compile(lambda: adam.step(), backend="eager")()

@@ -343,7 +343,7 @@ def test_dropout_over_the_shards_of_a_batch(kind: str) -> None:
 
 
 class Part(nn.Module):
-    """Part of a fused projection, of its features, or noise of sizes of its own."""
+    """Part of a fused projection, of its features, or noise of explicit sizes."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -356,8 +356,8 @@ class Part(nn.Module):
 UNKNOWN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "part": (lambda h: F.dropout(h[..., :2], 0.4), "takes a part of a sharded dim"),
     "sizes": (lambda h: F.dropout(h.view(*h.shape[:2], 1, 4), 0.4), "write -1"),
-    "noise": (lambda h: h + torch.rand(h.shape), "drew alike"),
-    "own sizes": (lambda h: h.new_empty(3, 5, 7).bernoulli_(0.4), "sizes of its own"),
+    "noise": (lambda h: h + torch.rand(h.shape), "equal random numbers on all ranks"),
+    "own sizes": (lambda h: h.new_empty(3, 5, 7).bernoulli_(0.4), "explicit sizes"),
     "summands": (lambda h: F.dropout(h @ h.transpose(1, 2), 0.4), "summands"),
     "passed by": (lambda h: F.dropout(torch.jit.script(_scripted)(h), 0.4), "not a torch function"),
 }

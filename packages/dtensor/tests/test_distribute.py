@@ -291,14 +291,14 @@ def test_a_check_agrees_on_what_it_compares_and_the_group_goes_on() -> None:
     rank = mesh.get_rank()
     differing: dict[str, torch.Tensor] = {
         "dtypes: torch.float32": torch.ones(4, dtype=[torch.float32, torch.float64][rank]),
-        "means a local shape of": torch.ones(4 + rank),
+        "needs a local shape of": torch.ones(4 + rank),
         "tensors of .* dims": torch.ones([2] * (1 + rank)),
         "gradients: requires_grad=True": torch.ones(4, requires_grad=rank == 0),
         "up to 16 dims": torch.ones([1] * (16 + rank)),
     }
     for text, local in differing.items():
         for placements in ([Replicate()], [Shard(0)]):
-            if text == "means a local shape of" and placements == [Shard(0)]:
+            if text == "needs a local shape of" and placements == [Shard(0)]:
                 # uneven shards
                 continue
             with pytest.raises(PlacementError, match=text):
@@ -380,7 +380,9 @@ def test_a_shared_parameter_that_partition_fn_replaces_stays_shared() -> None:
             assert (
                 weight is other and isinstance(weight, DTensor) and weight.placements == (Shard(0),)
             ), dims
-        with pytest.raises(PlacementError, match="partition_fn made a shared parameter"):
+        with pytest.raises(
+            PlacementError, match="partition_fn gave a shared parameter two layouts"
+        ):
             distribute_module(tied_linears(), mesh, sharding({"0": 0, "1": 1}))
 
 
@@ -391,7 +393,7 @@ def test_an_optimizer_made_before_distribute_module_does_not_step(dims: dict[str
         optimizer, late = torch.optim.SGD([model.get_parameter("0.weight")]), nn.Linear(2, 2)
         distribute_module(model, init_device_mesh("cpu", (2,)), sharding(dims))
         with pytest.raises(
-            StyleError, match=r"distribute_module has replaced: .* Make the optimizer after"
+            StyleError, match=r"distribute_module has replaced, .* Construct the optimizer after"
         ):
             optimizer.step()
         torch.optim.SGD([*model.parameters(), *late.parameters()]).step()

@@ -95,7 +95,7 @@ def test_what_it_cannot_decide_is_listed_by_line() -> None:
         if absent
         else ["DTensor_: no layer", "replicate(module"]
     )
-    ways = ["register_rule", "beside other", "register_rule", *of_styles]
+    ways = ["register_rule", "that shares a line with other", "register_rule", *of_styles]
     assert all(way in text for way, (_, text) in zip(ways, found.left, strict=True))
     assert found.text.count("shoal") == 0
 
@@ -113,10 +113,11 @@ def test_the_command_prints_a_difference_or_writes(
         and "1: torch.distributed.tensor.nonsense" in shown
     )
     assert (
-        shown.endswith("2 lines would change, 1 for a person\n") and "shoal" not in file.read_text()
+        shown.endswith("2 lines would change, 1 to change by hand\n")
+        and "shoal" not in file.read_text()
     )
     assert main([str(tmp_path), "--write"]) == 1
-    assert "2 lines written, 1 for a person" in capsys.readouterr().out
+    assert "2 lines written, 1 to change by hand" in capsys.readouterr().out
     assert file.read_text() == (
         "from torch.distributed.tensor import nonsense\nfrom shoal_dtensor import DTensor\n"
     )

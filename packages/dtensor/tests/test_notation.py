@@ -132,10 +132,10 @@ def test_unreadable_patterns_are_named(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     [
-        ("m k -> m", [(2,)], "an operand of 2 dims got a tensor of 1"),
+        ("m k -> m", [(2,)], "an operand has 2 dims, but the tensor has 1"),
         ("m, m -> m", [(2,), (3,)], "factor 'm' has sizes 2 and 3"),
         ("(a b) -> a", [(6,)], None),
-        ("(a b) -> ", [(6,)], "do not follow"),
+        ("(a b) -> ", [(6,)], "cannot be derived"),
     ],
 )
 def test_misfits_are_named(text: str, shapes: list[tuple[int, ...]], message: str | None) -> None:

@@ -288,7 +288,7 @@ def test_a_state_that_lacks_something_is_named_or_left_as_it_is(options: StateDi
         fresh = made(1, sharded=True)
         other = OPTIMIZERS["AdamW"](fresh.parameters())
         with pytest.raises(
-            StateDictError, match=r"lacks up\.bias\.exp_avg; strict=False leaves these as they are"
+            StateDictError, match=r"lacks up\.bias\.exp_avg; strict=False leaves these unchanged"
         ):
             api.set_optimizer_state_dict(fresh, other, state, options=options)
         # strict=False is not what stages of a pipeline need

@@ -55,7 +55,7 @@ def test_misuse_is_named() -> None:
         PartitionSpec("dp", ("tp", "dp")).resolve(MESH)
     with pytest.raises(AxisError, match="pp"):
         PartitionSpec("pp").resolve(MESH)
-    with pytest.raises(PlacementError, match="give no shard_order"):
+    with pytest.raises(PlacementError, match="leave out shard_order"):
         read_placements(MESH, PartitionSpec("dp"), ((0, (0,)),))
 
 

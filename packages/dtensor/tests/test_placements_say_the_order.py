@@ -130,7 +130,7 @@ def test_an_axis_leaves_a_dim_and_the_others_shard_it_as_before() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"split_factor": 2, "outer_shards": 2}, "outer_shards=2 goes with sizes"),
+        ({"split_factor": 2, "outer_shards": 2}, "outer_shards=2 needs sizes"),
         ({"split_factor": 1, "outer_shards": 0, "sizes": (1,)}, "outer_shards must be at least 1"),
         ({"split_factor": 2, "multiple_of": 0}, "multiple_of must be at least 1"),
         ({"split_factor": 2, "multiple_of": 2, "sizes": (1,)}, "sizes or multiple_of, not both"),
@@ -238,7 +238,7 @@ def test_local_map_asks_for_the_order_that_placements_say() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(8.0)
     p = distribute_tensor(whole, mesh, [S0, S0], shard_order=((0, (1, 0)),))
-    with pytest.raises(PlacementError, match="is asked of it"):
+    with pytest.raises(PlacementError, match="in_placements expects"):
         local_map(lambda x: x, [S0, S0], ([S0, S0],))(p)
     moved = local_map(lambda x: x, [S0, S0], ([S0, S0],), redistribute_inputs=True)(p)
     assert moved.placements == (S0, S0) and torch.equal(moved.full_tensor(), whole)

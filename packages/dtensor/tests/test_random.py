@@ -92,7 +92,7 @@ def test_the_check_of_the_first_draw_obeys_the_policy() -> None:
     with (
         sd.communication("forbid"),
         pytest.raises(
-            CommunicationForbiddenError, match=r"check_random_state\(mesh\) makes it beforehand"
+            CommunicationForbiddenError, match=r"check_random_state\(mesh\) to run it earlier"
         ),
     ):
         F.dropout(x)

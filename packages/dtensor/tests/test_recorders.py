@@ -100,11 +100,11 @@ def test_shards_that_make_fx_would_take_for_constants_are_refused(how: dict[str,
     )
     for program in given:
         with pytest.raises(
-            NoRuleError, match=r"hold the values of now\. Pass make_fx local tensors"
+            NoRuleError, match=r"constants of the record\. Pass local tensors to make_fx"
         ):
             make_fx(program, **how)(outer)
         with pytest.raises(
-            NoRuleError, match=r"hold the values of now\. Pass make_fx local tensors"
+            NoRuleError, match=r"constants of the record\. Pass local tensors to make_fx"
         ):
             make_fx(partial(of_both, program, outer), **how)(torch.ones(4))
     if "pre_dispatch" not in how:

@@ -48,6 +48,6 @@ def test_a_value_that_one_rank_holds_alone_comes_back_with_its_sign(order: float
 
 
 def test_norms_are_of_real_numbers_and_travel_as_float64() -> None:
-    with pytest.raises(RedistributeError, match=r"floating-point numbers, got torch\.complex64"):
+    with pytest.raises(RedistributeError, match=r"floating-point dtype, got torch\.complex64"):
         powers(torch.ones(1, dtype=torch.complex64), 2.0)
     assert wire_itemsize("norm2", torch.float16) == 8 and wire_itemsize("sum", torch.float16) == 2

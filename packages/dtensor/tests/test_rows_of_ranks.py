@@ -94,7 +94,7 @@ def test_a_thread_that_no_other_rank_has_is_named(monkeypatch: pytest.MonkeyPatc
     about = f"rank {dist.get_rank()}"
     (error,) = in_threads(lambda: rows_of_ranks(mesh, lambda: about, torch.tensor([1])))
     assert isinstance(error, LockstepError)
-    assert f"no thread of ranks [{1 - dist.get_rank()}] has come for {about}" in str(error)
+    assert f"no thread of ranks [{1 - dist.get_rank()}] has reached {about}" in str(error)
 
 
 @on_ranks(4)

@@ -139,7 +139,7 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [
     (lambda: typed(4, tp=S(0), grad=False).add_(typed(4, grad=False)), "add_(4"),
     (lambda: typed(4, grad=False).copy_(typed(4, tp=V, grad=False)), "V"),
     (lambda: torch.empty(4, device="meta").copy_(typed(4, tp=S(0))), "constant"),
-    (lambda: typed(4) + torch.empty(4, device="meta").normal_(), "has no type"),
+    (lambda: typed(4) + torch.empty(4, device="meta").normal_(), "does not have a type"),
 ]
 
 

@@ -149,7 +149,9 @@ def test_helpers_gather_offload_and_compare() -> None:
     assert bool(on_first) == (dist.get_rank() == 0)
     require_copy(helpers._offload_state_dict_to_cpu(state), wanted, state)
     other = {**state, "uneven": state["uneven"].redistribute(placements=[Replicate()])}
-    with pytest.raises(PlacementError, match="goes into one of the same layout"):
+    with pytest.raises(
+        PlacementError, match="can only be copied into an object of the same layout"
+    ):
         helpers._copy_state_dict(state, other)
 
 

@@ -126,7 +126,7 @@ def test_a_folded_spec_is_a_value() -> None:
 
 def test_a_folded_dim_has_no_interval() -> None:
     flat = viewed(Spec(MESH, (R, S1), (4, 6, 8)), 24, 8)
-    with pytest.raises(PlacementError, match="folded of dims"):
+    with pytest.raises(PlacementError, match="flattened from dims"):
         flat.box((0, 0))
     assert flat.local_shape_at((0, 1)) == (12, 8)
 
@@ -137,7 +137,7 @@ def test_runs_and_shards_must_fit() -> None:
         fold_levels({1: DimSharding((0,), (2,), (7, 5)), 4: DimSharding((1,), (2,), (2, 1))}, 12)
         is None
     )
-    with pytest.raises(PlacementError, match="do not fit together"):
+    with pytest.raises(PlacementError, match="cannot be divided into these shards"):
         Spec(abstract_mesh((2,)), (StridedShard(0, split_factor=4, sizes=(2, 1)),), (13,))
     with pytest.raises(PlacementError, match="negative"):
         StridedShard(0, split_factor=2, sizes=(-1, 2))

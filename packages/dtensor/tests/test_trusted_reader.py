@@ -84,7 +84,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: m.state_dict_metadata.update(n="text"),
         "neither a tensor nor a value",
     ),
-    "no places": (lambda m: setattr(m, "storage_data", None), "of another class"),
+    "no places": (lambda m: setattr(m, "storage_data", None), "have an unexpected class"),
 }
 
 
@@ -112,7 +112,7 @@ def test_overlapping_parts_are_refused(tmp_path: Path) -> None:
         metadata.storage_data[type(index)("w", second.offsets)] = place
 
     _change(tmp_path, overlap)
-    with pytest.raises(CheckpointError, match="do not cover it once"):
+    with pytest.raises(CheckpointError, match="do not cover it exactly once"):
         TrustedReader(tmp_path, sizes).read_metadata()
 
 
@@ -139,6 +139,8 @@ def test_values_that_hold_code_are_refused() -> None:
     torch.save(_Code(), value)
     value.seek(0)
     item: Any = type("Item", (), {"dest_index": type("Index", (), {"fqn": "n"})})
-    with pytest.raises(CheckpointError, match="n is not loaded: it holds more than tensors"):
+    with pytest.raises(
+        CheckpointError, match="n is not loaded: it contains objects other than tensors"
+    ):
         planner.load_bytes(item, value)
     assert not _TRACE.exists()

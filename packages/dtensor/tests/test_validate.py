@@ -271,7 +271,7 @@ def reducing(local_call: LocalCall) -> Any:
 def test_a_collective_that_no_row_declares_is_a_finding() -> None:
     rule = Rule(lambda call: [call.row(self=S(0), out=S(0))], reducing)
     report = validate(aten.relu.default, real(4), rule=rule, ways=(2,), pairs=False)
-    assert "communicates over axes [0], whose rows declare no traffic" in report.wrong[0]
+    assert "communicates over axes [0], whose rows do not declare traffic" in report.wrong[0]
     declared = Rule(
         lambda call: [call.row(self=S(0), out=S(0), traffic=lambda ranks: 8 * ranks)], reducing
     )
@@ -296,7 +296,8 @@ def test_cases_are_judged_by_themselves() -> None:
     report = validate(aten.relu.default, real(4, 4), rule=Rule(rows, local), ways=(2,), pairs=False)
     assert len(report.wrong) == 1 and report.wrong[0].endswith("ValueError: broken"), report.wrong
     assert [
-        line.endswith("P(max): declares traffic, starts no collective") for line in report.idle
+        line.endswith("P(max): declares traffic but does not start a collective")
+        for line in report.idle
     ] == [True]
 
 
@@ -305,7 +306,7 @@ def test_traffic_without_a_collective_is_a_finding() -> None:
     report = validate(aten.relu.default, real(4), rule=rule, ways=(2,), pairs=False)
     assert report.wrong == []
     assert [
-        line.endswith("S(0) -> S(0): declares traffic, starts no collective")
+        line.endswith("S(0) -> S(0): declares traffic but does not start a collective")
         for line in report.idle
     ] == [True]
 
@@ -335,7 +336,7 @@ def test_missed_rows_are_listed() -> None:
 MATRIX_ROWS = (Row((S(0), R), (S(0),)), Row((R, S(1)), (S(1),)), Row((S(1), S(0)), (P("sum"),)))
 
 
-@pytest.mark.filterwarnings("ignore:aten._foreach_abs.out has no sharding rule")
+@pytest.mark.filterwarnings("ignore:aten._foreach_abs.out does not have a sharding rule")
 def test_sharded_targets_that_are_not_returned_are_refused() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,))

@@ -95,7 +95,7 @@ Spec.on_first_use += [
     partial(
         explain_weights_only,
         "shoal_",
-        "For all that a DTensor consists of, this line is enough: "
+        "To allow all parts of a DTensor, this line is enough: "
         "torch.serialization.add_safe_globals(shoal_dtensor.safe_globals())",
     ),
     partial(register_dispatch, DTensor, run_operator),

@@ -82,7 +82,7 @@ def _check_strided(where: str, name: str, value: Tensor, error: type[Exception])
     else:
         return
     raise error(
-        f"{where}: shards are strided tensors, and {name} is {layout}: give it {name}.{way_out}"
+        f"{where}: {name} is {layout}, but shards must be strided tensors; pass {name}.{way_out}"
     )
 
 

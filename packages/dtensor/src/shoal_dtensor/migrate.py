@@ -48,7 +48,7 @@ _METHODS = {
         "shoal gathers without buffers: leave it out, or set_custom_all_gather"
     ),
     "_set_unshard_async_op": "gathers are always asynchronous: leave it out",
-    "_get_fsdp_state": "shoal keeps no such state: use the methods of the module",
+    "_get_fsdp_state": "shoal does not have this state object: use the methods of the module",
 }
 
 
@@ -111,9 +111,9 @@ def _find(module: str, name: str) -> _Home:
                 return _Home(layer)
     if stays:
         return _Home()
-    missing = "no layer of shoal has it"
+    missing = "no package of shoal has this name"
     if absent:
-        missing = f"{', '.join(absent)} is not installed, which may have it"
+        missing = f"this name may be in {', '.join(absent)}, which is not installed"
     reason = hints[0] if hints else missing
     return _Home(question=f"{module}.{name}: {reason}")
 
@@ -203,7 +203,7 @@ def migrate(text: str) -> Migrated:
         >>> migrate("from torch.distributed.tensor import DTensor, Shard, nonsense").text
         'from torch.distributed.tensor import nonsense\nfrom shoal_dtensor import DTensor, Shard'
         >>> migrate("from torch.distributed.device_mesh import nonsense").left
-        [(1, 'torch.distributed.device_mesh.nonsense: no layer of shoal has it')]
+        [(1, 'torch.distributed.device_mesh.nonsense: no package of shoal has this name')]
     """
     tree = ast.parse(text)
     source = text.encode()
@@ -220,7 +220,7 @@ def migrate(text: str) -> Migrated:
             before = source[line_start:begin]
             behind, _, _ = source[end:].partition(b"\n")
             if before.strip() or behind.lstrip().startswith(b";"):
-                question = "an import beside other statements of its line"
+                question = "an import that shares a line with other statements"
         if question:
             left.append((node.lineno, question))
         elif new:
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal_dtensor.migrate", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="files and folders")
     parser.add_argument(
-        "--write", action="store_true", help="write the files instead of printing a difference"
+        "--write", action="store_true", help="rewrite the files instead of printing a diff"
     )
     options = parser.parse_args(arguments)
     files = []
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line, advice in new.left:
             sys.stdout.write(f"{path}:{line}: {advice}\n")
     verb = "written" if options.write else "would change"
-    sys.stdout.write(f"{changed} lines {verb}, {left} for a person\n")
+    sys.stdout.write(f"{changed} lines {verb}, {left} to change by hand\n")
     return 1 if broken else 0
 
 

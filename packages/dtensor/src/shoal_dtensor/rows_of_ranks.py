@@ -126,8 +126,8 @@ class _Meeting:
                 waiting = zip(self._comm.ranks, rows_of_key, strict=True)
                 missing = [rank for rank, rows in waiting if not rows]
                 raise LockstepError(
-                    f"no thread of ranks {missing} has come for {about} in {TIMEOUT:.0f} s: the "
-                    "threads of all ranks make the same calls, in any order",
+                    f"no thread of ranks {missing} has reached {about} within {TIMEOUT:.0f} s: "
+                    "the threads of all ranks must make the same calls, in any order",
                     tuple(missing),
                 )
             ranks = zip(self._comm.line, rows_of_key, strict=True)

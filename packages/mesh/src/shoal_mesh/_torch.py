@@ -130,10 +130,15 @@ def kept_in_order(collective: Any, directly: str) -> None:
 
 Class = TypeVar("Class", bound=type)
 
-_MADE_FOR_ITS_OWN_MESH = {  # of torch, and what does the work
-    "torch.distributed.tensor": "the function of the same name of shoal_dtensor, or shoal_tp_styles.parallelize_module",
+# Parts of torch that need torch's own mesh, and what to call instead.
+_MADE_FOR_ITS_OWN_MESH = {
+    "torch.distributed.tensor": (
+        "the function of the same name of shoal_dtensor, or shoal_tp_styles.parallelize_module"
+    ),
     "torch.distributed.fsdp": "shoal_data_parallel.fully_shard or shoal_data_parallel.replicate",
-    "torch.distributed._functional_collectives": "the collectives of shoal_mesh, which accept the mesh, or pass mesh.get_group(axis)",
+    "torch.distributed._functional_collectives": (
+        "the collectives of shoal_mesh, which accept the mesh, or pass mesh.get_group(axis)"
+    ),
 }
 
 

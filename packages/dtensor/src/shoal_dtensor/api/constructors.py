@@ -143,8 +143,8 @@ def _layout_of(
     """Return the layout of a plain tensor on a mesh, in the tensor's memory order."""
     if not tensor.is_leaf:
         raise PlacementError(
-            "distribute_tensor: the tensor is no leaf; use DTensor.from_local, which is "
-            "differentiable"
+            "distribute_tensor: the tensor is not a leaf, so its gradient would stop here; use "
+            "DTensor.from_local, which is differentiable"
         )
     stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
     return Spec(mesh, placements, tensor.shape, stride, dtype=tensor.dtype, shard_order=shard_order)
@@ -165,7 +165,7 @@ def _read(
     shape = tuple(stored.get_shape())
     if any(isinstance(p, Partial) for p in placements):
         raise PlacementError(
-            "distribute_tensor: a stored tensor is read as Shard or Replicate, got "
+            "distribute_tensor: a stored tensor can be read as Shard or Replicate only, got "
             f"{list(placements)}"
         )
     nothing = stored[tuple(slice(0, 0) for _ in shape)] if shape else stored[...]
@@ -249,8 +249,8 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[...
     if len(positional) == 2:
         return lambda module, values, mesh: function(values, mesh)
     raise ArgumentValueError(
-        f"distribute_module: {name} takes (module, values, mesh) or (values, mesh), got one with "
-        f"{len(positional)} arguments"
+        f"distribute_module: {name} must take (module, values, mesh) or (values, mesh), got a "
+        f"function with {len(positional)} arguments"
     )
 
 
@@ -283,8 +283,8 @@ def _replicate(
                 table[name] = first
                 if not made._spec.same_layout(first._spec):
                     raise PlacementError(
-                        f"distribute_module: partition_fn made a shared parameter {first._spec!r} "
-                        f"and {made._spec!r}"
+                        "distribute_module: partition_fn gave a shared parameter two layouts, "
+                        f"{first._spec!r} and {made._spec!r}"
                     )
     for held, where in _places(module).items():
         if held not in shared:
@@ -356,7 +356,7 @@ def _new(
     unknown = [name for name in keywords if name not in _DEFAULTS]
     if unknown:
         raise ArgumentTypeError(
-            f"unexpected keyword {unknown[0]!r}: a factory takes {', '.join(_DEFAULTS)}"
+            f"unexpected keyword {unknown[0]!r}; allowed are {', '.join(_DEFAULTS)}"
         )
     options = _DEFAULTS | keywords
     if options["layout"] is not torch.strided:

@@ -144,7 +144,7 @@ def _local_inputs(
     """Return the inputs of the function, and the layouts of the DTensors among its arguments."""
     for name, entries in ("in_placements", wanted), ("in_grad_placements", grads):
         if entries is not None and len(entries) != len(flat):
-            counts = f"{name} has {len(entries)} entries, the function got {len(flat)} inputs"
+            counts = f"{name} has {len(entries)} entries, but the function got {len(flat)} inputs"
             raise PlacementIndexError(f"local_map: {counts}")
     no_placements: tuple[Any, ...] = (None,) * len(flat)
     entries_of_inputs = zip(flat, wanted or no_placements, grads or no_placements, strict=True)
@@ -165,15 +165,15 @@ def _in_placements(index: int, item: Any, wanted: Placements, redistribute: bool
         return item
     if not isinstance(item, DTensor):
         raise MixedTensorError(
-            f"local_map: input {index} is a plain tensor, but {list(wanted)} is asked of it"
+            f"local_map: input {index} is a plain tensor, but in_placements expects {list(wanted)}"
         )
     target = item._spec.with_(placements=tuple(wanted))
     if item._spec.same_layout(target):
         return item
     if not redistribute:
         raise PlacementError(
-            f"local_map: input {index} is {item._spec!r}, but {list(wanted)} is asked of it; "
-            "redistribute it, or set redistribute_inputs=True"
+            f"local_map: input {index} is {item._spec!r}, but in_placements expects "
+            f"{list(wanted)}; redistribute it, or set redistribute_inputs=True"
         )
     return item.redistribute(placements=wanted)
 
@@ -183,7 +183,7 @@ def _refuse_uneven(specs: Sequence[Spec]) -> None:
     if not all(spec.even for spec in specs):
         raise PlacementError(
             f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot "
-            "compare the outputs; say their sizes, out_placements=[Shard(dim, sizes=...)], and "
+            "compare the outputs; pass the sizes, out_placements=[Shard(dim, sizes=...)], and "
             "run_check=False, or call it outside of compiled code"
         )
 
@@ -209,7 +209,7 @@ def _outputs(
         entries = (entries,) * len(flat)
     if len(entries) != len(flat):
         raise PlacementIndexError(
-            f"local_map: out_placements has {len(entries)} entries, the function returned "
+            f"local_map: out_placements has {len(entries)} entries, but the function returned "
             f"{len(flat)} outputs"
         )
     outputs: list[Any] = []
@@ -219,7 +219,7 @@ def _outputs(
             continue
         if mesh is None:
             raise PlacementError(
-                "local_map: no input is a DTensor, so device_mesh is needed for the outputs"
+                "local_map: no input is a DTensor; pass device_mesh for the outputs"
             )
         options: dict[str, Any] = {}
         if about is not None and mesh.get_coordinate() is not None and mesh.size() > 1:
@@ -262,7 +262,7 @@ def register_rule(
     for overload in overloads:
         if overload in TABLE and not replace:
             raise DuplicateRuleError(
-                f"{overload} has a rule already; pass replace=True to give it another"
+                f"{overload} has a rule already; pass replace=True to replace it"
             )
         TABLE[overload] = rule
         for scope in [*SCOPES]:

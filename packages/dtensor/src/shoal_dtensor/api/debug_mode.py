@@ -34,12 +34,13 @@ class ExplicitRedistributionContext:
     def __init__(self, enable: bool = True, strict: bool = False, mode: str = "raise") -> None:
         if mode not in ("raise", "warn"):
             raise ArgumentValueError(
-                f"ExplicitRedistributionContext: mode is 'raise' or 'warn', got {mode!r}"
+                f"ExplicitRedistributionContext: mode must be 'raise' or 'warn', got {mode!r}"
             )
         if strict:
             raise ArgumentValueError(
-                "ExplicitRedistributionContext: strict=True is not here: what sends nothing is "
-                "never refused; DebugMode and explain show it"
+                "ExplicitRedistributionContext: strict=True is not supported, because "
+                "redistributions without communication are never refused; DebugMode and explain "
+                "list them"
             )
         policy = "forbid" if mode == "raise" else "warn"
         self._policy: Any = policy if enable else "allow"
@@ -115,9 +116,9 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
         # they record something else, all of them
         if asked:
             raise ArgumentValueError(
-                f"DebugMode: {asked}: this mode records operators on DTensors and collectives "
-                "alone; CommDebugMode says which module starts them, "
-                "torch.utils._debug_mode.DebugMode records what torch does"
+                f"DebugMode: {asked} is not supported: this mode records operators on DTensors "
+                "and collectives only; CommDebugMode names the module that starts a collective, "
+                "torch.utils._debug_mode.DebugMode records torch's own operators"
             )
         self.operators: list[str] = []
         self._depth = 0

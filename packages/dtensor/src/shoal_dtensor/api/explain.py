@@ -57,7 +57,10 @@ class Explanation:
         head = f"{self.chosen}\n  must move at least {format_bytes(self.least_bytes)} a rank"
         if 0 < self.chosen.floor < self.chosen.seconds * (1 - 1e-9):
             floor = format_seconds(self.chosen.floor)
-            head += f"; the search stopped early: an estimate, no plan takes less than {floor}"
+            head += (
+                "; the search stopped early, so this is an estimate: no plan takes less than "
+                f"{floor}"
+            )
         lines = [head]
         if self.rejected:
             lines.append("rejected:")
@@ -335,12 +338,14 @@ def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
         if isinstance(spec, Spec):
             names.setdefault(spec, []).append(name)
     if not names:
-        raise PlacementError("draw_layouts draws DTensors or specs by name, got none")
+        raise PlacementError(
+            "draw_layouts: expected at least one DTensor or spec as keyword argument, got none"
+        )
     lines = ceil(len(names) / columns)
     figure = _figure(_STEP * columns, (_STEP + 0.2) * lines)
     for number, (spec, same) in enumerate(names.items()):
         others = len(same) - 1
-        count = f" and {others} alike" if others else ""
+        count = f" and {others} with the same layout" if others else ""
         shape = " x ".join(map(str, spec.shape))
         ax = figure.add_subplot(lines, columns, number + 1)
         title = f"{same[0]}{count}\n{shape}  {layout(spec)}"

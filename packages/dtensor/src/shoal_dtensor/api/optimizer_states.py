@@ -18,8 +18,8 @@ State = dict[Any, dict[str, Any]]
 
 # how to load state that several ranks saved as groups of different parameters
 FOR_STAGES = (
-    "If stages of a pipeline saved it: save and load state dicts of optimizers with "
-    "StateDictOptions(flatten_optimizer_state_dict=True), which has the options by parameter"
+    "If pipeline stages saved it: save and load optimizer state dicts with "
+    "StateDictOptions(flatten_optimizer_state_dict=True), which stores the options per parameter"
 )
 
 
@@ -32,9 +32,9 @@ def optimizers_of(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
             for parameter in group["params"]:
                 if id(parameter) not in of_model:
                     raise StateDictError(
-                        f"{type(optimizer).__name__} steps a tensor of shape "
-                        f"{tuple(parameter.shape)} that is not a parameter of the model: construct "
-                        "the optimizer after the model is parallelized"
+                        f"{type(optimizer).__name__} holds a tensor of shape "
+                        f"{tuple(parameter.shape)} that is not a parameter of the model: "
+                        "construct the optimizer after the model is parallelized"
                     )
     return checked
 
@@ -155,8 +155,8 @@ def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
         # all stages of a pipeline save their groups under the same names, and one of them remains
         stages = f". {FOR_STAGES}" if without_options else ""
         raise StateDictError(
-            f"the optimizer's state dict lacks {', '.join(missing[:5])}{more}; strict=False leaves "
-            f"these as they are{stages}"
+            f"the optimizer's state dict lacks {', '.join(missing[:5])}{more}; strict=False "
+            f"leaves these unchanged{stages}"
         )
 
 

@@ -69,7 +69,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     check_mesh("manual_seed", device_mesh)
     if not is_rng_supported_mesh(device_mesh):
         raise RandomStateError(
-            "manual_seed: expected a mesh of devices whose generators torch shows, got "
+            "manual_seed: expected a mesh of devices with generators that torch exposes, got "
             f"{device_mesh}"
         )
     torch.manual_seed(seed)

@@ -337,7 +337,7 @@ def _sharded(state: Any, target: Mapping[str, Any], options: Any) -> dict[str, A
         unexpected = sorted(structure.keys() - target.keys())
         raise StateDictError(
             f"the state dict does not fit the model: missing {missing}, unexpected {unexpected}; "
-            "strict=False loads what is in both"
+            "strict=False loads the common entries"
         )
     _check(structure, target)
     return _in_layouts_of(structure, state, target, options)
@@ -413,7 +413,8 @@ def _check(structure: Mapping[str, Any], target: Mapping[str, Any]) -> None:
         name = ".".join(str(getattr(key, "key", key)) for key in path)
         if like.shape != info.shape:
             raise StateDictError(
-                f"{name} has shape {tuple(info.shape)}, here it has {tuple(like.shape)}"
+                f"{name} has shape {tuple(info.shape)} in the state dict, but {tuple(like.shape)} "
+                "in the model"
             )
         if like.is_meta:
             raise StateDictError(

@@ -81,7 +81,7 @@ class Checkpointer:
         check_type("Checkpointer", "folder", folder, (str, PathLike), expected="a path")
         check_type("Checkpointer", "keep", keep, int, expected="a number of checkpoints")
         if keep < 1:
-            raise CheckpointError(f"at least one checkpoint is kept, got keep={keep}")
+            raise CheckpointError(f"keep must be at least 1, got keep={keep}")
         self._folder = Path(folder)
         self._keep = keep
         self._writer: Future[None] | None = None
@@ -201,12 +201,12 @@ class Checkpointer:
             except CheckpointError as error:
                 if step is not None:
                     raise
-                warnings.warn(f"step {number} is passed over: {error}", stacklevel=2)
+                warnings.warn(f"step {number} is skipped: {error}", stacklevel=2)
                 continue
             self._fill(number, state_dict, group, strict=strict)
             return number
         if numbers:
-            raise CheckpointError(f"none of the steps {numbers} in {self._folder} is whole")
+            raise CheckpointError(f"none of the steps {numbers} in {self._folder} is complete")
         return None
 
     def _fill(self, step: int, state_dict: dict[str, Any], group: Any, *, strict: bool) -> None:
@@ -246,8 +246,8 @@ class Checkpointer:
             return
         self._named_parts.add(tuple(parts))
         warnings.warn(
-            f"step {step} also holds {shorten(parts)}, which this load does not take; strict=False "
-            "does so without a warning",
+            f"step {step} also holds {shorten(parts)}, which this load ignores; pass strict=False "
+            "to ignore them without a warning",
             stacklevel=4,
         )
 
@@ -261,7 +261,8 @@ class Checkpointer:
             newest = max(self.steps(), default=-1)
             if step <= newest:
                 raise CheckpointError(
-                    f"step {step} is not newer than {newest}, which is in {self._folder} already"
+                    f"step {step} is not newer than step {newest}, which is in {self._folder} "
+                    "already"
                 )
             if first:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -316,7 +317,7 @@ class Checkpointer:
                 files[str(name)] = (int(size), str(digest))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"step {step} has no manifest that can be read: {error!r}"
+                f"the manifest of step {step} cannot be read: {error!r}"
             ) from error
         are_plain_names = all(Path(name).name == name for name in files)
         if manifest["step"] != step or ".metadata" not in files or not are_plain_names:
@@ -337,8 +338,8 @@ class Checkpointer:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
             if actual != (size, digest):
                 raise CheckpointError(
-                    f"{path} is not what was written: {actual[0]} bytes instead of {size}, or "
-                    "others"
+                    f"{path} was changed after it was written: it has {actual[0]} bytes, expected "
+                    f"{size} bytes with the recorded checksum"
                 )
 
 

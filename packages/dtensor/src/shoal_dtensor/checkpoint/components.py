@@ -97,7 +97,7 @@ class ModuleLoad(ComponentLoad):
             name = name_of((*prefix, *leaf.path))
             if isinstance(leaf.value, Tensor) and leaf.value.is_meta:
                 raise CheckpointError(
-                    f"{name} is on the meta device, where nothing can be loaded: call "
+                    f"{name} is on the meta device, so it cannot be loaded into: call "
                     "module.to_empty(device=...) first"
                 )
             if name in saved.kinds:

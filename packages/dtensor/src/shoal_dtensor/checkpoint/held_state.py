@@ -213,9 +213,9 @@ def _check_taken(facts: list[_Facts], holders: list[_Facts]) -> None:
     left_over = [".".join(map(str, name)) for name in held if name not in requested]
     if left_over:
         raise CheckpointError(
-            f"the ranks hold {shorten(left_over)}, which the state dict to fill does not take: add "
-            "what was kept under these names; an optimizer that has not made a step has an empty "
-            "state dict, so pass the optimizer itself. strict=False leaves these out"
+            f"the ranks hold {shorten(left_over)}, which the state dict to fill does not contain: "
+            "add these entries; an optimizer that has not made a step has an empty state dict, "
+            "so pass the optimizer itself. strict=False leaves these entries out"
         )
 
 
@@ -285,8 +285,8 @@ def _newest(facts: list[_Facts], wanted: Mapping[Name, _HeldPart]) -> tuple[int,
                     is_held = f"{part.shape} of {part.kind}"
                     is_wanted = f"{target.shape} of {target.kind}"
                     raise CheckpointError(
-                        f"{dotted} is held as {is_held} and wanted as {is_wanted}: recover into a "
-                        "state of the same shapes"
+                        f"{dotted} is held as {is_held}, but the state to fill has {is_wanted}: "
+                        "recover into a state of the same shapes"
                     )
                 boxes[name] |= {*part.boxes}
         if all(_cover(boxes[name], part.shape) for name, part in wanted.items()):

@@ -77,8 +77,8 @@ class LoadRequest:
             saved_kind = kinds[self.saved.is_tensor(name)]
             wanted_kind = kinds[isinstance(value, Tensor)]
             raise CheckpointError(
-                f"{name} is {saved_kind} in the checkpoint and {wanted_kind} in the state dict to "
-                "fill"
+                f"{name} is {saved_kind} in the checkpoint, but {wanted_kind} in the state dict "
+                "to fill"
             )
 
     def _add_components(self) -> None:
@@ -113,17 +113,17 @@ class LoadRequest:
         ]
         if unplaced:
             raise CheckpointError(
-                f"the checkpoint has {shorten(unplaced)}, for which the optimizer has no place: "
-                "make it of the class and with the options with which it was saved; strict=False "
-                "leaves these out"
+                f"the checkpoint has {shorten(unplaced)}, which the optimizer does not have: "
+                "construct the optimizer with the class and options with which it was saved; "
+                "strict=False leaves these entries out"
             )
         if self._missing:
             missing = shorten(self._missing)
             present = shorten(self._entries())
             raise CheckpointError(
-                f"the checkpoint lacks {missing}, which the state dict to fill has; "
-                f"it has {present}. strict=False leaves as they are those that it "
-                f"lacks{self._about_stages()}"
+                f"the checkpoint lacks {missing}, which the state dict to fill has; it has "
+                f"{present}. strict=False leaves the missing entries "
+                f"unchanged{self._about_stages()}"
             )
 
     def _about_stages(self) -> str:
@@ -170,8 +170,8 @@ class LoadRequest:
         if refused:
             raise CheckpointError(
                 f"the checkpoint has {shorten(refused)}, which the state dict to fill does not "
-                "take: add what was saved under these names (a module, an optimizer or a scheduler "
-                "itself will do), or strict=False leaves them out"
+                "contain: add the objects that were saved under these names (such as a module, "
+                "an optimizer or a scheduler), or pass strict=False to leave them out"
             )
         return [*others]
 

@@ -50,8 +50,8 @@ class _Unpickler(pickle.Unpickler):
         if whole in _CLASSES or is_dtype:
             return super().find_class(module, name)
         raise CheckpointError(
-            f"the metadata of a checkpoint hold {whole}, which is no part of any: they are not "
-            "loaded"
+            f"the metadata of a checkpoint contain {whole}, which is not allowed in metadata: "
+            "they are not loaded"
         )
 
 
@@ -110,15 +110,15 @@ def _load_value(name: str, value: io.BytesIO) -> Any:
     except Exception as error:
         # broken bytes may raise anything in the loader
         raise CheckpointError(
-            f"{name} is not loaded: it holds more than tensors, numbers, texts and their "
-            f"containers ({error!r:.200})"
+            f"{name} is not loaded: it contains objects other than tensors, numbers, strings and "
+            f"their containers ({error!r:.200})"
         ) from error
 
 
 def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
     """Raise CheckpointError unless every value has its parts, and every part has its bytes."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError("the metadata of a checkpoint are of another class")
+        raise CheckpointError("the metadata of the checkpoint have an unexpected class")
     indices: set[Any] = set()
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
@@ -130,15 +130,15 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
             raise CheckpointError(f"{name} is neither a tensor nor a value")
     if indices != set(metadata.storage_data):
         odd = next(iter(indices ^ set(metadata.storage_data)))
-        raise CheckpointError(f"the parts of {odd.fqn} and where they are do not fit together")
+        raise CheckpointError(f"the parts of {odd.fqn} and their locations do not fit together")
     for index, place in metadata.storage_data.items():
         end = place.offset + place.length
         whole = sizes.get(place.relative_path, -1)
         is_inside = 0 <= place.offset <= end <= whole
         if not is_inside or getattr(place, "transform_descriptors", None):
             raise CheckpointError(
-                f"{index.fqn} is said to be at bytes {place.offset} to {end} of "
-                f"{place.relative_path!r}, which is no such part of a file of this checkpoint"
+                f"{index.fqn} should be at bytes {place.offset} to {end} of "
+                f"{place.relative_path!r}, but this checkpoint does not have such a part of a file"
             )
 
 
@@ -153,14 +153,15 @@ def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
         box = box_at(offsets, sizes) if has_dims else None
         if box is None or not _is_inside(box, shape):
             raise CheckpointError(
-                f"a part of {name} {shape} with offsets {offsets} and sizes {sizes} is outside"
+                f"a part of {name} {shape} with offsets {offsets} and sizes {sizes} is outside of "
+                "the tensor"
             )
         boxes.append(box)
     elements = sum(map(volume, boxes))
     if elements != prod(shape) or overlap(boxes) is not None:
         parts = ", ".join(map(format_box, boxes[:8]))
         raise CheckpointError(
-            f"the {len(boxes)} parts of {name} {shape} do not cover it once: {parts}"
+            f"the {len(boxes)} parts of {name} {shape} do not cover it exactly once: {parts}"
         )
 
 

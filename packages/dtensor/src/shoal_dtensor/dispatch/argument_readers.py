@@ -121,8 +121,8 @@ def _reader_of_anything(op: OpOverload, cls: Any, *, by_value: bool) -> Reader:
         elif isinstance(arg, torch.Tensor):
             if is_torch_dtensor(arg):
                 raise MixedTensorError(
-                    f"{op} got DTensors together with one of torch.distributed.tensor, of shape "
-                    f"{tuple(arg.shape)}; convert it with {CONVERT}"
+                    f"{op} got DTensors together with a DTensor of torch.distributed.tensor, of "
+                    f"shape {tuple(arg.shape)}; convert it with {CONVERT}"
                 )
             is_made_by_torch = arg.numel() == 1 or is_candidate(cls, arg)
             key.append(Plain(arg.shape, arg.stride(), arg.dtype, is_made_by_torch))
@@ -148,7 +148,8 @@ def _reader_of_tensors(cls: Any, anything: Reader) -> Reader:
                 key.append(tuple(map(_SPEC, arg)))
             except AttributeError:
                 # a plain tensor among them, which torch does not name in `types`
-                # the error refers to it, and is over before references are counted
+                # the exception holds a reference to `arg`; it is gone before `is_candidate` counts
+                # references
                 pass
             else:
                 return list(map(_LOCAL, arg))

@@ -50,8 +50,8 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NoRuleError(
-            f"{op} got a DTensor, and its result has no placements: call it on tensor.to_local(), "
-            "or say what it is for with redistribute or full_tensor"
+            f"{op} got a DTensor, but its result cannot have placements: call it on "
+            "tensor.to_local(), or on the result of redistribute or full_tensor"
         )
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,10 +110,10 @@ def _check_tensor(op: OpOverload, tensor: Any, group: Any, reduction: str | None
     if not is_replicated:
         raise PlacementError(
             f"{op} over ranks {list(ranks)} got {spec!r}: these ranks do not hold the same shard "
-            "of it; a group must be all ranks along mesh axes on which the tensor is replicated, "
-            "or of tensors on other meshes. Redistribute it, or call the collective on "
-            "tensor.to_local(). Gradients of parameters that fully_shard has placed are averaged "
-            "already: no DistributedDataParallel belongs around it"
+            "of it; the group must consist of all ranks along mesh axes on which the tensor is "
+            "replicated, or the tensor must be on another mesh. Redistribute it, or call the "
+            "collective on tensor.to_local(). Gradients of parameters that fully_shard has "
+            "placed are averaged already: do not wrap the module in DistributedDataParallel"
         )
     if reduction is None:
         return
@@ -159,9 +159,9 @@ def check_strided(op: OpOverload, tensor: Any) -> None:
     is_part = base.numel() != tensor.numel() or tensor.is_inference()
     if is_part and not (tensor._spec.replicated and base._spec.replicated):
         raise NoRuleError(
-            f"{op} of a view of a part, {tensor._spec!r}: strides and offset count elements in the "
-            "memory of its base, of which a rank has only some. Call it on view.clone(), with an "
-            "offset in that, or on the base"
+            f"{op} of a view of a part, {tensor._spec!r}: strides and offset count elements in "
+            "the memory of its base, but a rank has only a part of that memory. Call it on "
+            "view.clone(), with an offset into the clone, or on the base"
         )
 
 
@@ -192,8 +192,8 @@ def sized_by_values(
 def _one_hot_of_all_classes(index: Any, num_classes: int = -1) -> Any:
     if not index.numel():
         raise OperatorArgumentError(
-            "one_hot of an empty tensor: its values do not say how many classes there are; pass "
-            "num_classes"
+            "one_hot of an empty tensor: the number of classes cannot be inferred from the "
+            "values; pass num_classes"
         )
     classes = int(index.max().item()) + 1
     return torch.ops.aten.one_hot.default(index, classes)

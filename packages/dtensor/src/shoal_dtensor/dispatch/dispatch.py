@@ -129,7 +129,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
         cache = (current() if open_blocks else context_scope()).decisions[id(op)]
     except KeyError:
         cache = None
-    # not in the handler: errors are raised without a miss before them
+    # outside the handler, so that an error raised here is not chained to the KeyError
     if cache is None:
         cache = _new_op_cache(cls, op)
     local_kwargs = {} if kwargs is None else kwargs
@@ -204,14 +204,14 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     if not isinstance(op, OpOverload):
         raise raised_as_it_is(
             OperatorArgumentError(
-                f"{op} takes no DTensors: call it on local tensors in local_map, in layouts in "
-                "which shards need nothing of each other"
+                f"{op} does not support DTensors: call it on local tensors in local_map, in "
+                "layouts in which no shard needs values of another shard"
             )
         ) from None
     if op._schema.name.startswith("aten::_nested_"):
         raise OperatorArgumentError(
-            f"{op} takes no DTensors: a nested tensor is local to a rank. Make one of to_local() "
-            "in local_map, or pad the sequences and use a mask"
+            f"{op} does not support DTensors, because a nested tensor is local to a rank. Make a "
+            "nested tensor from to_local() in local_map, or pad the sequences and use a mask"
         )
     scope = current()
     rule = rule_of(op, scope)

@@ -69,8 +69,8 @@ def _elements_spanned(tensor: torch.Tensor) -> int:
     return 1 + sum(distances)
 
 
-# Operators on shapes, or on the memory of a rank's own part: plain tensors beside DTensors need not
-# be replicated, and nothing is sent.  Forward AD calls the first two.
+# Operators that only read shapes or local memory: plain tensors beside DTensors need not be
+# replicated, and nothing is sent. Forward AD calls the first two.
 OF_SHAPES: Mapping[Any, Any] = {
     torch.ops.aten.is_same_size.default: lambda one, other: one.shape == other.shape,
     torch.ops.aten._has_same_storage_numel.default: lambda *pair: (
@@ -102,8 +102,8 @@ def verify_replicated(
     if is_alone:
         return
     need = (
-        "  an all-reduce, in which the ranks compare a plain tensor of shape "
-        f"{shapes} that torch made"
+        f"  an all-reduce, by which the ranks compare a plain tensor of shape {shapes} that torch "
+        "made"
     )
     notice = notice_of(operation, [need], current())
     if notice:
@@ -126,12 +126,12 @@ def _way_out() -> str:
     """Return advice for plain tensors that differ between ranks."""
     if in_backward():
         return (
-            "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what "
-            "they return with DTensor.from_local and its placements"
+            "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap "
+            "their results with DTensor.from_local and its placements"
         )
     return (
-        "It was made inside a function of torch: from a plain argument, which must be a DTensor, "
-        "or from random numbers, for which the ranks' generators must be in step "
+        "It was made inside a function of torch, either from a plain argument, which must be a "
+        "DTensor, or from random numbers, which need equal generators on all ranks "
         "(check_random_state)"
     )
 
@@ -162,14 +162,16 @@ def instead(operation: str) -> str:
 
 
 def _mixed(operation: str, shapes: str) -> str:
-    replicated = ", or count plain tensors as replicated in implicit_replication()"
+    replicated = (
+        ", or call it inside implicit_replication(), which treats plain tensors as replicated"
+    )
     if operation.startswith("aten.copy_"):
         replicated = ""
     return (
         f"{operation} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor "
-        f"with distribute_tensor or DTensor.from_local{replicated}; a parameter of "
-        "fully_shard is gathered by a call of its module, or by unshard(), and has its values in "
-        f"full_tensor(){instead(operation)}"
+        f"with distribute_tensor or DTensor.from_local{replicated}; a parameter of fully_shard is "
+        "gathered by calling its module or unshard(), and full_tensor() returns its "
+        f"values{instead(operation)}"
     )
 
 
@@ -252,7 +254,7 @@ def _as_plain(grad: Any) -> Any:
     node = current_node()
     spec = grad._spec
     _check_takes_whole(node, spec)
-    with purpose("the gradient of a plain tensor that counts as replicated"):
+    with purpose("the gradient of a plain tensor that is treated as replicated"):
         whole = grad.full_tensor()
     return crossings.leave(node, whole, spec.all_replicated())
 
@@ -271,11 +273,11 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
         ranks_with_shares = {*(shares or ())}.intersection(spec.mesh.ranks)
         if len(ranks_with_shares) > 1:
             raise MixedTensorError(
-                f"a plain tensor of shape {tuple(spec.shape)} met DTensors on {spec.mesh} as a "
-                f"replicated one, but it is local to a rank: {below.name()} takes a share of its "
-                f"gradient from each of the ranks {shares}, and all of them would give the whole. "
-                "Use DTensors up to there (use_local_output=False in a style, no to_local()), or "
-                "leave implicit_replication()"
+                f"a plain tensor of shape {tuple(spec.shape)} was combined with DTensors on "
+                f"{spec.mesh} as if it were replicated, but it is local to a rank: {below.name()} "
+                f"adds a share of its gradient from each of the ranks {shares}, and each of them "
+                "would pass the whole gradient. Use DTensors up to there (use_local_output=False "
+                "in a style, no to_local()), or leave implicit_replication()"
             )
 
 
@@ -446,7 +448,7 @@ def check_recorded(operation: str, *shards: torch.Tensor) -> None:
     if any(map(is_unrecorded, shards)):
         raise NoRuleError(
             f"{operation} of a DTensor while torch.fx records operators (torch.func.linearize, "
-            "make_fx): the record would hold the values of now. Pass make_fx local tensors and "
-            "make DTensors of them inside, with DTensor.from_local; or use torch.compile, or "
-            "torch.func.jvp"
+            "make_fx): the current values would become constants of the record. Pass local "
+            "tensors to make_fx and convert them to DTensors inside, with DTensor.from_local; or "
+            "use torch.compile, or torch.func.jvp"
         )

@@ -429,14 +429,15 @@ _LOCAL = Rule(replicated)
 def _without_rule(op: OpOverload, scope: Scope) -> Rule:
     if scope.unknown == "error":
         raise NoRuleError(
-            f"{op} has no sharding rule and no decomposition; give it one with "
-            "shoal_dtensor.register_rule, or allow replicated inputs with unknown_ops('replicate')"
+            f"{op} does not have a sharding rule or a decomposition; register a rule with "
+            "shoal_dtensor.register_rule, or allow replicated inputs with "
+            "unknown_ops('replicate')"
         )
     if scope.unknown == "local":
         return _LOCAL
     warnings.warn(
-        f"{op} has no sharding rule and no decomposition: its inputs are replicated "
-        "(unknown_ops('error') forbids this; shoal_dtensor.register_rule gives it a rule)",
+        f"{op} does not have a sharding rule or a decomposition, so its inputs are replicated "
+        "(unknown_ops('error') forbids this; register a rule with shoal_dtensor.register_rule)",
         stacklevel=2,
     )
     return _REPLICATE
@@ -448,8 +449,9 @@ def _as_first_input(call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
     for meta in call.outputs:
         if meta.shape != first.shape:
             raise NoRuleError(
-                f"{call.op} has no sharding rule, and unknown_ops('local') cannot tell the layout "
-                f"of an output of shape {tuple(meta.shape)} when its first input is {first!r}"
+                f"{call.op} does not have a sharding rule, and unknown_ops('local') cannot infer "
+                f"the layout of an output of shape {tuple(meta.shape)} when its first input is "
+                f"{first!r}"
             )
     outputs = [first.with_(stride=meta.stride, dtype=meta.dtype) for meta in call.outputs]
     return Sharding(inputs, tuple(outputs))

@@ -185,8 +185,8 @@ def _observed_spec(op: OpOverload, predicted: Spec, local: Tensor, *, is_auxilia
         return predicted.with_(dtype=local.dtype)
     assert predicted.replicated, (
         f"the rule of {op} is wrong: its local result is {local.dtype} of shape "
-        f"{tuple(local.shape)} where {predicted!r} has {tuple(predicted.local_shape)}; please "
-        "report it"
+        f"{tuple(local.shape)}, but {predicted!r} has {tuple(predicted.local_shape)}; please "
+        "report this error"
     )
     return predicted.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype)
 
@@ -225,7 +225,7 @@ def check_writes(
         if 0 not in spec.shape and _overlaps_itself(spec):
             raise InPlaceError(
                 f"{op} writes to an expanded tensor of shape {tuple(spec.shape)} and stride "
-                f"{spec.stride}: several of its elements are one place in memory; write to the "
+                f"{spec.stride}: several of its elements share one place in memory; write to the "
                 "tensor before expand or unfold, or to a clone"
             )
 
@@ -251,7 +251,8 @@ def check_outs(op: OpOverload, outs: Sequence[Spec], results: Sequence[TensorMet
         if tuple(out.shape) != tuple(meta.shape):
             raise InPlaceError(
                 f"{op} got out= of shape {tuple(out.shape)} for a result of shape "
-                f"{tuple(meta.shape)}: a DTensor is not resized; pass one of the result's shape"
+                f"{tuple(meta.shape)}: a DTensor cannot be resized; pass a DTensor of the "
+                "result's shape"
             )
 
 
@@ -322,9 +323,9 @@ def bump_versions(
         twice = has_doubles or any(id(tensor._base) in ids for tensor in written)
         if twice and any(tensor.requires_grad for tensor in written):
             raise InPlaceError(
-                "an in-place operator on a list wrote to a tensor twice, as itself and as a view "
-                "of it, and autograd records it: the gradients would be wrong. Write to them one "
-                "after the other, or under torch.no_grad()"
+                "an in-place operator on a list wrote to a tensor twice, directly and through a "
+                "view, while autograd records: the gradients would be wrong. Write to the tensor "
+                "and the view one after the other, or under torch.no_grad()"
             )
 
 
@@ -367,7 +368,7 @@ def track_base(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], v
     def take(item: int) -> Any:
         if base._spec is not spec:
             raise InPlaceError(
-                f"a view by {op} of {spec!r} is read after its base became {base._spec!r}; take "
+                f"a view by {op} of {spec!r} was made before its base became {base._spec!r}; make "
                 "the view again"
             )
         with torch.no_grad():

@@ -37,11 +37,11 @@ def order_of_axes(
             sizes = [mesh_shape[other] for other in order]
             placement = f"StridedShard(dim={dim}, split_factor={wanted})"
             raise PlacementError(
-                f"mesh axis {axis}: its placement says that axes to its right make {wanted} shards "
-                f"of dim {dim} before it, as {placement} does; the axes to its right that shard "
-                f"the dim have sizes {sizes}, and no leading part of them multiplies to {wanted}. "
-                "Use a factor to which one does, or pad the dim to a multiple of "
-                f"{wanted}: alone on a dim that it divides, a factor counts equal runs"
+                f"mesh axis {axis}: its placement, {placement}, means that axes to its right "
+                f"make {wanted} shards of dim {dim} first; but the axes to its right that shard the dim have sizes "
+                f"{sizes}, and no leading part of these sizes multiplies to {wanted}. Use a "
+                f"factor that is such a product, or pad the dim to a multiple of {wanted}: alone "
+                "on a dim that it divides, a factor counts equal runs"
             )
         order = (*order[:position], axis, *order[position:])
     return order

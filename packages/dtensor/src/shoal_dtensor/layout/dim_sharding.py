@@ -548,8 +548,8 @@ def shard_any_dim(
     if sharding is None:
         asked = ", ".join(repr(placements[axis]) for axis in axes)
         raise PlacementError(
-            f"a dim of {length} elements cannot be sharded by {asked}: runs and shards do not fit "
-            "together. Pad the dim to a multiple of split_factor, or shard it by Shard(dim, "
-            "sizes=...)"
+            f"a dim of {length} elements cannot be sharded by {asked}: its runs cannot be divided "
+            "into these shards. Pad the dim to a multiple of split_factor, or shard it by "
+            "Shard(dim, sizes=...)"
         )
     return sharding

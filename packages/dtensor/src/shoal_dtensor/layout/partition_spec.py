@@ -135,7 +135,7 @@ def read_placements(
         return tuple(placements), shard_order
     if shard_order is not None:
         raise PlacementError(
-            f"{placements!r} says the order of axes itself: give no shard_order with it"
+            f"{placements!r} already contains the order of axes; leave out shard_order"
         )
     return placements.resolve(mesh)
 
@@ -232,10 +232,10 @@ def _check_agreed(
     for axis, count in outer_shards.items():
         if axis in given and count not in (1, given[axis]):
             raise PlacementError(
-                f"shard_order: axes {tuple(axes)} given for tensor dim {dim}, but by its placement "
-                f"mesh axis {axis} shards the dim after axes to its right that make {count} "
-                f"shards, and in this order they make {given[axis]}; give the placements alone, "
-                "which say the order, or Shard placements with a shard_order"
+                f"shard_order: axes {tuple(axes)} given for tensor dim {dim}, but by its "
+                f"placement mesh axis {axis} shards the dim after axes to its right that make "
+                f"{count} shards, and in this order they make {given[axis]}; pass the placements "
+                "alone, which define the order, or Shard placements with a shard_order"
             )
 
 

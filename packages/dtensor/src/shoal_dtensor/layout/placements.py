@@ -61,9 +61,9 @@ _TORCH_METHODS = {
     )
 }
 _WHO_MOVES = (
-    "placements are data and move nothing; use distribute_tensor, DTensor.redistribute or the "
-    "collectives of shoal_mesh, Shard(dim, sizes=...) for other sizes of shards, and register_rule "
-    "for operators of your own"
+    "placements are data without methods that communicate; use distribute_tensor, "
+    "DTensor.redistribute or the collectives of shoal_mesh, Shard(dim, sizes=...) for other "
+    "sizes of shards, and register_rule for custom operators"
 )
 
 
@@ -105,7 +105,8 @@ class Placement(Interned):
         unused = sorted(name for name in vars(cls) if name in _TORCH_METHODS)
         if unused:
             raise PlacementError(
-                f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: {_WHO_MOVES}"
+                f"{cls.__name__} overrides {', '.join(unused)}, which would never be called: "
+                f"{_WHO_MOVES}"
             )
 
     @classmethod
@@ -174,7 +175,7 @@ class Shard(Placement):
             sizes = tuple(int(size) for size in sizes)
             if multiple_of != 1:
                 raise PlacementError(
-                    f"Shard: give sizes or multiple_of, not both (got {sizes} and {multiple_of})"
+                    f"Shard: pass sizes or multiple_of, not both (got {sizes} and {multiple_of})"
                 )
             if any(size < 0 for size in sizes):
                 raise PlacementError(f"Shard: sizes must not be negative, got {sizes}")
@@ -278,7 +279,7 @@ class StridedShard(Placement):
     ) -> StridedShard:
         if sf is not None and split_factor != 1:
             raise ArgumentTypeError(
-                f"StridedShard: give split_factor or sf, not both (got {split_factor} and {sf})"
+                f"StridedShard: pass split_factor or sf, not both (got {split_factor} and {sf})"
             )
         split_factor = split_factor if sf is None else sf
         counts = {
@@ -291,14 +292,14 @@ class StridedShard(Placement):
                 raise PlacementError(f"StridedShard: {name} must be at least 1, got {count}")
         if sizes is None and outer_shards != 1:
             raise PlacementError(
-                f"StridedShard: outer_shards={outer_shards} goes with sizes; without sizes "
-                "split_factor says the same"
+                f"StridedShard: outer_shards={outer_shards} needs sizes; without sizes use "
+                "split_factor"
             )
         if sizes is not None:
             sizes = tuple(int(size) for size in sizes)
             if multiple_of != 1:
                 raise PlacementError(
-                    f"StridedShard: give sizes or multiple_of, not both (got {sizes} and "
+                    f"StridedShard: pass sizes or multiple_of, not both (got {sizes} and "
                     f"{multiple_of})"
                 )
             if any(size < 0 for size in sizes):
@@ -467,7 +468,7 @@ class Absent:
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(f"{owner.__name__} has no {self._name}: {self._instead}")
+        raise AttributeError(f"{owner.__name__} does not have {self._name}: {self._instead}")
 
 
 for _name in _TORCH_METHODS:

@@ -296,8 +296,8 @@ class Spec(Interned):
         if isinstance(sharding, DimSharding):
             return sharding
         raise PlacementError(
-            f"the dim of {sharding.length} elements was folded of dims {sharding.shape}, inner "
-            "ones sharded, so ranks do not hold one interval of it; redistribute it first"
+            f"the dim of {sharding.length} elements was flattened from dims {sharding.shape} with "
+            "sharded inner dims, so ranks do not hold one interval of it; redistribute it first"
         )
 
     def sizes(self, dim: int) -> tuple[int, ...]:

@@ -19,12 +19,13 @@ from .tensor_meta import TensorMeta
 
 # Names of torch's stack that are not here, and their replacements.
 _RULES = (
-    "register_rule and register_sharding say how an operator is sharded, `explain` and "
-    "`cache_info` what was decided"
+    "register_rule and register_sharding define how an operator is sharded, `explain` and "
+    "`cache_info` report decisions"
 )
 INSTEAD = {
     "LocalShardsWrapper": (
-        "torch's own may be the local tensor of a DTensor; a ShardedTensor holds several shards too"
+        "torch's own class can be the local tensor of a DTensor; a ShardedTensor can hold "
+        "several shards"
     ),
     "LocalTensorMode": "shoal_dtensor.testing.simulate_ranks runs n ranks in one process",
     "redistribute_local_tensor": (
@@ -65,8 +66,9 @@ class DTensorSpec:
     ) -> Spec:
         if tensor_meta is None:
             raise ArgumentValueError(
-                "DTensorSpec: expected a tensor_meta: a spec knows the shape, stride and dtype of "
-                "its tensor; keep mesh and placements by themselves until there is one"
+                "DTensorSpec: expected a tensor_meta, because a spec contains the shape, stride "
+                "and dtype of its tensor; store mesh and placements separately until the tensor "
+                "exists"
             )
         shape, stride, dtype = tensor_meta
         return Spec(mesh, placements, shape, stride, dtype=dtype, shard_order=shard_order)
@@ -163,6 +165,7 @@ def compute_global_tensor_shape(
             global_shape[dim] = sum(sizes)
         elif any(n != size for n in sizes):
             raise PlacementError(
-                f"compute_global_tensor_shape: {placements[0]!r} cannot make one tensor of {shapes}"
+                f"compute_global_tensor_shape: {placements[0]!r} cannot combine local tensors of "
+                f"shapes {shapes} into one tensor"
             )
     return torch.Size(global_shape)

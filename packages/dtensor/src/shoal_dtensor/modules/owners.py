@@ -64,9 +64,9 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> None:
     if save_whole_tensors(model, *args, **options):
         return
     raise StyleError(
-        "save_pretrained: this model's parameters are shards, of which transformers knows nothing. "
-        "On all ranks call hf.save_sharded(model, directory): from_pretrained of transformers "
-        "reads what it writes. Or pass full tensors as state_dict=, on one rank"
+        "save_pretrained: this model's parameters are shards, which transformers cannot save. "
+        "Call hf.save_sharded(model, directory) on all ranks: from_pretrained of transformers "
+        "reads these files. Or pass full tensors as state_dict=, on one rank"
     )
 
 
@@ -152,24 +152,26 @@ def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owne
         if mesh is not None:
             if {*owner.data_mesh.axis_names} & {*mesh.axis_names}:
                 raise LayoutError(
-                    f"a style on axes {mesh.axis_names}: parameters are on the data axes "
-                    f"{owner.data_mesh.axis_names} by {owner.owner} already; an axis can do one of "
-                    "both"
+                    f"a style on axes {mesh.axis_names}: {owner.owner} has placed parameters on "
+                    f"the data axes {owner.data_mesh.axis_names} already; use an axis for data or "
+                    "for styles, not for both"
                 )
             DeviceMesh.concatenate([owner.data_mesh, mesh])  # which parameters will be on
         if params.intersection(map(id, owner.ignored)):
             raise LayoutError(
-                f"a style on a module of which {owner.owner} got parameters as ignored_params: the "
-                f"style would replace them; apply it before {owner.owner}"
+                f"a style on a module with parameters that were passed to {owner.owner} as "
+                "ignored_params: the style would replace them; apply the style before "
+                f"{owner.owner}"
             )
         if any(map(has_own_hooks, owner.held())):
             raise LayoutError(
-                f"a style on a module whose parameters got gradient hooks after {owner.owner}: the "
-                "style would replace them; register hooks when all styles are applied"
+                "a style on a module with parameters that got gradient hooks after "
+                f"{owner.owner}: the style would replace the parameters; register hooks after all "
+                "styles are applied"
             )
         if owner.keeps_gradients:
             raise StyleError(
-                f"a style on a module of which {owner.owner} keeps gradients for a later "
+                f"a style on a module with gradients that {owner.owner} keeps for a later "
                 "reduction: reduce them first, or drop them with zero_grad()"
             )
     return owners
@@ -271,9 +273,10 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if hasattr(param, _REPLACED):  # which a compiled step is guarded on
                 raise StyleError(
                     f"{type(optimizer).__name__}.step: it holds a parameter of shape "
-                    f"{tuple(param.shape)} that a style, data parallelism or distribute_module has "
-                    "replaced: no module would see the update. Make the optimizer after "
-                    "parallelize_module, fully_shard and replicate(shard_optimizer=True)"
+                    f"{tuple(param.shape)} that a style, data parallelism or distribute_module "
+                    "has replaced, so the update would not reach any module. Construct the "
+                    "optimizer after parallelize_module, fully_shard and "
+                    "replicate(shard_optimizer=True)"
                 )
 
 
@@ -331,8 +334,8 @@ def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
     for param in params:
         if holds_tensors(param):
             raise UnsupportedModuleError(
-                f"{name}: a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a "
-                "tensor of tensors (as quantized weights are), of which only its library knows "
-                "shards. Pass it in ignored_params: it stays whole on every rank, and is not "
-                "trained"
+                f"{name}: a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, "
+                "a tensor subclass that holds other tensors (such as a quantized weight), which "
+                "only its library can shard. Pass it in ignored_params: it stays whole on every "
+                "rank, and is not trained"
             )

@@ -70,8 +70,8 @@ def clip_grad_norm_(
     order = float(norm_type)
     if not order > 0:
         raise ValueError(
-            f"clip_grad_norm_: norm_type must be positive, got {norm_type}; torch.nn.utils has the "
-            "others"
+            f"clip_grad_norm_: norm_type must be positive, got {norm_type}; torch.nn.utils "
+            "supports other orders"
         )
     check_type("clip_grad_norm_", "parameters", parameters, (Tensor, Iterable), expected="tensors")
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -89,8 +89,8 @@ def clip_grad_norm_(
     total = _total(contribution, shards, specs, order, foreach=foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; "
-            "error_if_nonfinite=False scales by it all the same"
+            f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; pass "
+            "error_if_nonfinite=False to scale by it anyway"
         )
     nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is looked at
     return total

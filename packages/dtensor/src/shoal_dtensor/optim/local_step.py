@@ -95,9 +95,9 @@ def local_step(optimizer: O) -> O:
     if type(optimizer) not in _KINDS:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise OptimizerError(
-            f"local_step: the update of {type(optimizer).__name__} is not known to be element by "
-            f"element; known are {names} and Muon, and no subclasses. It works on DTensors through "
-            "dispatch as it is"
+            f"local_step: {type(optimizer).__name__} is not known to update element by element; "
+            f"supported are {names} and Muon, without subclasses. Use {type(optimizer).__name__} "
+            "without local_step: it works on DTensors through dispatch"
         )
     return optimizer
 
@@ -299,8 +299,8 @@ def _to_whole(param: DTensor) -> tuple[Spec, Spec] | None:
     spec = param._spec.with_(dtype=torch.bfloat16)
     if spec.partials:
         raise PlacementError(
-            f"Muon: a parameter has placements {param.placements}; a partial value has no elements "
-            "of its own. Redistribute it to Replicate or Shard"
+            f"Muon: a parameter has placements {param.placements}; the elements of a partial "
+            "value are not known before a reduction. Redistribute it to Replicate or Shard"
         )
     return None if _has_whole_matrices(spec) else (spec, spec.all_replicated())
 

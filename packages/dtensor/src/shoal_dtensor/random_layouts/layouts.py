@@ -63,7 +63,7 @@ class LocalLayout(TensorNote):
 
 UNSEEN = LocalLayout()
 PLAIN = LocalLayout()
-"""Of tensors that no watched function returned, and of those that one did; two objects that are equal."""
+"""Layouts of tensors that no watched function returned, and of returned tensors without shards."""
 
 
 def layout_of(tensor: Tensor) -> LocalLayout:
@@ -122,7 +122,7 @@ _MOST_ENTRIES = 4096
 _results: dict[Any, tuple[LocalLayout, ...]] = {}  # of functions, by layouts of arguments
 WAY_OUT = (
     "Draw where the layout is known (before the function), let the module run on DTensors "
-    "(use_local_output=False), or let every rank draw for itself: "
+    "(use_local_output=False), or let every rank draw different numbers: "
     "shoal_dtensor.random_mode('local')"
 )
 
@@ -164,8 +164,9 @@ def followed(
     except UnknownLayoutError as error:
         if drawn:
             raise LayoutError(
-                f"{name}: random numbers that every rank drew alike meet shards of other elements "
-                f"({error}). Draw them with the sharded tensor (rand_like, dropout). {WAY_OUT}"
+                f"{name}: equal random numbers on all ranks are combined with shards of different "
+                f"elements ({error}). Draw them with the sharded tensor (rand_like, dropout). "
+                f"{WAY_OUT}"
             ) from error
         results = (LocalLayout(unknown=f"{name}: {error}"),) * len(outs)
     if len(_results) < _MOST_ENTRIES:
@@ -249,7 +250,7 @@ def _run(
         # of any type: the function's error about DTensors is the reason
         raise UnknownLayoutError(str(error).partition("\n")[0]) from error
     if len(results) != len(outs) or not all(isinstance(result, DTensor) for result in results):
-        raise UnknownLayoutError("it returns something else for DTensors")
+        raise UnknownLayoutError("it returns another result for DTensors")
     specs: list[Spec] = [result.spec for result in results]
     for spec, out in zip(specs, outs, strict=True):
         if spec.partials:
@@ -328,7 +329,7 @@ def _resized(
         sizes[target] = size if sizes[target] == out.shape[target] else -1
     if -1 in sizes or prod(sizes) != spec.shape.numel():
         raise UnknownLayoutError(
-            "its sizes do not say which dims are sharded; write -1 for a sharded dim"
+            "its sizes do not show which dims are sharded; write -1 for a sharded dim"
         )
     return spec, sizes
 
@@ -342,7 +343,7 @@ def _made_like(source: Any, out: Tensor) -> Spec:
     `x.new_empty(1, 6)` is replicated.
     """
     if not isinstance(source, Spec) or source.is_strided:
-        raise UnknownLayoutError("it was made with sizes of its own, from a tensor in runs")
+        raise UnknownLayoutError("it was made with explicit sizes, from a tensor in runs")
     placements: list[Placement] = [Replicate()] * source.mesh.ndim
     shape = list(out.shape)
     for axis, placement in enumerate(source.placements):
@@ -352,18 +353,20 @@ def _made_like(source: Any, out: Tensor) -> Spec:
         size = out.shape[dim] if dim < out.ndim else 1
         if 1 in source.sizes(dim):
             raise UnknownLayoutError(
-                "it was made with sizes of its own; where a rank has one row, a size of 1 may be "
-                "that of a shard"
+                "it was made with explicit sizes; where a rank has one row, a size of 1 may be "
+                "the size of a shard"
             )
         if size == source.local_shape[dim]:
             placements[axis] = placement
             shape[dim] = source.shape[dim]
         elif size != 1:
             raise UnknownLayoutError(
-                "it was made with sizes of its own, which may be those of a shard"
+                "it was made with explicit sizes, which may be the sizes of a shard"
             )
     if not any(placement.is_shard() for placement in placements):
-        raise UnknownLayoutError("it was made with sizes of its own, of which none is a shard's")
+        raise UnknownLayoutError(
+            "it was made with explicit sizes, none of them the size of a shard"
+        )
     return Spec(source.mesh, placements, shape, None, dtype=out.dtype)
 
 
@@ -400,7 +403,7 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
             raise UnknownLayoutError("the sizes of shards are not multiples of it")
         if exact and target != inferred and size and (size == 1) != (size * unit == total):
             raise UnknownLayoutError(
-                "its sizes do not say which dim is sharded; write -1 for that one"
+                "its sizes do not show which dim is sharded; write -1 for the sharded dim"
             )
     return target, unit
 

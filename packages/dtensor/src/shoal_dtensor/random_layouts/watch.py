@@ -187,14 +187,14 @@ class Watch(FunctionMode):
             if spec is not None and not spec.placements[self.axes[forward.mesh]].is_shard():
                 raise LayoutError(
                     f"{forward.title}: an input that is {arrives} on every rank holds random "
-                    "numbers that were drawn as if it were replicated, because nothing before said "
-                    f"that it is sharded. {WAY_OUT}"
+                    "numbers that were drawn as if it were replicated, because its sharding was "
+                    f"unknown at that point. {WAY_OUT}"
                 )
         if forward.sampling == "refused" and any(map(active, drawers_of(forward.module))):
             raise LayoutError(
-                f"{forward.title}: the experts of {type(forward.module).__name__} drop or draw by "
-                "themselves, on rows that one device has in another order. Drop behind the "
-                "experts, or set the probability to 0"
+                f"{forward.title}: the experts of {type(forward.module).__name__} draw random "
+                "numbers (dropout) on rows that one device has in another order. Apply dropout "
+                "after the experts, or set its probability to 0"
             )
         spec = spec_of(source) if forward.one_axis and active(forward.module) else None
         placements = enumerate(() if spec is None else spec.placements)
@@ -204,9 +204,9 @@ class Watch(FunctionMode):
             if axis != self.axes[forward.mesh]
         ):
             raise LayoutError(
-                f"{forward.title}: {type(forward.module).__name__} drops on {forward.mesh} alone; "
-                "its input is sharded over other axes too. A Dropout needs no style; attention "
-                f"does without dropout. {WAY_OUT}"
+                f"{forward.title}: {type(forward.module).__name__} draws its dropout mask on "
+                f"{forward.mesh} only, but its input is sharded over other axes too. Leave a "
+                f"Dropout module out of the plan; set the dropout of attention to 0. {WAY_OUT}"
             )
 
     def note_spec(self, local: Tensor, spec: Spec, source: Tensor | None = None) -> None:
@@ -339,9 +339,9 @@ class Watch(FunctionMode):
                 why = "it comes from code that is not a torch function, or from a DTensor of some of the axes"
             if why:
                 raise LayoutError(
-                    f"{name} between styles draws what one device draws, but how its argument of "
-                    f"local shape {tuple(tensor.shape)} is sharded over {self.mesh} is unknown: "
-                    f"{why}. {WAY_OUT}"
+                    f"{name} between styles must draw the numbers of one device, but the sharding "
+                    f"of its argument of local shape {tuple(tensor.shape)} over {self.mesh} is "
+                    f"unknown: {why}. {WAY_OUT}"
                 )
         if self.saving_state != saving_state():
             raise LayoutError(
@@ -363,7 +363,8 @@ class Watch(FunctionMode):
         like = spec_of(args[0])
         if like is None:
             raise LayoutError(
-                f"{name}: its first argument is not known to be sharded, others are. {WAY_OUT}"
+                f"{name}: its other arguments are sharded, but its first argument is not known to "
+                f"be sharded. {WAY_OUT}"
             )
         first = layout_of(args[0])
         target = args[0] if name.endswith("_") or kwargs.get("inplace") else None
@@ -393,8 +394,9 @@ class Watch(FunctionMode):
         if spec is None:
             if value.requires_grad:
                 raise LayoutError(
-                    "a function that draws gets shards beside a tensor of shape "
-                    f"{tuple(value.shape)} that is not sharded and needs a gradient. {WAY_OUT}"
+                    "a function that draws random numbers gets shards together with a tensor of "
+                    f"shape {tuple(value.shape)} that is not sharded and needs a gradient. "
+                    f"{WAY_OUT}"
                 )
             return value
         return DTensor.from_local(
@@ -411,7 +413,8 @@ def _local(drawn: Any, like: Spec, name: str) -> Any:
         dim = getattr(placement, "dim", None)
         if dim is not None and (dim >= drawn.ndim or drawn.shape[dim] != like.shape[dim]):
             raise LayoutError(
-                f"{name}: the sharded dim {dim} of its argument is none of its result's. {WAY_OUT}"
+                f"{name}: the sharded dim {dim} of its argument is not a dim of its result. "
+                f"{WAY_OUT}"
             )
     placed = drawn.redistribute(placements=placements)
     local: Tensor = placed.to_local(grad_placements=placements)

@@ -108,8 +108,8 @@ class Scatter:
         for name, size in zip(spec.mesh.axis_names, spec.mesh.shape, strict=True):
             if not 0 <= self._source < size:
                 raise PlacementError(
-                    f"src_data_rank {self._source} is no coordinate of mesh axis {name!r} of size "
-                    f"{size}"
+                    f"src_data_rank must be a coordinate of mesh axis {name!r}, from 0 to "
+                    f"{size - 1}, got {self._source}"
                 )
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=device)
         sharding = tuple(sorted(axis for sharded in spec.dim_shardings for axis in sharded.axes))
@@ -126,7 +126,7 @@ class Scatter:
         self._waiting = {}
         self._bytes = 0
         for (_, sharding, _, _), entries in waiting.items():
-            assert self._source is not None, "without a source nothing waits"
+            assert self._source is not None, "without a source no scatter is in flight"
             _send(entries, sharding, self._source)
 
 
@@ -138,7 +138,7 @@ def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> 
     spec = entries[0][1]
     mesh = spec.mesh
     here = spec.coordinate
-    assert here is not None, "only ranks of the mesh have entries"
+    assert here is not None, "only ranks of the mesh pass entries"
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
     shards = [local for _, _, local in entries]
     origin = (source,) * mesh.ndim

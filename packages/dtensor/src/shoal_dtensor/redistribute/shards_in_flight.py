@@ -198,10 +198,10 @@ class CoalescedBatch:
         for i, (asked, local, source) in enumerate(self._asked):
             if source is not None and (source[0]._version, local._version) != source[1]:
                 raise RedistributeError(
-                    f"the source of redistribution {i} ({asked.src!r} to {asked.dst!r}) of several "
-                    "that travel together was written to before it was sent; use the result first, "
-                    "or leave the coalesce() block before writing; gradients of leaves travel at "
-                    "the end of a backward pass"
+                    f"the source of redistribution {i} ({asked.src!r} to {asked.dst!r}) in a "
+                    "batch was written to before it was sent; use the result first, or leave the "
+                    "coalesce() block before writing; gradients of leaves are sent at the end of "
+                    "a backward pass"
                 )
         plans = [plan for plan, *_ in self._asked]
         shards = [local for _, local, _ in self._asked]

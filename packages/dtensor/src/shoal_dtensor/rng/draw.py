@@ -36,7 +36,8 @@ def draw(
     """
     if spec.partials:
         raise PlacementError(
-            f"{fill.name}: a partial tensor cannot be filled with random numbers; got {spec}"
+            f"{fill.name}: a partial tensor cannot be filled with random numbers; redistribute it "
+            f"first; got {spec}"
         )
     local = empty_local(spec) if out is None else out.detach()
     if local.device.type == "meta":

@@ -52,7 +52,7 @@ def _checked(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
         raise ValueError(f"random mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
     if bool(axes) != (mode == "per_axis"):
         raise ValueError(
-            f"random mode {mode!r}: axes are needed for 'per_axis' and for no other mode, got "
+            f"random mode {mode!r}: axes must be passed for 'per_axis' and for no other mode, got "
             f"{list(axes)}"
         )
     return RandomMode(mode, tuple(axes))
@@ -117,11 +117,12 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
 # --- generators -----------------------------------------------------------------------------------
 
 _PURPOSE = (
-    "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"
+    "the check at the first draw that generators agree; call check_random_state(mesh) to run it "
+    "earlier"
 )
 _NO_GENERATORS = (
-    "random numbers on {}: torch's module for it has no default_generators, so ranks cannot agree "
-    "on a state"
+    "random numbers on {}: torch's module for this device does not have default_generators, so "
+    "ranks cannot agree on a state"
 )
 # The default group under which the ranks of a mesh last agreed, by the compared state:
 # in another default group some ranks may be new.

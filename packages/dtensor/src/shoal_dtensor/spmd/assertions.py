@@ -49,8 +49,8 @@ def type_on(tensor: Any, axis: MeshAxis, where: str) -> AnyAxisType:
     if present is None or axis not in present.by_axis:
         have = "it does not have a type" if present is None else f"its type is {present!r}"
         raise SpmdTypeError(
-            f"{user_line()}: {where}: the tensor has no type over {axis!r} ({have}); give it one "
-            f"with assert_type(x, {{{axis!r}: ...}})"
+            f"{user_line()}: {where}: the tensor does not have a type over {axis!r} ({have}); "
+            f"assert it with assert_type(x, {{{axis!r}: ...}})"
         )
     return present.by_axis[axis]
 
@@ -71,7 +71,7 @@ def check_source(tensor: Any, axis: MeshAxis, src: AnyAxisType, where: str) -> N
     same = local_type(present) is local_type(wanted) if is_local else present is wanted
     if not same:
         raise SpmdTypeError(
-            f"{user_line()}: {where}: the tensor is {present} over {axis!r}, and the source type "
+            f"{user_line()}: {where}: the tensor is {present} over {axis!r}, but the source type "
             f"is {wanted}; pass the type that the tensor has, or convert the tensor first"
         )
     dims = {} if is_local else (type_of(tensor) or TensorType({})).dims

@@ -78,8 +78,8 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
             return _run_untyped(func, args, kwargs, tensors)
         if func.namespace in _COLLECTIVES:
             raise SpmdTypeError(
-                f"{user_line()}: {func} on a typed tensor: this collective has no types and no "
-                "gradient. Way out: the typed collectives (all_reduce, all_gather, "
+                f"{user_line()}: {func} on a typed tensor: this collective does not propagate "
+                "types or gradients. Way out: the typed collectives (all_reduce, all_gather, "
                 "reduce_scatter, all_to_all with src and dst), or no_typecheck with out_types"
             )
         return self._run_typed(func, args, kwargs, tensors)
@@ -98,8 +98,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
                 shape = _shape_without_type(untyped)
                 types = [type_of(tensor) for tensor in tensors]
                 raise SpmdTypeError(
-                    f"{_place_of(func)}: an operand of shape {shape} has no type, and others have: "
-                    f"{types}. Way out: assert_type(x, ...) where the tensor enters the program"
+                    f"{_place_of(func)}: an operand of shape {shape} does not have a type, but "
+                    f"other operands do: {types}. Way out: assert_type(x, ...) where the program "
+                    "creates the tensor"
                 )
             return func(*args, **kwargs)
         if rule_of(func, current_scope()) is None:
@@ -321,8 +322,8 @@ def apply_checked(
         return outputs
     if checker.strict and any(type_of(tensor) is not None for tensor in tensors_in(args)):
         raise SpmdTypeError(
-            f"{user_line()}: the autograd function {function.__name__} does not declare its types. "
-            "Way out: give it a static method spmd_typecheck, or register it with "
+            f"{user_line()}: the autograd function {function.__name__} does not declare its "
+            "types. Way out: add a static method spmd_typecheck, or register it with "
             "register_local_autograd_function, register_decomposition or register_no_typecheck"
         )
     return outputs
@@ -334,9 +335,9 @@ def _refuse_collective(event: Event) -> None:
         return
     if any(type_of(tensor) is not None for tensor in event.tensors):
         raise SpmdTypeError(
-            f"{user_line()}: {event.op} on a typed tensor: this collective has no gradient, so its "
-            "result has no type. Way out: the typed collectives with src and dst, or "
-            "shoal_mesh.differentiable"
+            f"{user_line()}: {event.op} on a typed tensor: this collective is not differentiable, "
+            "so its result would not have a type. Way out: the typed collectives with src and "
+            "dst, or shoal_mesh.differentiable"
         )
 
 
@@ -358,7 +359,7 @@ def typecheck(strict_mode: str | None = None, *, local: bool | None = None) -> I
     """
     if strict_mode not in (None, "strict", "permissive"):
         raise SpmdTypeError(
-            f"typecheck: strict_mode is 'strict' or 'permissive', got {strict_mode!r}"
+            f"typecheck: strict_mode must be 'strict' or 'permissive', got {strict_mode!r}"
         )
     present = CHECKER.own()
     if present is not None:

@@ -86,8 +86,8 @@ def _local_result(axis: MeshAxis, types: Iterable[TensorType]) -> AnyAxisType:
         return V
     names = ", ".join(sorted(map(repr, kinds)))
     raise SpmdTypeError(
-        f"{user_line()}: a local autograd function takes R and V, or I alone, over {axis!r}, got "
-        f"{names}; convert or reduce the others first"
+        f"{user_line()}: the operands of a local autograd function must be R and V, or I only, "
+        f"over {axis!r}, got {names}; convert or reduce the others first"
     )
 
 
@@ -100,8 +100,9 @@ def _declare_linear(outputs: Any, args: tuple[Any, ...]) -> None:
         return
     if found is None:
         raise SpmdTypeError(
-            f"{user_line()}: shoal_mesh.differentiable: this collective has no type; call it in a "
-            "function with declared types, or use a sum, a gather, a scatter or an all-to-all"
+            f"{user_line()}: shoal_mesh.differentiable: this collective does not propagate types; "
+            "call it in a function with declared types, or use a sum, a gather, a scatter or an "
+            "all-to-all"
         )
     src, dst = [_named(name) for name in found]
     axis = normalize_axis(comm)

@@ -143,10 +143,10 @@ def _refuse_invariant(call: LocalOperatorCall, axis: MeshAxis) -> None:
             continue
         if operand.on(axis) is I:
             raise SpmdTypeError(
-                f"{describe_call(call, axis)}: I cannot be combined with types that differ between "
-                "ranks. The gradient of the I operand would be one rank's addend of the sum that "
-                f"it must be. Way out: convert(x, {axis!r}, src=I, dst=R), whose backward sums the "
-                "ranks' gradients"
+                f"{describe_call(call, axis)}: I cannot be combined with types that differ "
+                "between ranks. The gradient of the I operand would be one rank's addend instead "
+                f"of the sum. Way out: convert(x, {axis!r}, src=I, dst=R), whose backward sums "
+                "the ranks' gradients"
             )
 
 
@@ -284,9 +284,9 @@ def _results_by_rule(
     rule = rule_of(call.op, current_scope())
     if rule is None:
         raise SpmdTypeError(
-            f"{describe_call(call, *axes)}: the operator has no sharding rule. Way out: "
-            "shoal_dtensor.register_rule gives it one; or make the operands R; or call it in "
-            "local_map with declared types"
+            f"{describe_call(call, *axes)}: the operator does not have a sharding rule. Way out: "
+            "register one with shoal_dtensor.register_rule; or make the operands R; or call it "
+            "in local_map with declared types"
         )
     operands = {operand: spec_of_operand(operand, axes) for operand in call.operands}
     named = dict(call.kwargs)
@@ -437,9 +437,9 @@ def _by_row(
     for spec, output in zip(sharding.outputs, local.outputs, strict=True):
         if not spec.even or tuple(spec.local_shape) != tuple(output.shape):
             return _Refusal(
-                "on shards the operator computes something else than the shard of the global "
-                f"result: its result is {tuple(output.shape)} on each rank, and the global result "
-                f"is {spec!r}, of which a rank would have {tuple(spec.local_shape)}",
+                "on shards the operator does not compute the shard of the global result: its "
+                f"result is {tuple(output.shape)} on each rank, but a rank's shard of the global "
+                f"result {spec!r} is {tuple(spec.local_shape)}",
                 None,
             )
     if not is_the_operator(rule, LocalCall(call, sharding.inputs, sharding.outputs)):

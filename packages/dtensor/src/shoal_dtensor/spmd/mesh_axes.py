@@ -153,7 +153,7 @@ def read_mesh(axes: Any, local_axes: Sequence[AxisLike] = ()) -> CurrentMesh:
     if axes is None:
         current = MESH.get()
         if current is None:
-            raise SpmdTypeError("set_current_mesh() without axes: there is no current mesh to keep")
+            raise SpmdTypeError("set_current_mesh() without axes needs a current mesh; pass axes")
         found = [*current.axes]
         names = dict(current.names)
         mesh = current.mesh
@@ -163,7 +163,7 @@ def read_mesh(axes: Any, local_axes: Sequence[AxisLike] = ()) -> CurrentMesh:
     if not are_orthogonal(active):
         raise SpmdTypeError(
             f"set_current_mesh: the axes {_describe(active)} join the same ranks; every "
-            "combination of coordinates must be another rank"
+            "combination of coordinates must be a different rank"
         )
     outside = CurrentMesh(active, names, frozenset(), mesh)
     local = frozenset([_read_axis(axis, outside) for axis in local_axes])
@@ -256,8 +256,8 @@ def _read_axis(axis: Any, current: CurrentMesh | None) -> MeshAxis:
     if isinstance(axis, str):
         if current is None:
             raise SpmdTypeError(
-                f"the mesh axis {axis!r} is a name, and there is no current mesh to look it up in; "
-                "enter one with set_current_mesh(mesh)"
+                f"the mesh axis {axis!r} is a name, but no mesh is current; set one with "
+                "set_current_mesh(mesh)"
             )
         found = current.names.get(axis)
         if found is None:
@@ -271,7 +271,7 @@ def _read_axis(axis: Any, current: CurrentMesh | None) -> MeshAxis:
     if isinstance(axis, ProcessGroup):
         return MeshAxis.of(axis)
     raise ArgumentTypeError(
-        "a mesh axis is a name, a process group, a communicator or a MeshAxis, got "
+        "a mesh axis must be a name, a process group, a communicator or a MeshAxis, got "
         f"{type(axis).__name__}"
     )
 

@@ -167,7 +167,7 @@ def read_type(
 def _checked(axis: AxisLike, axis_type: AnyAxisType, ndim: int) -> AnyAxisType:
     if not isinstance(axis_type, AxisType | Shard):
         raise SpmdTypeError(
-            f"the type on axis {axis!r} is one of R, I, V, P and S(dim), got {axis_type!r}"
+            f"the type on axis {axis!r} must be one of R, I, V, P and S(dim), got {axis_type!r}"
         )
     if not isinstance(axis_type, Shard):
         return axis_type
@@ -188,7 +188,8 @@ def _read_spec(by_axis: dict[MeshAxis, AnyAxisType], ndim: int, spec: Sequence[A
     """Add the sharded dims of a spec to the types, and return the order of axes."""
     if len(spec) != ndim:
         raise SpmdTypeError(
-            f"{spec!r} has {len(spec)} entries, and the tensor has {ndim} dims: give one per dim"
+            f"{spec!r} has {len(spec)} entries, but the tensor has {ndim} dims: pass one entry "
+            "per dim"
         )
     written = [axis for axis, axis_type in by_axis.items() if isinstance(axis_type, Shard)]
     if written:
@@ -207,7 +208,7 @@ def _read_spec(by_axis: dict[MeshAxis, AnyAxisType], ndim: int, spec: Sequence[A
             if by_axis.get(axis, V) is not V:
                 raise SpmdTypeError(
                     f"the axis {axis!r} is {by_axis[axis]} and shards dim {dim} in {spec!r}: a "
-                    "sharding axis is V, or is left out of the types"
+                    "sharding axis must be V, or be left out of the types"
                 )
             by_axis[axis] = Shard(dim)
         order.append((dim, axes))
@@ -223,7 +224,7 @@ def _check_single_axes(by_axis: Mapping[MeshAxis, AnyAxisType]) -> None:
         if other != axis:
             raise SpmdTypeError(
                 f"the axes {other!r} and {axis!r} both shard dim {axis_type.dim}, and their order "
-                "is unknown: write it as a PartitionSpec, outermost axis first, such as "
+                "is unknown: pass a PartitionSpec, outermost axis first, such as "
                 f"PartitionSpec(({other!r}, {axis!r}), ...)"
             )
 
@@ -255,8 +256,8 @@ def refine(old: TensorType, new: TensorType) -> TensorType:
             merged[axis] = axis_type
         else:
             raise SpmdTypeError(
-                f"the tensor is {present} over {axis!r}, and {axis_type} is asserted: its type is "
-                f"{old!r}, asserted is {new!r}"
+                f"the tensor is {present} over {axis!r}, but {axis_type} is asserted: its type is "
+                f"{old!r}, the asserted type is {new!r}"
             )
     return TensorType(merged, _merged_order(old, new, merged))
 
@@ -274,9 +275,8 @@ def _merged_order(
         complete = [listed for listed in candidates if len(listed) == len(axes)]
         if len(complete) < len(candidates) or len({*complete}) != 1:
             raise SpmdTypeError(
-                f"dim {dim} is sharded by {candidates[0]} in the one type and by "
-                f"{candidates[-1]} in the other: assert the complete order of its axes at once, as "
-                "a PartitionSpec"
+                f"dim {dim} is sharded by {candidates[0]} in one type and by {candidates[-1]} in "
+                "the other: assert the complete order of its axes at once, as a PartitionSpec"
             )
         order.append((dim, complete[0]))
     return tuple(order)

@@ -271,7 +271,7 @@ def check_differentiable(spec: Spec) -> None:
     for axis, op in spec.partials:
         if op not in ("sum", "avg"):
             raise PlacementError(
-                f"no gradient flows through Partial({op!r}) on mesh axis "
-                f"{spec.mesh.axis_names[axis]!r}: which rank's value was taken is not known; "
-                "redistribute to Replicate or Shard first, or detach"
+                f"gradients cannot flow through Partial({op!r}) on mesh axis "
+                f"{spec.mesh.axis_names[axis]!r}, because it is not known which rank's value was "
+                "taken; redistribute to Replicate or Shard first, or detach"
             )

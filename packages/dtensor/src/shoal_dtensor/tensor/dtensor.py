@@ -82,7 +82,7 @@ class DTensor(torch.Tensor):
     untyped_storage = serialization.storage_for_compilers
     fsdp_pre_all_gather: property = property(serialization.refuse_fsdp)
     _op_dispatcher = Absent(
-        "cache_info, clear_cache, explain, register_rule and implicit_replication do it"
+        "use cache_info, clear_cache, explain, register_rule and implicit_replication"
     )
 
     @staticmethod
@@ -328,7 +328,8 @@ class DTensor(torch.Tensor):
         """
         if not self._spec.replicated and not force:
             raise PlacementError(
-                f"numpy() of {self._spec!r}: only replicated ones are arrays; use numpy(force=True)"
+                f"numpy() of {self._spec!r}: only replicated DTensors can be converted to arrays; "
+                "use numpy(force=True)"
             )
         return (self._gathered("numpy(force=True)") if force else self.to_local()).numpy(
             force=force

@@ -124,7 +124,7 @@ def running_notes(kind: type[Item]) -> list[Item]:
     return [running.notes[kind] for running in _RUNNING.values() if kind in running.notes]
 
 
-# --- what becomes of a gradient -------------------------------------------------------------------
+# --- delivery of a gradient -----------------------------------------------------------------------
 
 # How the gradient of a parameter is delivered: not computed, added to `.grad`, or returned to
 # autograd.

@@ -83,9 +83,9 @@ def rebuild(  # what a file holds, in its order
     check_type("DTensor from a file", "its shard", local, torch.Tensor, expected="a tensor")
     if tuple(place) != _place(spec):
         raise PlacementError(
-            f"DTensor of a file: it is the shard at {place} of {spec!r}, this rank is at "
+            f"DTensor of a file: it is the shard at {place} of {spec!r}, but this rank is at "
             f"{_place(spec)} (None: an axis of replicas, (): a rank outside the mesh); each rank "
-            "loads the file that it saved. For one file of all shards: "
+            "must load the file that it saved. To save all shards in one file, use "
             "shoal_dtensor.get_model_state_dict with full_state_dict=True, or "
             "torch.distributed.checkpoint"
         )
@@ -99,7 +99,7 @@ def rebuild(  # what a file holds, in its order
     hidden = [name for name in attributes if hasattr(cls, str(name))]
     if hidden:
         raise ArgumentValueError(
-            f"DTensor from a file: attribute {hidden[0]!r} would hide that of the class"
+            f"DTensor from a file: attribute {hidden[0]!r} would hide the attribute of the class"
         )
     result = cls(local, spec, requires_grad=requires_grad)
     result.__dict__.update(attributes)
@@ -203,7 +203,7 @@ def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
         if is_only or (index.offset is not None and tuple(index.offset) == origin):
             return local[slices_of(place)]  # type: ignore[no-any-return]  # a part of the shard
     raise PlacementError(
-        f"checkpoint index {index} is none of the boxes of {tensor._spec!r} on this rank"
+        f"checkpoint index {index} does not match a box of {tensor._spec!r} on this rank"
     )
 
 
@@ -294,8 +294,9 @@ def _walk(
         shapes_of_targets = [tuple(target.shape) for target in targets]
         if shapes_of_targets != shapes:
             raise PlacementError(
-                f"a copy of a {kind.cls.__name__} with shards of {shapes} goes into one of the "
-                f"same layout, got {type(companion_obj).__name__} with {shapes_of_targets}"
+                f"a copy of a {kind.cls.__name__} with shards of {shapes} can only be copied "
+                f"into an object of the same layout, got {type(companion_obj).__name__} with "
+                f"{shapes_of_targets}"
             )
         for part, target in zip(parts, targets, strict=True):
             original(part, *functions, companion_obj=target, **options)
@@ -317,9 +318,9 @@ def refuse_fsdp(tensor: Any) -> NoReturn:
     `hasattr` would take an AttributeError for "no".
     """
     raise ArgumentTypeError(
-        "torch's fully_shard and replicate take plain parameters and torch's DTensors, got "
-        f"{tensor.spec!r}; use shoal_data_parallel.fully_shard(module, mesh['data']) or "
-        "shoal_data_parallel.replicate, which take both kinds"
+        "torch's fully_shard and replicate support plain parameters and torch's DTensors only, "
+        f"got {tensor.spec!r}; use shoal_data_parallel.fully_shard(module, mesh['data']) or "
+        "shoal_data_parallel.replicate"
     )
 
 
@@ -329,8 +330,9 @@ def refuse_memory(tensor: Any, *_: Any, **__: Any) -> NoReturn:
     The error is a NotImplementedError, which libraries that look for shared memory expect.
     """
     raise NoRuleError(
-        "a DTensor has no memory of its own (data_ptr, storage, dlpack, share_memory_, apply_), "
-        f"got {tensor.spec!r}; use to_local(), which is this rank's part, or full_tensor()"
+        "a DTensor does not have memory of its own (data_ptr, storage, dlpack, share_memory_, "
+        f"apply_), got {tensor.spec!r}; use to_local(), which returns this rank's part, or "
+        "full_tensor()"
     )
 
 
@@ -388,4 +390,4 @@ def refuse_graph_cache(tensor: Any) -> NoReturn:
     Such a graph belongs to one rank: the index of its shard and the name of its group are constants
     that appear during tracing. The cache's key, which is made before, is the same on all ranks.
     """
-    not_cached("graphs of DTensors are of one rank, and the cache does not know of which")
+    not_cached("graphs of DTensors belong to one rank, and the cache does not record which")

@@ -61,7 +61,7 @@ def target_spec(
     if placements is None:
         first: object = mesh
         listed = isinstance(first, list | tuple)
-        hint = f": the first argument is the mesh, write placements={first}" if listed else ""
+        hint = f": the first argument is device_mesh, so write placements={first}" if listed else ""
         raise PlacementError(
             f"redistribute: expected placements, one per mesh axis{hint}; the tensor is {source!r}"
         )
@@ -94,8 +94,8 @@ def _target(
         if before is not placement and not becomes_sum:
             raise PlacementError(
                 f"redistribute: cannot make mesh axis {target_mesh.axis_names[axis]!r} "
-                f"{placement!r}: the tensor is {source!r}; a value becomes partial as the result "
-                "of an operator or of from_local, and from Shard to Partial() on the same mesh"
+                f"{placement!r}: the tensor is {source!r}; partial values come from operators, "
+                "from_local, or a redistribution from Shard to Partial() on the same mesh"
             )
     return Spec(
         target_mesh,
@@ -135,7 +135,8 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         )
         if shape is not None and shape != agreed.shape:
             raise PlacementError(
-                f"from_local: shape {shape} was given, the shards make {tuple(agreed.shape)}"
+                f"from_local: got shape {shape}, but the shards make a tensor of shape "
+                f"{tuple(agreed.shape)}"
             )
         local = _with_values_of_first(local, mesh, agreed)
         placements = agreed.placements
@@ -159,8 +160,8 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         )
         if not actual.same_layout(spec):
             raise PlacementError(
-                f"from_local: {spec!r} takes every rank to hold a shard of the same size, but "
-                f"together they hold {actual!r}; give the shape, the sizes (Shard(dim, "
+                f"from_local: {spec!r} assumes a shard of the same size on every rank, but "
+                f"together the ranks hold {actual!r}; pass the shape, the sizes (Shard(dim, "
                 "sizes=...)), or run_check=True"
             )
     if spec.coordinate is None:  # a rank outside the mesh holds nothing
@@ -226,8 +227,8 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
     if spec.coordinate is not None and spec.local_shape != local_shape:
         wanted_shape = tuple(spec.local_shape)
         raise PlacementError(
-            f"from_local: {spec!r} means a local shape of {wanted_shape} at mesh coordinate "
-            f"{spec.coordinate}, got {tuple(local_shape)}; ragged shards need "
+            f"from_local: {spec!r} needs a local shape of {wanted_shape} at mesh coordinate "
+            f"{spec.coordinate}, got {tuple(local_shape)}; uneven shards need "
             "Shard(dim, sizes=...) or run_check=True"
         )
     return spec
@@ -314,8 +315,8 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
     if any(len(digests_of_replicas) > 1 for digests_of_replicas in digests.values()):
         axes = "x".join(mesh.axis_names[axis] for axis in replicated)
         raise PlacementError(
-            f"{about()}, placed {list(placements)}, differs between ranks along {axes}; Partial() "
-            "is a tensor of which every rank has a summand"
+            f"{about()}, placed {list(placements)}, differs between ranks along {axes}; use "
+            "Partial() if every rank has one term of a sum"
         )
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for coordinate, (_, fact, *lengths) in rows.items():
@@ -353,8 +354,8 @@ def _require_equal_facts(facts: Mapping[tuple[int, ...], int], about: Callable[[
     dims = {coordinate: fact % _DIMS for coordinate, fact in facts.items()}
     if max(dims.values()) > _MAX_DIMS:
         raise PlacementError(
-            f"{about()}: ranks compare tensors of up to {_MAX_DIMS} dims, got one of "
-            f"{max(dims.values())}; give the shape, without run_check"
+            f"{about()}: run_check supports up to {_MAX_DIMS} dims, got {max(dims.values())}; "
+            "pass the shape, without run_check"
         )
     dtypes = {}
     for coordinate, fact in facts.items():
@@ -379,8 +380,8 @@ def _require_equal(
     value_of_first = next(iter(counts))
     differing = [coordinate for coordinate, value in values.items() if value != value_of_first]
     raise PlacementError(
-        f"{about()}: the ranks pass tensors of different {name}: {listed}, the first that "
-        f"differs at mesh coordinate {differing[0]}; shards of one tensor agree in them"
+        f"{about()}: all ranks must pass tensors with the same {name}, got {listed}; the first "
+        f"that differs is at mesh coordinate {differing[0]}"
     )
 
 
@@ -422,9 +423,9 @@ def _layout_of_shapes(
         expected = spec.local_shape_at(coordinate)
         if expected != shape:
             raise PlacementError(
-                f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate "
-                f"{coordinate}, that rank passes {shape}; a dim has one size along mesh axes that "
-                "do not shard it"
+                f"from_local: {spec!r} needs a local shape of {tuple(expected)} at mesh "
+                f"coordinate {coordinate}, but that rank passes {shape}; a dim must have the same "
+                "size along mesh axes that do not shard it"
             )
     return spec
 

@@ -124,7 +124,7 @@ def _received(buffers: list[Tensor], me: int, calls: Sequence[CollectiveCall | N
             return reduce_all(buffers, call.op)
         case "all_gather":
             lengths = [len(buffer) for buffer in buffers]
-            assert not call.sizes or lengths == list(call.sizes), "sizes must hold"
+            assert not call.sizes or lengths == list(call.sizes), "sizes must match"
             return torch.cat(buffers)
         case "reduce_scatter":
             reduced = reduce_all(buffers, call.op)
@@ -229,7 +229,9 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
     for c, shard in zip(coordinates(spec), shards, strict=True):
         where = _where(spec, c)
         wanted = tuple(spec.local_shape_at(c))
-        assert shard.shape == wanted, f"rank at {c}: {tuple(shard.shape)}, spec says {wanted}"
+        assert shard.shape == wanted, (
+            f"rank at {c}: the shard has shape {tuple(shard.shape)}, but the spec has {wanted}"
+        )
         place = tuple(c[axis] for axis in partials)
         term = terms[place]
         seen = filled[place][where]
@@ -237,7 +239,9 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
         assert torch.equal(seen_before, shard[seen]), f"the replica at {c} differs"
         term[where] = shard
         filled[place][where] = True
-    assert all(bool(seen.all()) for seen in filled.values()), "some elements are on no rank"
+    assert all(bool(seen.all()) for seen in filled.values()), (
+        "some elements are missing on all ranks"
+    )
     reduced = gather(terms, [*partials.values()], sizes)
     first = (0,) * len(partials)
     return reduced[first]
@@ -306,7 +310,7 @@ def random_terms(
     else:
         is_refused = refused.get(op, has_fractions)
     if is_refused:
-        raise NotImplementedError(f"no partial {op} of {value.dtype}")
+        raise NotImplementedError(f"a partial {op} of {value.dtype} is not supported")
     if n == 1:
         return [value]
     if op == "avg":

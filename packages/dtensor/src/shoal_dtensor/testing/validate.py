@@ -119,7 +119,7 @@ def _try_row(trial: CallTrial, report: Report, row: Row, ways: Sequence[int]) ->
             communicates.append(bool(used))
     if row.traffic is not None and communicates and not any(communicates):
         case = f"{trial.op} {_format_call(trial.call)} {_format_rows((row,))}"
-        report.idle.append(f"{case}: declares traffic, starts no collective")
+        report.idle.append(f"{case}: declares traffic but does not start a collective")
 
 
 def _shardings(
@@ -299,7 +299,9 @@ class CallTrial:
         used = {axis for ranks in simulation.used for axis in simulation.axes_of(ranks)}
         undeclared = used - declared
         if undeclared:
-            problem = f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic"
+            problem = (
+                f"communicates over axes {sorted(undeclared)}, whose rows do not declare traffic"
+            )
             problems.insert(0, problem)
         if problems:
             sizes = {}

@@ -29,7 +29,7 @@ def powers(part: Tensor, order: float) -> Tensor:
     Raise RedistributeError if the tensor is not of real floating-point numbers.
     """
     if not part.is_floating_point():
-        raise RedistributeError(f"a partial norm is of floating-point numbers, got {part.dtype}")
+        raise RedistributeError(f"a partial norm needs a floating-point dtype, got {part.dtype}")
     wide = part.double()
     size = wide.abs()
     if order == 2:

@@ -263,9 +263,9 @@ def _check_one_reduction(spec: Spec) -> None:
     ops = {op for _, op in spec.partials}
     if not _commute(ops):
         raise RedistributeError(
-            f"{spec!r} mixes the reductions {sorted(ops)}: their order matters and a "
-            "spec has none, so they cannot be reduced or made. Only sum and avg mix; "
-            "reduce one of them before the other comes into being."
+            f"{spec!r} mixes the reductions {sorted(ops)}, which do not commute, and a spec does "
+            "not record their order. Only sum and avg can be mixed; reduce one of them before "
+            "the other is created."
         )
 
 

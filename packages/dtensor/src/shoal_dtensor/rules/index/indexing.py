@@ -261,7 +261,7 @@ def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
 
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
         local_mask = indices[place]
-        assert local_mask is not None, "the mask is where the call had it"
+        assert local_mask is not None, "the mask must be at its place in the call"
         # the mask covers the shard of x, except on a rank without elements of x
         for j, d in sharded:
             size = spec.local_shape[d]

@@ -95,7 +95,7 @@ def _spread(dims: tuple[Dim, ...], ndim: int, pattern: Pattern) -> list[Dim]:
     free = ndim - len(dims) + has_ellipsis
     if free < 0 or (free and not has_ellipsis):
         raise NotationError(
-            f"pattern {pattern.text!r}: an operand of {len(dims)} dims got a tensor of {ndim}"
+            f"pattern {pattern.text!r}: an operand has {len(dims)} dims, but the tensor has {ndim}"
         )
     broadcast = [(f"...{i}",) for i in reversed(range(free))]
     result: list[Dim] = []
@@ -195,7 +195,7 @@ def _factor_sizes(
             sizes[unknown[0]] = n // others if others else 1
         elif unknown:
             raise NotationError(
-                f"pattern {pattern.text!r}: the sizes of {', '.join(unknown)} do not follow"
+                f"pattern {pattern.text!r}: the sizes of {', '.join(unknown)} cannot be derived"
             )
     return sizes
 

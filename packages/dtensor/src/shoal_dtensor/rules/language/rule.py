@@ -318,7 +318,8 @@ def nothing_of(local_call: LocalCall) -> LocalFunction:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         raise PlacementError(
-            f"{call.op} reads a value of a tensor of which this rank, outside the mesh, has none"
+            f"{call.op} reads a value of a tensor, but this rank is outside of the mesh and does "
+            "not have it"
         )
 
     return run
@@ -449,7 +450,7 @@ def merge(**tables: Table) -> Table:
         for op, rule in table.items():
             if op in merged:
                 raise DuplicateRuleError(
-                    f"{op} has a rule in the tables {owner[op]!r} and {name!r}"
+                    f"{op} has a rule in both tables {owner[op]!r} and {name!r}"
                 )
             merged[op] = rule
             owner[op] = name

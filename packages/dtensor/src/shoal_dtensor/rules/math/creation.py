@@ -192,7 +192,7 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
             op(chances.new_ones(spec.shape), *args, generator=generator, **kwargs)
             return chances.new_empty(0, dtype=result.dtype)
         samples: Tensor = op(run(gather, chances), *args, generator=generator, **kwargs)
-        assert result.coordinate is not None, "the result is on the mesh of its input"
+        assert result.coordinate is not None, "the result must be on the mesh of its input"
         return samples[slices_of(result.box(result.coordinate))].clone()
 
     return run_gathered

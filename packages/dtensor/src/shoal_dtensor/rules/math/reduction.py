@@ -214,9 +214,9 @@ def _norm(local_call: LocalCall) -> LocalFunction:
     def run(shards: Any, *args: Any, **kwargs: Any) -> Any:
         if sums_are_in_tree() and 0 < order < inf:
             raise OperatorArgumentError(
-                f"{op}: norms of shards inside sums_in_tree (invariant_arithmetic) would depend on "
-                "the sharding; shoal_dtensor.clip_grad_norm_ takes the place of "
-                "torch.nn.utils.clip_grad_norm_ there"
+                f"{op}: norms of shards inside sums_in_tree (invariant_arithmetic) would depend "
+                "on the sharding; use shoal_dtensor.clip_grad_norm_ in place of "
+                "torch.nn.utils.clip_grad_norm_"
             )
         if has_empty:
             shards = [s if s.numel() else s.new_full((1,), neutral) for s in shards]
