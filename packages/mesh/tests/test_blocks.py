@@ -156,7 +156,7 @@ def test_packing() -> None:
             [[torch.ones(3)], []],
             r"keeps blocks of shapes \[\(2,\)\], .* have \[\(3,\)\]",
         ),
-        ([[], [torch.ones(1, requires_grad=True)]], [[], []], "no gradient"),
+        ([[], [torch.ones(1, requires_grad=True)]], [[], []], "is not differentiable"),
     ],
 )
 def test_wrong_blocks(blocks: list[list[Tensor]], out: list[list[Tensor]], text: str) -> None:
