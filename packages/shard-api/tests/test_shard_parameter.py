@@ -166,11 +166,16 @@ def test_shard_tensor_refuses_on_all_ranks() -> None:
     with pytest.raises(ValueError, match=r"^rank 1: tensor is not contiguous"):
         _shard_tensor(full.t() if rank == 1 else full.t().contiguous(), chunk(0))
     with pytest.raises(
-        RankMismatchError, match=r"dtype=torch.float32 on rank: 0.*torch.float64 on rank: 3"
+        RankMismatchError,
+        match=r"dtype differs between ranks: torch.float32 on rank 0, torch.float64 on rank 3",
     ):
         _shard_tensor(full.double() if rank == 3 else full, chunk(0))
-    with pytest.raises(RankMismatchError, match=r"src_rank=0 on rank: 0 .*src_rank=1 on rank: 1"):
+    with pytest.raises(
+        RankMismatchError, match=r"src_rank differs between ranks: 0 on rank 0, 1 on rank 1"
+    ):
         _shard_tensor(full, chunk(0), src_rank=rank)
-    with pytest.raises(RankMismatchError, match=r"sharding_spec=.*rank:3/cpu, rank:2.* on rank: 2"):
+    with pytest.raises(
+        RankMismatchError, match=r"sharding_spec differs .*rank:3/cpu, rank:2.* on rank 2"
+    ):
         _shard_tensor(full, chunk(0, (3, 2, 1, 0)) if rank == 2 else chunk(0))
     assert torch.equal(_shard_tensor(full, chunk(0)), full)

@@ -268,7 +268,7 @@ def test_moves_that_are_refused() -> None:
             spmd.all_reduce(x, "cp", dst=R)
     with pytest.raises(ArgumentTypeError, match="mesh axis"):
         spmd.all_reduce(x, 3, dst=R)
-    with pytest.raises(SpmdTypeError, match="no current mesh"):
+    with pytest.raises(SpmdTypeError, match="no mesh is current"):
         spmd.all_reduce(x, "tp", dst=R)
 
 

@@ -68,7 +68,9 @@ def test_modules_that_are_called_otherwise_are_refused() -> None:
         IdentityExpert().sharding(nn.Linear(2, 2))
     odd = PackedExperts(2)
     odd.down_proj = nn.Parameter(torch.zeros(2, 8, 5))
-    with pytest.raises(UnsupportedModuleError, match="no hidden features in common"):
+    with pytest.raises(
+        UnsupportedModuleError, match="do not have the same number of hidden features"
+    ):
         ExpertTensorParallel().sharding(odd)
     unlike = PackedExperts(2)
     unlike.down_proj = nn.Parameter(torch.zeros(3, 8, 6))

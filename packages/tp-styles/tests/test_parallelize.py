@@ -138,7 +138,7 @@ def test_tied_modules_in_two_calls_and_tied_again() -> None:
 
 
 def test_no_mesh_is_an_error_and_no_plan_a_warning() -> None:
-    with pytest.raises(LayoutError, match=r"no device_mesh"):
+    with pytest.raises(LayoutError, match=r"pass device_mesh"):
         parallelize_module(MLP(), None, {"net1": ColwiseParallel()})
     with pytest.warns(UserWarning, match=r"no plan"):
         parallelize_module(MLP(), MESH)

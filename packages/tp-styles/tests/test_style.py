@@ -288,7 +288,7 @@ def test_a_placement_of_torch_is_named() -> None:
         (
             RowwiseParallel(),
             nn.LSTM(4, 8),
-            r"Its batch can be sharded: SequenceParallel.sequence_dim=1.",
+            r"Shard its batch with SequenceParallel.sequence_dim=1.",
         ),
         (RowwiseParallel(), nn.GRU(4, 8, batch_first=True), r"SequenceParallel.sequence_dim=0."),
         (ColwiseParallel(), nn.LSTMCell(4, 6), "distribute_module"),
