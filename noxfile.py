@@ -110,9 +110,9 @@ def lint(session: nox.Session) -> None:
     install(session)
     session.run("python", "-m", "ruff", "format", "--check", ".")
     session.run("python", "-m", "ruff", "check", ".")
-    session.run("python", "docs/words.py")
-    session.run("python", "docs/contracts.py")
-    session.run("python", "docs/where.py", "--check")
+    session.run("python", "tools/words.py")
+    session.run("python", "tools/contracts.py")
+    session.run("python", "tools/where.py", "--check")
     sources = [f"packages/{package}/src" for package in STACK]
     # the folders of mesh are being read
     readable = [source for source in sources if source != "packages/mesh/src"]
@@ -211,9 +211,9 @@ def docs(session: nox.Session) -> None:
         "docs",
         "docs/_build/html",
     )
-    session.run("python", "docs/links.py", "docs/_build/html")
-    session.run("python", "-W", "ignore", "docs/entries.py", "docs/_build/html")
-    session.run("python", "docs/browse.py", "docs/_build/html")
+    session.run("python", "tools/links.py", "docs/_build/html")
+    session.run("python", "-W", "ignore", "tools/entries.py", "docs/_build/html")
+    session.run("python", "tools/browse.py", "docs/_build/html")
 
 
 @nox.session

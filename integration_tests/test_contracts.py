@@ -1,4 +1,4 @@
-"""Covers: docs/contracts.py: what `nox -s lint` finds wrong in a small tree of two packages."""
+"""Covers: tools/contracts.py: what `nox -s lint` finds wrong in a small tree of two packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def findings(root: Path, tree: Path, files: dict[str, str]) -> list[str]:
         path = tree / "packages" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    found: Any = runpy.run_path(str(root / "docs" / "contracts.py"))["findings"]
+    found: Any = runpy.run_path(str(root / "tools" / "contracts.py"))["findings"]
     return sorted(found(tree))
 
 

@@ -243,7 +243,11 @@ def torch_names(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
 def test_only_seams_use_private_names_of_torch_and_only_interop_its_own_implementation(
     root: Path,
 ) -> None:
-    for path in (*root.glob("packages/*/src/**/*.py"), *root.glob("docs/**/*.py")):
+    for path in (
+        *root.glob("packages/*/src/**/*.py"),
+        *root.glob("docs/**/*.py"),
+        *root.glob("tools/*.py"),
+    ):
         tree = ast.parse(path.read_text())
         for node, name in torch_names(tree):
             where = f"{path.relative_to(root)}:{node.lineno}: {name}"

@@ -212,7 +212,9 @@ def test_changes_to_a_stale_base_are_named_by_the_digest(tmp_path: Path) -> None
     # as after a sleep from which the server wakes with the weights of version 1
     worlds.server.gate_up.data.copy_(old)
     worlds.source["gate"][0, 0] += 1
-    with pytest.raises(TransferError, match=r"arrived with a different digest; the tensors are .*gate_up@0"):
+    with pytest.raises(
+        TransferError, match=r"arrived with a different digest; the tensors are .*gate_up@0"
+    ):
         worlds.run(4)
     assert isinstance(worlds.sent.exception(), TransferError), "the trainer knows"
     assert not worlds.receives.is_valid

@@ -1,6 +1,6 @@
 """Opens every page of a built site in a headless Chromium, on a desktop in two colour schemes and on a phone.
 
-`python docs/browse.py docs/_build/html [--pictures FOLDER]` prints the faults of each page and
+`python tools/browse.py docs/_build/html [--pictures FOLDER]` prints the faults of each page and
 exits with the number of pages that have some: images that do not load, tables and pages that are
 too wide, text that its background hides, errors of scripts. It exits with 0 where there is no
 browser and none can be fetched, and prints why.

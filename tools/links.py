@@ -1,6 +1,6 @@
 """Checks a built site: every page has a title and contents, every link and image leads somewhere.
 
-`python docs/links.py docs/_build/html` exits with the number of faults. Addresses of other sites
+`python tools/links.py docs/_build/html` exits with the number of faults. Addresses of other sites
 are not asked.
 """
 

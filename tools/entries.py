@@ -1,6 +1,6 @@
 """Checks the reference of a built site: every public name and method has an entry, and nothing internal has one.
 
-`python docs/entries.py docs/_build/html` exits with the number of faults.
+`python tools/entries.py docs/_build/html` exits with the number of faults.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds words in prose and code comments that `glossary.md` has a better one for: `python docs/words.py [FILE ...]`."""
+"""Finds words in prose and comments that `glossary.md` has a better one for: `python tools/words.py [FILE ...]`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATTERNS = [
 ]
 # names of code in prose may be what they are
 CODE = re.compile(r"`[^`]*`")
-EXEMPT = {"docs/glossary.md", "docs/words.py", "docs/op_coverage.md"}
+EXEMPT = {"docs/glossary.md", "tools/words.py", "docs/op_coverage.md"}
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:

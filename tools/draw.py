@@ -1,4 +1,4 @@
-"""Draws the figures of the pages into `docs/_static`: `python docs/draw.py`. Layouts are what `Spec` says they are.
+"""Draws the figures of the pages into `docs/_static`: `python tools/draw.py`. Layouts are what `Spec` says they are.
 
 Figures are SVG without a background. Their ink is a gray that is readable on white and on the dark
 scheme's background; a color always names a rank, except in the bars of benchmarks.
@@ -29,7 +29,7 @@ from shoal_dtensor import (
 from shoal_dtensor.layout.spec_text import color_of_rank
 from shoal_mesh import abstract_mesh
 
-HERE = Path(__file__).parent / "_static"
+HERE = Path(__file__).parents[1] / "docs" / "_static"
 # contrast 4.2 on white, 4.4 on the dark scheme's #131416
 INK = "#7a7a7a"
 # on the colors of ranks

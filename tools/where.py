@@ -1,4 +1,4 @@
-"""Writes `where/` from the first sentences of folders and modules: `python docs/where.py [--check]`."""
+"""Writes `where/` from the first sentences of folders and modules: `python tools/where.py [--check]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Every folder and module of a package by the first sentence of its docstring. Imp
 folder's docstring says what its modules may use, and `nox -s lint` checks it. Private names of torch are used in
 `_torch` and nowhere else. Names that a package has for its siblings are in its module `internal`.
 
-These pages are generated: `python docs/where.py`.
+These pages are generated: `python tools/where.py`.
 
 ```{toctree}
 :maxdepth: 1
@@ -73,7 +73,7 @@ def main() -> int:
         for path, text in wanted.items():
             path.write_text(text)
     elif {path: path.read_text() for path in PAGES.glob("*.md")} != wanted:
-        print("docs/where/ is out of date: run `python docs/where.py`")
+        print("docs/where/ is out of date: run `python tools/where.py`")
         return 1
     return 0
 

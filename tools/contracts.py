@@ -1,4 +1,4 @@
-"""Checks that every folder imports exactly what it says it may: `python docs/contracts.py`.
+"""Checks that every folder imports exactly what it says it may: `python tools/contracts.py`.
 
 The docstring of a folder's `__init__.py` names those of its siblings that its files import: `May
 import: errors, layout.` or `May import: nothing.` So does a file beside the folders of a package,
