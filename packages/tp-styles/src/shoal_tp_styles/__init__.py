@@ -125,4 +125,4 @@ __dir__, __getattr__ = facade(__name__, __all__, _INSTEAD)
 
 @on_first_check
 def _declare_types() -> None:
-    from . import declared_types as declared_types
+    from . import declared_functions as declared_functions, declared_types as declared_types

@@ -9,8 +9,8 @@ rank and expert:
     rank 1 holds   b1 | b2 b2              rank 1 gets   a3, b2 b2
 
 If a computation overlaps the exchange, the exchange has two nodes in the graph. The computation
-between the nodes is between them in backward too, in the opposite order: `_Arrived` starts to send
-gradients back, `_Started` waits for them.
+between the nodes is between them in backward too, in the opposite order: `ArrivedRows` starts to send
+gradients back, `StartedExchange` waits for them.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ class ExpertExchange(NamedTuple):
         if beside is None:
             return self._send(rows, back=False)
         in_flight: list[Pending] = []
-        token = apply(_Started, rows, self, in_flight)
+        token = apply(StartedExchange, rows, self, in_flight)
         beside()
-        arrived: Tensor = apply(_Arrived, token, self, in_flight)
+        arrived: Tensor = apply(ArrivedRows, token, self, in_flight)
         return arrived
 
     def back(self, rows: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class ExpertExchange(NamedTuple):
         return (from_tokens, to_experts) if back else (to_experts, from_tokens)
 
 
-class _Started(Function):
+class StartedExchange(Function):
     """Function from rows to a tensor without elements that stands for the rows in flight."""
 
     @staticmethod
@@ -173,7 +173,7 @@ class _Started(Function):
         return ctx.in_flight.pop().wait(), None, None
 
 
-class _Arrived(Function):
+class ArrivedRows(Function):
     """Function from the tensor that stands for rows in flight to the rows that this rank gets."""
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Losses on logits with a sharded vocabulary (class dim); no rank ever holds full logits.
 
-Every loss uses one differentiable step, `_RowStatistics`, with two collectives of one number per
+Every loss uses one differentiable step, `RowStatisticsFunction`, with two collectives of one number per
 row and sum; the rest of a loss (weights, smoothing, ignored rows, means) is plain arithmetic on the
 results. Logits are DTensors sharded along the class dim on one mesh axis (shards may differ in
 size), or plain local shards together with `vocab`. Other axes may shard the rows. Targets and
@@ -49,7 +49,7 @@ def _widen(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-class _RowStatistics(Function):
+class RowStatisticsFunction(Function):
     """Function x: S(-1) over classes -> the `RowStatistics` of each row; all R.
 
     Target and q (per class, or per row and class) may be None; their sums are then zero.
@@ -144,7 +144,7 @@ def log_sum_exp(x: Tensor, vocab: Vocab) -> Tensor:
         x: this rank's logits `(..., classes of this rank)`.
         vocab: the classes of each rank.
     """
-    lse: Tensor = traced_apply(_RowStatistics, x, None, None, vocab)[0]
+    lse: Tensor = traced_apply(RowStatisticsFunction, x, None, None, vocab)[0]
     return lse
 
 
@@ -200,7 +200,7 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
         if weights is not None:
             q = q * classes.shard(weights)
         mass = all_reduce(classes.sum_of_classes(q), classes.comm)
-        lse, _, weighted = traced_apply(_RowStatistics, x, None, q, classes)
+        lse, _, weighted = traced_apply(RowStatisticsFunction, x, None, q, classes)
         # q 1, 0 for logits 0 2: 2.127 * 1 - 0 = 2.127
         loss = lse * mass - weighted
         return reduce_losses(loss, _row_count(loss, rows), reduction, rows)
@@ -209,7 +209,9 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     class_weights = None
     if label_smoothing > 0:
         class_weights = x.new_ones(classes.own) if weights is None else classes.shard(weights)
-    statistics = RowStatistics(*traced_apply(_RowStatistics, x, labels, class_weights, classes))
+    statistics = RowStatistics(
+        *traced_apply(RowStatisticsFunction, x, labels, class_weights, classes)
+    )
     losses = losses_of_labels(
         statistics,
         labels,
@@ -333,7 +335,7 @@ def log_prob(
     x, classes, rows = local_logits(logits, vocab, dim)
     local_tokens = rows.shard(tokens)
     check_targets(local_tokens, classes)
-    statistics = RowStatistics(*traced_apply(_RowStatistics, x, local_tokens, None, classes))
+    statistics = RowStatistics(*traced_apply(RowStatisticsFunction, x, local_tokens, None, classes))
     return statistics.picked - statistics.log_sum_exp
 
 
@@ -348,11 +350,11 @@ def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) ->
         vocab: the classes of each rank, for plain local logits.
     """
     x, classes, _ = local_logits(logits, vocab, dim)
-    out: Tensor = traced_apply(_LogSoftmax, x, classes)
+    out: Tensor = traced_apply(LogSoftmaxFunction, x, classes)
     return out.movedim(-1, dim)
 
 
-class _LogSoftmax(Function):
+class LogSoftmaxFunction(Function):
     """Function x: S(-1) -> log-probabilities: S(-1).
 
     Backward: one all-reduce of a number per row.
@@ -450,7 +452,7 @@ def kl_div(
     teacher_lse = log_sum_exp(teacher, classes)
     q = (teacher - teacher_lse.unsqueeze(-1)).exp()
     entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
-    lse, _, weighted = traced_apply(_RowStatistics, x, None, q, classes)
+    lse, _, weighted = traced_apply(RowStatisticsFunction, x, None, q, classes)
     # q 1/2, 1/2 for logits 0 2: 2.127 - 1 - 0.693 = 0.434
     divergence = lse - weighted - entropy
     if reduction == "batchmean":

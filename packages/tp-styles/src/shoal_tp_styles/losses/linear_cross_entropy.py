@@ -63,7 +63,7 @@ class _LogitBlocks:
         return z.div_(self.cap).tanh_().mul_(self.cap)
 
 
-class _LinearStatistics(Function):
+class LinearStatisticsFunction(Function):
     """Function x: R, w: S(0), b: S(0) over classes -> statistics of each row of logits; all R.
 
     The statistics are the log-sum-exp, the logit of the target, and the sum of q * logits.
@@ -219,7 +219,7 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
     block_size = block_rows or max(1, BLOCK // max(vocab.own, 1))
     blocks = _LogitBlocks(vocab, logit_cap, block_size)
     flat_x = x.reshape(-1, x.shape[-1])
-    flat = traced_apply(_LinearStatistics, flat_x, w, b, labels.reshape(-1), q, blocks)
+    flat = traced_apply(LinearStatisticsFunction, flat_x, w, b, labels.reshape(-1), q, blocks)
     statistics = RowStatistics(*[values.view(labels.shape) for values in flat])
     losses = losses_of_labels(
         statistics,

@@ -1,0 +1,102 @@
+"""Types of the autograd functions of losses and of experts, for plain code that calls them.
+
+A loss over a sharded vocabulary sums the ranks' terms itself, and all ranks continue with one
+number: its result is I, and so is an operand whose gradient it sums.
+
+May import: experts, losses.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shoal_dtensor.errors import SpmdTypeError
+from shoal_dtensor.internal import I, ShardType as Shard, V, spmd
+from shoal_mesh import Comm
+
+from .experts.token_route import ArrivedRows, ExpertExchange, StartedExchange
+from .losses.functional import LogSoftmaxFunction, RowStatisticsFunction
+from .losses.linear_cross_entropy import LinearStatisticsFunction
+
+
+def _check_shard(tensor: Tensor, comm: Comm, dim: int, where: str) -> None:
+    """Compare the type of a tensor with S(dim); uneven shards are V."""
+    axis = spmd.normalize_axis(comm)
+    present = spmd.type_of(tensor)
+    if present is None or present.by_axis.get(axis) is V:
+        return
+    spmd.check_source(tensor, axis, Shard(dim), where)
+
+
+def _set_moved(outputs: Any, tensor: Tensor, comm: Comm, kind: spmd.AnyAxisType) -> None:
+    """Give outputs the type of a tensor, with another type along one axis.
+
+    Outputs have the leading dims of the tensor, by which other axes shard it.
+    """
+    axis = spmd.normalize_axis(comm)
+    present = spmd.type_of(tensor)
+    moved = present.with_axis(axis, kind) if present is not None and axis.size() > 1 else present
+    for output in spmd.tensors_in(outputs):
+        spmd.set_type(output, moved)
+
+
+def _declare_statistics(outputs: Any, args: tuple[Any, ...]) -> None:
+    logits, _, _, vocab = args
+    if spmd.type_of(logits) is None:
+        return
+    _check_shard(logits, vocab.comm, logits.ndim - 1, "a loss over a sharded vocabulary")
+    _set_moved(outputs, logits, vocab.comm, I)
+
+
+def _declare_log_softmax(outputs: Any, args: tuple[Any, ...]) -> None:
+    logits, vocab = args
+    if spmd.type_of(logits) is None:
+        return
+    _check_shard(logits, vocab.comm, logits.ndim - 1, "log_softmax over a sharded vocabulary")
+    spmd.set_type(outputs, spmd.type_of(logits))
+
+
+def _declare_linear_statistics(outputs: Any, args: tuple[Any, ...]) -> None:
+    rows, weight, _, _, _, blocks = args
+    if spmd.type_of(rows) is None:
+        return
+    comm = blocks.vocab.comm
+    spmd.check_source(rows, spmd.normalize_axis(comm), I, "linear_cross_entropy")
+    _check_shard(weight, comm, 0, "the weight of linear_cross_entropy")
+    _set_moved(outputs, rows, comm, I)
+
+
+def _declare_started(outputs: Any, args: tuple[Any, ...]) -> None:
+    rows, exchange, _ = args
+    _declare_exchange(outputs, rows, exchange)
+
+
+def _declare_arrived(outputs: Any, args: tuple[Any, ...]) -> None:
+    token, exchange, _ = args
+    _declare_exchange(outputs, token, exchange)
+
+
+def _declare_exchange(outputs: Any, rows: Tensor, exchange: ExpertExchange) -> None:
+    """Give the rows that experts get the type V: which rows they are depends on values."""
+    present = spmd.type_of(rows)
+    if present is None:
+        return
+    axis = spmd.normalize_axis(exchange.comm)
+    kind = present.by_axis.get(axis, V)
+    if not isinstance(kind, Shard) and kind is not V:
+        raise SpmdTypeError(
+            f"{spmd.user_line()}: an exchange of tokens with experts takes each rank's own rows, V "
+            f"or S(0) over {axis!r}, and got {kind}"
+        )
+    _set_moved(outputs, rows, exchange.comm, V)
+
+
+spmd.hide_frames_of(str(Path(__file__).parent))
+spmd.declare_types(RowStatisticsFunction, _declare_statistics)
+spmd.declare_types(LogSoftmaxFunction, _declare_log_softmax)
+spmd.declare_types(LinearStatisticsFunction, _declare_linear_statistics)
+spmd.declare_types(StartedExchange, _declare_started)
+spmd.declare_types(ArrivedRows, _declare_arrived)
