@@ -447,7 +447,10 @@ def test_a_step_waits_for_sends_that_still_read_the_weights(tmp_path: Path) -> N
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
     transfer.guard(optimizer)
     transfer.start(1)
-    sum(layer.q(torch.ones(6)).sum() for layer in trained.children()).backward()  # type: ignore[operator, union-attr]  # blocks
+    output = torch.zeros(())
+    for layer in trained:
+        output = output + layer.get_submodule("q")(torch.ones(6)).sum()
+    output.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
     stepped = threading.Thread(target=optimizer.step)
     stepped.start()
     stepped.join(0.3)
