@@ -173,5 +173,14 @@ def test_layouts_are_shared_and_versions_checked() -> None:
         Manifest.from_json(json.dumps(value | {"version": 2}))
     with pytest.raises(ManifestError, match="expected JSON of format"):
         Manifest.from_json("{}")
+    with pytest.raises(ManifestError, match="not a manifest: JSONDecodeError"):
+        Manifest.from_json("weights")
+    del value["hosts"]
+    with pytest.raises(ManifestError, match="not a manifest: KeyError: 'hosts'"):
+        Manifest.from_json(json.dumps(value))
+    value = json.loads(manifest.to_json())
+    value["layouts"][0][0][1] = [[0, 9], [0, 2]]
+    with pytest.raises(ManifestError, match=r"rank 0 has a box outside of it, \(\(0, 9\)"):
+        Manifest.from_json(json.dumps(value))
     with pytest.raises(ManifestError, match="cannot be merged"):
         merge_manifests([manifest, describe_rank(nn.Linear(1, 1), world="other")])

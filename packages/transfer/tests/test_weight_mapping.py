@@ -159,3 +159,13 @@ def test_views_that_are_not_regions_are_refused() -> None:
         Strided((24,), 0, (4, 6), (6, 1))
     with pytest.raises(MappingError, match="writes an element 3 times"):
         assign_strided("t", Strided((4,), 0, (3,), (0,)), "s", Strided((3,), 0, (3,), (1,)))
+
+
+def test_texts_that_are_no_mappings_are_refused() -> None:
+    text = WeightMapping.same_names({"w": (2,)}).to_json()
+    with pytest.raises(MappingError, match="not a mapping: JSONDecodeError"):
+        WeightMapping.from_json(text[:-5])
+    with pytest.raises(MappingError, match="not a mapping: KeyError: 'sources'"):
+        WeightMapping.from_json(text.replace("sources", "origins"))
+    with pytest.raises(MappingError, match="version 2 of a mapping"):
+        WeightMapping.from_json(text.replace('"version": 1', '"version": 2'))

@@ -191,9 +191,18 @@ class Manifest:
             text: the JSON text.
 
         Raises:
-            ManifestError: the text is not a manifest, or has another version.
+            ManifestError: the text is not a manifest, has another version, lacks a part, or has a box
+                outside of its tensor.
         """
-        value = json.loads(text)
+        try:
+            return cls._from_value(json.loads(text))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            if isinstance(error, ManifestError):
+                raise
+            raise ManifestError(f"not a manifest: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _from_value(cls, value: Any) -> Manifest:
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise ManifestError(f"expected JSON of format {_FORMAT!r}")
         if value["version"] != _VERSION:
@@ -302,6 +311,13 @@ def _holding_from_json(value: list[Any]) -> Holding:
 
 def _record_from_json(value: dict[str, Any], holdings: tuple[Holding, ...]) -> TensorRecord:
     shape = tuple(value["shape"])
+    for holding in holdings:
+        for size, (start, stop) in zip(shape, holding.box, strict=True):
+            if not 0 <= start < stop <= size:
+                raise ManifestError(
+                    f"{value['name']!r} {shape}: rank {holding.rank} has a box outside of it, "
+                    f"{holding.box}"
+                )
     parts = tuple(value["parts"])
     aliases = tuple(value.get("aliases", ()))
     return TensorRecord(

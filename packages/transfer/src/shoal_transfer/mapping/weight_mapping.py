@@ -406,9 +406,17 @@ class WeightMapping:
         """Return the mapping that `to_json` has written.
 
         Raises:
-            MappingError: the text is not a mapping, or has another version.
+            MappingError: the text is not a mapping, has another version, or lacks a part.
         """
-        value = json.loads(text)
+        try:
+            return cls._from_value(json.loads(text))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            if isinstance(error, MappingError):
+                raise
+            raise MappingError(f"not a mapping: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _from_value(cls, value: Any) -> WeightMapping:
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise MappingError(f"expected JSON of format {_FORMAT!r}")
         if value["version"] != _VERSION:
