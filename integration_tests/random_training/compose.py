@@ -33,6 +33,8 @@ class Program:
         events: what happens besides, by step.
         uses: by microbatch and data rank, whether optional blocks are used.
         optimizer: its name; `clip` a norm, or 0.
+        resume: the step before which a new model and a new optimizer load what was saved; `resume_mesh`
+            the sizes of the mesh that they are on.
     """
 
     seed: int
@@ -53,6 +55,8 @@ class Program:
     uses: tuple[tuple[bool, ...], ...]
     optimizer: str
     clip: float
+    resume: int | None
+    resume_mesh: tuple[int, int]
 
 
 def compose(seed: int) -> Program:
@@ -104,6 +108,8 @@ def compose(seed: int) -> Program:
         tuple(tuple(r.random() < 0.6 for _ in range(4)) for _ in range(batches)),
         r.choice(("SGD", "AdamW", "AdamW foreach", "AdamW fused")),
         r.choice((0.0, 0.0, 0.5, 100.0)),
+        r.randint(1, len(steps) - 1) if len(steps) > 1 and r.random() < 0.5 else None,
+        r.choice(((2, 2), (4, 1), (1, 4)) if parallel == "hybrid" else ((2, 2), (4, 1))),
     )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from integration_tests.random_training.compose import Program
 from integration_tests.random_training.model import batch_of, model_of
@@ -26,6 +30,7 @@ from shoal_dtensor import (
     implicit_replication,
     set_model_state_dict,
 )
+from shoal_dtensor.checkpoint import Checkpointer
 from shoal_dtensor.errors import StyleError
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.errors import MeshError
@@ -90,14 +95,12 @@ class _Training:
 
     def run(self) -> None:
         """Build and train."""
-        self.model = model_of(self.program)
-        if self.mesh is not None:
-            self._wrap(self.mesh)
-        name, *flags = self.program.optimizer.split()
-        kind: Any = getattr(torch.optim, name)
-        optimizer = kind(self.model.parameters(), lr=0.05, **dict.fromkeys(flags, True))
+        optimizer = self._build()
+        kind: Any = type(optimizer)
         number = 0
         for step, syncs in enumerate(self.program.steps):
+            if step == self.program.resume:
+                optimizer = self._resume(step, optimizer)
             events = self.program.events[step]
             for event in events:
                 optimizer = self._before(event, optimizer, kind)
@@ -132,6 +135,42 @@ class _Training:
         for name, value in values:
             whole = full_tensor(value)
             self.seen.append((f"{where} {name}", None if whole is None else whole.detach().clone()))
+
+    # --- a resume ---------------------------------------------------------------------------------
+
+    def _build(self) -> Any:
+        """The model, wrapped; and its optimizer."""
+        self.model = model_of(self.program)
+        if self.mesh is not None:
+            self._wrap(self.mesh)
+        name, *flags = self.program.optimizer.split()
+        kind: Any = getattr(torch.optim, name)
+        return kind(self.model.parameters(), lr=0.05, **dict.fromkeys(flags, True))
+
+    def _resume(self, step: int, optimizer: Any) -> Any:
+        """Save all, and load it into a new model and a new optimizer on another mesh."""
+        self.stage = "resume"
+        self.program = replace(self.program, mesh=self.program.resume_mesh)
+        if self.mesh is None:
+            # a new process has no gradients yet
+            self.model.zero_grad()
+            return optimizer
+        folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folders)
+        with Checkpointer(str(folders[0])) as checkpoints:
+            checkpoints.save(step, {"model": self.model, "optimizer": optimizer})
+        trained = [p.requires_grad for p in self.model.parameters()]
+        names = self.mesh.mesh_dim_names
+        self.mesh = init_device_mesh("cpu", self.program.mesh, mesh_dim_names=names)
+        resumed = self._build()
+        for param, is_trained in zip(self.model.parameters(), trained, strict=True):
+            param.requires_grad_(is_trained)
+        with Checkpointer(str(folders[0])) as checkpoints:
+            checkpoints.load({"model": self.model, "optimizer": resumed})
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(str(folders[0]))
+        return resumed
 
     # --- wrapping ---------------------------------------------------------------------------------
 
