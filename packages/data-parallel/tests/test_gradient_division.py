@@ -296,3 +296,23 @@ def test_the_data_axes_of_another_model_tell_nothing(parallel: Callable[..., Any
     hidden.square().mean().backward()  # type: ignore[no-untyped-call]  # torch
     same_gradients(plain, model)
     del other
+
+
+@pytest.mark.parametrize("how", ["each rank's loss", "a loss of the number"])
+@on_ranks(4)
+def test_values_of_a_parameter_that_is_a_number(how: str) -> None:
+    """Each rank kept the gradient of its own rows: a number is not sharded, so none was reduced."""
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    plain: Any = Pairs().double()
+    model: Any = fully_shard(copy.deepcopy(plain), mesh)
+
+    def loss_of(owner: Any, scale: Tensor, x: Tensor, y: Tensor) -> Any:
+        image, text, _ = owner(x, y)
+        return scale.square() if "number" in how else ((image * text).sum(-1) * scale).mean()
+
+    loss_of(plain, plain.logit_scale, *inputs()).backward()
+    loss_of(model, model.logit_scale.full_tensor(), *rows_of(mesh)).backward()
+    expected = plain.logit_scale.grad
+    assert expected is not None
+    torch.testing.assert_close(model.logit_scale.grad.full_tensor(), expected)

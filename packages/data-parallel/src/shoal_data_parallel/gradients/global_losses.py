@@ -165,8 +165,10 @@ class _DataCrossings:
                 loss.begin_at("unclear" if crossing.replicated else "local")
         if reducer is None:
             return grad, spec
-        # A number computed from parameters is a loss of all ranks.
-        if not _copies(crossings) or not grad.ndim or not node.by_default:
+        if not _copies(crossings) or not node.by_default:
+            return grad, spec
+        # A number computed from parameters with dims is a loss of all ranks.
+        if not grad.ndim and _has_leaf_with_dims(node):
             return grad, spec
         return _summand(grad, spec, reducer)
 
@@ -249,6 +251,12 @@ def _reducer_of_values(node: Any, losses: LossesOfPass) -> Reducer | None:
         if None in reducers or _is_from_local(below):
             return None
     return next(iter(reducers)) if len(reducers) == 1 else None
+
+
+def _has_leaf_with_dims(node: Any) -> bool:
+    """Return whether a number follows from a parameter that is not a number itself."""
+    leaves = (getattr(below, "variable", None) for below in nodes_below(node, _is_from_local))
+    return any(leaf is not None and leaf.ndim for leaf in leaves)
 
 
 def _reducers_below(node: Any, losses: LossesOfPass) -> Iterator[Reducer | None]:
