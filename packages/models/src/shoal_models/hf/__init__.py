@@ -9,6 +9,7 @@ from shoal_transfer import copy_weights
 
 from ..weights.saving import Saved, save_sharded
 from .adapters import load_adapters, merging_adapters, parallelize_adapters, save_adapters
+from .distributed_config import mesh_of
 from .from_pretrained import from_pretrained
 from .training import prepare_accelerator, prepare_trainer, single_process
 
@@ -18,6 +19,7 @@ __all__ = [
     "from_pretrained",
     "load_adapters",
     "merging_adapters",
+    "mesh_of",
     "parallelize_adapters",
     "prepare_accelerator",
     "prepare_trainer",

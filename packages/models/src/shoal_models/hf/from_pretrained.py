@@ -33,6 +33,7 @@ from ..weights.loading import Loaded, Stored, load_sharded, stored_in
 from ..weights.saving import save_sharded
 from .checked_plan import choose_plan
 from .checkpoint_files import find_files, source_of, stored_for
+from .distributed_config import is_distributed_config, plan_of, tensor_axis_of
 from .unfilled_tensors import UnfilledTensors
 
 
@@ -57,7 +58,8 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
         path: a local directory as `save_pretrained` and `save_sharded` write it, its index, or one
             file in it.
         device_mesh: a mesh with one axis, or with several axes if one is named "tp"; convert a mesh
-            of torch first, by `shoal_dtensor.interop.mesh_from_torch`.
+            of torch first, by `shoal_dtensor.interop.mesh_from_torch`. Or a `DistributedConfig` of
+            transformers, whose `tp_plan` changes rules of the model's own plan.
         plan: styles by path; the model's own plan if left out. Every rank proves it on a small copy
             of the model with random weights. An automatic plan, proven likewise, replaces a model's
             own plan that does not fit or is missing.
@@ -77,7 +79,8 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
     Raises:
         CheckpointError: if the path has no model; the message names the expected and the existing
             files.
-        LayoutError: if the mesh has several axes and none is named "tp".
+        LayoutError: if the mesh has several axes and none is named "tp", or a `DistributedConfig`
+            has data axes, or other sizes than the number of ranks.
         PlanError: if no plan is found, the plan does not fit (with the parameter or output that
             would be wrong), entries differ under `strict`, nothing initializes a missing one, or
             weights are quantized.
@@ -93,14 +96,17 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
         >>> model.generate(tokens, max_new_tokens=20)  # doctest: +SKIP
     """
     home, files = find_files(path)
-    mesh = _tensor_axis(device_mesh)
+    is_config = is_distributed_config(device_mesh)
+    mesh = tensor_axis_of(device_mesh) if is_config else _tensor_axis(device_mesh)
     with ExitStack() as stack:
         stored = stored_in(source_of(files), stack)
         config = _config(home, config_kwargs)
         model_dtype = _dtype(dtype, config, stored)
         model = _on_meta(_class_of(config, model_class), config, model_dtype)
         stored_by_name = stored_for(model, stored)
-        _parallelize(model, mesh, plan)
+        if plan is None and is_config:
+            plan = plan_of(device_mesh, model)
+        _parallelize(model, mesh, plan, allows_unmatched=is_config)
         loaded = load_sharded(model, stored_by_name, strict=False)
     _check(model, loaded, strict=strict)
     _initialize_rest(model, mesh)
@@ -108,10 +114,12 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
     return (model, loaded) if output_loading_info else model
 
 
-def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
+def _parallelize(
+    model: Any, mesh: DeviceMesh, plan: Plan | None, *, allows_unmatched: bool
+) -> None:
     with warnings.catch_warnings():
         # The plan of an architecture has entries for all its variants.
-        if plan is None:
+        if plan is None or allows_unmatched:
             warnings.simplefilter("ignore", UnmatchedPlanWarning)
         chosen = choose_plan(model, mesh, plan)
         parallelize_module(model, mesh, chosen, src_data_rank=None)

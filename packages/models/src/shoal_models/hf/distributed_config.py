@@ -1,0 +1,106 @@
+"""`DistributedConfig` of transformers: its sizes as a mesh, and its rules in the model's own plan."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal_dtensor.errors import LayoutError, PlanError
+from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh.internal import accelerator
+from shoal_tp_styles.internal import Plan
+
+_AXES = ("dp_replicate", "fsdp", "tp")
+# sizes that describe something else than the axes of a mesh, and the way to it
+_OTHER_SIZES = {
+    "pp_size": "load each stage by itself: torch.distributed.pipelining takes parallel modules",
+    "ep_size": "pass a mesh, and a plan= in which ExpertParallel shards the experts",
+}
+
+
+def is_distributed_config(value: object) -> bool:
+    """Tell whether a value is a DistributedConfig of transformers."""
+    return all(hasattr(value, f"{axis}_size") for axis in _AXES)
+
+
+def mesh_of(config: Any) -> DeviceMesh:
+    """Return the mesh of all ranks that a `DistributedConfig` of transformers describes.
+
+    Its axes are "dp_replicate", "fsdp" and "tp", also where they have one rank. `from_pretrained`
+    takes the mesh and shards over "tp"; `shoal_data_parallel.fully_shard` takes
+    `mesh["dp_replicate", "fsdp"]`.
+
+    Args:
+        config: a `transformers.distributed.DistributedConfig`.
+
+    Raises:
+        LayoutError: if it is none, or its sizes do not multiply to the number of ranks.
+        PlanError: if it has stages of a pipeline, expert parallelism or sequence parallelism, which
+            are said otherwise; the message says how.
+    """
+    if not is_distributed_config(config):
+        raise LayoutError(
+            "mesh_of: expected a transformers.distributed.DistributedConfig, got "
+            f"{type(config).__name__}"
+        )
+    for name, way_out in _OTHER_SIZES.items():
+        size = getattr(config, name, None) or 1
+        if size > 1:
+            raise PlanError(f"DistributedConfig: {name}={size} is no axis of this mesh; {way_out}")
+    if getattr(config, "enable_sequence_parallel", False):
+        raise PlanError(
+            "DistributedConfig: enable_sequence_parallel has no effect in transformers; pass a "
+            "plan= with SequenceParallel"
+        )
+    sizes = tuple(getattr(config, f"{axis}_size") or 1 for axis in _AXES)
+    ranks = dist.get_world_size()
+    if prod(sizes) != ranks:
+        named = " * ".join(f"{axis}_size={n}" for axis, n in zip(_AXES, sizes, strict=True))
+        raise LayoutError(f"DistributedConfig: {named} is not the number of ranks, {ranks}")
+    return init_device_mesh(accelerator() or "cpu", sizes, mesh_dim_names=_AXES)
+
+
+def tensor_axis_of(config: Any) -> DeviceMesh:
+    """Return the axis over which a model is loaded.
+
+    Raises:
+        LayoutError: if the configuration also has data axes, which sharding after loading needs.
+    """
+    mesh = mesh_of(config)
+    if mesh["tp"].size() != mesh.size():
+        raise LayoutError(
+            f"from_pretrained: the DistributedConfig has data axes of {mesh.shape[:2]} ranks, which "
+            "are another call: mesh = hf.mesh_of(config); model = hf.from_pretrained(path, mesh); "
+            "then shoal_data_parallel.fully_shard(layer, mesh['dp_replicate', 'fsdp']) for each "
+            "layer, and for the model"
+        )
+    return mesh["tp"]
+
+
+def plan_of(config: Any, model: Any) -> Plan | None:
+    """Return the model's own plan with the rules of a configuration; None for the model's own.
+
+    No rules at all, as an empty dictionary, are an empty plan.
+
+    Raises:
+        PlanError: if a rule of the configuration names no module and no parameter.
+    """
+    rules = config.tp_plan
+    if rules is None or rules == "auto":
+        return None
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    unmatched = [rule for rule in rules if not any(map(_pattern(rule).fullmatch, names))]
+    if unmatched:
+        raise PlanError(
+            f"DistributedConfig: the rules {unmatched} of tp_plan name no module of "
+            f"{type(model).__name__}; names are whole, as those of its tp_plan: {[*model.tp_plan][:3]}"
+        )
+    return {**(model.tp_plan or {}), **rules} if rules else {}
+
+
+def _pattern(rule: str) -> re.Pattern[str]:
+    """Return the pattern of the names that a rule is for; `*` stands for one part."""
+    return re.compile(re.escape(rule).replace(r"\*", "[^.]+"))
