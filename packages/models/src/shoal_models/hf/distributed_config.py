@@ -39,7 +39,13 @@ def mesh_of(config: Any) -> DeviceMesh:
     Raises:
         LayoutError: if it is none, or its sizes do not multiply to the number of ranks.
         PlanError: if it has stages of a pipeline, expert parallelism or sequence parallelism, which
-            are said otherwise; the message says how.
+            are configured elsewhere; the message names the place.
+
+    Example:
+        >>> from transformers.distributed import DistributedConfig  # doctest: +SKIP
+        >>> config = DistributedConfig(tp_size=2, fsdp_size=4)  # doctest: +SKIP
+        >>> mesh_of(config).shape  # on 8 ranks  # doctest: +SKIP
+        (1, 4, 2)
     """
     if not is_distributed_config(config):
         raise LayoutError(
