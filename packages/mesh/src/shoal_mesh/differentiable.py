@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Map = tuple[Callable[..., Tensor], *tuple[Any, ...]]
-"""A linear collective with its arguments after the tensor and the communicator: `(even.all_gather, dim)`."""
+"""A linear collective with its arguments but tensor and communicator: `(even.all_gather, dim)`."""
 
 
 class _Linear(torch.autograd.Function):
@@ -82,7 +82,8 @@ def adjoint_types(run: Map, adjoint: Map) -> tuple[str, str] | None:
     if function is _copy:
         return ("I", "R")
     if function is even.all_reduce:
-        return ("P", "I" if adjoint == (_copy,) else "R")
+        result = "I" if adjoint == (_copy,) else "R"
+        return ("P", result)
     if function is even.all_gather:
         return (f"S({arguments[0]})", "R")
     if function is even.reduce_scatter:
@@ -97,10 +98,11 @@ def adjoint_types(run: Map, adjoint: Map) -> tuple[str, str] | None:
 def _apply(tensor: Tensor, comm: Along, run: Map, adjoint: Map) -> Tensor:
     comm = resolve(comm)
     if type(tensor) is not Tensor or not is_dense(tensor):
-        # gradients are what these collectives have
+        # the check refuses tensors that require a gradient, which these collectives have
         with torch.no_grad():
             check_operand(tensor)
-    return cast(Tensor, _Linear.apply(tensor, comm, run, adjoint))  # type: ignore[no-untyped-call]  # torch has no types here
+    result = _Linear.apply(tensor, comm, run, adjoint)  # type: ignore[no-untyped-call]  # of torch
+    return cast(Tensor, result)
 
 
 def _linear_op(op: str) -> None:
@@ -161,17 +163,15 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0) -> Tensor:
 
 def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0) -> Tensor:
     """`S(dim) -> R`, backward `P -> S(dim)`: join shards of different sizes along `dim`."""
-    return _apply(
-        tensor, comm, (uneven.all_gather_v, sizes, dim), (uneven.reduce_scatter_v, sizes, dim)
-    )
+    adjoint = (uneven.reduce_scatter_v, sizes, dim)
+    return _apply(tensor, comm, (uneven.all_gather_v, sizes, dim), adjoint)
 
 
 def reduce_scatter(tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum") -> Tensor:
     """`P -> S(dim)`, backward `S(dim) -> R`: return this rank's block of the reduction."""
     _linear_op(op)
-    return _apply(
-        tensor, comm, (even.reduce_scatter, dim, op), (_gather_shares, op, even.all_gather, dim)
-    )
+    adjoint = (_gather_shares, op, even.all_gather, dim)
+    return _apply(tensor, comm, (even.reduce_scatter, dim, op), adjoint)
 
 
 def reduce_scatter_v(
@@ -188,24 +188,21 @@ def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int) -> 
 
     The backward is `S(split_dim) -> S(concat_dim)`.
     """
-    return _apply(
-        tensor,
-        comm,
-        (even.all_to_all, split_dim, concat_dim),
-        (even.all_to_all, concat_dim, split_dim),
-    )
+    run = (even.all_to_all, split_dim, concat_dim)
+    adjoint = (even.all_to_all, concat_dim, split_dim)
+    return _apply(tensor, comm, run, adjoint)
 
 
 def all_to_all_v(
     flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_sizes: Sequence[int]
 ) -> Tensor:
-    """`S -> S`, backward `S -> S`: exchange 1-D blocks of exact sizes, in backward the other way."""
-    return _apply(
-        flat,
-        comm,
-        (uneven.all_to_all_v, send_sizes, recv_sizes),
-        (uneven.all_to_all_v, recv_sizes, send_sizes),
-    )
+    """`S -> S`, backward `S -> S`: exchange 1-D blocks of exact sizes.
+
+    The gradients go the other way.
+    """
+    run = (uneven.all_to_all_v, send_sizes, recv_sizes)
+    adjoint = (uneven.all_to_all_v, recv_sizes, send_sizes)
+    return _apply(flat, comm, run, adjoint)
 
 
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
@@ -268,7 +265,9 @@ def _copy(tensor: Tensor, comm: Comm) -> Tensor:
 def _gather_shares(
     grad: Tensor, comm: Comm, op: str, gather: Callable[..., Tensor], *arguments: object
 ) -> Tensor:
-    return gather(grad / comm.size if op == "avg" else grad, comm, *arguments)
+    """Gather the gradient of a reduction: of an average, the share of each rank."""
+    share = grad / comm.size if op == "avg" else grad
+    return gather(share, comm, *arguments)
 
 
 def _sum_on(grad: Tensor, comm: Comm, src: int) -> Tensor:
@@ -277,14 +276,13 @@ def _sum_on(grad: Tensor, comm: Comm, src: int) -> Tensor:
 
 
 def _scatter(blocks: Tensor, comm: Comm, src: int) -> Tensor:
-    mine = list(blocks.unbind()) if comm.rank == src else None
-    return uneven.scatter(
-        mine, comm, src, out=torch.empty_like(blocks[0], memory_format=torch.contiguous_format)
-    )
+    sent = list(blocks.unbind()) if comm.rank == src else None
+    out = torch.empty_like(blocks[0], memory_format=torch.contiguous_format)
+    return uneven.scatter(sent, comm, src, out=out)
 
 
 def _gather(tensor: Tensor, comm: Comm, dst: int) -> Tensor:
     blocks = uneven.gather(tensor, comm, dst)
-    return (
-        torch.stack(blocks) if blocks is not None else tensor.new_zeros((comm.size, *tensor.shape))
-    )
+    if blocks is None:
+        return tensor.new_zeros((comm.size, *tensor.shape))
+    return torch.stack(blocks)

@@ -25,7 +25,8 @@ else:
     R = TypeVar("R")
     V = TypeVar("V")
 
-Sizes = Sequence[int]  # of blocks, one per rank
+# sizes of blocks, one per rank
+Sizes = Sequence[int]
 # flat tensors, or a matrix of which they are the rows
 Flat = Sequence[Tensor] | Tensor
 Receive = Callable[[Flat], None]
@@ -73,14 +74,18 @@ class Pending(Generic[V]):
             self.work.wait()
             self.work = None
         if self._then is not None:
-            self.value, self._then = self._then(self.value), None
+            self.value = self._then(self.value)
+            self._then = None
         return self.value  # type: ignore[no-any-return]  # of the functions, or of the backend
 
     def then(self, function: Callable[[V], R]) -> Pending[R]:
         """Pass the result through `function`; return the collective to use from now on."""
         first = self._then
         pending = cast("Pending[R]", self)
-        pending._then = function if first is None else lambda value: function(first(value))
+        if first is None:
+            pending._then = function
+        else:
+            pending._then = lambda value: function(first(value))
         return pending
 
     def lend(self, tensors: Flat) -> None:
@@ -89,7 +94,8 @@ class Pending(Generic[V]):
         It is passed through the functions now, or else copied.
         """
         if self._then is not None:
-            self.value, self._then = self._then(tensors), None
+            self.value = self._then(tensors)
+            self._then = None
         else:
             self.value = [tensor.clone() for tensor in tensors]
 

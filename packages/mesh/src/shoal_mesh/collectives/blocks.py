@@ -65,7 +65,7 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     if _check(blocks, comm, out):
         _exchange_plain(blocks, comm, out)
     elif comm.size == 1:
-        _keep(blocks[0], out[0])
+        _copy_each(blocks[0], out[0])
     else:
         _exchange(blocks, comm, out)
     return out
@@ -73,8 +73,8 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
 
 def _exchange_plain(blocks: Blocks, comm: Comm, out: Blocks) -> None:
     """Run the collective on the plain tensors of tensor subclasses."""
-    plain_blocks = [[as_plain(block) for block in each] for each in blocks]
-    plain_out = [[as_plain(place) for place in each] for each in out]
+    plain_blocks = [list(map(as_plain, blocks_of_rank)) for blocks_of_rank in blocks]
+    plain_out = [list(map(as_plain, places_of_rank)) for places_of_rank in out]
     all_to_all_blocks(plain_blocks, comm, plain_out)
     arrived = zip(chain.from_iterable(out), chain.from_iterable(plain_out), strict=True)
     for place, plain in arrived:
@@ -84,40 +84,66 @@ def _exchange_plain(blocks: Blocks, comm: Comm, out: Blocks) -> None:
 
 
 def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
-    own = comm.rank
+    """Run the collective on plain tensors, between several ranks.
+
+    The message of rank 1 of 3, whose own blocks b are copied straight to their places:
+
+        blocks   a a | b b | c         sent      a a c    to ranks 0 and 2
+        out      x   | y y | z z       received  x z z    from ranks 0 and 2, while y y = b b
+    """
+    own_rank = comm.rank
     order = calls.group_to_index(comm)
     example = next(chain.from_iterable((*blocks, *out)), None)
     # a rank without any block sends nothing, of any dtype
     if example is None:
         example = torch.empty(0, dtype=torch.uint8, device=device_of(comm.group))
     traced = is_traced(example)
-    straight = traced or not (_is_around(blocks, order, own) or _is_around(out, order, own))
-    sends = [() if straight and i == own else blocks[i] for i in order]
-    arrivals = [() if straight and i == own else out[i] for i in order]
+    # Own blocks that are in memory between the others go through the message: one view has all.
+    keeps_own = traced or not (
+        _is_around(blocks, order, own_rank) or _is_around(out, order, own_rank)
+    )
+    kept = own_rank if keeps_own else None
+    sends = _blocks_in_message(blocks, order, kept)
+    arrivals = _blocks_in_message(out, order, kept)
     flat = _packed(list(chain.from_iterable(sends)), example)
 
     def run() -> None:
-        into = list(chain.from_iterable(arrivals))
-        target = None if traced else _as_one(into)
+        places = list(chain.from_iterable(arrivals))
+        target = None if traced else _as_one(places)
         pending = calls.all_to_all_exact(flat, comm, _counts(sends), _counts(arrivals), out=target)
-        if straight:
-            _keep(blocks[own], out[own])
+        if keeps_own:
+            _copy_each(blocks[own_rank], out[own_rank])
         received = pending.wait()
         if target is None:
-            _unpack(received, into)
-        if traced and not received.numel() and (places := [*chain.from_iterable(out)]):
-            places[0].copy_(bound(places[0], received))
+            _unpack(received, places)
+        if traced and not received.numel():
+            _depend_on(received, out)
 
     if not observers:
         run()
         return
-    sent = _counts(blocks)
-    received = _counts(out)
-    sent[own] = 0
-    received[own] = 0
+    sent_counts = _counts(blocks)
+    received_counts = _counts(out)
+    sent_counts[own_rank] = 0
+    received_counts[own_rank] = 0
     # Without a block this rank does not know the dtype.
-    tensors = (flat[: sum(sent)],) if any(blocks) or any(out) else ()
-    observed(run, "all_to_all_single", comm, tensors, flow=(sent, received))
+    tensors: tuple[Tensor, ...] = ()
+    if any(blocks) or any(out):
+        tensors = (flat[: sum(sent_counts)],)
+    flow = (sent_counts, received_counts)
+    observed(run, "all_to_all_single", comm, tensors, flow=flow)
+
+
+def _blocks_in_message(blocks: Blocks, order: Sequence[int], kept: int | None) -> Blocks:
+    """Return the blocks of every rank in the order of the group, none of the rank that is kept."""
+    return [() if rank == kept else blocks[rank] for rank in order]
+
+
+def _depend_on(received: Tensor, out: Blocks) -> None:
+    """Have the first output depend on an empty message, which the compiler would drop."""
+    first = next(chain.from_iterable(out), None)
+    if first is not None:
+        first.copy_(bound(first, received))
 
 
 def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:
@@ -139,12 +165,8 @@ def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tens
     """
     require_tensors(blocks, "blocks must be a list of tensors")
     kinds = Tensor | None if blocks else Tensor
-    require(
-        like,
-        kinds,
-        "like= is a tensor of the dtype of the blocks, needed if there are none",
-        CollectiveTypeError,
-    )
+    taken = "like= is a tensor of the dtype of the blocks, needed if there are none"
+    require(like, kinds, taken, CollectiveTypeError)
     return _packed(blocks, like)
 
 
@@ -163,10 +185,10 @@ def _packed(blocks: Sequence[Tensor], like: Tensor | None) -> Tensor:
         return joined
     if all(block.is_contiguous() for block in filled):
         return torch.cat([block.view(-1) for block in filled])
-    flat = filled[0].new_empty((sum(block.numel() for block in filled),))
-    for segment, block in zip(
-        torch.split(flat, [block.numel() for block in filled]), filled, strict=True
-    ):
+    counts = [block.numel() for block in filled]
+    flat = filled[0].new_empty((sum(counts),))
+    segments = torch.split(flat, counts)
+    for segment, block in zip(segments, filled, strict=True):
         segment.view(block.shape).copy_(block)
     return flat
 
@@ -193,7 +215,7 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
     for tensor in (flat, *out):
         if type(tensor) is not Tensor or tensor.requires_grad or not is_dense(tensor):
             check_operand(tensor)
-    if flat.shape != (sum([block.numel() for block in out]),):
+    if flat.shape != (_count(out),):
         shapes = [tuple(block.shape) for block in out]
         raise CollectiveError(
             f"unpack_blocks into blocks of shapes {shapes} takes their elements in 1-D, got "
@@ -203,12 +225,14 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
 
 
 def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
-    at = 0  # elements that are unpacked
+    # elements that are unpacked
+    start = 0
     for block in out:
         count = block.numel()
         if count:
-            block.copy_(flat[at : at + count].view(block.shape))
-            at += count
+            segment = flat[start : start + count]
+            block.copy_(segment.view(block.shape))
+            start += count
 
 
 def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
@@ -216,13 +240,9 @@ def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
 
     Raises CollectiveError for arguments that are wrong on this rank alone.
     """
-    for side in (blocks, out):
-        require_each(
-            side,
-            Sequence,
-            "all_to_all_blocks takes one list of tensors per rank",
-            CollectiveTypeError,
-        )
+    taken = "all_to_all_blocks takes one list of tensors per rank"
+    require_each(blocks, Sequence, taken, CollectiveTypeError)
+    require_each(out, Sequence, taken, CollectiveTypeError)
     if not len(blocks) == len(out) == comm.size:
         raise CollectiveError(
             f"all_to_all_blocks over {comm.size} ranks takes one list of blocks and one of outputs "
@@ -238,10 +258,10 @@ def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
             check_operand(block, "a block")
         dtypes.add(block.dtype)
     if len(dtypes) > 1:
-        raise CollectiveError(
-            f"all_to_all_blocks moves one dtype, got {', '.join(sorted(map(str, dtypes)))}"
-        )
-    sent, expected = ([tuple(block.shape) for block in side[comm.rank]] for side in (blocks, out))
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise CollectiveError(f"all_to_all_blocks moves one dtype, got {names}")
+    sent = [tuple(block.shape) for block in blocks[comm.rank]]
+    expected = [tuple(block.shape) for block in out[comm.rank]]
     if sent != expected:
         raise CollectiveError(
             f"rank {comm.rank} keeps blocks of shapes {sent}, but its outputs for them have "
@@ -250,27 +270,33 @@ def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
     return has_subclasses
 
 
-def _counts(lists: Sequence[Sequence[Tensor]]) -> list[int]:
-    return [sum([block.numel() for block in each]) for each in lists]
+def _counts(blocks: Blocks) -> list[int]:
+    """Return the number of elements of all blocks of each rank."""
+    return list(map(_count, blocks))
 
 
-def _keep(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+def _count(blocks: Sequence[Tensor]) -> int:
+    """Return the number of elements of some blocks."""
+    return sum([block.numel() for block in blocks])
+
+
+def _copy_each(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
     for block, place in zip(source, target, strict=True):
         place.copy_(block)
 
 
-def _is_around(blocks: Blocks, order: Sequence[int], own: int) -> bool:
+def _is_around(blocks: Blocks, order: Sequence[int], own_rank: int) -> bool:
     """Return whether the blocks of all ranks, but not the others' blocks alone, are adjacent.
 
     An example are the rows of a matrix of which this rank keeps some in the middle: one view has
     all of them, so no buffer is needed. This rank's own blocks must not have more elements than the
     other blocks.
     """
-    others = list(chain.from_iterable(blocks[i] for i in order if i != own))
-    count, own_count = _counts([others, blocks[own]])
-    if own_count > count or _as_one(others) is not None:
+    others = list(chain.from_iterable(_blocks_in_message(blocks, order, own_rank)))
+    if _count(blocks[own_rank]) > _count(others) or _as_one(others) is not None:
         return False
-    return _as_one(list(chain.from_iterable(blocks[i] for i in order))) is not None
+    every_block = list(chain.from_iterable(_blocks_in_message(blocks, order, None)))
+    return _as_one(every_block) is not None
 
 
 def _as_one(blocks: Sequence[Tensor]) -> Tensor | None:
@@ -282,12 +308,9 @@ def _as_one(blocks: Sequence[Tensor]) -> Tensor | None:
     end = filled[0].data_ptr()
     width = first.element_size()
     for block in filled:
-        if (
-            block.data_ptr() != end
-            or not block.is_contiguous()
-            or block.is_conj()
-            or block.is_neg()
-        ):
+        if block.data_ptr() != end or not block.is_contiguous():
+            return None
+        if block.is_conj() or block.is_neg():
             return None
         end += block.numel() * width
     total = (end - first.data_ptr()) // width

@@ -41,6 +41,7 @@ _ON_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bi
 
 
 def _with(options: Any, field: str, value: object) -> Any:
+    """Return an option object of c10d with a field set."""
     setattr(options, field, value)
     return options
 
@@ -48,10 +49,11 @@ def _with(options: Any, field: str, value: object) -> Any:
 _ALL_GATHER = _torch.AllgatherOptions()
 _ALL_TO_ALL = _torch.AllToAllOptions()
 _ALL_REDUCE = {
-    op: _with(_torch.AllreduceOptions(), "reduceOp", each) for op, each in REDUCE.items()
+    op: _with(_torch.AllreduceOptions(), "reduceOp", reduce_op) for op, reduce_op in REDUCE.items()
 }
 _REDUCE_SCATTER = {
-    op: _with(_torch.ReduceScatterOptions(), "reduceOp", each) for op, each in REDUCE.items()
+    op: _with(_torch.ReduceScatterOptions(), "reduceOp", reduce_op)
+    for op, reduce_op in REDUCE.items()
 }
 _FROM = cache(lambda root: _with(_torch.BroadcastOptions(), "rootRank", root))
 # c10d: no list of sizes means equal blocks
@@ -100,7 +102,7 @@ class C10dTransport(Transport):
         if self._channel is not None and tensor.is_cpu:
             self._channel.peers.announce(kind, tensor.dtype, count, op, root=root)
 
-    def _start(self, tensor: Tensor, call: Callable[..., Work], *arguments: object) -> Work:
+    def _call_backend(self, tensor: Tensor, call: Callable[..., Work], *arguments: object) -> Work:
         """Call the backend for an announced call; retract the announcement if it raises."""
         try:
             return call(self._group, *arguments)
@@ -110,6 +112,7 @@ class C10dTransport(Transport):
             raise
 
     def _watched(self, work: Work, tensor: Tensor) -> Handle:
+        """Return the work to wait for: of gloo one that watches the other ranks meanwhile."""
         if not self._gloo or not tensor.is_cpu:
             return work
         peers = None if self._channel is None else self._channel.peers
@@ -132,8 +135,9 @@ class C10dTransport(Transport):
         def reduce_arrived(rows: Tensor) -> None:
             if op == "avg":
                 reduce_rows(rows, op, out.view(-1))
-            else:
-                out.copy_(reduce(_ON_BITS[op], rows.unbind()).view(out.shape))
+                return
+            total = reduce(_ON_BITS[op], rows.unbind())
+            out.copy_(total.view(out.shape))
 
         return Pending(rows, work, reduce_arrived)
 
@@ -150,13 +154,15 @@ class C10dTransport(Transport):
         Each rank averages one part of all tensors, and gathers all parts.
         """
         flat = tensor.view(-1)
-        part = -(-flat.numel() // self._size)
+        count = flat.numel()
+        part = -(-count // self._size)
         # 10 elements of 4 ranks: parts of 3, of which the last one has two zeros
-        padded = torch.cat([flat, flat.new_zeros(part * self._size - flat.numel())])
-        own = flat.new_empty(part)
-        self.reduce_scatter(padded, own, "avg").wait()
-        self.all_gather(own, padded).wait()
-        flat.copy_(padded[: flat.numel()])
+        padding = flat.new_zeros(part * self._size - count)
+        padded = torch.cat([flat, padding])
+        own_part = flat.new_empty(part)
+        self.reduce_scatter(padded, own_part, "avg").wait()
+        self.all_gather(own_part, padded).wait()
+        flat.copy_(padded[:count])
         return Pending(tensor, None)
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle:
@@ -172,14 +178,19 @@ class C10dTransport(Transport):
             work = self.all_reduce_(terms, "sum", background)
             return Pending(tensor, work, lambda total: total.mul_(after))
         self._announce(tensor, "all_reduce", tensor.numel(), op)
-        work = self._start(tensor, self._kind.allreduce, [tensor], _ALL_REDUCE[op])
+        work = self._call_backend(tensor, self._kind.allreduce, [tensor], _ALL_REDUCE[op])
         return self._watched(work, tensor)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         self._announce(tensor, "all_gather", tensor.numel())
-        sent, into = (tensor, out) if tensor.dtype in PLAIN else (as_bytes(tensor), as_bytes(out))
+        sent = tensor
+        target = out
+        if tensor.dtype not in PLAIN:
+            sent = as_bytes(tensor)
+            target = as_bytes(out)
         call = call_of(self._kind, "all_gather")
-        return self._watched(self._start(tensor, call, into, sent, _ALL_GATHER), tensor)
+        work = self._call_backend(tensor, call, target, sent, _ALL_GATHER)
+        return self._watched(work, tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
@@ -193,9 +204,11 @@ class C10dTransport(Transport):
             return Pending(out, work, lambda total: total.mul_(after))
         self._announce(tensor, "reduce_scatter", tensor.numel(), op)
         call = call_of(self._kind, "reduce_scatter")
-        work = self._start(tensor, call, out, tensor, _REDUCE_SCATTER[op])
+        work = self._call_backend(tensor, call, out, tensor, _REDUCE_SCATTER[op])
+        if not self._gloo or not tensor.is_cpu:
+            return work
         # gloo's is never completed before it is waited for, so it cannot be watched.
-        return BackendWork(work, self._group, None) if self._gloo and tensor.is_cpu else work
+        return BackendWork(work, self._group, None)
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle:
         self._announce(tensor, "all_to_all", tensor.numel())
@@ -213,25 +226,36 @@ class C10dTransport(Transport):
 
     def _exchange(self, tensor: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle:
         sent = tensor
-        into = out
+        target = out
         if tensor.dtype not in PLAIN:
             width = tensor.element_size()
             sent = as_bytes(tensor)
-            into = as_bytes(out)
-            send, receive = [n * width for n in send], [n * width for n in receive]
+            target = as_bytes(out)
+            send = [count * width for count in send]
+            receive = [count * width for count in receive]
         call = call_of(self._kind, "all_to_all")
-        work = self._start(tensor, call, into, sent, receive, send, _ALL_TO_ALL)
+        work = self._call_backend(tensor, call, target, sent, receive, send, _ALL_TO_ALL)
         return self._watched(work, tensor)
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
         self._announce(tensor, "broadcast", tensor.numel(), "", root=root)
         sent = tensor if tensor.dtype in PLAIN else as_bytes(tensor)
-        work = self._start(tensor, self._kind.broadcast, [sent], _FROM(root))
+        work = self._call_backend(tensor, self._kind.broadcast, [sent], _FROM(root))
         return self._watched(work, tensor)
 
 
 class AcrossHosts(C10dTransport):
-    """The transport of a communicator with `per_host` consecutive ranks on each host."""
+    """The transport of a communicator with `per_host` consecutive ranks on each host.
+
+    Large messages take steps inside of hosts, by shared memory, and between hosts, by the backend.
+    An all-reduce of the tensors abcd of 2 ranks on each of 2 hosts:
+
+                       host 0               host 1
+                       rank 0    rank 1     rank 2    rank 3
+        inside         ab        cd         ab        cd        reduce-scatter: sums of the host
+        between        ab        cd         ab        cd        all-reduce: ranks 0, 2 and 1, 3
+        inside         abcd      abcd       abcd      abcd      all-gather
+    """
 
     __slots__ = ("_host", "_own", "_parts", "_per_host", "_plain", "_ranks")
 
@@ -246,8 +270,9 @@ class AcrossHosts(C10dTransport):
         self._parts: tuple[Transport, ...] | None = None
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
-        is_large = tensor.dtype in CARRIED_DTYPES and tensor.nbytes >= LEAST_BYTES
-        if background or uneven or not is_large or not is_carried(tensor, op):
+        if background or uneven or tensor.nbytes < LEAST_BYTES:
+            return self._plain
+        if tensor.dtype not in CARRIED_DTYPES or not is_carried(tensor, op):
             return self._plain
         if self._parts is None:
             self._parts = self._connected()
@@ -259,19 +284,23 @@ class AcrossHosts(C10dTransport):
         inside = comm_for("inside_host", self._ranks[first : first + self._per_host], "gloo")
         between = comm_for("between_hosts", self._ranks[self._own :: self._per_host], "gloo")
         channel = channel_of(inside.group)
-        if not on_plain_kernels(all_have, channel, self._group) or channel is None:
+        everyone_has = on_plain_kernels(all_have, channel, self._group)
+        if channel is None or not everyone_has:
             return ()
-        own = SharedMemoryTransport(channel, C10dTransport(inside, channel))
-        return own, C10dTransport(between, channel, self._name)
+        shared = SharedMemoryTransport(channel, C10dTransport(inside, channel))
+        return shared, C10dTransport(between, channel, self._name)
 
-    def _run(self, steps: Callable[..., None], kind: str, tensor: Tensor, *what: object) -> Handle:
+    def _run(
+        self, steps: Callable[..., None], kind: str, tensor: Tensor, *, op: str = "", root: int = 0
+    ) -> Handle:
         """Run all steps as one collective, unseen by modes.
 
         The partners of a rank on other hosts repeat an error that occurs inside its host.
         """
-        record(self._name, (kind, tensor.dtype, tensor.numel(), *what))
+        record(self._name, (kind, tensor.dtype, tensor.numel(), op, root))
+        host_count = len(self._ranks) // self._per_host
         try:
-            on_plain_kernels(steps, *(self._parts or ()), len(self._ranks) // self._per_host)
+            on_plain_kernels(steps, *(self._parts or ()), host_count)
         except PeerError as error:
             first_failure(self._name, str(error), error.ranks)
             raise
@@ -282,25 +311,20 @@ class AcrossHosts(C10dTransport):
             # 2 ranks a host, windows of 4 elements, abcd efgh: the first rank carries ab and ef,
             # the second cd and gh.
             whole = self._padded(tensor)
-            own = whole.new_empty(whole.numel() // self._per_host)
+            own_parts = whole.new_empty(whole.numel() // self._per_host)
             length = _WINDOW_BYTES // tensor.element_size()
+            windows = torch.split(whole, length * self._per_host)
+            parts = torch.split(own_parts, length)
             works = []
-            windows = [
-                *zip(
-                    torch.split(whole, length * self._per_host),
-                    torch.split(own, length),
-                    strict=True,
-                )
-            ]
-            for window, part in windows:
+            for window, part in zip(windows, parts, strict=True):
                 inside.reduce_scatter(window, part, op).wait()
                 works.append(between.all_reduce_(part, op, False))
-            for (window, part), work in zip(windows, works, strict=True):
+            for window, part, work in zip(windows, parts, works, strict=True):
                 work.wait()
                 inside.all_gather(part, window).wait()
             _copy_back(tensor, whole)
 
-        return self._run(steps, "all_reduce", tensor, op, 0)
+        return self._run(steps, "all_reduce", tensor, op=op)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
@@ -310,7 +334,7 @@ class AcrossHosts(C10dTransport):
             for row, of_host in zip(rows, out.view(hosts, -1), strict=True):
                 inside.all_gather(row, of_host).wait()
 
-        return self._run(steps, "all_gather", tensor, "", 0)
+        return self._run(steps, "all_gather", tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
@@ -323,14 +347,14 @@ class AcrossHosts(C10dTransport):
             between.all_to_all(rows.view(-1), terms.view(-1)).wait()
             reduce_rows(terms, op, out.view(-1))
 
-        return self._run(steps, "reduce_scatter", tensor, op, 0)
+        return self._run(steps, "reduce_scatter", tensor, op=op)
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
-        host, own = divmod(root, self._per_host)
+        host, root_inside = divmod(root, self._per_host)
 
         def steps(inside: Transport, between: Transport, _: int) -> None:
             if self._host == host:
-                inside.broadcast_(tensor, own).wait()
+                inside.broadcast_(tensor, root_inside).wait()
             whole = self._padded(tensor)
             part = whole.view(self._per_host, -1)[self._own]
             between.broadcast_(part, host).wait()
@@ -338,7 +362,7 @@ class AcrossHosts(C10dTransport):
                 inside.all_gather(part, whole).wait()
                 _copy_back(tensor, whole)
 
-        return self._run(steps, "broadcast", tensor, "", root)
+        return self._run(steps, "broadcast", tensor, root=root)
 
     def _padded(self, tensor: Tensor) -> Tensor:
         """Return all elements in one dim, of a length that the ranks of a host divide.
@@ -346,10 +370,13 @@ class AcrossHosts(C10dTransport):
         The result is a view if the tensor has such a length.
         """
         flat = tensor.view(-1)
-        more = -flat.numel() % self._per_host
-        return torch.cat([flat, flat.new_zeros(more)]) if more else flat
+        missing = -flat.numel() % self._per_host
+        if not missing:
+            return flat
+        return torch.cat([flat, flat.new_zeros(missing)])
 
 
 def _copy_back(tensor: Tensor, padded: Tensor) -> None:
+    """Copy elements to the tensor from a padded copy of it; a view needs no copy."""
     if padded.numel() != tensor.numel():
         tensor.view(-1).copy_(padded[: tensor.numel()])

@@ -32,8 +32,9 @@ from .c10d_transport import AcrossHosts, C10dTransport
 from .graph_dependences import in_graph
 
 Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
-Sync = Literal[False]  # of `async_op`: the result is returned
-Async = Literal[True]  # a `Pending` is
+# Types of `async_op`: without it the result is returned, with it a `Pending`.
+Sync = Literal[False]
+Async = Literal[True]
 _STRIDED = torch.strided
 # Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a
 # third of the time.
@@ -51,12 +52,15 @@ def resolve(along: object) -> Comm:
     """Return the communicator of a Comm or a (mesh, axes) pair; CollectiveTypeError otherwise."""
     if isinstance(along, Comm):
         return along
-    if isinstance(along, tuple) and len(along) == 2 and isinstance(along[0], DeviceMesh):
-        return along[0].comm(along[1])
-    got = kind_of(along[0] if isinstance(along, tuple) and len(along) == 2 else along)
+    rejected = along
+    if isinstance(along, tuple) and len(along) == 2:
+        mesh, axes = along
+        if isinstance(mesh, DeviceMesh):
+            return mesh.comm(axes)
+        rejected = mesh
     raise CollectiveTypeError(
         "a collective runs along a Comm, such as comm_over(ranks), or a pair (mesh, axes), got "
-        f"{got}"
+        f"{kind_of(rejected)}"
     )
 
 
@@ -79,9 +83,8 @@ def checked_each(tensors: Sequence[Tensor], along: Along, taken: str) -> Comm:
 
 def require_tensors(tensors: Sequence[Tensor], taken: str) -> None:
     """Raise CollectiveTypeError unless given a sequence of tensors; `taken` describes it."""
-    if not isinstance(tensors, list | tuple) or any(
-        type(tensor) is not Tensor for tensor in tensors
-    ):
+    is_list = isinstance(tensors, list | tuple)
+    if not is_list or any(type(tensor) is not Tensor for tensor in tensors):
         require_each(tensors, Tensor, taken, CollectiveTypeError)
 
 
@@ -90,9 +93,9 @@ def is_dense(tensor: Tensor) -> bool:
 
     A compiler traces no other tensors, so the check is skipped there.
     """
-    return is_compiling() or (
-        tensor.layout is _STRIDED and not tensor.is_quantized and not tensor.is_nested
-    )
+    if is_compiling():
+        return True
+    return tensor.layout is _STRIDED and not tensor.is_quantized and not tensor.is_nested
 
 
 def check_operand(tensor: Tensor, name: str = "tensor") -> None:
@@ -173,18 +176,19 @@ def normal_dim(tensor: Tensor, dim: int) -> int:
         require(dim, int, "a dim of a tensor is an int", CollectiveTypeError)
     ndim = tensor.ndim
     if not -ndim <= dim < ndim:
-        raise DimError(
-            f"no dim {dim} in a tensor of shape {tuple(tensor.shape)}: "
-            + (f"dims are {-ndim} to {ndim - 1}" if ndim else "it has 0 dims, call view(1) first")
-        )
+        allowed = "it has 0 dims, call view(1) first"
+        if ndim:
+            allowed = f"dims are {-ndim} to {ndim - 1}"
+        raise DimError(f"no dim {dim} in a tensor of shape {tuple(tensor.shape)}: {allowed}")
     return dim % ndim
 
 
 def refuse_uneven(tensor: Tensor, dim: int, comm: Comm) -> NoReturn:
     """Raise CollectiveError because the dim does not divide."""
+    axes = "x".join(comm.axes)
     raise CollectiveError(
         f"dim {dim} of shape {tuple(tensor.shape)} does not divide into {comm.size} equal blocks "
-        f"along {'x'.join(comm.axes)}: use the form with sizes (ending in _v)"
+        f"along {axes}: use the form with sizes (ending in _v)"
     )
 
 
@@ -217,17 +221,14 @@ def are_equal(sizes: Sizes) -> bool:
 
 def check_root(index: int, comm: Comm, name: str) -> None:
     """Raise CollectiveError unless an index of a rank along the communicator is given."""
-    if type(index) is not int:
-        require(
-            index,
-            int,
-            f"{name} is the index of a rank along {'x'.join(comm.axes)}",
-            CollectiveTypeError,
-        )
+    if type(index) is int and 0 <= index < comm.size:
+        return
+    axes = "x".join(comm.axes)
+    require(index, int, f"{name} is the index of a rank along {axes}", CollectiveTypeError)
     if not 0 <= index < comm.size:
         raise CollectiveError(
-            f"{name} {index} is not a rank along {'x'.join(comm.axes)}: indices are 0 to "
-            f"{comm.size - 1}, counted along the axes (not global ranks)"
+            f"{name} {index} is not a rank along {axes}: indices are 0 to {comm.size - 1}, counted "
+            "along the axes (not global ranks)"
         )
 
 
@@ -248,21 +249,18 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
     send different amounts.
     """
     if comm.size == 1:
-        own = tensor.clone(memory_format=torch.contiguous_format)
-        return Pending(own, None) if async_op else own
-    if observers:
-        facts = {"shape": tensor.shape, **same} if flow is None else same
-        return observed(
-            lambda: start() if async_op else start().wait(),
-            op,
-            comm,
-            (tensor,),
-            reduce_op,
-            facts,
-            flow,
-        )
-    pending = start()
-    return pending if async_op else pending.wait()
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        return Pending(copy, None) if async_op else copy
+    if not observers:
+        pending = start()
+        return pending if async_op else pending.wait()
+
+    def run() -> Tensor | Pending:
+        pending = start()
+        return pending if async_op else pending.wait()
+
+    facts = {"shape": tensor.shape, **same} if flow is None else same
+    return observed(run, op, comm, (tensor,), reduce_op=reduce_op, same=facts, flow=flow)
 
 
 # --- the seven calls ------------------------------------------------------------------------------
@@ -326,16 +324,14 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
     waits once. The answer is the same on all ranks: it depends on nothing that differs between
     them.
     """
-    return (
-        op in ("sum", "avg")
-        and 2 < comm.size <= ONE_SHOT_RANKS
-        # before the size, which a compiler may know as a symbol only
-        and not is_traced(tensor)
-        and 0 < tensor.nbytes <= ONE_SHOT_BYTES
-        and tensor.device.type == "cpu"
-        and tensor.is_floating_point()
-        and type(carrier_of(comm, tensor, op)) is C10dTransport
-    )
+    if op not in ("sum", "avg") or not 2 < comm.size <= ONE_SHOT_RANKS:
+        return False
+    # before the size, which a compiler may know as a symbol only
+    if is_traced(tensor) or not 0 < tensor.nbytes <= ONE_SHOT_BYTES:
+        return False
+    if tensor.device.type != "cpu" or not tensor.is_floating_point():
+        return False
+    return type(carrier_of(comm, tensor, op)) is C10dTransport
 
 
 def all_gather(
@@ -351,8 +347,10 @@ def all_gather(
         tensor = in_memory(tensor)
         if out is None:
             # (3, 5) on 4 ranks: (12, 5)
-            out = in_huge_pages(tensor.new_empty((comm.size * tensor.shape[0], *tensor.shape[1:])))
-        pending = Pending(out, carrier_of(comm, tensor, "", background).all_gather(tensor, out))
+            shape = (comm.size * tensor.shape[0], *tensor.shape[1:])
+            out = in_huge_pages(tensor.new_empty(shape))
+        work = carrier_of(comm, tensor, "", background).all_gather(tensor, out)
+        pending = Pending(out, work)
     order = comm.order
     return pending if order is None else pending.then(lambda out: _reordered(out, order))
 
@@ -360,28 +358,31 @@ def all_gather(
 def all_gather_v(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pending:
     """Gather blocks, `S(0) -> R`: (sizes[rank], ...) -> (sum(sizes), ...)."""
     largest = max(sizes)
-    rest = rows.shape[1:]
-    # (9, 0, 0): padded to 27 rows, exactly 9 to each of the others; (3, 1, 2): padded to 9 rows in
-    # one step.
-    if largest * comm.size > 2 * sum(sizes):
+    row_count = sum(sizes)
+    row_shape = rows.shape[1:]
+    # Sizes (9, 0, 0) would be padded to 27 rows, so exactly 9 rows go to each of the others. Sizes
+    # (3, 1, 2) are padded to 9 rows, which take one step.
+    if largest * comm.size > 2 * row_count:
         flat = rows.reshape(-1)
-        arrivals = [size * prod(rest) for size in sizes]
+        arrivals = [size * prod(row_shape) for size in sizes]
         send = [flat.numel()] * comm.size
-        pending = all_to_all_v(flat.repeat(comm.size), comm, send, arrivals, background)
-        return pending.then(lambda out: out.view(sum(sizes), *rest))
-    if missing := largest - rows.shape[0]:
-        rows = torch.cat([rows, rows.new_empty((missing, *rest))])
+        copies = flat.repeat(comm.size)
+        pending = all_to_all_v(copies, comm, send, arrivals, background=background)
+        return pending.then(lambda out: out.view(row_count, *row_shape))
+    missing = largest - rows.shape[0]
+    if missing:
+        padding = rows.new_empty((missing, *row_shape))
+        rows = torch.cat([rows, padding])
     pending = all_gather(rows, comm, background)
     if are_equal(sizes):
         return pending
 
-    # (3, 1, 2): of the 9 rows that arrive 3, 1 and 2 are joined
-    def joined(padded: Tensor) -> Tensor:
-        return torch.cat(
-            [block[:size] for block, size in zip(padded.chunk(comm.size), sizes, strict=True)]
-        )
+    def join(padded: Tensor) -> Tensor:
+        # (3, 1, 2): of the 9 rows that arrive 3, 1 and 2 are joined
+        blocks = zip(padded.chunk(comm.size), sizes, strict=True)
+        return torch.cat([block[:size] for block, size in blocks])
 
-    return pending.then(joined)
+    return pending.then(join)
 
 
 def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Pending:
@@ -392,8 +393,10 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
         return in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
     tensor = in_memory(tensor)
     # (12, 5) on 4 ranks: (3, 5)
-    out = in_huge_pages(tensor.new_empty((tensor.shape[0] // comm.size, *tensor.shape[1:])))
-    return Pending(out, carrier_of(comm, tensor, op, background).reduce_scatter(tensor, out, op))
+    shape = (tensor.shape[0] // comm.size, *tensor.shape[1:])
+    out = in_huge_pages(tensor.new_empty(shape))
+    work = carrier_of(comm, tensor, op, background).reduce_scatter(tensor, out, op)
+    return Pending(out, work)
 
 
 def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
@@ -404,12 +407,14 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
     if comm.order is not None:
         tensor = _reordered(tensor, group_to_index(comm))
     if is_traced(tensor):
-        sizes = [tensor.shape[0] // comm.size] * comm.size  # (12, 5) on 4 ranks: [3, 3, 3, 3]
+        # (12, 5) on 4 ranks: [3, 3, 3, 3]
+        sizes = [tensor.shape[0] // comm.size] * comm.size
         pending = in_graph("all_to_all_single", tensor.contiguous(), comm, sizes, sizes)
     else:
         tensor = in_memory(tensor)
         out = in_huge_pages(torch.empty_like(tensor))
-        pending = Pending(out, carrier_of(comm, tensor, "", background).all_to_all(tensor, out))
+        work = carrier_of(comm, tensor, "", background).all_to_all(tensor, out)
+        pending = Pending(out, work)
     order = comm.order
     return pending if order is None else pending.then(lambda out: _reordered(out, order))
 
@@ -418,19 +423,14 @@ def all_to_all_v(
     flat: Tensor, comm: Comm, send: Sizes, receive: Sizes, background: bool = False
 ) -> Pending:
     """Send blocks of `send[j]` elements to rank j; receive `receive[i]` elements from rank i."""
-    order = group_to_index(comm)
-    positions = comm.order
-    if positions is not None:
-        flat = _reordered(flat, order, send)
-    arrivals = [receive[index] for index in order]
-    pending = all_to_all_exact(
-        flat, comm, [send[index] for index in order], arrivals, background=background
-    )
-    return (
-        pending
-        if positions is None
-        else pending.then(lambda out: _reordered(out, positions, arrivals))
-    )
+    indices = group_to_index(comm)
+    order = comm.order
+    if order is not None:
+        flat = _reordered(flat, indices, send)
+    departures = [send[index] for index in indices]
+    arrivals = [receive[index] for index in indices]
+    pending = all_to_all_exact(flat, comm, departures, arrivals, background=background)
+    return pending if order is None else pending.then(lambda out: _reordered(out, order, arrivals))
 
 
 def all_to_all_exact(
@@ -465,14 +465,18 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
 def _written(tensor: Tensor, sent: Tensor, work: Handle) -> Pending:
     """Overwrite a tensor of a subclass with the values of the plain tensor that was sent for it."""
     shares_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return Pending(tensor, work, None if shares_memory else lambda _: tensor.copy_(sent))
+    if shares_memory:
+        return Pending(tensor, work)
+    return Pending(tensor, work, lambda _: tensor.copy_(sent))
 
 
 def group_to_index(comm: Comm) -> list[int]:
     """Return the index along the communicator of each rank in the group, inverse to `order`."""
-    # order (2, 0, 1), index 0 being rank 2 of the group: its ranks have indices 1, 2, 0
-    indices = range(comm.size)
-    return list(indices) if comm.order is None else sorted(indices, key=comm.order.__getitem__)
+    indices = list(range(comm.size))
+    if comm.order is not None:
+        # order (2, 0, 1), index 0 being rank 2 of the group: its ranks have indices 1, 2, 0
+        indices.sort(key=comm.order.__getitem__)
+    return indices
 
 
 def _reordered(tensor: Tensor, order: Sequence[int], sizes: Sizes = ()) -> Tensor:
@@ -496,12 +500,14 @@ def in_huge_pages(new: Tensor) -> Tensor:
     Systems give huge pages to programs that request them (`madvise`, the usual setting). Returns
     the tensor.
     """
-    if new.nbytes >= LARGE_BYTES and new.is_cpu and hasattr(mmap, "MADV_HUGEPAGE"):
-        # address 5000, pages of 4096: 8192
-        first = -(-new.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (new.data_ptr() + new.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-        # A wish: whether it is granted changes nothing but the time.
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE
-        )
+    if new.nbytes < LARGE_BYTES or not new.is_cpu or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return new
+    page = mmap.PAGESIZE
+    address = new.data_ptr()
+    # address 5000, pages of 4096: 8192
+    first = -(-address // page) * page
+    length = (address + new.nbytes - first) // page * page
+    # A wish: whether it is granted changes nothing but the time.
+    madvise = ctypes.CDLL(None).madvise
+    madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return new

@@ -56,8 +56,11 @@ def all_reduce(
             grad.
 
     Example:
-        >>> launch(lambda rows: all_reduce(rows, comm_over((0, 1)), "max").tolist(), 2, torch.tensor([3, 4]))
-        [[3, 4], [3, 4]]
+        >>> def example() -> list[int]:
+        ...     rows = torch.tensor([3, dist.get_rank()])
+        ...     return all_reduce(rows, comm_over((0, 1)), "max").tolist()
+        >>> launch(example, 2)
+        [[3, 1], [3, 1]]
     """
     comm = checked(tensor, comm)
     how = reduction(tensor.dtype, op)
@@ -65,10 +68,10 @@ def all_reduce(
     def start() -> Pending:
         # Functional collectives write to no operand, so compiled code needs no copy.
         if is_compiling():
-            own = tensor.contiguous()
+            terms = tensor.contiguous()
         else:
-            own = tensor.clone(memory_format=torch.contiguous_format)
-        return reduced(own, comm, how, async_op)
+            terms = tensor.clone(memory_format=torch.contiguous_format)
+        return reduced(terms, comm, how, async_op)
 
     return collective("all_reduce", tensor, comm, start, async_op=async_op, reduce_op=op)
 
@@ -100,13 +103,13 @@ def all_reduce_(
         return Pending(tensor, None) if async_op else tensor
 
     def start() -> Pending:
-        own = tensor
+        terms = tensor
         # A compiler cannot trace `is_neg`.
         is_lazily_negated = not is_compiling() and tensor.is_neg()
         if not tensor.is_contiguous() or is_lazily_negated:
             _refuse_overlapping(tensor)
-            own = calls.materialized(tensor)
-        pending = reduced(own, comm, how, async_op)
+            terms = calls.materialized(tensor)
+        pending = reduced(terms, comm, how, async_op)
         return pending if pending.value is tensor else pending.then(tensor.copy_)
 
     return collective("all_reduce", tensor, comm, start, async_op=async_op, reduce_op=op)
@@ -296,36 +299,40 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
         CollectiveError: no rank has the index, or the tensor requires grad.
 
     Example:
-        >>> launch(lambda: broadcast(torch.tensor(dist.get_rank()), comm_over((0, 1)), src=1).item(), 2)
+        >>> def example() -> float:
+        ...     return broadcast(torch.tensor(dist.get_rank()), comm_over((0, 1)), src=1).item()
+        >>> launch(example, 2)
         [1, 1]
     """
     comm = checked(tensor, comm)
     calls.check_root(src, comm, "src")
-    own = tensor.clone(memory_format=torch.contiguous_format)
+    copy = tensor.clone(memory_format=torch.contiguous_format)
     if comm.size == 1:
-        return own
+        return copy
+
+    def run() -> Tensor:
+        return calls.broadcast_(copy, comm, src).wait()
+
     facts = {"shape": tensor.shape, "src": src}
-    return observed(
-        lambda: calls.broadcast_(own, comm, src).wait(), "broadcast", comm, (tensor,), same=facts
-    )
+    return observed(run, "broadcast", comm, (tensor,), same=facts)
 
 
-def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
+def reduced(tensor: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
     """`P -> R`: reduce a contiguous tensor that nothing else refers to."""
-    sent = own if how.dtype is None else _as_sent(own, how.dtype)
+    sent = tensor if how.dtype is None else _as_sent(tensor, how.dtype)
     is_sent_as_is = how.dtype is None and comm.on_gloo
-    if in_tree(own, how.op):
+    if in_tree(tensor, how.op):
         pending = Pending(_all_reduce_in_tree(sent, comm, how.op), None)
-    elif is_sent_as_is and calls.is_one_shot(own, comm, how.op):
+    elif is_sent_as_is and calls.is_one_shot(tensor, comm, how.op):
         # In the same order everywhere, so the sums of all ranks agree bit by bit.
         # (5,) -> (4, 5)
-        copies = own.expand(comm.size, *own.shape).contiguous()
+        copies = tensor.expand(comm.size, *tensor.shape).contiguous()
         pending = calls.all_to_all(copies, comm)
-        pending = pending.then(lambda terms: _reduced_terms(terms, how.op, own))
+        pending = pending.then(lambda terms: _reduced_terms(terms, how.op, out=tensor))
     else:
         pending = calls.all_reduce_(sent, comm, how.op, background)
     is_converted = how.divide or how.dtype
-    return _as_asked(pending, comm, how, own.dtype) if is_converted else pending
+    return _as_asked(pending, comm, how, tensor.dtype) if is_converted else pending
 
 
 def reduced_blocks(
@@ -389,12 +396,12 @@ def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dty
     return pending.then(lambda sent: sent.to(dtype))
 
 
-def _reduced_terms(terms: Tensor, op: str, own: Tensor) -> Tensor:
-    """Sum or average the terms of all ranks in place of the rank's own, (size, ...) -> (...)."""
+def _reduced_terms(terms: Tensor, op: str, out: Tensor) -> Tensor:
+    """Sum or average the terms of all ranks, (size, ...) -> (...)."""
     if op == "sum":
-        return torch.sum(terms, 0, out=own)
-    reduce_rows(terms.view(terms.shape[0], -1), op, own.view(-1))
-    return own
+        return torch.sum(terms, 0, out=out)
+    reduce_rows(terms.view(terms.shape[0], -1), op, out.view(-1))
+    return out
 
 
 def _reduced_in_tree(terms: Tensor, comm: Comm, op: str) -> Tensor:
@@ -406,7 +413,13 @@ def _reduced_in_tree(terms: Tensor, comm: Comm, op: str) -> Tensor:
 
 
 def _all_reduce_in_tree(tensor: Tensor, comm: Comm, op: str) -> Tensor:
-    """Sum or average all ranks' tensors in place of a contiguous one, complete on return."""
+    """Sum or average all ranks' tensors in place of a contiguous one, complete on return.
+
+    Up to `_ONE_EXCHANGE_BYTES` every rank gathers all terms. Beyond that, 4 elements on 2 ranks:
+
+        rank 0   a0 a1 a2 a3     all-to-all   a0 a1, b0 b1   sums s0 s1   all-gather   s0 s1 s2 s3
+        rank 1   b0 b1 b2 b3     all-to-all   a2 a3, b2 b3   sums s2 s3   all-gather   s0 s1 s2 s3
+    """
     flat = tensor.view(-1)
     if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
         terms = calls.all_gather(flat.unsqueeze(0), comm).wait()
@@ -417,9 +430,10 @@ def _all_reduce_in_tree(tensor: Tensor, comm: Comm, op: str) -> Tensor:
     part = -(-count // comm.size)
     # 10 and two zeros
     padding = flat.new_zeros(part * comm.size - count)
-    exchanged = calls.all_to_all(torch.cat([flat, padding]), comm).wait()
-    own = _reduced_in_tree(exchanged, comm, op)
+    padded = torch.cat([flat, padding])
+    terms = calls.all_to_all(padded, comm).wait()
+    own_part = _reduced_in_tree(terms, comm, op)
     # (12,), of which 10 are wanted
-    gathered = calls.all_gather(own, comm).wait()
+    gathered = calls.all_gather(own_part, comm).wait()
     flat.copy_(gathered[:count])
     return tensor

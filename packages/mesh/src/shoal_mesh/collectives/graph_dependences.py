@@ -20,7 +20,10 @@ from ..groups.process_groups import Comm
 from ..transport import Pending, split_divisor
 
 NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
-"""Of the operators for compiled code (`graph_operators`); a copy of this package in another has its own."""
+"""The namespace of the operators for compiled code (`graph_operators`).
+
+A copy of this package in another package has its own namespace.
+"""
 
 _calls = count(1 << 40)
 
@@ -36,17 +39,27 @@ def in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pend
         raise CollectiveError(
             "collectives do not support forward-mode derivatives, but the tensor has a tangent"
         )
-    here = (comm.in_python or (comm.on_gloo and operand.is_cpu)) and not is_exporting()
-    averages = not here and arguments[:1] == ("avg",)
-    if averages:
-        # of a half type, which backends sum in that type
-        before, after = split_divisor(operand.dtype, comm.size)
-        operand = operand if before == 1 else operand * before
-        arguments = ("sum", *arguments[1:])
-    collective = getattr(getattr(torch.ops, NAMESPACE) if here else functional, name)
+    after = 1.0
+    if _has_own_operator(operand, comm):
+        operators = getattr(torch.ops, NAMESPACE)
+    else:
+        operators = functional
+        if arguments[:1] == ("avg",):
+            # of a half type, which backends sum in that type
+            before, after = split_divisor(operand.dtype, comm.size)
+            operand = operand if before == 1 else operand * before
+            arguments = ("sum", *arguments[1:])
+    collective = getattr(operators, name)
     result = in_its_pass(collective, distinct(operand), *arguments, comm.name)
     pending = Pending(functional.wait_tensor(result), None)
-    return pending.then(lambda total: total * after) if averages else pending
+    return pending if after == 1 else pending.then(lambda total: total * after)
+
+
+def _has_own_operator(operand: Tensor, comm: Comm) -> bool:
+    """Return whether this package's operator carries a tensor, not torch's."""
+    if is_exporting():
+        return False
+    return comm.in_python or (comm.on_gloo and operand.is_cpu)
 
 
 def distinct(tensor: Tensor) -> Tensor:
@@ -72,9 +85,9 @@ def in_its_pass(collective: Callable[..., Tensor], *arguments: object) -> Tensor
     the backward. (Symbols among the arguments may belong to the forward: they would have to stay
     too.)
     """
-    if torch.compiler.is_dynamo_compiling() or any(
-        type(leaf) is torch.SymInt for leaf in tree_leaves(arguments)
-    ):
+    if torch.compiler.is_dynamo_compiling():
+        return collective(*arguments)
+    if any(type(leaf) is torch.SymInt for leaf in tree_leaves(arguments)):
         return collective(*arguments)
     meta = torch.fx.traceback.current_meta
     if meta.get("partitioner_tag") != "is_backward":
@@ -96,17 +109,21 @@ def bound(tensor: Tensor, *to: Tensor) -> Tensor:
             made of.
 
     Example:
-        >>> totals = torch.tensor([6.0, 15.0])  # of two ranks, of which the first has nothing before it to add
+        Cumulative sums of two ranks, of which the first has nothing before it to add:
+
+        >>> totals = torch.tensor([6.0, 15.0])
         >>> bound(torch.tensor([1.0, 3.0, 6.0]), totals)
         tensor([1., 3., 6.])
     """
     if not is_traced(tensor):
         return tensor
-    parts = [
-        torch.view_as_real(other.resolve_conj()) if other.is_complex() else other for other in to
-    ]
-    nothing = [part.reshape(-1)[:0].to(tensor.dtype) for part in parts]
-    return torch.cat([tensor.reshape(-1), *nothing]).view(tensor.shape)
+    parts = [tensor.reshape(-1)]
+    for other in to:
+        values = torch.view_as_real(other.resolve_conj()) if other.is_complex() else other
+        # no elements, which still depend on the other tensor
+        nothing = values.reshape(-1)[:0]
+        parts.append(nothing.to(tensor.dtype))
+    return torch.cat(parts).view(tensor.shape)
 
 
 def contribution(operand: Tensor, held: bool, other: float) -> Tensor:

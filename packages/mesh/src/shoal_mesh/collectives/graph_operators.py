@@ -45,14 +45,17 @@ def _rows(operand: Tensor, count: int) -> Tensor:
 
 
 def _exchange(operand: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    row = prod(operand.shape[1:])
-    flat = all_to_all_v(
-        operand.reshape(-1), _comm(group), [n * row for n in send], [n * row for n in receive]
-    )
-    return flat.view(sum(receive), *operand.shape[1:])
+    """Exchange blocks of rows, (sum(send), ...) -> (sum(receive), ...)."""
+    row_shape = operand.shape[1:]
+    row_elements = prod(row_shape)
+    send_counts = [rows * row_elements for rows in send]
+    receive_counts = [rows * row_elements for rows in receive]
+    flat = all_to_all_v(operand.reshape(-1), _comm(group), send_counts, receive_counts)
+    return flat.view(sum(receive), *row_shape)
 
 
 def _alike(operand: Tensor, *_: object) -> Tensor:
+    """Return the shape of a result that has the shape of the operand."""
     return operand.new_empty(operand.shape)
 
 
@@ -107,7 +110,7 @@ _LIBRARIES: list[Any] = []
 
 def define_operators() -> None:
     """Register the operators with torch."""
-    library: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    library: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
     for schema, (run, shape) in OPERATORS.items():
         name = schema.partition("(")[0]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -67,7 +67,8 @@ def start_packed(
 
     Example:
         >>> def example() -> list[list[int]]:
-        ...     pending = start_packed("all_gather", [torch.arange(2), torch.arange(1)], comm_over((0, 1)), (3, 3))
+        ...     tensors = [torch.arange(2), torch.arange(1)]
+        ...     pending = start_packed("all_gather", tensors, comm_over((0, 1)), (3, 3))
         ...     return pending.then(lambda rows: [row.tolist() for row in rows]).wait()
         >>> launch(example, 2)[0]
         [[0, 1, 0], [0, 1, 0]]
@@ -86,14 +87,15 @@ def start_packed(
     if kind == "all_reduce":
         sizes = counts
     else:
+        count = sum(counts)
         total = check_sizes(sizes, comm)
         wanted = total if kind == "reduce_scatter" else sizes[comm.rank]
-        if sum(counts) != wanted:
+        if count != wanted:
             raise CollectiveError(
-                f"rank {comm.rank} gives {sum(counts)} elements for a packed {kind}, but sizes say "
+                f"rank {comm.rank} gives {count} elements for a packed {kind}, but sizes say "
                 f"{tuple(sizes)}"
             )
-    start = partial(_start, kind, tensors, comm, sizes, op, background)
+    start = partial(_start_message, kind, tensors, comm, sizes, op=op, background=background)
     return observed(start, _FUNCTIONAL[kind], comm, tensors, reduce_op=op, same={"sizes": sizes})
 
 
@@ -109,19 +111,22 @@ def _check_flat(kind: str, tensors: list[Tensor], comm: Comm) -> None:
         raise CollectiveError(f"a packed collective needs flat tensors of one dtype, got {got}")
 
 
-def _start(
+def _start_message(
     kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool
 ) -> Pending[Flat]:
+    """Start the collective in shared memory where that carries it, else by the backend."""
     pending: Pending[Flat] = Pending((), None)
     follows_tree = bool(op) and in_tree(tensors[0], op)
     if comm.size > 1 and not is_traced(tensors[0]) and not follows_tree:
         order = comm.order if kind == "all_gather" else None
 
         def receive(arrived: Flat) -> None:
-            if kind == "all_gather":
-                pending.lend(arrived if order is None else [arrived[rank] for rank in order])
-            else:
+            if kind != "all_gather":
                 pending.value = arrived
+            elif order is None:
+                pending.lend(arrived)
+            else:
+                pending.lend([arrived[rank] for rank in order])
 
         sizes_in_group = sizes
         if order is not None:
@@ -148,12 +153,16 @@ def _in_one_tensor(
         # packed where it is to arrive
         out = calls.in_huge_pages(tensors[0].new_empty(comm.size * size))
         # rank 2, blocks of 3: 6:9
-        own = torch.cat(tensors, out=out.narrow(0, comm.rank * size, size))
-        return calls.all_gather(own, comm, background, out)
+        own_place = out.narrow(0, comm.rank * size, size)
+        own_block = torch.cat(tensors, out=own_place)
+        return calls.all_gather(own_block, comm, background, out)
     # The message of a single tensor is the caller's memory, so it is copied if it is reduced in
     # place.
     is_copied = len(tensors) > 1 or kind == "all_reduce" or comm.size == 1
-    message = torch.cat(tensors, -1).view(-1) if is_copied else tensors[0].reshape(-1)
+    if is_copied:
+        message = torch.cat(tensors, -1).view(-1)
+    else:
+        message = tensors[0].reshape(-1)
     tensors.clear()
     if comm.size == 1:
         return Pending(message, None)
@@ -214,7 +223,9 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
         CollectiveError: as for `all_reduce`.
 
     Example:
-        >>> launch(lambda: all_reduce_coalesced([torch.ones(2), torch.ones(())], comm_over((0, 1))), 2)[0]
+        >>> def example() -> list[torch.Tensor]:
+        ...     return all_reduce_coalesced([torch.ones(2), torch.ones(())], comm_over((0, 1)))
+        >>> launch(example, 2)[0]
         [tensor([2., 2.]), tensor(2.)]
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
@@ -224,7 +235,8 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
     def run(same_dtype: list[Tensor]) -> list[Tensor]:
         flat = [tensor.reshape(-1) for tensor in same_dtype]
         totals = start_packed("all_reduce", flat, comm, op=op, background=False).wait()
-        return [total.view(tensor.shape) for total, tensor in zip(totals, same_dtype, strict=True)]
+        pairs = zip(totals, same_dtype, strict=True)
+        return [total.view(tensor.shape) for total, tensor in pairs]
 
     return _coalesced("all_reduce_coalesced", tensors, comm, run, dim=None, op=op)
 
@@ -246,8 +258,11 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
         CollectiveError: a tensor requires grad.
 
     Example:
-        >>> launch(lambda: all_gather_coalesced([torch.ones(2), torch.ones(1, 2)], comm_over((0, 1)))[1].shape, 2)
-        [torch.Size([2, 2]), torch.Size([2, 2])]
+        >>> def example() -> list[torch.Size]:
+        ...     shards = [torch.ones(2), torch.ones(1, 2)]
+        ...     return [whole.shape for whole in all_gather_coalesced(shards, comm_over((0, 1)))]
+        >>> launch(example, 2)[0]
+        [torch.Size([4]), torch.Size([2, 2])]
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
@@ -294,7 +309,10 @@ def reduce_scatter_coalesced(
         CollectiveError: as for `reduce_scatter`.
 
     Example:
-        >>> launch(lambda: reduce_scatter_coalesced([torch.arange(2), torch.ones(4)], comm_over((0, 1))), 2)[1]
+        >>> def example() -> list[torch.Tensor]:
+        ...     terms = [torch.arange(2), torch.ones(4)]
+        ...     return reduce_scatter_coalesced(terms, comm_over((0, 1)))
+        >>> launch(example, 2)[1]
         [tensor([2]), tensor([2., 2.])]
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
@@ -313,7 +331,8 @@ def reduce_scatter_coalesced(
         widths = [row.shape[1] for row in rows]
         sizes = [sum(widths)] * comm.size
         pending = start_packed("reduce_scatter", rows, comm, sizes, op=op, background=False)
-        parts = torch.split(pending.wait()[0], widths)
-        return [part.view(block.shape[1:]) for part, block in zip(parts, blocks, strict=True)]
+        own_row = pending.wait()[0]
+        parts = zip(torch.split(own_row, widths), blocks, strict=True)
+        return [part.view(block.shape[1:]) for part, block in parts]
 
     return _coalesced("reduce_scatter_tensor_coalesced", tensors, comm, run, dim=dim, op=op)

@@ -84,9 +84,11 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
             f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved"
         )
     sent_as = None
-    # of float8 and others that are not listed more bits are summed
     if dtype not in PLAIN:
-        sent_as = _SENT_AS.get(dtype, torch.float32 if dtype.is_floating_point else None)
+        sent_as = _SENT_AS.get(dtype)
+        # of float8 and others that are not listed more bits are summed
+        if sent_as is None and dtype.is_floating_point:
+            sent_as = torch.float32
         if sent_as is None:
             raise CollectiveError(
                 f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved"
@@ -167,12 +169,15 @@ def tree_sum(terms: Tensor) -> Tensor:
 def _filled(terms: Tensor) -> Tensor:
     """Pad the terms of a tree with zeros at each odd group, (n, ...) -> (a power of two, ...)."""
     n = terms.shape[0]
-    odd = n // (n & -n)  # n = odd * 2 ** k
+    term_shape = terms.shape[1:]
+    # n = odd * 2 ** k: 6 terms are 2 groups of 3, which are padded to 4
+    odd = n // (n & -n)
+    group_count = n // odd
     full = 1 << (odd - 1).bit_length()
     if full == odd:
         return terms
-    groups = terms.reshape(n // odd, odd, *terms.shape[1:])
-    zeros = groups.new_zeros((n // odd, full - odd, *terms.shape[1:]))
+    groups = terms.reshape(group_count, odd, *term_shape)
+    zeros = groups.new_zeros((group_count, full - odd, *term_shape))
     return torch.cat([groups, zeros], 1).flatten(0, 1)
 
 
@@ -191,5 +196,8 @@ def tree_mean(terms: Tensor) -> Tensor:
     # 3 terms and a zero: the mean of 4 is 3/4 of theirs
     leaves = terms.shape[0]
     while terms.shape[0] > 1:
-        terms = (terms[0::2].float() / 2 + terms[1::2].float() / 2).to(dtype)
-    return (terms[0].double() * leaves / count).to(dtype)
+        even_halves = terms[0::2].float() / 2
+        odd_halves = terms[1::2].float() / 2
+        terms = (even_halves + odd_halves).to(dtype)
+    total = terms[0].double() * leaves
+    return (total / count).to(dtype)

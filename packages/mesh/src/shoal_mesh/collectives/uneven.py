@@ -6,7 +6,7 @@ or are padded to the largest block if that sends less.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import overload
 
 import torch
@@ -64,7 +64,10 @@ def all_gather_v(
             grad.
 
     Example:
-        >>> launch(lambda: all_gather_v(torch.arange(1 + dist.get_rank()), comm_over((0, 1)), (1, 2)).tolist(), 2)
+        >>> def example() -> list[int]:
+        ...     shard = torch.arange(1 + dist.get_rank())
+        ...     return all_gather_v(shard, comm_over((0, 1)), (1, 2)).tolist()
+        >>> launch(example, 2)
         [[0, 0, 1], [0, 0, 1]]
     """
     comm = checked(tensor, comm)
@@ -76,14 +79,17 @@ def all_gather_v(
             f"rank {comm.rank} gives {own_size} along dim {dim}, but sizes say {tuple(sizes)}"
         )
     if are_equal(sizes):
-        return all_gather(tensor, comm, dim, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
+        # the overloads want a literal
+        gather_even: Callable[..., Tensor | Pending] = all_gather
+        return gather_even(tensor, comm, dim, async_op=async_op)
 
     def start() -> Pending:
         pending = calls.all_gather_v(tensor.movedim(dim, 0), comm, sizes, async_op)
         return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
-    gathered_shape = (*tensor.shape[:dim], total, *tensor.shape[dim + 1 :])
-    facts = {"shape": gathered_shape, "dim": dim, "sizes": sizes}
+    gathered_shape = list(tensor.shape)
+    gathered_shape[dim] = total
+    facts = {"shape": tuple(gathered_shape), "dim": dim, "sizes": sizes}
     return collective(
         "all_gather_into_tensor", tensor, comm, start, async_op=async_op, reduce_op="", same=facts
     )
@@ -145,7 +151,9 @@ def reduce_scatter_v(
             f"dim {dim} of shape {tuple(tensor.shape)} is not the sum of the blocks {tuple(sizes)}"
         )
     if are_equal(sizes):
-        return reduce_scatter(tensor, comm, dim, op, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
+        # the overloads want a literal
+        reduce_even: Callable[..., Tensor | Pending] = reduce_scatter
+        return reduce_even(tensor, comm, dim, op, async_op=async_op)
     how = reduction(tensor.dtype, op)
 
     def start() -> Pending:
@@ -212,7 +220,8 @@ def all_to_all_v(
         )
 
     def start() -> Pending:
-        return calls.all_to_all_v(materialized(flat), comm, send_sizes, recv_sizes, async_op)
+        message = materialized(flat)
+        return calls.all_to_all_v(message, comm, send_sizes, recv_sizes, background=async_op)
 
     return collective(
         "all_to_all_single", flat, comm, start, async_op=async_op, flow=(send_sizes, recv_sizes)
@@ -243,18 +252,15 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
         >>> def example() -> list[int]:
         ...     comm = comm_over((0, 1))
         ...     rows = [torch.tensor([1]), torch.tensor([2, 3])] if comm.rank == 0 else None
-        ...     return scatter(rows, comm, out=torch.empty(1 + comm.rank, dtype=torch.long)).tolist()
+        ...     out = torch.empty(1 + comm.rank, dtype=torch.long)
+        ...     return scatter(rows, comm, out=out).tolist()
         >>> launch(example, 2)
         [[1], [2, 3]]
     """
     comm = checked(out, comm, "out")
     check_root(src, comm, "src")
-    require(
-        tensors,
-        Sequence | None,
-        "scatter takes a list of tensors on the source, None elsewhere",
-        CollectiveTypeError,
-    )
+    taken = "scatter takes a list of tensors on the source, None elsewhere"
+    require(tensors, Sequence | None, taken, CollectiveTypeError)
     sent: tuple[Tensor, ...] = ()
     if comm.rank == src:
         sent = _checked_blocks(tensors, comm, src, out)
@@ -265,7 +271,9 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
     receive[src] = out.numel()
 
     def run() -> Tensor:
-        flat = torch.cat([tensor.reshape(-1) for tensor in sent]) if sent else out.new_empty((0,))
+        flat = out.new_empty((0,))
+        if sent:
+            flat = torch.cat([tensor.reshape(-1) for tensor in sent])
         block = calls.all_to_all_v(flat, comm, send, receive).wait()
         return out.copy_(block.view(out.shape))
 
@@ -348,7 +356,9 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         CollectiveError: `targets` is not a permutation of the indices, or the tensor requires grad.
 
     Example:
-        >>> launch(lambda: permute(torch.tensor(dist.get_rank()), comm_over((0, 1)), [1, 0]).item(), 2)
+        >>> def example() -> float:
+        ...     return permute(torch.tensor(dist.get_rank()), comm_over((0, 1)), [1, 0]).item()
+        >>> launch(example, 2)
         [1, 0]
     """
     comm = checked(tensor, comm)
