@@ -29,6 +29,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,13 +43,27 @@ from ..watch.processes import machine, note_processes, processes_of
 from ..watch.recorder import record
 from .rounds import WAIT_FOR_SLOT, ReceiveError, Steps
 
-# of one rank in one round in the foreground; two per rank. Larger messages take several rounds.
+# Bytes of a slot of the foreground, which has two per rank. Larger messages take several rounds.
 SLOT_BYTES = 1 << 20
-_ALL_SLOTS_BYTES = 1 << 26  # of a group with many ranks
-# Streams of the background: slots per rank, and bytes of each. Slots are large, so a stream has
-# one. Collectives are long under way, so gathers and reductions have a stream each: the next gather
-# need not wait for a reduction.
-BACKGROUND = {"gathers": (1, 1 << 24), "reductions": (1, 1 << 24)}
+# bytes of all slots of a stream, in a group with many ranks
+_ALL_SLOTS_BYTES = 1 << 26
+
+
+class StreamSlots(NamedTuple):
+    """The slots that each rank has in a stream.
+
+    Attributes:
+        depth: number of slots of a rank, two or one.
+        slot_bytes: bytes of a slot.
+    """
+
+    depth: int
+    slot_bytes: int
+
+
+# Slots of the background are large, so a stream has one. Collectives are long under way, so gathers
+# and reductions have a stream each: the next gather need not wait for a reduction.
+BACKGROUND = {"gathers": StreamSlots(1, 1 << 24), "reductions": StreamSlots(1, 1 << 24)}
 # "0" on any rank keeps every group that it is in with its backend
 OPT_OUT = "SHOAL_SHARED_MEMORY"
 # Flags are stored after data without a fence, which is right where stores become visible in program
@@ -65,14 +80,17 @@ class Stream:
         self.peers = peers
         self.rank: int = peers.rank
         self.size: int = peers.size
-        self.depth: int = slots.shape[0]  # slots of a rank, two or one
+        # slots of a rank, two or one
+        self.depth: int = slots.shape[0]
         self.slot_bytes: int = slots.shape[2]
         # the collective that has been started last, until it is complete
         self.open: Underway | None = None
-        self._slots = slots  # (depth, size, bytes)
+        # (depth, size, bytes)
+        self._slots = slots
         self.lines = peers.lines[number]
         self._others = [(line, rank) for rank, line in enumerate(self.lines) if rank != peers.rank]
-        self.round: int = 0  # that was shown last
+        # the round that was shown last
+        self.round: int = 0
         self._slot = 0
         self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
 
@@ -108,16 +126,18 @@ class Stream:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             block = count // ways
-            first = block * (self.rank if ways > 1 else 0)
-            views = [
-                (slots[:, first : first + block], slots[self.rank, :count])
-                for slots in self._slots.view(dtype)
-            ]
+            first = block * self.rank if ways > 1 else 0
+            views = []
+            for slots in self._slots.view(dtype):
+                read = slots[:, first : first + block]
+                written = slots[self.rank, :count]
+                views.append((read, written))
             self._views[dtype, count, ways] = views
         self._slot = (self._slot + 1) % self.depth
         return views[self._slot]
 
     def show(self, request: int) -> None:
+        """Publish the request of the next round, then the round: the slot is written before."""
         record(self.peers.name, request)
         self.round += 1
         words = self.peers.words
@@ -126,10 +146,15 @@ class Stream:
         words[line] = self.round
 
     def is_ready(self, awaited: int) -> bool:
-        word, least = (
-            (1, self.round + 1 - self.depth) if awaited == WAIT_FOR_SLOT else (0, self.round)
-        )
-        return all(self.peers.words[line + word] >= least for line, _ in self._others)
+        """Return whether `wait` would not block."""
+        # of a line: word 0 is the round that was shown last, word 1 the round that was read last
+        word = 0
+        least = self.round
+        if awaited == WAIT_FOR_SLOT:
+            word = 1
+            least = self.round + 1 - self.depth
+        words = self.peers.words
+        return all(words[line + word] >= least for line, _ in self._others)
 
     def wait(self, awaited: int) -> None:
         """Wait until the next slot is free, or until all ranks have shown the round.
@@ -145,10 +170,12 @@ class Stream:
         for line, rank in self._others:
             if not shown <= words[line] < BROKEN:
                 self.peers.wait(line, shown, rank, awaited)
-        request = 2 + (shown & 1)
+        # words 2 and 3 of a line: the requests of even and odd rounds
+        parity = 2 + (shown & 1)
         for line in self.lines:
-            if words[line + request] != awaited:
-                raise self.peers.differ(self.lines, [words[each + request] for each in self.lines])
+            if words[line + parity] != awaited:
+                requests = [words[line_of_rank + parity] for line_of_rank in self.lines]
+                raise self.peers.differ(self.lines, requests)
 
 
 class Underway:
@@ -212,7 +239,10 @@ class Underway:
         self.show(following)
 
     def show(self, request: int | None) -> None:
-        """Show the round that the last step filled, or (WAIT_FOR_SLOT, None) if all rounds were read."""
+        """Show the round that the last step filled, or that all rounds are read.
+
+        The latter is the case for `WAIT_FOR_SLOT`, and for None after the last step.
+        """
         stream = self._stream
         if request is None or request == WAIT_FOR_SLOT:
             stream.peers.words[stream.lines[stream.rank] + 1] = stream.round
@@ -230,19 +260,20 @@ class Channel:
     """
 
     def __init__(
-        self, group: ProcessGroup, segment: mmap.mmap, slots: Mapping[str, tuple[int, int]]
+        self, group: ProcessGroup, segment: mmap.mmap, slots: Mapping[str, StreamSlots]
     ) -> None:
         size = group.size()
-        head = head_bytes(group.size(), len(slots))
+        head = head_bytes(size, len(slots))
         pids = [pid for _, pid in processes_of(group)]
         self.peers: Peers = Peers(group, pids, memoryview(segment)[:head], len(slots))
         self.background: dict[str, Stream] = {}
         data = torch.frombuffer(segment, dtype=torch.uint8, offset=head)
-        for i, (name, (depth, slot_bytes)) in enumerate(slots.items()):
+        for number, (name, (depth, slot_bytes)) in enumerate(slots.items()):
             # 2 slots of 1 MiB for 4 ranks: 8 MiB of data
-            own = depth * size * slot_bytes
-            self.background[name] = Stream(self.peers, i, data[:own].view(depth, size, slot_bytes))
-            data = data[own:]
+            stream_bytes = depth * size * slot_bytes
+            slots_of_stream = data[:stream_bytes].view(depth, size, slot_bytes)
+            self.background[name] = Stream(self.peers, number, slots_of_stream)
+            data = data[stream_bytes:]
         self.foreground: Stream = self.background.pop("foreground")
 
 
@@ -258,17 +289,7 @@ def channel_of(group: ProcessGroup) -> Channel | None:
     try:
         return _CHANNELS[group]
     except KeyError:
-        size = group.size()
-        # by name: (depth, bytes); in the foreground of 4 ranks (2, 1 MiB), of 48 ranks (2, 699008)
-        slots = {
-            name: (depth, min(most, _ALL_SLOTS_BYTES // (size * depth)) // 64 * 64)
-            for name, (depth, most) in {"foreground": (2, SLOT_BYTES), **BACKGROUND}.items()
-        }
-        per_rank = sum(depth * slot_bytes for depth, slot_bytes in slots.values())
-        segment = on_plain_kernels(
-            map_segment, group, head_bytes(size, len(slots)) + size * per_rank
-        )
-        channel = None if segment is None else on_plain_kernels(Channel, group, segment, slots)
+        channel = _make_channel(group)
         _CHANNELS[group] = channel
         if channel is not None and _WATCHING.get(os.getpid()) is None:
             watcher = Watcher(_close_all)
@@ -277,7 +298,22 @@ def channel_of(group: ProcessGroup) -> Channel | None:
         return channel
 
 
-# Declared mutable state: the thread of this process that looks for deadlocks; a fork has no threads.
+def _make_channel(group: ProcessGroup) -> Channel | None:
+    """Map memory and make the channel of a group; None on all ranks if a rank cannot."""
+    size = group.size()
+    # in the foreground of 4 ranks 2 slots of 1 MiB, of 48 ranks 2 slots of 699008 bytes
+    slots: dict[str, StreamSlots] = {}
+    largest = {"foreground": StreamSlots(2, SLOT_BYTES), **BACKGROUND}
+    for name, (depth, most_bytes) in largest.items():
+        slot_bytes = min(most_bytes, _ALL_SLOTS_BYTES // (size * depth))
+        slots[name] = StreamSlots(depth, slot_bytes // 64 * 64)
+    bytes_per_rank = sum(depth * slot_bytes for depth, slot_bytes in slots.values())
+    nbytes = head_bytes(size, len(slots)) + size * bytes_per_rank
+    segment = on_plain_kernels(map_segment, group, nbytes)
+    return None if segment is None else on_plain_kernels(Channel, group, segment, slots)
+
+
+# Declared mutable state: the thread that looks for deadlocks, by process: a fork has no threads.
 _WATCHING: dict[int, Watcher] = {}
 
 
@@ -299,8 +335,8 @@ def give_up(reason: str) -> None:
     for channel in list(_CHANNELS.values()):
         if channel is not None:
             peers = channel.peers
-            own = peers.ranks[peers.rank]
-            peers.fail(f"rank {own} {reason}", [own])
+            own_rank = peers.ranks[peers.rank]
+            peers.fail(f"rank {own_rank} {reason}", [own_rank])
 
 
 def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
@@ -310,26 +346,27 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
     point of its sequence of collectives. Untouched pages cost nothing.
     """
     token = secrets.randbits(62)
+    can_share = platform.machine() in _ORDERED and os.environ.get(OPT_OUT) != "0"
     # A number that two ranks share if one can map the other's memory; 0 if no rank can.
-    host = 0 if platform.machine() not in _ORDERED or os.environ.get(OPT_OUT) == "0" else machine()
-    own = _create(nbytes, token) if group.rank() == 0 else -1
+    host = machine() if can_share else 0
+    own_file = _create(nbytes, token) if group.rank() == 0 else -1
+    own_facts = [host, os.getpid(), own_file, token, machine(), board_of_process()]
     try:
-        facts = torch.tensor(
-            [host, os.getpid(), own, token, machine(), board_of_process()], device="cpu"
-        )
+        facts = torch.tensor(own_facts, device="cpu")
         of_all = torch.empty(group.size(), len(facts), dtype=facts.dtype, device="cpu")
         group._allgather_base(of_all.view(-1), facts, AllgatherOptions()).wait()
         hosts, pids, files, tokens, machines, boards = of_all.t().tolist()
         note_processes(group, tuple(zip(machines, pids, strict=True)))
         memory = None
-        if hosts[0] and len(set(hosts)) == 1 and files[0] >= 0:
+        is_one_host = hosts[0] and len(set(hosts)) == 1
+        if is_one_host and files[0] >= 0:
             path = f"/proc/{pids[0]}/fd/{files[0]}"
             memory = _map(path, nbytes, tokens[0])
             note_addresses(_torch.ranks_in_order(group), pids, boards)
         return memory if all_have(memory, group) else None
     finally:
-        if own >= 0:
-            os.close(own)
+        if own_file >= 0:
+            os.close(own_file)
 
 
 def _create(nbytes: int, token: int) -> int:
@@ -355,13 +392,13 @@ def _map(path: str, nbytes: int, token: int) -> mmap.mmap | None:
     return memory if memory[:8] == token.to_bytes(8, sys.byteorder) else None
 
 
-def all_have(this: object, group: ProcessGroup) -> bool:
+def all_have(value: object, group: ProcessGroup) -> bool:
     """Return whether no rank of the group passes None."""
-    have = torch.tensor([int(this is not None)], device="cpu")
-    options = AllreduceOptions()
-    options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]  # the stub wants the class around the enum
-    group.allreduce([have], options).wait()
-    return bool(have.item())
+    has_value = torch.tensor([int(value is not None)], device="cpu")
+    options: Any = AllreduceOptions()
+    options.reduceOp = ReduceOp.MIN
+    group.allreduce([has_value], options).wait()
+    return bool(has_value.item())
 
 
 def ranks_per_host(group: ProcessGroup) -> int:
@@ -370,10 +407,14 @@ def ranks_per_host(group: ProcessGroup) -> int:
     Returns 0 if the hosts differ in this, or if there is one host.
     """
     machines = [machine for machine, _ in processes_of(group)]
-    count = machines.count(machines[0]) if machines and all(machines) else 0  # hosts a a b b: 2
-    if not 1 < count < len(machines) or machines != [
-        m for m in dict.fromkeys(machines) for _ in range(count)
-    ]:
+    if not machines or not all(machines):
+        return 0
+    # hosts a a b b: 2
+    count = machines.count(machines[0])
+    if not 1 < count < len(machines):
+        return 0
+    consecutive = [machine for machine in dict.fromkeys(machines) for _ in range(count)]
+    if machines != consecutive:
         return 0
     positions = [*_torch.group_ranks(group).items()]
     return count if sorted(positions) == positions else 0

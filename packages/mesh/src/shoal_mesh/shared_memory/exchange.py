@@ -112,7 +112,11 @@ def _in_windows(
     """Run rounds that each show a window of the tensor's rows, and read it of all ranks.
 
     There is one row, or one row for each rank; then each rank reads the row with its number. Only
-    the root of a broadcast shows a row.
+    the root of a broadcast shows a row. An all-to-all of abcdef and ghijkl, in windows of 2
+    elements of both rows:
+
+        round 1   slot 0  ab de   slot 1  gh jk   rank 0 reads ab, gh   rank 1 reads de, jk
+        round 2   slot 0  c  f    slot 1  i  l    rank 0 reads c, i     rank 1 reads f, l
     """
     source = _movable(tensor)
     target = _movable(out)
@@ -173,8 +177,9 @@ def _exchange(
         slots, slot = stream.slots(flat.dtype, window)
         slot[: shown.numel()].copy_(shown)
         if start == 0:
-            numbers = array("Q", (*sent_bytes, flat.numel(), dtype))
-            published[stream.round + 1 & 1][stream.rank][:] = numbers
+            # `yield` shows the next round
+            own_numbers = published[stream.round + 1 & 1][stream.rank]
+            own_numbers[:] = array("Q", (*sent_bytes, flat.numel(), dtype))
         yield number
         if start == 0:
             # of each rank: bytes for every rank and in all, and the dtype
@@ -189,7 +194,8 @@ def _exchange(
             if low < high:
                 # block 3:9 from 4 on: 1 behind its begin
                 place = target + low - first
-                out[place : place + high - low].copy_(slots[rank, low - start : high - start])
+                arrived = slots[rank, low - start : high - start]
+                out[place : place + high - low].copy_(arrived)
         start += window
 
 
@@ -240,11 +246,12 @@ def _require_one_dtype(stream: Stream, numbers: Sequence[int]) -> None:
     """
     if len({*numbers} - {0}) <= 1:
         return
+    peers = stream.peers
     dtypes = []
-    for rank, number in enumerate(numbers):
+    for rank, number in zip(peers.ranks, numbers, strict=True):
         if number:
-            dtypes.append(f"rank {stream.peers.ranks[rank]}: {name_of(number - 1)}")
-    raise stream.peers.fail(f"all_to_all_v: ranks exchange different dtypes: {', '.join(dtypes)}")
+            dtypes.append(f"rank {rank}: {name_of(number - 1)}")
+    raise peers.fail(f"all_to_all_v: ranks exchange different dtypes: {', '.join(dtypes)}")
 
 
 def _has_number(tensor: Tensor) -> bool:

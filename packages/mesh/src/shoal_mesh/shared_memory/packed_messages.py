@@ -95,9 +95,8 @@ def exchange_packed(message: PackedMessage, tensors: Sequence[Tensor], receive: 
             _deliver(receive, slots if is_matrix else _cut_rows(slots, counts))
             return
         if not results:
-            results = [
-                torch.empty(last - first, dtype=dtype, device="cpu") for first, last in spans
-            ]
+            lengths = [last - first for first, last in spans]
+            results = [torch.empty(count, dtype=dtype, device="cpu") for count in lengths]
         for i, (first, last) in enumerate(spans):
             # 2:7, of which a window 4:8 brings 4:7
             low = max(start, first)
@@ -105,10 +104,11 @@ def exchange_packed(message: PackedMessage, tensors: Sequence[Tensor], receive: 
             if low >= high:
                 continue
             target = results[i][low - first : high - first]
+            rows = slots[:, low - start : high - start]
             if message.gathers:
-                target.copy_(slots[i, low - start : high - start])
+                target.copy_(rows[i])
             else:
-                reduce_rows(slots[:, low - start : high - start], op, target)
+                reduce_rows(rows, op, target)
     _deliver(receive, results)
 
 
@@ -123,8 +123,8 @@ def _cut_rows(slots: Tensor, counts: Sizes) -> list[Tensor]:
 #
 # up to 1 MiB, packed      one round: every rank reduces all rows
 #
-# larger, or in place      two rounds for each window: every rank reduces the part with its number, and
-#                          reads the parts of all ranks. The part is written ...
+# larger, or in place      two rounds for each window: every rank reduces the part with its number,
+#                          and reads the parts of all ranks. The part is written ...
 #                          ... into the second slot             ... over the rank's own part of its
 #                                                               slot, which nobody else reads then
 
@@ -157,7 +157,8 @@ class _Totals:
                 size = self._ends[i] - begin
                 self.tensors[i] = torch.empty(size, dtype=self._dtype, device="cpu")
             width = high - low
-            self.tensors[i][low:high].copy_(row[unpacked : unpacked + width])
+            arrived = row[unpacked : unpacked + width]
+            self.tensors[i][low:high].copy_(arrived)
             unpacked += width
 
 
@@ -263,8 +264,8 @@ class _TensorPart(NamedTuple):
 def _parts_in_window(ends: Sequence[int], start: int, stop: int) -> Iterator[_TensorPart]:
     """Yield the parts of a message's tensors that are in a window of the message.
 
-    `ends` has the position in the message at which each tensor ends: 3 and 10 for tensors of 3 and 7
-    elements.
+    `ends` has the position in the message at which each tensor ends: 3 and 10 for tensors of 3 and
+    7 elements.
     """
     index = bisect_right(ends, start)
     # window 2:6: 2:3 of the first tensor, 0:3 of the second
