@@ -47,16 +47,14 @@ class BackendChoice:
 
     def __post_init__(self) -> None:
         require(self.backend, str | None, "a backend is named by a string, such as 'gloo'")
-        require(
-            self.options,
-            _torch.BackendOptions | None,
-            "options of a backend are an object of its Options class",
-        )
+        taken = "options of a backend are an object of its Options class"
+        require(self.options, _torch.BackendOptions | None, taken)
 
     @property
     def key(self) -> str:
         """A text that is equal on every rank with the same choice."""
-        return f"{self.backend or 'default'} {fingerprint(self.options)}{self.tag}".rstrip()
+        backend = self.backend or "default"
+        return f"{backend} {fingerprint(self.options)}{self.tag}".rstrip()
 
 
 def fingerprint(options: object | None) -> str:
@@ -64,19 +62,20 @@ def fingerprint(options: object | None) -> str:
     if options is None:
         return ""
     parts = []
-    for name in sorted(n for n in dir(options) if not n.startswith("__")):
+    for name in sorted(dir(options)):
+        if name.startswith("__") or name in {"group_name", "global_ranks_in_group"}:
+            continue
         try:
             value = getattr(options, name)
         except (AttributeError, RuntimeError, TypeError):
             # pybind attributes without a Python type
             continue
-        if name in {"group_name", "global_ranks_in_group"} or callable(value):
+        if callable(value):
             continue
+        kind = type(value)
         if isinstance(value, bool | int | float | str | dt.timedelta | None):
             parts.append(f"{name}={value}")
-        elif type(value).__module__.startswith("torch") and not type(value).__name__.startswith(
-            "_"
-        ):
+        elif kind.__module__.startswith("torch") and not kind.__name__.startswith("_"):
             parts.append(f"{name}={fingerprint(value)}")
     return f"{type(options).__name__}({', '.join(parts)})"
 
@@ -139,7 +138,8 @@ class Comm:
         """
         if WORLDS._default_pg is not self._world and self._place is not None:
             _renew(self)
-        return self._group  # type: ignore[return-value]  # one under every default group that is not refused
+        # there is one under every default group that is not refused
+        return self._group  # type: ignore[return-value]  # see above
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -180,26 +180,10 @@ class Comm:
         order = None
         if group is not world or ranks != range(world.size()):
             require_each(ranks, int, "the ranks of a communicator are int")
-            position = _torch.group_ranks(group)
-            if (
-                set(ranks) != set(position)
-                or len(ranks) != len(position)
-                or world.rank() not in position
-            ):
-                raise MeshError(
-                    f"the group on rank {world.rank()} has the ranks {tuple(position)}, got {ranks}"
-                )
-            # torchft registers its groups as of one rank
-            if group.size() != len(position):
-                raise MeshError(
-                    f"the group {type(group).__name__} has {group.size()} members, but torch "
-                    f"lists the ranks {tuple(position)}: a group whose members change cannot be "
-                    "an axis of a mesh; call it directly, as in "
-                    "torch.distributed.all_reduce(gradient.to_local(), group=group)"
-                )
+            order = _order_in_group(group, ranks, world.rank())
             ranks = tuple(ranks)
-            order = tuple(position[rank] for rank in ranks)
         backend = _torch.backend_config(group)
+        is_of_torch = type(group) is ProcessGroup
         comm = cls(
             _group=group,
             name=group.group_name,
@@ -207,10 +191,10 @@ class Comm:
             size=len(ranks),
             rank=ranks.index(world.rank()),
             line=ranks,
-            order=None if order is None or order == tuple(range(len(order))) else order,
+            order=order,
             backend=backend,
-            on_gloo=type(group) is ProcessGroup and "cpu:gloo" in backend.split(","),
-            in_python=type(group) is not ProcessGroup and not group._device_types,
+            on_gloo=is_of_torch and "cpu:gloo" in backend.split(","),
+            in_python=not is_of_torch and not group._device_types,
             _world=world,
             _place=world_place(),
             _choice=choice,
@@ -219,11 +203,37 @@ class Comm:
         return comm
 
     def __repr__(self) -> str:
-        return f"Comm({'x'.join(self.axes)}: rank {self.rank} of {self.size}, group {self.name!r})"
+        axes = "x".join(self.axes)
+        return f"Comm({axes}: rank {self.rank} of {self.size}, group {self.name!r})"
+
+
+def _order_in_group(
+    group: ProcessGroup, ranks: Sequence[int], own_rank: int
+) -> tuple[int, ...] | None:
+    """Return index -> rank in the group; None when they are the same.
+
+    Raises MeshError if the ranks are not those of the group.
+    """
+    positions = _torch.group_ranks(group)
+    has_these_ranks = set(ranks) == set(positions) and len(ranks) == len(positions)
+    if not has_these_ranks or own_rank not in positions:
+        raise MeshError(
+            f"the group on rank {own_rank} has the ranks {tuple(positions)}, got {ranks}"
+        )
+    # torchft registers its groups as of one rank
+    if group.size() != len(positions):
+        raise MeshError(
+            f"the group {type(group).__name__} has {group.size()} members, but torch lists the "
+            f"ranks {tuple(positions)}: a group whose members change cannot be an axis of a mesh; "
+            "call it directly, as in torch.distributed.all_reduce(gradient.to_local(), group=group)"
+        )
+    order = tuple(positions[rank] for rank in ranks)
+    is_identity = order == tuple(range(len(order)))
+    return None if is_identity else order
 
 
 GROUPS_IN_GRAPHS = SimpleNamespace()
-"""By name the groups that compiled code asked a mesh for: there a graph finds them again, each time that it runs."""
+"""By name the groups that compiled code asked a mesh for; a graph finds them there each time."""
 
 
 def note_group(comm: Comm) -> str:
@@ -290,18 +300,18 @@ def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
     world = require_world()
     require_each(ranks, int, "comm_over takes a sequence of global ranks")
     require(name, str, "the name of a communicator is a string")
-    if len(set(ranks)) != len(ranks) or not all(0 <= rank < world.size() for rank in ranks):
-        raise MeshError(
-            f"comm_over takes distinct ranks from 0 to {world.size() - 1}, got {tuple(ranks)}"
-        )
+    size = world.size()
+    is_repeated = len(set(ranks)) != len(ranks)
+    if is_repeated or not all(0 <= rank < size for rank in ranks):
+        raise MeshError(f"comm_over takes distinct ranks from 0 to {size - 1}, got {tuple(ranks)}")
     if world.rank() not in ranks:
         raise NoGroupError(
             f"rank {world.rank()} is not among {tuple(ranks)}: only members can create the "
             "communicator"
         )
-    return Comm.over(
-        find_or_create(ranks, BackendChoice(), name), (name,), tuple(ranks), BackendChoice()
-    )
+    choice = BackendChoice()
+    group = find_or_create(ranks, choice, name)
+    return Comm.over(group, (name,), tuple(ranks), choice)
 
 
 def comm_of_threads(comm: Comm) -> Comm | None:
@@ -321,7 +331,8 @@ def comm_of_threads(comm: Comm) -> Comm | None:
 def comm_for(purpose: str, ranks: Sequence[int], backend: str | None = None) -> Comm:
     """Return the communicator of a group that serves one purpose alone; all its ranks call this."""
     choice = BackendChoice(backend, tag=purpose)
-    return Comm.over(find_or_create(ranks, choice, purpose), (purpose,), ranks, choice)
+    group = find_or_create(ranks, choice, purpose)
+    return Comm.over(group, (purpose,), ranks, choice)
 
 
 def _renew(comm: Comm) -> None:
@@ -330,14 +341,14 @@ def _renew(comm: Comm) -> None:
     place = world_place()
     with _LOCK:
         if comm._world is world:
-            return  # another thread was faster
+            # another thread was faster
+            return
         if world is None or place is None or place != comm._place:
+            present = "none" if place is None else f"one of (size, own rank, backend) {place}"
             raise NoGroupError(
                 f"the default process group that {comm!r} was created under was destroyed, and "
-                "there is "
-                f"{'none' if place is None else 'one of (size, own rank, backend) ' + str(place)} "
-                f"now, not one of {comm._place}: begin one alike, or make new meshes and move what "
-                "is sharded"
+                f"there is {present} now, not one of {comm._place}: begin one alike, or make new "
+                "meshes and move what is sharded"
             )
         for other in list(_COMMS):
             if other._world is not world:
@@ -347,7 +358,8 @@ def _renew(comm: Comm) -> None:
             f"{comm!r} was made from a group with its own options: make the group and its mesh "
             "again"
         )
-    group = find_or_create(comm.line, comm._choice, f"mesh_{'_'.join(comm.axes)}")
+    description = f"mesh_{'_'.join(comm.axes)}"
+    group = find_or_create(comm.line, comm._choice, description)
     if _torch.backend_config(group) != comm.backend:
         raise NoGroupError(
             f"{comm!r} was made from a group of backend {comm.backend!r}: make its mesh again"
@@ -373,15 +385,18 @@ def _forget_group(comm: Comm, world: ProcessGroup) -> None:
     if comm._group is None:
         return
     # the user's own: made again if it had no options of its own
-    if comm._choice is None:
-        own, others = (
-            list(map(fingerprint, _torch.backend_options(group))) for group in (comm._group, world)
-        )
-        comm._choice = BackendChoice() if own == others else None
+    if comm._choice is None and _have_equal_options(comm._group, world):
+        comm._choice = BackendChoice()
     comm._group = None
     comm.transport = None
     comm._world = None
     vars(GROUPS_IN_GRAPHS).clear()
+
+
+def _have_equal_options(one: ProcessGroup, other: ProcessGroup) -> bool:
+    """Return whether the backends of two groups have options with equal attributes."""
+    options_of_one = [fingerprint(options) for options in _torch.backend_options(one)]
+    return options_of_one == [fingerprint(options) for options in _torch.backend_options(other)]
 
 
 def number_of_given(group: ProcessGroup) -> int | None:
@@ -411,7 +426,8 @@ def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str
         return world
     members = tuple(sorted(ranks))
     with _LOCK:
-        known = _GROUPS.setdefault(world, {}).setdefault((members, choice.key), _GroupRecord())
+        records = _GROUPS.setdefault(world, {})
+        known = records.setdefault((members, choice.key), _GroupRecord())
     with known.lock:
         group = known.group
         if group is None or not _torch.is_live(group):
@@ -428,23 +444,21 @@ def _find(
     """Return the default group or a user's group with exactly these ranks and options."""
     if choice.options is not None or choice.tag:
         return None
-    config = (
-        _torch.full_backend_config(choice.backend)
-        if choice.backend
-        else _torch.backend_config(world)
-    )
-    for group in list[object](WORLDS.pg_group_ranks):  # the oldest first
+    if choice.backend:
+        config = _torch.full_backend_config(choice.backend)
+    else:
+        config = _torch.backend_config(world)
+    has_all_ranks = len(members) == world.size()
+    # the oldest first
+    for group in list[object](WORLDS.pg_group_ranks):
         if not isinstance(group, ProcessGroup):
             # the number that new_group leaves on ranks outside of the new group
             continue
         if group.size() != len(members) or _torch.backend_config(group) != config:
             continue
-        if len(members) != world.size() and tuple(sorted(_torch.group_ranks(group))) != members:
+        if not has_all_ranks and tuple(sorted(_torch.group_ranks(group))) != members:
             continue
-        own, default = (
-            list(map(fingerprint, _torch.backend_options(each))) for each in (group, world)
-        )
-        if group is world or own == default:
+        if group is world or _have_equal_options(group, world):
             return group
     return None
 
@@ -452,7 +466,9 @@ def _find(
 def _create(
     known: _GroupRecord, members: tuple[int, ...], choice: BackendChoice, description: str
 ) -> ProcessGroup:
-    text = f"{','.join(map(str, members))}|{choice.key}"
+    """Create the group over some ranks, under a name that its members agree on."""
+    numbers = ",".join(map(str, members))
+    text = f"{numbers}|{choice.key}"
     digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]
     name = f"shoal_{digest}_{known.times}"
     # a destroyed group leaves its keys in the store, so its successor needs another name

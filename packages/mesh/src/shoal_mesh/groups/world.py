@@ -22,9 +22,10 @@ from ..argument_types import by_ranks, name_ranks, require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
 
 R = TypeVar("R")
-# Bytes of the first message of a gathered object: 8 for its length, and the beginning of the object.
-# Most objects need no second message.
+# Bytes of the first message of a gathered object: 8 for its length, and the beginning of the
+# object. Most objects need no second message.
 _FIRST = 256
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def world_place() -> tuple[int, int, str] | None:
@@ -72,14 +73,15 @@ def restart_world(
     ranks = range(world.size()) if ranks is None else ranks
     require_each(ranks, int, "restart_world takes a sequence of global ranks")
     require(timeout, int | float | None, "the timeout of a process group is a number of seconds")
-    if len(set(ranks)) != len(ranks) or not all(0 <= rank < world.size() for rank in ranks):
-        raise MeshError(
-            f"restart_world takes distinct ranks from 0 to {world.size() - 1}, got {tuple(ranks)}"
-        )
-    if world.rank() not in ranks:
-        raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}, which continue")
+    last = world.size() - 1
+    is_repeated = len(set(ranks)) != len(ranks)
+    if is_repeated or not all(0 <= rank <= last for rank in ranks):
+        raise MeshError(f"restart_world takes distinct ranks from 0 to {last}, got {tuple(ranks)}")
+    old_rank = world.rank()
+    if old_rank not in ranks:
+        raise NoGroupError(f"rank {old_rank} is not among {tuple(ranks)}, which continue")
     size = len(ranks)
-    new_rank = ranks.index(world.rank())
+    new_rank = ranks.index(old_rank)
     backend = _torch.backend_config(world)
     store = _torch.default_store()
     bound = world.bound_device_id
@@ -87,14 +89,9 @@ def restart_world(
     span = _torch.timeout_of_any(world) if timeout is None else timedelta(seconds=timeout)
     if "fake" not in backend:
         # The store counts, because processes may have restarted other worlds before.
-        number = store.add(f"shoal_restarts/{world.rank()}", 1)
-        meet(
-            _torch.PrefixStore(f"shoal_meet_{number}", store),
-            ranks,
-            world.rank(),
-            span,
-            where="restart_world",
-        )
+        number = store.add(f"shoal_restarts/{old_rank}", 1)
+        meeting = _torch.PrefixStore(f"shoal_meet_{number}", store)
+        meet(meeting, ranks, old_rank, span, where="restart_world")
     del world
     # This module is below most of this layer, so it imports this one only when it is needed.
     from ..watch.backend_work import settle
@@ -109,7 +106,7 @@ def restart_world(
 
 
 def meet(
-    store: Store, ranks: Sequence[int], own: int, timeout: timedelta | None, where: str
+    store: Store, ranks: Sequence[int], own_rank: int, timeout: timedelta | None, where: str
 ) -> None:
     """Wait until all ranks have arrived.
 
@@ -118,14 +115,14 @@ def meet(
     Args:
         store: used for this meeting only.
         ranks: the ranks that meet.
-        own: this rank.
+        own_rank: this rank.
         timeout: None is half an hour.
         where: the name of the meeting, for the error.
 
     Raises:
         PeerError: if a rank did not arrive in time.
     """
-    store.set(str(own), "here")
+    store.set(str(own_rank), "here")
     try:
         store.wait([str(rank) for rank in ranks], timeout or timedelta(minutes=30))
     except RuntimeError as error:
@@ -155,17 +152,14 @@ def ensure_world(device_type: str) -> ProcessGroup:
     """
     world = _torch.default_group()
     if world is None:
-        missing = [
-            name
-            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-            if name not in os.environ
-        ]
+        missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
         if missing:
+            names = ", ".join(missing)
             raise MeshError(
-                "no process group exists, and the environment does not describe one "
-                f"({', '.join(missing)} not set): start the script with torchrun or "
-                "shoal_mesh.launch, call torch.distributed.init_process_group, or use "
-                "abstract_mesh where no communication is needed"
+                f"no process group exists, and the environment does not describe one ({names} not "
+                "set): start the script with torchrun or shoal_mesh.launch, call "
+                "torch.distributed.init_process_group, or use abstract_mesh where no communication "
+                "is needed"
             )
         dist.init_process_group()
         atexit.register(_end_world)
@@ -194,7 +188,9 @@ def _end_world() -> None:
 
 def device_of(group: ProcessGroup) -> torch.device:
     """Return a device whose tensors the group can send: the CPU if it can."""
-    kinds = {part.partition(":")[0] for part in _torch.backend_config(group).split(",")}
+    # `cpu:gloo,cuda:nccl`: cpu, cuda
+    parts = _torch.backend_config(group).split(",")
+    kinds = {part.partition(":")[0] for part in parts}
     return own_device("cpu" if "cpu" in kinds else min(kinds))
 
 
@@ -227,19 +223,19 @@ def agree(
         [0, 10]
     """
     group = _torch.default_group() if group is None else group
-    own: Exception | None = None
+    own_error: Exception | None = None
     try:
         report = _sendable((step(), None))
     except Exception as error:
         # Any error is reported: the other ranks wait for a report.
-        own = error
+        own_error = error
         if error_type is not None and not isinstance(error, error_type):
-            own = error_type(f"{type(error).__name__}: {error}")
+            own_error = error_type(f"{type(error).__name__}: {error}")
         try:
-            report = _sendable((None, own))
+            report = _sendable((None, own_error))
         except Exception:
             # Its class cannot be pickled, or needs other arguments than its text.
-            report = pickle.dumps((None, RuntimeError(f"{type(own).__name__}: {own}")))
+            report = pickle.dumps((None, RuntimeError(f"{type(own_error).__name__}: {own_error}")))
     pickled = [report]
     ranks = [0]
     if group is not None:
@@ -251,7 +247,7 @@ def agree(
         if raised is not None:
             errors[rank] = raised
     if errors:
-        raise _error_of_all(errors, len(ranks), what) from own
+        raise _error_of_all(errors, len(ranks), what) from own_error
     return [value for value, _ in reports]
 
 
@@ -274,11 +270,11 @@ def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exce
         is_same_kind = type(error) is kind
         text_of_rank[rank] = str(error) if is_same_kind else f"{type(error).__name__}: {error}"
     texts = list(text_of_rank.values())
-    all_alike = len(texts) == size and len(set(texts)) == 1
-    if all_alike and not what:
+    are_equal = len(texts) == size and len(set(texts)) == 1
+    if are_equal and not what:
         return first
     text = texts[0]
-    if not all_alike:
+    if not are_equal:
         text = "; ".join(f"rank {rank}: {text}" for rank, text in text_of_rank.items())
     if what:
         text = f"{what}: {text}"
@@ -299,12 +295,15 @@ def check_agreement(description: str) -> None:
     if world.size() == 1 or "fake" in _torch.backend_config(world):
         return
     digest = hashlib.blake2b(description.encode(), digest_size=16).digest()
-    if len(set(_all_gather_bytes(world, digest))) > 1:
-        texts = by_ranks(dict(enumerate(all_gather_objects(world, description))))
-        lines = ["ranks passed different arguments to one mesh:"]
-        lines += [f"  {ranks}: {text}" for ranks, text in texts.items()]
-        lines.append("pass the same on every rank")
-        raise MeshMismatchError("\n".join(lines))
+    digests = _all_gather_bytes(world, digest)
+    if len(set(digests)) == 1:
+        return
+    descriptions = all_gather_objects(world, description)
+    ranks_by_text = by_ranks(dict(enumerate(descriptions)))
+    lines = ["ranks passed different arguments to one mesh:"]
+    lines += [f"  {ranks}: {text}" for ranks, text in ranks_by_text.items()]
+    lines.append("pass the same on every rank")
+    raise MeshMismatchError("\n".join(lines))
 
 
 def all_gather_objects(group: ProcessGroup, value: object) -> list[Any]:
@@ -320,7 +319,8 @@ def all_gather_objects(group: ProcessGroup, value: object) -> list[Any]:
     rows = _all_gather_bytes(group, data[:_FIRST].ljust(_FIRST, b"\0"))
     longest = 8 + max(int.from_bytes(row[:8], "little") for row in rows)
     if longest > _FIRST:
-        rest = _all_gather_bytes(group, data[_FIRST:].ljust(longest - _FIRST, b"\0"))
+        padded = data[_FIRST:].ljust(longest - _FIRST, b"\0")
+        rest = _all_gather_bytes(group, padded)
         rows = [row + more for row, more in zip(rows, rest, strict=True)]
     # A pickle marks its own end, so the padding does no harm.
     return [pickle.loads(row[8:]) for row in rows]

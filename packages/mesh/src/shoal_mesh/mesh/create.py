@@ -66,7 +66,10 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three independe
         MeshMismatchError: ranks passed different arguments; raised on all of them.
 
     Example:
-        >>> launch(lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")).get_coordinate(), 2)
+        >>> def example() -> tuple[int, ...] | None:
+        ...     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        ...     return mesh.get_coordinate()
+        >>> launch(example, 2)
         [(0, 0), (0, 1)]
     """
     require_each((validate, lazy), bool, "validate and lazy are bool")
@@ -85,11 +88,9 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three independe
             f"order {order}"
         )
     check_fits(shape, world.size())
-    layout = (
-        Layout.dense(shape)
-        if order == "rank"
-        else Layout.of(shape, measured_order(shape, device_type).ranks)
-    )
+    layout = Layout.dense(shape)
+    if order == "topology":
+        layout = Layout.of(shape, measured_order(shape, device_type).ranks)
     mesh = DeviceMesh._of(MeshFields(device_type, layout, names, choices))
     if not lazy:
         mesh._create_groups()
@@ -144,22 +145,20 @@ def abstract_mesh(
     """
     sizes = read_shape(shape)
     require(rank, int, "the rank of an abstract mesh is an int")
-    require(connect, Callable | None, "connect is a function of ranks")  # type: ignore[arg-type]  # an abstract class
+    taken = "connect is a function of ranks"
+    require(connect, Callable | None, taken)  # type: ignore[arg-type]  # an abstract class
     if rank < 0:
         raise MeshError(f"rank {rank} of an abstract mesh of {prod(sizes)} ranks")
     axis_names = read_names(names, len(sizes))
-    device_type = read_device(device_type)
-    choices = (BackendChoice(),) * len(sizes)
-    return DeviceMesh._of(
-        MeshFields(
-            device_type,
-            Layout.dense(sizes),
-            axis_names,
-            choices,
-            abstract_rank=rank,
-            connect=connect,
-        )
+    fields = MeshFields(
+        device_type=read_device(device_type),
+        layout=Layout.dense(sizes),
+        names=axis_names,
+        choices=(BackendChoice(),) * len(sizes),
+        abstract_rank=rank,
+        connect=connect,
     )
+    return DeviceMesh._of(fields)
 
 
 def safe_globals() -> list[Any]:
@@ -204,4 +203,5 @@ class _mesh_resources:
 
     @classmethod
     def num_hosts(cls, device_type: str) -> int:
-        return max(1, dist.get_world_size() // max(1, cls.num_devices_per_host(device_type)))
+        per_host = max(1, cls.num_devices_per_host(device_type))
+        return max(1, dist.get_world_size() // per_host)

@@ -167,23 +167,21 @@ class DeviceMesh(RankGrid):
         names = read_names(mesh_dim_names, layout.ndim)
         self = cls._of(MeshFields(device_type, layout, names, (BackendChoice(),) * layout.ndim))
         comms: list[Comm] = []
-        for axis, (name, own) in enumerate(zip(self.axis_names, groups, strict=True)):
-            members = tuple(_torch.group_ranks(own))
-            if self._coordinate is None and all(
-                self.coordinate_of(rank) is None for rank in members
-            ):
+        coordinate = self._coordinate
+        for axis, (name, group_of_axis) in enumerate(zip(self.axis_names, groups, strict=True)):
+            members = tuple(_torch.group_ranks(group_of_axis))
+            ranks: Sequence[int] = ()
+            if coordinate is not None:
+                ranks = self._layout.select((axis,), coordinate).ranks
+            elif all(self.coordinate_of(rank) is None for rank in members):
+                # a group outside of the mesh, of a rank outside of it
                 continue
-            ranks = (
-                ()
-                if self._coordinate is None
-                else self._layout.select((axis,), self._coordinate).ranks
-            )
             if set(ranks) != set(members):
                 raise MeshError(
-                    f"axis {name} of {self!r} has the ranks {(*ranks,)}, but its group has "
+                    f"axis {name} of {self!r} has the ranks {tuple(ranks)}, but its group has "
                     f"{members}"
                 )
-            comms.append(Comm.over(own, (name,), ranks))
+            comms.append(Comm.over(group_of_axis, (name,), ranks))
         self._give(comms)
         return self
 
@@ -193,10 +191,8 @@ class DeviceMesh(RankGrid):
         self, layout: Layout, names: tuple[str, ...] | None, choices: tuple[BackendChoice, ...]
     ) -> DeviceMesh:
         """Create a mesh over ranks of this one."""
-        return self._of(
-            replace(self._fields, layout=layout, names=names, choices=choices),
-            self._get_root_mesh(),
-        )
+        fields = replace(self._fields, layout=layout, names=names, choices=choices)
+        return self._of(fields, self._get_root_mesh())
 
     def _get_root_mesh(self) -> DeviceMesh:
         """Return the mesh that this one was derived from; itself if it was constructed."""
@@ -222,24 +218,29 @@ class DeviceMesh(RankGrid):
         return mesh
 
     def _slice(self, asked: tuple[AxisLike, ...]) -> DeviceMesh:
-        root = self._get_root_mesh()
-        flattened = [
-            a
-            for a in asked
-            if isinstance(a, str) and a not in self.axis_names and a in root._flattened
-        ]
+        """Make the mesh of some axes, of which some may be flattened ones."""
+        flattened = self._flattened_of(asked)
         if flattened:
-            lines = [
-                root._flattened[a] if isinstance(a, str) and a in flattened else self._slice((a,))
-                for a in asked
-            ]
+            lines = [flattened[a] if a in flattened else self._slice((a,)) for a in asked]
             return lines[0] if len(lines) == 1 else self.concatenate(lines)
         axes = self._axes(asked)
         if axes == tuple(range(self.ndim)):
             return self
         layout = self._layout.select(axes, self._coordinate or (0,) * self.ndim)
-        names = None if self.mesh_dim_names is None else tuple(self.mesh_dim_names[a] for a in axes)
-        return self._derive(layout, names, tuple(self._choices[a] for a in axes))
+        names = self.mesh_dim_names
+        if names is not None:
+            names = tuple([names[axis] for axis in axes])
+        choices = tuple([self._choices[axis] for axis in axes])
+        return self._derive(layout, names, choices)
+
+    def _flattened_of(self, asked: tuple[AxisLike, ...]) -> dict[AxisLike, DeviceMesh]:
+        """Return the flattened meshes among some axes, by their names."""
+        known = self._get_root_mesh()._flattened
+        flattened: dict[AxisLike, DeviceMesh] = {}
+        for axis in asked:
+            if isinstance(axis, str) and axis not in self.axis_names and axis in known:
+                flattened[axis] = known[axis]
+        return flattened
 
     def flatten(
         self, name: str | None = None, backend_override: object | None = None
@@ -264,21 +265,20 @@ class DeviceMesh(RankGrid):
         require(name, str | None, "the name of a flattened mesh is a string")
         root = self._get_root_mesh()
         name = name or "_".join(self.axis_names)
-        if self.ndim == 1 and name == self.axis_names[0] and backend_override is None:
+        if self.axis_names == (name,) and backend_override is None:
             return self
-        if (
-            self.mesh_dim_names is not None
-            and name in root.axis_names
-            and (root.ndim > 1 or root is not self)
-        ):
+        is_named_root_of_one_axis = root is self and root.ndim == 1
+        is_taken = self.mesh_dim_names is not None and name in root.axis_names
+        if is_taken and not is_named_root_of_one_axis:
             raise AxisError(
                 f"cannot name a flattened mesh {name!r}: {root!r} already has an axis of that name"
             )
-        choices = read_backends(
-            None if backend_override is None else {0: backend_override}, None, 1
-        )
-        if backend_override is None and len(set(self._choices)) == 1:
+        if backend_override is not None:
+            choices = read_backends({0: backend_override}, None, 1)
+        elif len(set(self._choices)) == 1:
             choices = self._choices[:1]
+        else:
+            choices = (BackendChoice(),)
         mesh = self._derive(self._layout.flatten(), (name,), choices)
         if self._coordinate is None and root._coordinate is not None:
             # a slice elsewhere in the mesh: the name stays for the one through this rank
@@ -324,22 +324,24 @@ class DeviceMesh(RankGrid):
                 f"{names}"
             )
         layout = self._layout.unflatten(axis, sizes)
-        root = self._get_root_mesh()
-        before = self.mesh_dim_names or ()
-        every = None if names is None else (*before[:axis], *names, *before[axis + 1 :])
-        every = read_names(every, layout.ndim)
-        new = read_backends(backend_override, tuple(names) if names else None, len(sizes))
+        every_name = None
+        if names is not None:
+            old_names = self.mesh_dim_names or ()
+            every_name = (*old_names[:axis], *names, *old_names[axis + 1 :])
+        every_name = read_names(every_name, layout.ndim)
+        new_choices = read_backends(backend_override, names, len(sizes))
         if backend_override is None:
-            new = (self._choices[axis],) * len(sizes)
-        choices = (*self._choices[:axis], *new, *self._choices[axis + 1 :])
-        # so its slices are to be looked for in this mesh itself
-        if not root._layout.is_crossed_by_axes(layout):
-            mesh = self._of(replace(self._fields, layout=layout, names=every, choices=choices))
-            mesh._shared = self._shared
-            mesh._given = self._given
-            mesh._identify()
-            return mesh
-        return self._derive(layout, every, choices)
+            new_choices = (self._choices[axis],) * len(sizes)
+        choices = (*self._choices[:axis], *new_choices, *self._choices[axis + 1 :])
+        if self._get_root_mesh()._layout.is_crossed_by_axes(layout):
+            return self._derive(layout, every_name, choices)
+        # The root cannot find its slices, so this mesh is its own root.
+        fields = replace(self._fields, layout=layout, names=every_name, choices=choices)
+        mesh = self._of(fields)
+        mesh._shared = self._shared
+        mesh._given = self._given
+        mesh._identify()
+        return mesh
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -353,28 +355,29 @@ class DeviceMesh(RankGrid):
         if not meshes:
             raise AxisError("concatenate needs at least one mesh")
         root = meshes[0]._get_root_mesh()
-        for mesh in meshes:
-            # Caches share entries between equal meshes, so a mesh may come back as an equal slice
-            # of another root.
-            if mesh._get_root_mesh() != root and not (
-                {*mesh.axis_names} <= {*root.axis_names} and root[mesh.axis_names] == mesh
-            ):
-                raise MeshError(
-                    "concatenate takes meshes sliced from one mesh, got "
-                    f"{', '.join(map(repr, meshes))}"
-                )
+        if not all(mesh._is_slice_of(root) for mesh in meshes):
+            texts = ", ".join(map(repr, meshes))
+            raise MeshError(f"concatenate takes meshes sliced from one mesh, got {texts}")
         layout = root._layout.crossed([mesh._layout for mesh in meshes])
         if layout is None:
-            raise MeshError(
-                f"{', '.join(map(repr, meshes))} join the same ranks, or do not have ranks in "
-                "common"
-            )
-        named = [m.mesh_dim_names for m in meshes if m.mesh_dim_names is not None]
-        names = (
-            tuple(name for axes in named for name in axes) if len(named) == len(meshes) else None
-        )
-        choices = tuple(choice for mesh in meshes for choice in mesh._choices)
+            texts = ", ".join(map(repr, meshes))
+            raise MeshError(f"{texts} join the same ranks, or do not have ranks in common")
+        names = None
+        if all(mesh.mesh_dim_names is not None for mesh in meshes):
+            names = [name for mesh in meshes for name in mesh.axis_names]
+        choices = tuple([choice for mesh in meshes for choice in mesh._choices])
         return root._derive(layout, read_names(names, layout.ndim), choices)
+
+    def _is_slice_of(self, root: DeviceMesh) -> bool:
+        """Return whether this mesh is a slice of a root mesh, or equal to a slice of it.
+
+        Caches share entries between equal meshes, so a mesh may come back as an equal slice of
+        another root.
+        """
+        if self._get_root_mesh() == root:
+            return True
+        has_axes = set(self.axis_names) <= set(root.axis_names)
+        return has_axes and root[self.axis_names] == self
 
     def get_all_submeshes(self, axes: AxisLike | tuple[AxisLike, ...]) -> list[DeviceMesh]:
         """Return the slice along `axes` at every position of the other axes, in row-major order.
@@ -391,10 +394,10 @@ class DeviceMesh(RankGrid):
         """
         own_slice = self[axes]
         along = self._axes(axes)
+        # a slice along an axis begins at 0 of it
+        counts = [1 if axis in along else size for axis, size in enumerate(self.shape)]
         submeshes = []
-        for coordinate in product(
-            *(range(1 if a in along else size) for a, size in enumerate(self.shape))
-        ):
+        for coordinate in product(*map(range, counts)):
             layout = self._layout.select(along, coordinate)
             mesh = self._derive(layout, own_slice.mesh_dim_names, own_slice._choices)
             submeshes.append(own_slice if mesh == own_slice else mesh)
@@ -430,8 +433,11 @@ class DeviceMesh(RankGrid):
         root = self._get_root_mesh()
         if root is self or self.ndim != 1:
             return None
-        at = root.coordinate_of(self.ranks[0])
-        return next((a for a in range(root.ndim) if root.ranks_along(a, at) == self.ranks), None)
+        coordinate = root.coordinate_of(self.ranks[0])
+        for axis in range(root.ndim):
+            if root.ranks_along(axis, coordinate) == self.ranks:
+                return axis
+        return None
 
     @property
     def _flatten_mapping(self) -> Mapping[str, DeviceMesh]:

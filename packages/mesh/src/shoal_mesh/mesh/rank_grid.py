@@ -60,11 +60,31 @@ class RankGrid:
     """Ranks at coordinates, the coordinate of this process, and its communicators."""
 
     __slots__ = (
-        "__weakref__", "_choices", "_comms", "_coordinate", "_derived", "_fields", "_flattened", "_given", "_hash",
-        "_key", "_layout", "_root", "_shared", "_tensor", "_world", "axis_names", "device_type", "identity",
-        "is_abstract", "mesh_dim_names", "ndim", "shape",
-    )  # fmt: skip
-    _comms: dict[Any, Comm]  # by axes
+        "__weakref__",
+        "_choices",
+        "_comms",
+        "_coordinate",
+        "_derived",
+        "_fields",
+        "_flattened",
+        "_given",
+        "_hash",
+        "_key",
+        "_layout",
+        "_root",
+        "_shared",
+        "_tensor",
+        "_world",
+        "axis_names",
+        "device_type",
+        "identity",
+        "is_abstract",
+        "mesh_dim_names",
+        "ndim",
+        "shape",
+    )
+    # by axes
+    _comms: dict[Any, Comm]
     # by names, ranks and choice, of all meshes that were derived from one
     _shared: dict[Any, Comm]
     # by their ranks the communicators of groups that a program gave, with the groups' numbers; of
@@ -75,8 +95,10 @@ class RankGrid:
     _tensor: torch.Tensor | None
     # `cpu`, `cuda`, ...: never with an index
     device_type: str
-    ndim: int  # number of axes
-    shape: tuple[int, ...]  # number of ranks along each axis
+    # number of axes
+    ndim: int
+    # number of ranks along each axis
+    shape: tuple[int, ...]
     # names of the axes, None for an unnamed mesh
     mesh_dim_names: tuple[str, ...] | None
     # names of the axes; "0", "1", ... for an unnamed mesh
@@ -107,19 +129,16 @@ class RankGrid:
         self._shared = {} if root is None else root._shared
         self._given = {} if root is None else root._given
         self._world = None if fields.abstract_rank is not None else world_place()
+        ndim = fields.layout.ndim
         put = object.__setattr__
         put(self, "device_type", fields.device_type)
-        put(self, "ndim", fields.layout.ndim)
+        put(self, "ndim", ndim)
         put(self, "shape", fields.layout.shape)
         put(self, "mesh_dim_names", fields.names)
-        put(self, "axis_names", fields.names or tuple(map(str, range(fields.layout.ndim))))
+        put(self, "axis_names", fields.names or tuple(map(str, range(ndim))))
         put(self, "is_abstract", fields.abstract_rank is not None)
-        facts = (
-            fields.device_type,
-            fields.names,
-            fields.layout,
-            tuple(choice.key for choice in fields.choices),
-        )
+        choices = tuple([choice.key for choice in fields.choices])
+        facts = (fields.device_type, fields.names, fields.layout, choices)
         self._key = (*facts, fields.abstract_rank, fields.connect, self._world)
         self._hash = hash(self._key)
         self._identify()
@@ -157,9 +176,8 @@ class RankGrid:
     def mesh(self) -> torch.Tensor:
         """The ranks as an int32 CPU tensor of the mesh's shape, created at first use."""
         if self._tensor is None:
-            self._tensor = torch.tensor(self.ranks, dtype=torch.int32, device="cpu").view(
-                self.shape
-            )
+            ranks = torch.tensor(self.ranks, dtype=torch.int32, device="cpu")
+            self._tensor = ranks.view(self.shape)
         return self._tensor
 
     def axis_index(self, axis: AxisLike) -> int:
@@ -179,7 +197,8 @@ class RankGrid:
         else:
             require(axis, int, f"a mesh axis is a name or an index of {', '.join(self.axis_names)}")
             if -self.ndim <= axis < self.ndim:
-                return axis % self.ndim  # -1 of 2 axes: 1
+                # -1 of 2 axes: 1
+                return axis % self.ndim
         raise AxisError(
             f"no mesh axis {axis!r} in {self!r}: its axes are {', '.join(self.axis_names)}"
         )
@@ -198,9 +217,8 @@ class RankGrid:
         """Return one or several axes as a tuple, as the user wrote them."""
         if isinstance(axes, int | str):
             return (axes,)
-        require_each(
-            axes, int | str, f"mesh axes are names or indices of {', '.join(self.axis_names)}"
-        )
+        names = ", ".join(self.axis_names)
+        require_each(axes, int | str, f"mesh axes are names or indices of {names}")
         return tuple(axes)
 
     def size(self, mesh_dim: AxisLike | None = None) -> int:
@@ -231,9 +249,11 @@ class RankGrid:
             6
         """
         coordinate = read_sizes(coordinate, "coordinate")
-        if len(coordinate) != self.ndim or not all(
-            0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)
-        ):
+        exists = len(coordinate) == self.ndim
+        if exists:
+            pairs = zip(coordinate, self.shape, strict=True)
+            exists = all(0 <= position < size for position, size in pairs)
+        if not exists:
             raise AxisError(f"no coordinate {tuple(coordinate)} in {self!r} of shape {self.shape}")
         return self._layout.rank_at(coordinate)
 
@@ -354,15 +374,19 @@ class RankGrid:
         """
         try:
             comm = self._comms.get(axes)
-        except TypeError:  # a list, or what is no axis at all
+        except TypeError:
+            # a list, or what is no axis at all
             comm = None
+        if comm is not None:
+            return comm
+        indices = self._axes(axes)
+        comm = self._comms.get(indices)
         if comm is None:
-            indices = self._axes(axes)
-            comm = self._comms.get(indices) or self._comms.setdefault(
-                indices, self._create_comm(indices)
-            )
-            if isinstance(axes, Hashable):  # a list may have come
-                self._comms[axes] = comm
+            # of several threads that create it, all get the first one
+            comm = self._comms.setdefault(indices, self._create_comm(indices))
+        # a list may have come
+        if isinstance(axes, Hashable):
+            self._comms[axes] = comm
         return comm
 
     def _create_comm(self, axes: tuple[int, ...]) -> Comm:
@@ -376,11 +400,11 @@ class RankGrid:
             )
         if self._fields.connect is not None:
             return self._fields.connect(self.ranks_along(axes))
-        names = tuple(self.axis_names[a] for a in axes)
+        names = tuple([self.axis_names[axis] for axis in axes])
         ranks = self._layout.select(axes, self._coordinate).ranks
-        choices = {self._choices[a] for a in axes}
+        choices = {self._choices[axis] for axis in axes}
         choice = choices.pop() if len(choices) == 1 else BackendChoice()
-        key = names, ranks, choice
+        key = (names, ranks, choice)
         if key not in self._shared:
             if self._world != world_place():
                 raise NoGroupError(
@@ -431,9 +455,11 @@ class RankGrid:
         raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, RankGrid) and self._hash == other._hash and self._key == other._key
-        )
+        if self is other:
+            return True
+        if not isinstance(other, RankGrid):
+            return False
+        return self._hash == other._hash and self._key == other._key
 
     def __hash__(self) -> int:
         return self._hash
@@ -458,16 +484,24 @@ class RankGrid:
         return html_table(rows, header=header, caption=repr(self))
 
     def __repr__(self) -> str:
-        names = self.mesh_dim_names
-        sizes = self.shape
-        axes = (
-            ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
-            if names
-            else str(sizes)[1:-1]
-        )
-        ranks = self._layout.ranks
-        if ranks == range(ranks[0], ranks[0] + len(ranks)):  # 4 5 6 7 are "ranks 4-7"
-            where = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        if self.mesh_dim_names:
+            sizes = zip(self.mesh_dim_names, self.shape, strict=True)
+            axes = ", ".join([f"{name}={size}" for name, size in sizes])
         else:
-            where = f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
-        return f"DeviceMesh(({axes}), {self.device_type!r}, {where}{', abstract' if self.is_abstract else ''})"
+            # (2, 4) and (2,) without the parentheses
+            axes = str(self.shape)[1:-1]
+        suffix = ", abstract" if self.is_abstract else ""
+        ranks = _abbreviate(self._layout.ranks)
+        return f"DeviceMesh(({axes}), {self.device_type!r}, {ranks}{suffix})"
+
+
+def _abbreviate(ranks: Sequence[int]) -> str:
+    """Return the text of ranks in their order: `rank 3`, `ranks 4-7`, `ranks 0, 2, 1, 3`."""
+    first = ranks[0]
+    if len(ranks) == 1:
+        return f"rank {first}"
+    if ranks == range(first, first + len(ranks)):
+        return f"ranks {first}-{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    more = ", ..." if len(ranks) > 8 else ""
+    return f"ranks {shown}{more}"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import inf, prod
 from operator import index
 from typing import Any
 
@@ -54,9 +54,8 @@ class Layout:
         They hold a (size, step) pair for each axis, an offset, and perhaps a list of all ranks.
         """
         if "axes" in state:
-            state = vars(
-                Layout._of_earlier_version(state["axes"], state["offset"], state["listed"])
-            )
+            grid = Layout._of_earlier_version(state["axes"], state["offset"], state["listed"])
+            state = vars(grid)
         vars(self).update(state)
 
     @classmethod
@@ -68,7 +67,10 @@ class Layout:
         steps = [range(0, size * step, step) for axis in axes for size, step in axis]
         places = [offset + sum(shifts) for shifts in product(*steps)]
         ranks = places if listed is None else [listed[place] for place in places]
-        shape = [prod(size for size, _ in axis) for axis in axes]
+        shape = []
+        for axis in axes:
+            sizes = [size for size, _ in axis]
+            shape.append(prod(sizes))
         return cls.of(shape, ranks)
 
     @classmethod
@@ -103,8 +105,8 @@ class Layout:
 
     def select(self, axes: Sequence[int], at: Sequence[int]) -> Layout:
         """Return the grid over some axes in the given order, through a coordinate."""
-        fixed = [at[axis] * step for axis, step in enumerate(self._steps) if axis not in axes]
-        positions = [sum(fixed)]
+        others = [axis for axis in range(self.ndim) if axis not in axes]
+        positions = [sum(at[axis] * self._steps[axis] for axis in others)]
         # (2, 3, 4), axes 2 and 0 at 1 of axis 1: 4, then 4 5 6 7, then 4 16, 5 17, 6 18, 7 19
         for axis in axes:
             step = self._steps[axis]
@@ -122,12 +124,15 @@ class Layout:
 
         Raises MeshError if the product of the sizes is not the size of the axis.
         """
-        if prod(sizes) != self.shape[axis] or any(size < 1 for size in sizes):
+        count = self.shape[axis]
+        if prod(sizes) != count or any(size < 1 for size in sizes):
             raise MeshError(
-                f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks, which is not "
-                f"the product of {tuple(sizes)}"
+                f"axis {axis} of shape {self.shape} has {count} ranks, which is not the product "
+                f"of {tuple(sizes)}"
             )
-        return Layout((*self.shape[:axis], *sizes, *self.shape[axis + 1 :]), self.ranks)
+        before = self.shape[:axis]
+        after = self.shape[axis + 1 :]
+        return Layout((*before, *sizes, *after), self.ranks)
 
     # --- parts of a larger grid: positions are those of their ranks in it -------------------------
 
@@ -137,7 +142,7 @@ class Layout:
         Returns None unless the parts share exactly one rank. Parts with ranks 4 5 6 7 and 1 5 of a
         2 x 4 grid cross at 5: from 5, rank 4 is one step back, and rank 1 four steps.
         """
-        lines = [[self.ranks.index(rank) for rank in part.ranks] for part in parts]
+        lines = [self._positions(part) for part in parts]
         common = set(lines[0]).intersection(*lines[1:])
         if not common:
             return None
@@ -151,6 +156,10 @@ class Layout:
         shape = [size for part in parts for size in part.shape]
         return Layout.of(shape, [self.ranks[position] for position in positions])
 
+    def _positions(self, part: Layout) -> list[int]:
+        """Return the positions of a part's ranks in this grid."""
+        return [self.ranks.index(rank) for rank in part.ranks]
+
     def is_crossed_by_axes(self, part: Layout) -> bool:
         """Return whether a part of this grid is the span of its axes through one rank."""
         origin = (0,) * part.ndim
@@ -162,7 +171,7 @@ class Layout:
 
         For the ranks 4-7 of a 2 x 4 grid, the part through rank 1 is ranks 0-3.
         """
-        positions = [self.ranks.index(held) for held in part.ranks]
+        positions = self._positions(part)
         first = min(positions)
         start = self.ranks.index(rank)
         offsets = [position - first for position in sorted(positions)]
@@ -269,13 +278,15 @@ def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> 
         raise MeshError(f"a mesh must have at least one rank, got shape {tuple(ranks.shape)}")
     shape = tuple(ranks.shape) or (1,)
     flat = ranks.reshape(-1).tolist()
-    repeated = sorted(rank for rank, times in Counter(flat).items() if times > 1)
+    counts = Counter(flat)
+    repeated = sorted(rank for rank, count in counts.items() if count > 1)
     if repeated:
         raise MeshError(
             f"each rank can be in a mesh once, but {repeated} are repeated in the mesh of shape "
             f"{shape}"
         )
-    wrong = [rank for rank in flat if rank < 0 or (world is not None and rank >= world)]
+    limit = inf if world is None else world
+    wrong = [rank for rank in flat if not 0 <= rank < limit]
     if wrong:
         raise MeshError(
             f"ranks {wrong[:8]} are not in the world of {world} ranks (mesh of shape {shape})"

@@ -10,7 +10,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import combinations, permutations, product
+from itertools import chain, combinations, permutations, product
 from math import prod
 from typing import NamedTuple
 
@@ -24,8 +24,8 @@ from ..watch.backend_work import BackendWork
 _BYTES = 1 << 20
 # Round trips of which the fastest counts; the first one also connects.
 _REPEATS = 4
-# Links inside a host, or between two hosts, are equal if the slowest takes less than this many times
-# the fastest.
+# Links inside a host, or between two hosts, are equal if the slowest takes less than this many
+# times the fastest.
 _NOISE = 2.0
 # Another order than rank order is used only if an axis takes less than this share of the time.
 _WORTHWHILE = 0.9
@@ -54,10 +54,8 @@ class RankOrder(NamedTuple):
 
     def __str__(self) -> str:
         """Return a report with a line per axis."""
-        lines = [
-            f"ranks {', '.join(map(str, self.ranks))}; all-gather of 1 MiB a rank, in rank order "
-            "and in this one"
-        ]
+        ranks = ", ".join(map(str, self.ranks))
+        lines = [f"ranks {ranks}; all-gather of 1 MiB a rank, in rank order and in this one"]
         for axis, (before, after) in enumerate(zip(self.before, self.after, strict=True)):
             lines.append(f"  axis {axis}: {before * 1e3:.3f} ms -> {after * 1e3:.3f} ms")
         return "\n".join(lines)
@@ -102,8 +100,8 @@ def _seconds_by_axis(shape: Sequence[int], ranks: Unit, costs: Costs) -> tuple[f
     """
     seconds = []
     for axis, size in enumerate(shape):
-        # Shape (2, 3): axis 0 has steps of 3 and the lines 0 3, 1 4, 2 5, which start at 0, 1 and 2.
-        # Axis 1 has steps of 1, and lines that start at 0 and 3.
+        # Shape (2, 3): axis 0 has steps of 3 and the lines 0 3, 1 4, 2 5, which start at 0, 1 and
+        # 2. Axis 1 has steps of 1, and lines that start at 0 and 3.
         step = prod(shape[axis + 1 :])
         starts = [i for i in range(len(ranks)) if i // step % size == 0]
         slowest = 0.0
@@ -116,7 +114,8 @@ def _seconds_by_axis(shape: Sequence[int], ranks: Unit, costs: Costs) -> tuple[f
 
 def _slowest_link(units: Sequence[Unit], costs: Costs) -> float:
     """Return the cost of the slowest link between any two of some units."""
-    return max((_distance(a, b, costs) for a, b in combinations(units, 2)), default=0.0)
+    distances = [_distance(one, other, costs) for one, other in combinations(units, 2)]
+    return max(distances, default=0.0)
 
 
 def _distance(one: Unit, other: Unit, costs: Costs) -> float:
@@ -143,7 +142,7 @@ def _group_nearest(units: list[Unit], size: int, costs: Costs) -> list[Unit]:
         exchanges = [_exchange_units(a, b, costs) for a, b in combinations(groups, 2)]
         if not any(exchanges):
             break
-    return sorted(tuple(rank for unit in sorted(group) for rank in unit) for group in groups)
+    return sorted(tuple(chain.from_iterable(sorted(group))) for group in groups)
 
 
 def _nearest_unit(candidates: Sequence[Unit], group: Sequence[Unit], costs: Costs) -> Unit:
@@ -182,13 +181,13 @@ def measured_costs(world: ProcessGroup, device: torch.device) -> list[list[float
         The same symmetric costs on all ranks.
     """
     size = world.size()
-    rank = world.rank()
+    own_rank = world.rank()
     seconds = [0.0] * size
     message = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
     for turn in range(size):
         # 5 ranks, turn 1: rank 0 meets 1, rank 2 meets 4, and rank 3 has no partner.
-        other = (turn - rank) % size
-        if other != rank:
+        other = (turn - own_rank) % size
+        if other != own_rank:
             seconds[other] = _message_seconds(world, message, other)
     rows = all_gather_objects(world, (socket.gethostname(), seconds))
     hosts = [host for host, _ in rows]
@@ -204,8 +203,10 @@ def _message_seconds(world: ProcessGroup, message: torch.Tensor, other: int) -> 
     """Measure one way of a round trip to another rank, which calls this too."""
 
     def round_trip() -> None:
-        for sends in (world.rank() < other, world.rank() > other):
-            work = world.send([message], other, 0) if sends else world.recv([message], other, 0)
+        is_first = world.rank() < other
+        for sends in (is_first, not is_first):
+            exchange = world.send if sends else world.recv
+            work = exchange([message], other, 0)
             BackendWork(work, world, None).wait()
 
     return fastest(round_trip, _REPEATS, message.device) / 2
