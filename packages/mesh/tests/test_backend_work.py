@@ -76,7 +76,7 @@ def test_ranks_that_have_not_reported_are_named_together() -> None:
             patch.setattr(
                 backend_work, "_roll_call", lambda *_, started=started: dict.fromkeys(started, 1)
             )
-            assert backend_work._who(group, [0, 1, 2, 3], 0)[0].startswith(text)
+            assert backend_work._diagnose(group, [0, 1, 2, 3], 0)[0].startswith(text)
 
 
 @on_ranks(2)
@@ -91,7 +91,7 @@ def test_a_rank_that_returned_because_another_is_lost_is_not_at_fault() -> None:
             ({0: stopped}, (0,)),
         ):
             patch.setattr(backend_work, "lost_ranks", lambda *_, lost=lost: lost)
-            text, at_fault = backend_work._who(group, [0, 1], 0)
+            text, at_fault = backend_work._diagnose(group, [0, 1], 0)
             assert at_fault == ranks and all(state in text for state in lost.values())
 
 

@@ -28,26 +28,26 @@ from ..errors import MeshError
 from ..events import Event, in_observed, observing
 from .module_places import ModulePlaces
 
+# Names of c10d by the name of the functional collective.
+_C10D_NAMES = {
+    "all_reduce": "allreduce_",
+    "all_reduce_coalesced": "allreduce_coalesced_",
+    "all_gather_into_tensor": "allgather_ _allgather_base_ all_gather_single_",
+    "all_gather_into_tensor_coalesced": "allgather_coalesced_ allgather_into_tensor_coalesced_",
+    "reduce_scatter_tensor": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_single_",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced_",
+    "all_to_all_single": "alltoall_ alltoall_base_ all_to_all_single_",
+    "broadcast": "broadcast_",
+}
 _FUNCTIONAL = {
     name: functional_name
-    for functional_name, names in {
-        "all_reduce": "allreduce_",
-        "all_reduce_coalesced": "allreduce_coalesced_",
-        "all_gather_into_tensor": "allgather_ _allgather_base_ all_gather_single_",
-        "all_gather_into_tensor_coalesced": "allgather_coalesced_ allgather_into_tensor_coalesced_",
-        "reduce_scatter_tensor": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_single_",
-        "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced_",
-        "all_to_all_single": "alltoall_ alltoall_base_ all_to_all_single_",
-        "broadcast": "broadcast_",
-    }.items()
+    for functional_name, names in _C10D_NAMES.items()
     for name in names.split()
 }
 _FUNCTIONAL_NAMES = set(_FUNCTIONAL.values())
-_OUTPUTS_FIRST = {
-    "gather_",
-    "scatter_",
-    *(n for n in _FUNCTIONAL if not n.startswith(("allreduce", "broadcast"))),
-}
+_IN_PLACE = ("allreduce", "broadcast")
+_OUTPUTS_FIRST = {"gather_", "scatter_"}
+_OUTPUTS_FIRST |= {name for name in _FUNCTIONAL if not name.startswith(_IN_PLACE)}
 # c10d only
 _POINT_TO_POINT = {"scatter_", "gather_", "reduce_", "send", "recv_", "recv_any_source_"}
 
@@ -86,10 +86,12 @@ class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it h
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
-        ours, theirs = (
-            [_canonical(packet) for packet in Counter(each).elements()] for each in (self, other)
-        )
-        return Counter(ours) == Counter(theirs)
+        return _canonical_counts(self) == _canonical_counts(other)
+
+
+def _canonical_counts(counts: Mapping[Any, int]) -> Counter[Any]:
+    """Return counts by the packets under which collectives are counted."""
+    return Counter([_canonical(packet) for packet in Counter(counts).elements()])
 
 
 def _canonical(packet: Any) -> Any:
@@ -102,21 +104,33 @@ def _canonical(packet: Any) -> Any:
 
 @dataclass(slots=True)
 class Record:
-    """One collective of a trace."""
+    """One collective of a trace.
 
-    op: str  # name of the functional collective
-    # mesh axes it ran along; the name of the group when it was not asked for by axis
+    Attributes:
+        op: name of the functional collective.
+        axes: the mesh axes that it ran along, or the name of the group if the call named no axis.
+        size: number of ranks.
+        shapes: shapes that this rank put in.
+        dtype: dtype of the first of them.
+        nbytes: bytes that this rank put in.
+        reduce_op: `sum`, ... or ''.
+        module: path of the innermost module, `Global` outside of modules.
+        backward: whether it ran in the backward pass.
+        started: seconds since the mode was entered.
+        seconds: duration on the host.
+    """
+
+    op: str
     axes: tuple[str, ...]
-    size: int  # number of ranks
-    shapes: tuple[tuple[int, ...], ...]  # shapes that this rank put in
-    dtype: str  # of the first of them
-    nbytes: int  # bytes that this rank put in
-    reduce_op: str  # `sum`, ... or ''.
-    # path of the innermost module, `Global` outside of modules
+    size: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    nbytes: int
+    reduce_op: str
     module: str
-    backward: bool  # whether it ran in the backward pass
-    started: float  # seconds since the mode was entered
-    seconds: float = 0.0  # duration on the host
+    backward: bool
+    started: float
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -162,9 +176,8 @@ class CommDebugMode(_torch.TorchDispatchMode):
         self.modules = {}
         self._began = time.perf_counter()
         self._places = self._ends.enter_context(ModulePlaces())
-        self._ends.callback(
-            nn.modules.module.register_module_forward_pre_hook(self._record_module).remove
-        )
+        register_hook = nn.modules.module.register_module_forward_pre_hook
+        self._ends.callback(register_hook(self._record_module).remove)
         self._ends.enter_context(observing(self.before, self.after))
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
@@ -197,11 +210,11 @@ class CommDebugMode(_torch.TorchDispatchMode):
 
         It has every distributed parameter of the modules that ran.
         """
-        return {
-            f"{path}.{name}": p
-            for path, record in self.modules.items()
-            for name, p in record.placements.items()
-        }
+        placements = {}
+        for path, record in self.modules.items():
+            for name, placements_of_parameter in record.placements.items():
+                placements[f"{path}.{name}"] = placements_of_parameter
+        return placements
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
         """Return a table by module.
@@ -214,30 +227,30 @@ class CommDebugMode(_torch.TorchDispatchMode):
             MeshTypeError, MeshError: another noise level.
         """
         lines = []
-        for path, own in self._tree(noise_level).items():
-            body = _lines(own)
+        for path, facts in self._tree(noise_level).items():
+            lines_of_module = _lines(facts)
             # at level 0 only modules that ran a collective
-            if body or noise_level > 0:
+            if lines_of_module or noise_level > 0:
                 indent = "  " * path.count(".")
-                lines += [indent + path, *(f"{indent}  {line}" for line in body)]
-        total = Counter(r.op for r in self.trace)
-        lines.append(
-            "total: "
-            + (", ".join(f"{n} {op}" for op, n in sorted(total.items())) or "no collectives")
-        )
+                lines.append(f"{indent}{path}")
+                lines += [f"{indent}  {line}" for line in lines_of_module]
+        totals = Counter(record.op for record in self.trace)
+        counts = ", ".join(f"{count} {op}" for op, count in sorted(totals.items()))
+        lines.append(f"total: {counts or 'no collectives'}")
         return "\n".join(lines) + "\n"
 
     def generate_json_dump(
         self, file_name: str = "comm_mode_log.json", noise_level: int = 3
     ) -> None:
         """Write the table as JSON to a file; see `generate_comm_debug_tracing_table`."""
-        calls = [
-            {**_call(r), "module": r.module, "backward": r.backward, "started": r.started}
-            for r in self.trace
-        ]
-        _write(
-            file_name, json.dumps({"modules": self._tree(noise_level), "trace": calls}, indent=1)
-        )
+        trace = []
+        for record in self.trace:
+            call = _call(record)
+            call |= {"module": record.module, "backward": record.backward}
+            call["started"] = record.started
+            trace.append(call)
+        content = {"modules": self._tree(noise_level), "trace": trace}
+        _write(file_name, json.dumps(content, indent=1))
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
@@ -250,33 +263,31 @@ class CommDebugMode(_torch.TorchDispatchMode):
         require(noise_level, int, "noise_level is an int from 0 to 3")
         if not 0 <= noise_level <= 3:
             raise MeshError(f"noise_level must be 0 to 3, got {noise_level}")
-        paths: dict[str, Any] = {}
-        for path, record in sorted(
-            self.modules.items(), key=lambda item: (item[0] != "Global", item[0])
-        ):
-            own: dict[str, Any] = {}
-            for phase, backward in (("forward", False), ("backward", True)):
-                records = [r for r in self.trace if r.module == path and r.backward is backward]
-                run: dict[str, Any] = {"collectives": dict(Counter(r.op for r in records))}
-                run["bytes"] = sum(r.nbytes for r in records)
-                if noise_level >= 2:
-                    run["calls"] = [_call(r) for r in records]
-                if noise_level >= 3:
-                    run["ops"] = {
-                        op: n for (op, when), n in sorted(record.ops.items()) if when is backward
-                    }
-                own[phase] = run
+        modules: dict[str, Any] = {}
+        # first what ran outside of modules
+        for path in sorted(self.modules, key=lambda path: (path != "Global", path)):
+            facts: dict[str, Any] = {
+                "forward": self._pass(path, False, noise_level),
+                "backward": self._pass(path, True, noise_level),
+            }
             if noise_level >= 1:
-                own["parameters"] = {}
-                for name, p in record.parameters.items():
-                    placements = str(record.placements.get(name, ""))
-                    own["parameters"][name] = {
-                        "shape": [*p.shape],
-                        "dtype": str(p.dtype),
-                        "placements": placements,
-                    }
-            paths[path] = own
-        return paths
+                facts["parameters"] = _parameter_facts(self.modules[path])
+            modules[path] = facts
+        return modules
+
+    def _pass(self, path: str, backward: bool, noise_level: int) -> dict[str, Any]:
+        """Return the collectives of one module in its forward or backward, as for JSON."""
+        records = [
+            record for record in self.trace if record.module == path and record.backward is backward
+        ]
+        facts: dict[str, Any] = {"collectives": dict(Counter(record.op for record in records))}
+        facts["bytes"] = sum(record.nbytes for record in records)
+        if noise_level >= 2:
+            facts["calls"] = [_call(record) for record in records]
+        if noise_level >= 3:
+            counts = sorted(self.modules[path].ops.items())
+            facts["ops"] = {op: count for (op, phase), count in counts if phase is backward}
+        return facts
 
     # --- beyond it --------------------------------------------------------------------------------
 
@@ -290,13 +301,15 @@ class CommDebugMode(_torch.TorchDispatchMode):
         """
         counts: dict[str, dict[str, dict[Any, int]]] = {}
         for record in self.trace:
+            phase = "backward" if record.backward else "forward"
+            packet = packet_of(record.op)
+            # `M.layers.0`: Global, M, M.layers, M.layers.0
             parts = record.module.split(".")
-            inside = {"Global", *(".".join(parts[: n + 1]) for n in range(len(parts)))}
-            for path in inside:
-                passes = counts.setdefault(
-                    path, {"forward": CommCounts(), "backward": CommCounts()}
-                )
-                passes["backward" if record.backward else "forward"][packet_of(record.op)] += 1
+            around = {".".join(parts[: depth + 1]) for depth in range(len(parts))}
+            for path in {"Global", *around}:
+                if path not in counts:
+                    counts[path] = {"forward": CommCounts(), "backward": CommCounts()}
+                counts[path][phase][packet] += 1
         return counts
 
     def __repr__(self) -> str:
@@ -323,24 +336,23 @@ class CommDebugMode(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run every op unchanged; record collectives of other libraries."""
-        if any(
-            t.__torch_dispatch__ is not Tensor.__torch_dispatch__ and t is not _torch.FakeTensor
-            for t in types
-        ):
-            return self._run_subclass(func, args, kwargs or {})
+        for kind in types:
+            is_plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+            if not is_plain and kind is not _torch.FakeTensor:
+                return self._run_subclass(func, args, kwargs or {})
         name = func._overloadpacket.__name__
         if in_observed():
             return func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            sends = name in _FUNCTIONAL or name in _POINT_TO_POINT  # a barrier or a wait does not
+            # a barrier or a wait sends nothing
+            sends = name in _FUNCTIONAL or name in _POINT_TO_POINT
         else:
-            sends = (
-                func.namespace.lstrip("_") == "c10d_functional"
-                and name.removesuffix("_") in _FUNCTIONAL_NAMES
-            )
+            is_functional = func.namespace.lstrip("_") == "c10d_functional"
+            sends = is_functional and name.removesuffix("_") in _FUNCTIONAL_NAMES
         if sends:
             return self._run_foreign(func, name, args, kwargs or {})
-        self._record_of(self._places.current()).ops[str(func), _torch.in_backward()] += 1
+        record = self._record_of(self._places.current())
+        record.ops[str(func), _torch.in_backward()] += 1
         return func(*args, **(kwargs or {}))
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -353,16 +365,22 @@ class CommDebugMode(_torch.TorchDispatchMode):
     def _run_foreign(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Run a collective of another library, and record it."""
+        label = "?"
+        size = 0
         if func.namespace == "c10d":
-            group = _torch.group_of_op(args)
-            label, size = (group.group_name, group.size()) if group is not None else ("?", 0)
             op = _FUNCTIONAL.get(name, name)
+            group = _torch.group_of_op(args)
+            if group is not None:
+                label = group.group_name
+                size = group.size()
         else:
-            label = next((a for a in reversed(args) if isinstance(a, str)), "?")
             op = name.removesuffix("_")
-            size = 0
+            # the last text is the name of the group
+            label = next((arg for arg in reversed(args) if isinstance(arg, str)), "?")
         sent = args[1] if name in _OUTPUTS_FIRST else args[0]
-        tensors = tuple(t for t in _torch.tree_leaves(sent) if isinstance(t, Tensor))
+        leaves = _torch.tree_leaves(sent)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         event = Event(op, SimpleNamespace(axes=(label,), size=size), tensors)
         record = self._record(event)
         result = func(*args, **kwargs)
@@ -370,12 +388,16 @@ class CommDebugMode(_torch.TorchDispatchMode):
         return result
 
     def _record(self, event: Event) -> Record:
+        """Add a collective to the trace."""
+        dtype = ""
+        if event.tensors:
+            dtype = str(event.tensors[0].dtype).removeprefix("torch.")
         record = Record(
             op=event.op,
             axes=event.comm.axes,
             size=event.comm.size,
-            shapes=tuple(tuple(t.shape) for t in event.tensors),
-            dtype=str(event.tensors[0].dtype).removeprefix("torch.") if event.tensors else "",
+            shapes=tuple([tuple(tensor.shape) for tensor in event.tensors]),
+            dtype=dtype,
             nbytes=event.nbytes,
             reduce_op=event.reduce_op,
             module=self._places.current(),
@@ -410,27 +432,45 @@ def _call(record: Record) -> dict[str, Any]:
     }
 
 
-def _lines(own: dict[str, Any]) -> list[str]:
+def _parameter_facts(record: ModuleRecord) -> dict[str, Any]:
+    """Return shape, dtype and placements of a module's parameters by name, as for JSON."""
+    facts = {}
+    for name, parameter in record.parameters.items():
+        placements = str(record.placements.get(name, ""))
+        facts[name] = {
+            "shape": [*parameter.shape],
+            "dtype": str(parameter.dtype),
+            "placements": placements,
+        }
+    return facts
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    """Return the lines of a module in the table, from the facts of `_tree`."""
     lines = []
-    for name, what in own.get("parameters", {}).items():
-        lines.append(
-            f"*{name}: {tuple(what['shape'])} {what['dtype']} {what['placements']}".rstrip()
-        )
+    for name, parameter in facts.get("parameters", {}).items():
+        shape = tuple(parameter["shape"])
+        lines.append(f"*{name}: {shape} {parameter['dtype']} {parameter['placements']}".rstrip())
     for phase in ("forward", "backward"):
-        run = own[phase]
-        if run["collectives"] or run.get("ops"):
-            lines.append(
-                f"{phase.upper()}: {run['bytes']} bytes in {sum(run['collectives'].values())} "
-                "collectives"
-            )
-        lines += [f"  {op}: {n}" for op, n in sorted(run["collectives"].items())]
-        for call in run.get("calls", ()):
-            reduce = f" {call['reduce']}" if call["reduce"] else ""
-            shapes = " ".join(map(str, map(tuple, call["shapes"])))
-            lines.append(
-                f"    {call['op']}{reduce} {shapes} {call['dtype']} along {'x'.join(call['axes'])}"
-            )
-        lines += [f"  ** {op}: {n}" for op, n in run.get("ops", {}).items()]
+        lines += _lines_of_pass(phase.upper(), facts[phase])
+    return lines
+
+
+def _lines_of_pass(title: str, facts: dict[str, Any]) -> list[str]:
+    """Return the lines of a module's forward or backward."""
+    lines = []
+    collectives = facts["collectives"]
+    ops = facts.get("ops", {})
+    if collectives or ops:
+        count = sum(collectives.values())
+        lines.append(f"{title}: {facts['bytes']} bytes in {count} collectives")
+    lines += [f"  {op}: {count}" for op, count in sorted(collectives.items())]
+    for call in facts.get("calls", ()):
+        collective = f"{call['op']} {call['reduce']}".rstrip()
+        shapes = " ".join(map(str, map(tuple, call["shapes"])))
+        axes = "x".join(call["axes"])
+        lines.append(f"    {collective} {shapes} {call['dtype']} along {axes}")
+    lines += [f"  ** {op}: {count}" for op, count in ops.items()]
     return lines
 
 

@@ -101,11 +101,14 @@ def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) 
         )
     world = require_world()
     if "fake" in _torch.backend_config(world):
-        yield  # one process: nobody to compare with
+        # one process: nobody to compare with
+        yield
         return
     block = next(_BLOCKS.setdefault(world, count()))
     store = _torch.PrefixStore(f"shoal_lockstep/{block}", _torch.default_store())
-    comparison = _Comparison(store, world.rank(), timeout, every, call_sites=call_sites)
+    comparison = _Comparison(
+        store, world.rank(), timeout=timeout, every=every, call_sites=call_sites
+    )
     observe(comparison)
     try:
         yield
@@ -133,11 +136,17 @@ def in_lockstep() -> bool:
 class _Comparison:
     """The observer of one block on one rank.
 
+    Before a collective the ranks gather three numbers of each (`statement`), and compare them:
+
+        rank 0   all_reduce   [1234, 77, 0]    if they are equal, the collective runs;
+        rank 1   all_reduce   [1234, 77, 0]    here all ranks gather their texts, and raise
+        rank 2   broadcast    [9876, 77, 0]
+
     Ranks that wait, or have left, exchange messages through the store.
     """
 
     def __init__(
-        self, store: Store, rank: int, timeout: float, every: int, call_sites: bool
+        self, store: Store, rank: int, *, timeout: float, every: int, call_sites: bool
     ) -> None:
         self._store = store
         self._rank = rank
@@ -173,29 +182,31 @@ class _Comparison:
         numbers, text = statement(event, call_sites=self._call_sites)
         try:
             with _torch.unseen():
-                work = calls.all_gather(torch.tensor(numbers, device=device_of(comm.group)), comm)
+                own_numbers = torch.tensor(numbers, device=device_of(comm.group))
+                work = calls.all_gather(own_numbers, comm)
                 self._wait(work, comm, text)
                 rows: list[Any] = work.wait().view(comm.size, -1).tolist()
+        except LockstepError as error:
+            raise self._broken(comm, error) from error
         except PeerError as error:
-            stopped = (
-                error
-                if isinstance(error, LockstepError)
-                else LockstepError(f"{error}\n  before {text}", error.ranks)
-            )
+            stopped = LockstepError(f"{error}\n  before {text}", error.ranks)
             raise self._broken(comm, stopped) from error
         if agree(rows):
             self._last[comm.name] = text
             return
-        texts = dict(
-            zip(
-                _torch.ranks_in_order(comm.group), all_gather_objects(comm.group, text), strict=True
-            )
-        )
-        along = f"at step {step} along {'x'.join(comm.axes)}"
-        lines = [f"  {ranks}: {what}" for ranks, what in by_ranks(texts).items()]
-        different = "\n".join([f"ranks are about to run different collectives {along}:", *lines])
-        alone = minority({rank: tuple(row[:2]) for rank, row in zip(comm.ranks, rows, strict=True)})
-        raise self._broken(comm, LockstepError(different, alone))
+        mismatch = self._mismatch(comm, step, rows, text)
+        raise self._broken(comm, mismatch)
+
+    def _mismatch(self, comm: Comm, step: int, rows: Sequence[Numbers], text: str) -> LockstepError:
+        """Gather the collectives of all ranks as text, and return the error that names them."""
+        ranks_of_group = _torch.ranks_in_order(comm.group)
+        texts = dict(zip(ranks_of_group, all_gather_objects(comm.group, text), strict=True))
+        axes = "x".join(comm.axes)
+        lines = [f"ranks are about to run different collectives at step {step} along {axes}:"]
+        lines += [f"  {ranks}: {collective}" for ranks, collective in by_ranks(texts).items()]
+        # without the flows, which differ between ranks that agree
+        facts = {rank: tuple(row[:2]) for rank, row in zip(comm.ranks, rows, strict=True)}
+        return LockstepError("\n".join(lines), minority(facts))
 
     def after(self, event: Event) -> None:
         """Do nothing."""
@@ -204,11 +215,9 @@ class _Comparison:
         """Return the error for all ranks that wait for this one, or arrive later."""
         self.alarm(error)
         channel = channel_of(comm.group) if comm.on_gloo else None
-        return (
-            error
-            if channel is None
-            else channel.peers.fail(str(error), error.ranks, kind=LockstepError)
-        )
+        if channel is None:
+            return error
+        return channel.peers.fail(str(error), error.ranks, kind=LockstepError)
 
     def _wait(self, work: Pending, comm: Comm, text: str) -> None:
         """Wait until all ranks have arrived.
@@ -217,10 +226,12 @@ class _Comparison:
         """
 
         def look(waited: float) -> None:
-            if (error := self._look(comm, text, waited)) is not None:
-                time.sleep(0.1)
-                if not work.is_completed():
-                    raise error
+            error = self._look(comm, text, waited)
+            if error is None:
+                return
+            time.sleep(0.1)
+            if not work.is_completed():
+                raise error
 
         wait_until(work.is_completed, look, min(_PATIENCE, self._timeout / 2))
 
@@ -228,33 +239,30 @@ class _Comparison:
         """Write that this rank waits; return an error if one has left, raised or is late."""
         along = f"along {'x'.join(comm.axes)}"
         self.say(f"waits {along} in {text}")
-        said = {rank: self._read(rank) for rank in comm.ranks if rank != self._rank}
-        missing = [rank for rank, where in said.items() if not where.startswith(f"waits {along} ")]
+        others = [rank for rank in comm.ranks if rank != self._rank]
+        states = {rank: self._read(rank) for rank in others}
+        missing = [rank for rank in others if not states[rank].startswith(f"waits {along} ")]
         if not missing:
             return None
         lost = lost_ranks(comm.group, _torch.ranks_in_order(comm.group))
-        left = {rank for rank in missing if said[rank].startswith("left")}
-        gone = [
-            rank
-            for rank in missing
-            if rank in left or lost.get(rank, "").endswith(("ended", "returned"))
-        ]
+        left = {rank for rank in missing if states[rank].startswith("left")}
+        ended = {rank for rank, state in lost.items() if state.endswith(("ended", "returned"))}
+        gone = [rank for rank in missing if rank in left or rank in ended]
         raised, ranks = json.loads(self._read("alarm") or '["", []]')
         if raised:
             return LockstepError(raised, tuple(ranks))
-        if not (gone or waited > self._timeout):
+        if not gone and waited <= self._timeout:
             return None
-        here = [rank for rank in comm.ranks if rank not in missing]
+        arrived = [rank for rank in comm.ranks if rank not in missing]
         lines = [f"after {waited:.1f} s not all ranks have come {along}:"]
-        lines += [f"  {name_ranks(here)} waits: {text}"]
+        lines.append(f"  {name_ranks(arrived)} waits: {text}")
         for rank in missing:
-            last = (
-                (rank not in left and lost.get(rank))
-                or said[rank]
-                or "outside of collectives that ranks wait in"
-            )
-            lines.append(f"  rank {rank} has not arrived; last seen: {last}")
-            if before := self._last.get(comm.name):
+            state = states[rank] or "outside of collectives that ranks wait in"
+            if rank in lost and rank not in left:
+                state = lost[rank]
+            lines.append(f"  rank {rank} has not arrived; last seen: {state}")
+            before = self._last.get(comm.name)
+            if before:
                 lines.append(f"    before that along this axis: {before}")
         return LockstepError("\n".join(lines), tuple(gone or missing))
 
@@ -268,23 +276,24 @@ def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
     The numbers include the lines of the program if `call_sites` is true. The line reads `all_reduce
     sum float32 shape (2,), for step 3 (train.py:80)`.
     """
-    dtypes = tuple([t.dtype for t in event.tensors])
-    facts = tuple(event.same.items())
-    where = (_call_stack(), call_sites)
-    said, kinds, line = _stated(
-        event.op, event.reduce_op, facts, dtypes, purpose=event.purpose, where=where
+    dtypes = tuple([tensor.dtype for tensor in event.tensors])
+    same = tuple(event.same.items())
+    place = (_call_stack(), call_sites)
+    facts, kinds, line = _stated(
+        event.op, event.reduce_op, same, dtypes, purpose=event.purpose, place=place
     )
     if event.sends is None or event.receives is None:
-        return (said, kinds, 0), line
+        return (facts, kinds, 0), line
     # Each pair of ranks has a weight: what one sends by it and what the other expects cancel, so
     # all flows sum to 0.
     rank = event.comm.rank
     size = event.comm.size
     flow = 0
     for other, (sent, expected) in enumerate(zip(event.sends, event.receives, strict=True)):
-        flow += _weight(rank * size + other) * sent - _weight(other * size + rank) * expected
+        flow += _weight(rank * size + other) * sent
+        flow -= _weight(other * size + rank) * expected
     line = f"sends {list(event.sends)}, receives {list(event.receives)}: {line}"
-    return (said, kinds, flow % _MODULUS), line
+    return (facts, kinds, flow % _MODULUS), line
 
 
 @lru_cache(maxsize=4096)
@@ -294,37 +303,42 @@ def _stated(
     same: tuple[tuple[str, object], ...],
     dtypes: tuple[object, ...],
     purpose: str,
-    where: tuple[tuple[str | int, ...], bool],
+    place: tuple[tuple[str | int, ...], bool],
 ) -> tuple[int, int, str]:
     """Return the number of the facts that ranks must share, the number of the dtypes, and the line.
 
     Results are cached, because a loop repeats its collectives.
     """
-    stack, call_sites = where
-    lines = [
-        f"{os.path.basename(str(path))}:{line}"
-        for path, line in zip(stack[::2], stack[1::2], strict=True)
-    ]
-    at = " < ".join(lines)
+    stack, call_sites = place
+    lines = []
+    for path, line in zip(stack[::2], stack[1::2], strict=True):
+        lines.append(f"{os.path.basename(str(path))}:{line}")
+    call_site = " < ".join(lines)
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     sizes = ", ".join([f"{name} {value}" for name, value in same])
-    words = " ".join([word for word in (op, reduce_op, *sorted(set(names)), sizes) if word])
-    to_what_end = f", for {purpose}" if purpose else ""
+    words = [op, reduce_op, *sorted(set(names)), sizes]
+    text = " ".join(filter(None, words))
+    if purpose:
+        text += f", for {purpose}"
     # A rank that neither sends nor receives a block does not know the dtype of the others.
     kinds = _number_of(",".join(names)) if names else 0
-    said = _number_of(f"{op}|{reduce_op}|{sizes}|{purpose}|{at if call_sites else ''}")
-    return said, kinds, f"{words}{to_what_end} ({at})"
+    compared_site = call_site if call_sites else ""
+    facts = _number_of(f"{op}|{reduce_op}|{sizes}|{purpose}|{compared_site}")
+    return facts, kinds, f"{text} ({call_site})"
 
 
 def agree(rows: Sequence[Numbers]) -> bool:
     """Return whether the statements of all ranks fit together."""
-    said, kinds, flows = zip(*rows, strict=True)
-    return len(set(said)) == 1 and len({*kinds} - {0}) <= 1 and sum(flows) % _MODULUS == 0
+    facts, kinds, flows = zip(*rows, strict=True)
+    if len(set(facts)) != 1 or len({*kinds} - {0}) > 1:
+        return False
+    return sum(flows) % _MODULUS == 0
 
 
 def _number_of(text: str) -> int:
     """Return a number that is the same for equal texts, in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") + 1
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little") + 1
 
 
 @lru_cache(maxsize=4096)
@@ -338,7 +352,10 @@ def line_of_program() -> str:
     It is the innermost line that belongs neither to shoal nor to torch; '' if there is none.
     """
     stack = _call_stack(2)
-    return f"{os.path.basename(str(stack[0]))}:{stack[1]}" if stack else ""
+    if not stack:
+        return ""
+    path, line = stack
+    return f"{os.path.basename(str(path))}:{line}"
 
 
 def _call_stack(length: int = _STACK) -> tuple[str | int, ...]:
@@ -384,53 +401,47 @@ def check_replicas(
         [None, None]
     """
     comm = calls.resolve(comm)
-    require(
-        tensor,
-        Tensor | Mapping,
-        "check_replicas compares a torch.Tensor or a dict of them",
-        CollectiveTypeError,
-    )
+    taken = "check_replicas compares a torch.Tensor or a dict of them"
+    require(tensor, Tensor | Mapping, taken, CollectiveTypeError)
     require(what, str, "the name of a tensor is a string", CollectiveTypeError)
-    named = (
-        {what: tensor}
-        if isinstance(tensor, Tensor)
-        else {f"{what}.{n}": t for n, t in tensor.items()}
-    )
-    for each in named.values():
-        require(each, Tensor, "check_replicas compares tensors", CollectiveTypeError)
-        calls.check_operand(each.detach())
-    digests = [_digest(name, each.detach()) for name, each in named.items()]
-    counts = even.all_gather(
-        torch.tensor([len(digests)], device=device_of(comm.group)), comm
-    ).tolist()
+    if isinstance(tensor, Tensor):
+        replicas = {what: tensor}
+    else:
+        replicas = {f"{what}.{name}": replica for name, replica in tensor.items()}
+    for replica in replicas.values():
+        require(replica, Tensor, "check_replicas compares tensors", CollectiveTypeError)
+        calls.check_operand(replica.detach())
+    digests = [_digest(name, replica.detach()) for name, replica in replicas.items()]
+    device = device_of(comm.group)
+    axes = "x".join(comm.axes)
+    counts = even.all_gather(torch.tensor([len(digests)], device=device), comm).tolist()
     if len(set(counts)) > 1:
         raise LockstepError(
-            f"ranks {list(comm.ranks)} compare {counts} tensors of {what} along "
-            f"{'x'.join(comm.axes)}"
+            f"ranks {list(comm.ranks)} compare {counts} tensors of {what} along {axes}"
         )
     if not digests:
         return
-    rows = (
-        even.all_gather(torch.tensor(digests, device=device_of(comm.group)), comm)
-        .view(comm.size, -1)
-        .t()
-        .tolist()
-    )
-    for (name, tensor), every in zip(named.items(), rows, strict=True):
-        if len(set(every)) > 1:
-            usual = Counter(every).most_common(1)[0][0]
-            wrong = tuple(rank for rank, row in zip(comm.ranks, every, strict=True) if row != usual)
-            raise LockstepError(
-                f"replicas of {name} {tuple(tensor.shape)} differ along {'x'.join(comm.axes)}: "
-                f"ranks {list(wrong)} differ from "
-                f"{[rank for rank in comm.ranks if rank not in wrong]}",
-                wrong,
-            )
+    gathered = even.all_gather(torch.tensor(digests, device=device), comm)
+    # of every tensor the digests of all ranks: 2 ranks, 3 tensors: (6,) -> (3, 2)
+    digests_by_tensor = gathered.view(comm.size, -1).t().tolist()
+    for (name, replica), digests_of_ranks in zip(replicas.items(), digests_by_tensor, strict=True):
+        if len(set(digests_of_ranks)) == 1:
+            continue
+        ((usual, _),) = Counter(digests_of_ranks).most_common(1)
+        by_rank = dict(zip(comm.ranks, digests_of_ranks, strict=True))
+        wrong = tuple(rank for rank, digest in by_rank.items() if digest != usual)
+        others = [rank for rank in comm.ranks if rank not in wrong]
+        raise LockstepError(
+            f"replicas of {name} {tuple(replica.shape)} differ along {axes}: ranks {list(wrong)} "
+            f"differ from {others}",
+            wrong,
+        )
 
 
 def _digest(name: str, tensor: Tensor) -> int:
     """Return a number of the name, shape, dtype and bits of a tensor."""
     replica = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    digest = hashlib.blake2b(f"{name}{tuple(replica.shape)}{replica.dtype}".encode(), digest_size=8)
+    header = f"{name}{tuple(replica.shape)}{replica.dtype}"
+    digest = hashlib.blake2b(header.encode(), digest_size=8)
     digest.update(bytes_of(replica))
     return int.from_bytes(digest.digest(), "little", signed=True)

@@ -1,14 +1,14 @@
 """Modules in which operators run, in forwards and in backwards.
 
-Autograd numbers its nodes in the order in which forwards create them, so the module of a node follows
-from the numbers at which modules begin and end:
+Autograd numbers its nodes in the order in which forwards create them, so the module of a node
+follows from the numbers at which modules begin and end:
 
     nodes        0   1   2   3   4   5   6
     module       M   M.up    M   M.down  -
     changes      (0, M) (1, M.up) (3, M) (4, M.down) (6, Global)
 
-No hook is on a tensor: whichever nodes a backward runs, and whatever `torch.autograd.grad` asks for,
-the backward runs as it does without an observer.
+No hook is on a tensor: whichever nodes a backward runs, and whatever `torch.autograd.grad` asks
+for, the backward runs as it does without an observer.
 """
 
 from __future__ import annotations

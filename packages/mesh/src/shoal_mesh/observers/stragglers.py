@@ -130,22 +130,22 @@ class StragglerTable:
     @property
     def straggler(self) -> int | None:
         """The rank that the others waited for longest; None if no rank held the others up."""
-        rank = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].held_up, default=None)
-        if rank is None or self.ranks[rank].held_up <= 0:
-            return None
-        return rank
+        held_up = [times.held_up for times in self.ranks]
+        longest = max(held_up, default=0.0)
+        return held_up.index(longest) if longest > 0 else None
 
     def __repr__(self) -> str:
         """Return a report: a line per rank, and the collectives that the straggler held up."""
-        lines = [self._heading()]
-        lines.append(
-            "rank   computed ms   waited ms    moved ms          bytes   held others up ms"
-        )
+        lines = [
+            self._heading(),
+            "rank   computed ms   waited ms    moved ms          bytes   held others up ms",
+        ]
         for rank, times in enumerate(self.ranks):
-            seconds = (
-                f"{times.computed * 1e3:14.2f}{times.waited * 1e3:12.2f}{times.moved * 1e3:12.2f}"
-            )
-            lines.append(f"{rank:4d}{seconds}{times.nbytes:15,d}{times.held_up * 1e3:20.2f}")
+            computed = f"{_ms(times.computed):>14}"
+            waited = f"{_ms(times.waited):>12}"
+            moved = f"{_ms(times.moved):>12}"
+            held_up = f"{_ms(times.held_up):>20}"
+            lines.append(f"{rank:4d}{computed}{waited}{moved}{times.nbytes:15,d}{held_up}")
         return "\n".join([*lines, *self._describe_straggler()])
 
     def _repr_html_(self) -> str:
@@ -153,27 +153,26 @@ class StragglerTable:
         header = ("rank", "computed ms", "waited ms", "moved ms", "bytes", "held others up ms")
         rows = []
         for rank, times in enumerate(self.ranks):
-            seconds = (times.computed, times.waited, times.moved)
-            milliseconds = [f"{value * 1e3:.2f}" for value in seconds]
-            rows.append([rank, *milliseconds, f"{times.nbytes:,}", f"{times.held_up * 1e3:.2f}"])
+            spent = [_ms(times.computed), _ms(times.waited), _ms(times.moved)]
+            rows.append([rank, *spent, f"{times.nbytes:,}", _ms(times.held_up)])
         caption = "\n".join([self._heading(), *self._describe_straggler()])
         return html_table(rows, header=header, caption=caption)
 
     def _heading(self) -> str:
         counts = f"{len(self.ranks)} ranks, {len(self.calls)} collectives in all"
-        return f"{counts}, {self.seconds * 1e3:.2f} ms"
+        return f"{counts}, {_ms(self.seconds)} ms"
 
     def _describe_straggler(self) -> list[str]:
         if self.straggler is None:
             return ["no rank held the others up"]
-        waited = self.ranks[self.straggler].held_up * 1e3
+        waited = _ms(self.ranks[self.straggler].held_up)
         lines = [
-            f"straggler: rank {self.straggler}; the others waited {waited:.2f} ms for it, most "
-            "before"
+            f"straggler: rank {self.straggler}; the others waited {waited} ms for it, most before"
         ]
-        for call in [call for call in self.held_up if call.rank == self.straggler][:3]:
-            times_of = f"it computed {call.computed * 1e3:.2f} ms, they {call.others * 1e3:.2f}"
-            lines.append(f"  {call.held_up * 1e3:.2f} ms  {call.what}: {times_of}")
+        calls = [call for call in self.held_up if call.rank == self.straggler]
+        for call in calls[:3]:
+            computed = f"it computed {_ms(call.computed)} ms, they {_ms(call.others)}"
+            lines.append(f"  {_ms(call.held_up)} ms  {call.what}: {computed}")
         return lines
 
 
@@ -240,8 +239,8 @@ def _beginning(clocks: Sequence[Clock], rank: int) -> float:
     first = clocks[0]
     # Seconds by which the clock of every rank is ahead of the clock of rank 0.
     ahead = [_seconds_ahead(clock, first) for clock in clocks]
-    lasts = zip(clocks, ahead, strict=True)
-    return ahead[rank] + min(clock.departures[-1] - offset for clock, offset in lasts)
+    lasts = [clock.departures[-1] for clock in clocks]
+    return ahead[rank] + min(last - offset for last, offset in zip(lasts, ahead, strict=True))
 
 
 def _seconds_ahead(clock: Clock, reference: Clock) -> float:
@@ -249,7 +248,8 @@ def _seconds_ahead(clock: Clock, reference: Clock) -> float:
     if clock.machine and clock.machine == reference.machine:
         return 0.0
     pairs = zip(clock.departures, reference.departures, strict=True)
-    return sorted(a - b for a, b in pairs)[_MEETINGS // 2]
+    differences = sorted(departure - other for departure, other in pairs)
+    return differences[_MEETINGS // 2]
 
 
 def _set_computed(calls_of_rank: Sequence[Call]) -> None:
@@ -258,7 +258,8 @@ def _set_computed(calls_of_rank: Sequence[Call]) -> None:
     free_since = 0.0
     for call in calls_of_rank:
         while intervals and intervals[0][0] < call.started:
-            free_since = max(free_since, intervals.popleft()[1])
+            _, end = intervals.popleft()
+            free_since = max(free_since, end)
         call.computed = max(call.started - free_since, 0.0)
 
 
@@ -266,8 +267,12 @@ def _set_waits(calls: list[Call]) -> None:
     """Set how long each rank waited in a collective, and how long the last rank held up others."""
     complete = max(call.started for call in calls)
     for call in calls:
-        call.waited = sum(max(min(end, complete) - begin, 0.0) for begin, end in call.blocked)
-        call.moved = sum(end - begin for begin, end in call.blocked) - call.waited
+        call.waited = 0.0
+        blocked = 0.0
+        for begin, end in call.blocked:
+            blocked += end - begin
+            call.waited += max(min(end, complete) - begin, 0.0)
+        call.moved = blocked - call.waited
     *others, last = sorted(calls, key=lambda call: call.started)
     if others:
         last.others = sum(call.computed for call in others) / len(others)
@@ -295,7 +300,9 @@ def _describe(event: Event) -> str:
     if event.tensors:
         words.append(str(event.tensors[0].dtype).removeprefix("torch."))
     words += [str(tuple(tensor.shape)) for tensor in event.tensors]
-    text = f"{' '.join(filter(None, words))} along {'x'.join(event.comm.axes)}"
+    collective = " ".join(filter(None, words))
+    axes = "x".join(event.comm.axes)
+    text = f"{collective} along {axes}"
     if event.purpose:
         text += f", for {event.purpose}"
     line = line_of_program()
@@ -309,5 +316,11 @@ def _end_call(event: Event) -> None:
 
 def _finish_device(event: Event) -> None:
     """Wait until an accelerator has finished its work; the CPU always has."""
-    if any(tensor.device.type not in {"cpu", "meta"} for tensor in event.tensors):
+    devices = {tensor.device.type for tensor in event.tensors}
+    if devices - {"cpu", "meta"}:
         torch.accelerator.synchronize()
+
+
+def _ms(seconds: float) -> str:
+    """Return seconds as milliseconds with two digits."""
+    return f"{seconds * 1e3:.2f}"

@@ -1,4 +1,4 @@
-"""What the ranks of this process's groups do: the last collectives, and ranks that do not arrive.
+"""Records of the last collectives of this process, and watches over the ranks of its groups.
 
 May import: _torch, argument_types, errors.
 """

@@ -36,7 +36,9 @@ def settle(timeout: float) -> None:
     `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    while any(not work.is_completed() for work in _ABANDONED) and time.monotonic() < deadline:
+    while not all(work.is_completed() for work in _ABANDONED):
+        if time.monotonic() >= deadline:
+            break
         time.sleep(0.01)
     _ABANDONED.clear()
     # from the end of a collective to the drop are microseconds
@@ -80,24 +82,26 @@ class BackendWork:
             raise _explained(self._group, str(error), peers, self._part_of) from error
 
 
-def _explained(group: ProcessGroup, said: str, peers: Peers | None, part_of: str) -> PeerError:
-    """Return the error that names the ranks at fault.
+def _explained(group: ProcessGroup, message: str, peers: Peers | None, part_of: str) -> PeerError:
+    """Return the error that names the ranks at fault, for a message of gloo.
 
     Processes of this machine are inspected; all other processes are requested to report.
     """
-    said = said.partition("] ")[2].partition(". This is typically")[0] or said
+    # `[file.cc:123] message. This is typically ...`
+    reason = message.partition("] ")[2].partition(". This is typically")[0] or message
     if not _torch.is_live(group):
         return PeerError(
-            f"the process group was destroyed while one of its collectives waited: {said}"
+            f"the process group was destroyed while one of its collectives waited: {reason}"
         )
     ranks = _torch.ranks_in_order(group)
-    me = ranks[group.rank()]
-    text, culprits = _who(group, ranks, me)
-    error = f"a collective of gloo failed on rank {me}: {text} ({said})"
+    own_rank = ranks[group.rank()]
+    text, culprits = _diagnose(group, ranks, own_rank)
+    error = f"a collective of gloo failed on rank {own_rank}: {text} ({reason})"
     if part_of:
         error, culprits = first_failure(part_of, error, culprits)
     if peers is None:
-        return PeerError(error + dump(me, error, culprits, {}), culprits)
+        hint = dump(own_rank, error, culprits, {})
+        return PeerError(error + hint, culprits)
     return peers.fail(error, culprits)
 
 
@@ -107,45 +111,29 @@ def first_failure(name: str, text: str, ranks: Sequence[int]) -> tuple[str, tupl
     The ranks of the group see different failures. If the store has no failure, this one becomes the
     first.
     """
-    own = json.dumps([text, ranks])
-    first = _answer(lambda store: store.compare_set(f"shoal_failed/{name}", "", own), 0)
-    text, ranks = json.loads(first or own)
+    own_failure = json.dumps([text, ranks])
+    first = _answer(lambda store: store.compare_set(f"shoal_failed/{name}", "", own_failure), 0)
+    text, ranks = json.loads(first or own_failure)
     return text, tuple(ranks)
 
 
-def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int, ...]]:
+def _diagnose(group: ProcessGroup, ranks: list[int], own_rank: int) -> tuple[str, tuple[int, ...]]:
     """Describe the failure of a group of ranks; return also the ranks at fault.
 
     Both are given as far as this rank can know.
     """
-    deadline = time.monotonic() + _DEATH_SECONDS
-    while not (lost := lost_ranks(group, ranks)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    lost = _wait_for_lost_ranks(group, ranks)
     if lost:
-        text = ", ".join(f"rank {rank} {state}" for rank, state in lost.items())
-        # gloo may have aborted it, for what another rank sent
-        if all("ended" in state for state in lost.values()):
-            started = _roll_call(
-                group, [rank for rank in ranks if rank not in lost], me, _DEATH_SECONDS
-            )
-            if started and len(set(started.values())) > 1:
-                text = f"{text}; {different_collectives(started)[0]}"
-        # A rank beside a lost one has most likely returned because it failed for that one, sooner
-        # than this rank.
-        return text, tuple(
-            rank for rank, state in lost.items() if "returned" not in state
-        ) or tuple(lost)
-    started = _roll_call(group, ranks, me, _ROLL_CALL_SECONDS)
+        return _diagnose_loss(group, ranks, own_rank, lost)
+    started = _roll_call(group, ranks, own_rank, _ROLL_CALL_SECONDS)
     if started is None:
-        return (
-            "the store of the default group does not answer, so its process or host (rank 0?) may "
-            "be gone",
-            (),
-        )
-    if silent := tuple(rank for rank in ranks if rank not in started):
-        verbs = (
-            "have not reported it: they are" if len(silent) > 1 else "has not reported it: it is"
-        )
+        text = "the store of the default group does not answer, so its process or host (rank 0?) "
+        return text + "may be gone", ()
+    silent = tuple(rank for rank in ranks if rank not in started)
+    if silent:
+        verbs = "has not reported it: it is"
+        if len(silent) > 1:
+            verbs = "have not reported it: they are"
         return f"{name_ranks(silent)} {verbs} elsewhere, stuck or out of reach", silent
     if len(set(started.values())) > 1:
         return different_collectives(started)
@@ -156,12 +144,42 @@ def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int
     )
 
 
+def _diagnose_loss(
+    group: ProcessGroup, ranks: list[int], own_rank: int, lost: dict[int, str]
+) -> tuple[str, tuple[int, ...]]:
+    """Describe the failure of a group that has lost ranks; return also the ranks at fault."""
+    text = ", ".join(f"rank {rank} {state}" for rank, state in lost.items())
+    # gloo may have aborted it, for what another rank sent
+    if all("ended" in state for state in lost.values()):
+        others = [rank for rank in ranks if rank not in lost]
+        started = _roll_call(group, others, own_rank, _DEATH_SECONDS)
+        if started and len(set(started.values())) > 1:
+            difference, _ = different_collectives(started)
+            text = f"{text}; {difference}"
+    # A rank beside a lost one has most likely returned because it failed for that one, sooner than
+    # this rank.
+    culprits = tuple(rank for rank, state in lost.items() if "returned" not in state)
+    return text, culprits or tuple(lost)
+
+
+def _wait_for_lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
+    """Return the states of lost ranks; the end of a process may show up a moment later."""
+    deadline = time.monotonic() + _DEATH_SECONDS
+    lost = lost_ranks(group, ranks)
+    while not lost and time.monotonic() < deadline:
+        time.sleep(0.02)
+        lost = lost_ranks(group, ranks)
+    return lost
+
+
 def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
     """Return the states of ranks that, as far as this machine shows, have ended or are stopped."""
-    here = machine()
+    own_machine = machine()
+    if not own_machine:
+        return {}
     lost = {}
-    for rank, (where, pid) in zip(ranks, processes_of(group), strict=False):
-        if not here or where != here:
+    for rank, (machine_of_rank, pid) in zip(ranks, processes_of(group), strict=False):
+        if machine_of_rank != own_machine:
             continue
         state = state_of(pid)
         if state == "stopped":
@@ -172,7 +190,7 @@ def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
 
 
 def _roll_call(
-    group: ProcessGroup, ranks: list[int], me: int, seconds: float
+    group: ProcessGroup, ranks: list[int], own_rank: int, seconds: float
 ) -> dict[int, str] | None:
     """Return the last collectives of the ranks that report a failure of the group.
 
@@ -182,11 +200,12 @@ def _roll_call(
     def ask(store: Store) -> dict[int, str]:
         name = group.group_name
         keys = {rank: f"shoal_failed/{name}/{rank}" for rank in ranks}
-        store.set(keys[me], last_of_backend(name))
+        store.set(keys[own_rank], last_of_backend(name))
         deadline = time.monotonic() + seconds
         while not store.check([*keys.values()]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        reported = {rank: key for rank, key in keys.items() if store.check([key])}
+        return {rank: store.get(key).decode() for rank, key in reported.items()}
 
     return _answer(ask, seconds)
 
@@ -199,7 +218,8 @@ def _answer(ask: Callable[[Store], T], seconds: float) -> T | None:
     answer: list[T] = []
 
     def quietly() -> None:
-        with suppress(RuntimeError):  # the store is gone
+        # RuntimeError: the store is gone
+        with suppress(RuntimeError):
             answer.append(ask(_torch.default_store()))
 
     # a store that is out of reach blocks for minutes

@@ -40,7 +40,7 @@ _BOARD_BYTES = 1 << 14
 _BYTES_OF_TRANSFER = 1 << 20
 _OF_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 # Folders of code that runs in threads that serve a program: pools, monitors, notebooks.
-_INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+_INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 _LOG = logging.getLogger("shoal.deadlocks")
 
 
@@ -78,7 +78,8 @@ def note_wait(text: Callable[[], str], awaited: Callable[[], Sequence[Address]])
     thread = threading.get_ident()
     wait = WAITS.get(thread)
     if wait is None:
-        wait = WAITS[thread] = Wait(text(), awaited)
+        wait = Wait(text(), awaited)
+        WAITS[thread] = wait
     wait.looks += 1
 
 
@@ -127,8 +128,9 @@ class Watcher(threading.Thread):
         # numbers of the waits that the last look has seen
         self._places: tuple[int, ...] = ()
         self._was_blocked = False
-        # serials of the waits of all processes, and their beats when these were first seen
-        self._seen: dict[int, tuple[list[Any], int]] = {}
+        # serials of the waits of all processes, and the processes' beats when these were first seen
+        self._seen_serials: dict[int, list[Any]] = {}
+        self._first_beats: dict[int, int] = {}
         self._unchanged = 0
 
     def run(self) -> None:
@@ -146,7 +148,7 @@ class Watcher(threading.Thread):
             if self._was_blocked:
                 _write(state)
             self._was_blocked = False
-            self._seen = {}
+            self._seen_serials = {}
             self._unchanged = 0
             return
         self._was_blocked = True
@@ -163,18 +165,17 @@ class Watcher(threading.Thread):
 
     def _compare(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Count how often all processes have looked at the same waits, and found them unchanged."""
-        seen = {
-            pid: ([w["serial"] for w in each["waits"]], each["beat"])
-            for pid, each in states.items()
-        }
-        same = {pid: serials for pid, (serials, _) in seen.items()} == {
-            pid: serials for pid, (serials, _) in self._seen.items()
-        }
-        if not states or not same:
-            self._seen = seen
+        serials = {}
+        beats = {}
+        for pid, state in states.items():
+            serials[pid] = [wait["serial"] for wait in state["waits"]]
+            beats[pid] = state["beat"]
+        if not states or serials != self._seen_serials:
+            self._seen_serials = serials
+            self._first_beats = beats
             self._unchanged = 0
             return
-        self._unchanged = min(beat - self._seen[pid][1] for pid, (_, beat) in seen.items())
+        self._unchanged = min(beat - self._first_beats[pid] for pid, beat in beats.items())
 
     def _state(self) -> dict[str, Any]:
         """Return the content of the board: the waits of all threads that run a program.
@@ -200,20 +201,21 @@ class Watcher(threading.Thread):
             if thread == threading.get_ident():
                 continue
             wait = WAITS.get(thread)
-            described = _wait_of_torch(frame) if wait is None else _described(wait)
-            if described is None and _is_of_program(frame):
+            facts = _wait_of_torch(frame) if wait is None else _facts_of(wait)
+            if facts is None and _is_of_program(frame):
                 return []
-            if described is None:
+            if facts is None:
                 continue
-            if not described["awaits"]:
+            if not facts["awaits"]:
                 return []
             if wait is not None:
                 looks[wait.serial] = wait.looks
-            waits.append(described)
+            waits.append(facts)
         before = self._looks
         self._looks = looks
-        if self._transfers() or any(before.get(serial) == n for serial, n in looks.items()):
-            # a thread that has not looked may have what it waits for
+        # a thread that has not looked may have what it waits for
+        has_idle_thread = any(before.get(serial) == count for serial, count in looks.items())
+        if self._transfers() or has_idle_thread:
             return []
         return waits
 
@@ -241,7 +243,8 @@ def _places_of_waits() -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _described(wait: Wait) -> dict[str, Any]:
+def _facts_of(wait: Wait) -> dict[str, Any]:
+    """Return a wait as the board has it."""
     return {"serial": wait.serial, "text": wait.text, "awaits": [*wait.awaited()], "call": ""}
 
 
@@ -272,7 +275,9 @@ def _is_of_program(frame: FrameType | None) -> bool:
     while frame is not None:
         path = frame.f_code.co_filename
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(("torch.", "shoal_")) or not path.startswith((*_INSTALLED, "<frozen")):
+        if module.startswith(("torch.", "shoal_")):
+            return True
+        if not path.startswith(_INSTALLED):
             return True
         frame = frame.f_back
     return False
@@ -310,22 +315,24 @@ def processes_that_wait(
     Returns {} if one of them does not wait.
     """
     states = {pid: state}
-    todo = [state]
-    while todo:
-        for wait in todo.pop()["waits"]:
-            apart = 0
-            for address in [Address(*each) for each in wait["awaits"]]:
+    pending = [state]
+    while pending:
+        for wait in pending.pop()["waits"]:
+            is_apart = False
+            for fields in wait["awaits"]:
+                address = Address(*fields)
                 other = states.get(address.pid) or read(address)
                 if other is None or not other["waits"]:
                     return {}
-                if wait["call"] and wait["call"] in [each["call"] for each in other["waits"]]:
+                calls_of_other = [wait_of_other["call"] for wait_of_other in other["waits"]]
+                if wait["call"] and wait["call"] in calls_of_other:
                     # both are in one call, which may be about to end
                     continue
-                apart += 1
+                is_apart = True
                 if address.pid not in states:
                     states[address.pid] = other
-                    todo.append(other)
-            if not apart:
+                    pending.append(other)
+            if not is_apart:
                 return {}
     return states
 
@@ -335,9 +342,9 @@ def describe_deadlock(states: Mapping[int, Mapping[str, Any]]) -> tuple[str, dic
     texts: dict[int, str] = {}
     for state in sorted(states.values(), key=lambda state: int(state["rank"])):
         texts[state["rank"]] = ", ".join(wait["text"] for wait in state["waits"])
-    said = "; ".join(f"rank {rank} waits in {text}" for rank, text in texts.items())
+    waits = "; ".join(f"rank {rank} waits in {text}" for rank, text in texts.items())
     text = (
-        f"ranks wait for each other in different collectives, so no rank can continue: {said}. "
+        f"ranks wait for each other in different collectives, so no rank can continue: {waits}. "
         "All ranks must start the same collectives in the same order: look for a call that only "
         "some ranks make (shoal_mesh.lockstep names its line)"
     )

@@ -49,9 +49,11 @@ def head_bytes(size: int, streams: int) -> int:
 
 
 def _page_words(size: int, streams: int) -> int:
-    counts = -(-2 * _said_words(size) // LINE) * LINE  # of 2 ranks 8 words: a line
+    """Return the words of a rank's page."""
+    # of 2 ranks 8 words: a line
+    published = -(-2 * _said_words(size) // LINE) * LINE
     # 2 ranks, 3 streams: 32 + 16 + 8 + 512
-    return LINE * (streams + 1) + ANNOUNCED + counts + REASON_BYTES // 8
+    return LINE * (streams + 1) + ANNOUNCED + published + REASON_BYTES // 8
 
 
 def _said_words(size: int) -> int:
@@ -77,7 +79,8 @@ class Peers:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.words = memory.cast("Q")
-        self.ranks: list[int] = _torch.ranks_in_order(group)  # global ones
+        # global ranks
+        self.ranks: list[int] = _torch.ranks_in_order(group)
         self.name: str = group.group_name
         self._group = weakref.ref(group)
         self._pids = pids
@@ -90,11 +93,11 @@ class Peers:
         self._announced = [page + LINE * streams for page in pages]
         # By parity of the round and rank: the numbers that it publishes in a round of the first
         # stream.
-        said = [call + LINE + ANNOUNCED for call in self._announced]
+        published = [call + LINE + ANNOUNCED for call in self._announced]
         count = _said_words(self.size)
         self.said: list[list[memoryview]] = []
         for start in (0, count):
-            self.said.append([self.words[first + start :][:count] for first in said])
+            self.said.append([self.words[first + start :][:count] for first in published])
         page_ends = [8 * (page + page_words) for page in pages]
         self._reasons = [memory[end - REASON_BYTES :] for end in page_ends]
         self._calls = 0
@@ -118,31 +121,35 @@ class Peers:
         unchanged. The global ranks at fault may be in other groups.
         """
         if self._failure is None:
-            self._failure = kind(
-                text + dump(self.ranks[self.rank], text, ranks, self._seen()), tuple(ranks)
-            )
-            said = reason or text
-            as_it_is = kind is LockstepError
-            data = json.dumps([said, list(ranks), as_it_is]).encode()
-            if len(data) > REASON_BYTES - 2:
-                data = json.dumps(
-                    [said[: REASON_BYTES // 8] + " ...", list(ranks)[:32], as_it_is]
-                ).encode()
-            own = self._reasons[self.rank]
-            own[2 : 2 + len(data)] = data
-            own[:2] = len(data).to_bytes(2, "little")
-            for lines in self.lines:
-                self.words[lines[self.rank]] = BROKEN
-                self.words[lines[self.rank] + 1] = BROKEN
+            hint = dump(self.ranks[self.rank], text, ranks, self._seen())
+            self._failure = kind(text + hint, tuple(ranks))
+            self._publish_failure(reason or text, ranks, is_final=kind is LockstepError)
         return type(self._failure)(str(self._failure), self._failure.ranks)
+
+    def _publish_failure(self, reason: str, ranks: Sequence[int], *, is_final: bool) -> None:
+        """Write why this rank gives up, then the words that end the waits of the other ranks.
+
+        They raise a final reason unchanged.
+        """
+        data = json.dumps([reason, list(ranks), is_final]).encode()
+        if len(data) > REASON_BYTES - 2:
+            beginning = reason[: REASON_BYTES // 8] + " ..."
+            data = json.dumps([beginning, list(ranks)[:32], is_final]).encode()
+        page = self._reasons[self.rank]
+        page[2 : 2 + len(data)] = data
+        page[:2] = len(data).to_bytes(2, "little")
+        for lines in self.lines:
+            line = lines[self.rank]
+            self.words[line] = BROKEN
+            self.words[line + 1] = BROKEN
 
     def close(self, error: BaseException) -> PeerError:
         """Close the group on all ranks because this one has failed after it had shared its part."""
-        own = self.ranks[self.rank]
+        own_rank = self.ranks[self.rank]
         return self.fail(
-            f"rank {own} failed in a collective in shared memory after it had shared its part "
+            f"rank {own_rank} failed in a collective in shared memory after it had shared its part "
             f"({error!r}), so the group is closed on all ranks: restart_world() begins another",
-            [own],
+            [own_rank],
         )
 
     def _seen(self) -> dict[int, str]:
@@ -152,26 +159,23 @@ class Peers:
             last = self.words[line]
             seen[rank] = "before its first round, or given up"
             if 0 < last < BROKEN:
-                seen[rank] = (
-                    f"round {last} of group {self.name}: "
-                    f"{describe(self.words[line + 2 + (last & 1)])}"
-                )
+                number = self.words[line + 2 + (last & 1)]
+                seen[rank] = f"round {last} of group {self.name}: {describe(number)}"
         return seen
 
     def heard(self, rank: int) -> PeerError:
         """Return the error for a rank of the group that has given up, with its reason."""
-        length = int.from_bytes(self._reasons[rank][:2], "little")
+        page = self._reasons[rank]
+        length = int.from_bytes(page[:2], "little")
         reason = "see its error"
         ranks = [self.ranks[rank]]
-        as_it_is = False
+        is_final = False
         if length:
-            reason, ranks, as_it_is = json.loads(bytes(self._reasons[rank][2 : 2 + length]))
-        if as_it_is:
+            reason, ranks, is_final = json.loads(bytes(page[2 : 2 + length]))
+        if is_final:
             return self.fail(reason, ranks, kind=LockstepError)
-        name = self._name(rank)
-        return self.fail(
-            f"{name} has given up a collective in shared memory: {reason}", ranks, reason
-        )
+        text = f"{self._name(rank)} has given up a collective in shared memory: {reason}"
+        return self.fail(text, ranks, reason)
 
     def announce(self, kind: str, dtype: torch.dtype, count: int, op: str, root: int) -> None:
         """Publish the next call of the backend, and compare it with the calls of other ranks.
@@ -182,10 +186,10 @@ class Peers:
         """
         self.check()
         self._calls += 1
-        own = self._announced[self.rank]
+        line = self._announced[self.rank]
         words = self.words
-        words[own + LINE + self._calls % ANNOUNCED] = request(kind, dtype, count, op, root=root)
-        words[own] = self._calls
+        words[line + LINE + self._calls % ANNOUNCED] = request(kind, dtype, count, op, root=root)
+        words[line] = self._calls
         self._check_calls()
 
     def retract(self) -> None:
@@ -199,12 +203,13 @@ class Peers:
     def _check_calls(self) -> None:
         """Raise if a rank has announced another call than this rank has."""
         # calls of the ranks that have reached this call, and whose word for it is not overwritten
-        said = {}
-        for rank, announced in enumerate(self._announced):
-            if 0 <= self.words[announced] - self._calls < ANNOUNCED:
-                said[rank] = self.words[announced + LINE + self._calls % ANNOUNCED]
-        if len(set(said.values())) > 1:
-            raise self._differ(said)
+        requests = {}
+        position = LINE + self._calls % ANNOUNCED
+        for rank, line in enumerate(self._announced):
+            if 0 <= self.words[line] - self._calls < ANNOUNCED:
+                requests[rank] = self.words[line + position]
+        if len(set(requests.values())) > 1:
+            raise self._differ(requests)
 
     def _ranks_behind(self, word: int, value: int, rank: int) -> list[int]:
         """Return the global ranks whose word has not reached a value, or that have given up.
@@ -212,11 +217,12 @@ class Peers:
         `word` is the index of the word of `rank`.
         """
         page_words = _page_words(self.size, len(self.lines))
-        return [
-            global_rank
-            for i, global_rank in enumerate(self.ranks)
-            if i != self.rank and not value <= self.words[word + (i - rank) * page_words] < BROKEN
-        ]
+        behind = []
+        for other, global_rank in enumerate(self.ranks):
+            reached = self.words[word + (other - rank) * page_words]
+            if other != self.rank and not value <= reached < BROKEN:
+                behind.append(global_rank)
+        return behind
 
     def _ranks_without_call(self, call: int) -> list[int]:
         """Return the global ranks that have not announced a call of the backend."""
@@ -228,9 +234,11 @@ class Peers:
 
     def _describe_wait(self, awaited: int | None) -> str:
         """Describe the collective and the group in which this rank waits, and the ranks awaited."""
-        what = "memory to be read" if awaited is None else describe(awaited)
+        text = "memory to be read" if awaited is None else describe(awaited)
         purpose = current_purpose()
-        return f"{what}{purpose and f' for {purpose}'} (group {self.name})"
+        if purpose:
+            text += f" for {purpose}"
+        return f"{text} (group {self.name})"
 
     @property
     def calls(self) -> int:
@@ -243,17 +251,18 @@ class Peers:
         `call` is the number of the backend call that it waits for.
         """
         self.check()
-        if any(self.words[announced] < call for announced in self._announced):
+        words = self.words
+        if any(words[line] < call for line in self._announced):
             note_wait(
                 lambda: f"{last_of_backend(self.name)} (group {self.name}, by its backend)",
                 lambda: addresses(self._ranks_without_call(call)),
             )
-        for rank in range(self.size):
-            if rank != self.rank and self.words[self.lines[0][rank]] == BROKEN:
+        for rank, line in enumerate(self.lines[0]):
+            if rank != self.rank and words[line] == BROKEN:
                 raise self.heard(rank)
             # A rank that has started the collective may return before it is complete.
-            late = self.words[self._announced[rank]] < self._calls
-            if late and state_of(self._pids[rank]) == "returned":
+            is_late = words[self._announced[rank]] < self._calls
+            if is_late and state_of(self._pids[rank]) == "returned":
                 raise self.fail(
                     f"{self._name(rank)} has returned, and others wait for it in a collective",
                     [self.ranks[rank]],
@@ -283,37 +292,36 @@ class Peers:
             # rank.
             stopped = stopped + 1 if state == "stopped" else 0
             if group is None or not _torch.is_live(group):
-                own = self.ranks[self.rank]
-                raise self.fail(
-                    "the process group was destroyed while one of its collectives waited", [own]
-                )
+                text = "the process group was destroyed while one of its collectives waited"
+                raise self.fail(text, [self.ranks[self.rank]])
             if words[word] >= value:
                 return
             # now: it may be set after the first steps, which are slow
             timeout = _torch.timeout_of(group)
-            me = f"rank {self.ranks[self.rank]}"
+            own_name = f"rank {self.ranks[self.rank]}"
             name = self._name(rank)
-            other = [self.ranks[rank]]
+            culprits = [self.ranks[rank]]
             if state in ("ended", "returned"):
-                raise self.fail(
-                    f"{name} has {state} while {me} waited for it in a collective", other
-                )
+                text = f"{name} has {state} while {own_name} waited for it in a collective"
+                raise self.fail(text, culprits)
             if words[self._announced[rank]] > self._calls:
                 raise self.fail(
-                    f"{name} started another collective than the one in which {me} waits for it",
-                    other,
+                    f"{name} started another collective than the one in which {own_name} waits "
+                    "for it",
+                    culprits,
                 )
-            if waited > timeout or stopped > _STOPPED_CHECKS:
-                why = f", the timeout of the process group, for {name}" if waited > timeout else ""
-                more = (
-                    ": all ranks must start the same collectives in the same order, with the "
-                    "same async_op"
+            is_over = waited > timeout
+            if is_over or stopped > _STOPPED_CHECKS:
+                limit = f", the timeout of the process group, for {name}" if is_over else ""
+                hint = (
+                    ": all ranks must start the same collectives in the same order, with the same "
+                    "async_op"
                 )
                 if stopped:
-                    more = f", and {name} is stopped (SIGSTOP)"
-                raise self.fail(
-                    f"{me} waited {min(waited, timeout):.0f} s{why} in a collective{more}", other
-                )
+                    hint = f", and {name} is stopped (SIGSTOP)"
+                seconds = min(waited, timeout)
+                text = f"{own_name} waited {seconds:.0f} s{limit} in a collective{hint}"
+                raise self.fail(text, culprits)
 
         wait_until(lambda: words[word] >= value, look)
         if words[word] == BROKEN:
@@ -363,19 +371,20 @@ def wait_until(
         WAITS.pop(threading.get_ident(), None)
 
 
-def different_collectives(words: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
+def different_collectives(texts: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
     """Describe global ranks that have started different collectives; return also the culprits."""
-    said = ", ".join(f"rank {rank}: {what}" for rank, what in words.items())
-    text = f"ranks started different collectives on one communicator: {said}"
-    return text + _hint_at_sizes(words.values()), minority(words)
+    collectives = ", ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    text = f"ranks started different collectives on one communicator: {collectives}"
+    return text + _hint_at_sizes(texts.values()), minority(texts)
 
 
 _SIZE = re.compile(r" of \d+ x ")
 
 
-def _hint_at_sizes(words: Iterable[str]) -> str:
+def _hint_at_sizes(texts: Iterable[str]) -> str:
     """Return a hint for ranks that have started one collective with different sizes."""
-    if len({_SIZE.sub(" of n x ", text) for text in words}) > 1:
+    without_sizes = {_SIZE.sub(" of n x ", text) for text in texts}
+    if len(without_sizes) > 1:
         return ""
     return (
         "; blocks of different sizes need the forms that take sizes (ending in _v), uneven shards "

@@ -43,7 +43,8 @@ def machine() -> int:
         processes = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
-    return int.from_bytes(hashlib.sha256(f"{boot}{processes}".encode()).digest()[:7], "little") + 1
+    digest = hashlib.sha256(f"{boot}{processes}".encode()).digest()
+    return int.from_bytes(digest[:7], "little") + 1
 
 
 # declared mutable state: the number of the job that a pool of ranks has this process run
@@ -58,7 +59,8 @@ def name_process(job: int, *, returned: bool) -> None:
     global _job  # noqa: PLW0603  # of the process, as its name is
     _job = job
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_NAME, f"returned {job}".encode() if returned else b"python")
+        name = f"returned {job}" if returned else "python"
+        ctypes.CDLL(None).prctl(_SET_NAME, name.encode())
 
 
 def state_of(pid: int) -> str:
