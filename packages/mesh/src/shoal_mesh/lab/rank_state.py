@@ -38,7 +38,9 @@ class RandomStates(NamedTuple):
         """Return the present states."""
         numpy: Any = sys.modules.get("numpy")
         of_numpy = None if numpy is None else numpy.random.get_state()
-        of_devices = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # of torch
+        of_devices: tuple[Tensor, ...] = ()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # of torch
+            of_devices = tuple(torch.cuda.get_rng_state_all())
         return cls(torch.get_rng_state(), of_devices, random.getstate(), of_numpy)
 
     def restore(self) -> None:
@@ -109,15 +111,10 @@ def environment_of(rank: int, size: int) -> dict[str, str]:
         rank: the global rank.
         size: number of ranks.
     """
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(size),
-        # nothing listens there: the rendezvous goes through the lab
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
+    variables = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size))
+    variables["GROUP_RANK"] = "0"
+    # nothing listens there: the rendezvous goes through the lab
+    variables["MASTER_ADDR"] = "127.0.0.1"
+    variables["MASTER_PORT"] = "29500"
+    return variables

@@ -94,7 +94,8 @@ class Lab:
             >>> lab(4, isolation="thread").run(total)
             [6.0, 6.0, 6.0, 6.0]
         """
-        require(function, Callable, "a lab runs a function")  # type: ignore[arg-type]  # an abstract class
+        taken = "a lab runs a function"
+        require(function, Callable, taken)  # type: ignore[arg-type]  # an abstract class
         if self.isolation == "process":
             return self._run_on_processes(function, (args, kwargs), world)
         return self._run_on_threads(lambda: function(*args, **kwargs), world)
@@ -150,12 +151,6 @@ class Lab:
     def _run_on_threads(self, function: Callable[[], T], world: bool) -> list[T]:
         conductor = Conductor(self.ranks, seed=self.seed, order=self.order)
         conductor.capture = RankState.capture
-        links = [
-            RankLink(
-                RankFacts(rank, self.ranks, self.device, f"@{id(conductor):x}.{rank}"), conductor
-            )
-            for rank in range(self.ranks)
-        ]
         torch_seed = self.seed
 
         def run() -> T:
@@ -163,10 +158,14 @@ class Lab:
             with torch.autograd.set_multithreading_enabled(False):
                 return call_in_world(function, world)
 
-        before = RankState.capture()
-        states = [
-            before.with_environment(environment_of(rank, self.ranks)) for rank in range(self.ranks)
-        ]
+        present = RankState.capture()
+        links = []
+        states = []
+        for rank in range(self.ranks):
+            suffix = f"@{id(conductor):x}.{rank}"
+            facts = RankFacts(rank, self.ranks, self.device, suffix)
+            links.append(RankLink(facts, conductor))
+            states.append(present.with_environment(environment_of(rank, self.ranks)))
         try:
             with installed(), worlds_of_threads():
                 return run_on_threads([run] * self.ranks, links, states)

@@ -113,9 +113,13 @@ def _write(
         sources = sources_of(call, number)
         terms = [inputs[source.member][source.position] for source in sources]
         if call.kind in REDUCING:
-            output.copy_(reduce_tensors(call.op, terms, call.factor).view(output.shape))
-        elif terms[0].data_ptr() != output.data_ptr() or terms[0].stride() != output.stride():
-            output.copy_(terms[0].reshape(output.shape))
+            total = reduce_tensors(call.op, terms, call.factor)
+            output.copy_(total.view(output.shape))
+            continue
+        (term,) = terms
+        is_itself = term.data_ptr() == output.data_ptr() and term.stride() == output.stride()
+        if not is_itself:
+            output.copy_(term.reshape(output.shape))
 
 
 def copy_message(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:

@@ -1,9 +1,9 @@
 """Memory in which ranks that are processes leave the tensors of their calls for each other.
 
 Each rank writes to a file in memory of its own, in extents of whole pages, and the others map the
-extents that they read. The parent has made the files and holds them open. On Linux
-they have no names, so nothing is left behind however a rank or the parent ends. An extent is free again when all of its
-readers have read it.
+extents that they read. The parent has made the files and holds them open. On Linux they have no
+names, so nothing is left behind however a rank or the parent ends. An extent is free again when all
+of its readers have read it.
 """
 
 from __future__ import annotations

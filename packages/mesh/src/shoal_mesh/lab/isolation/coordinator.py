@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
+from typing import Any
 
 from ..scheduling.meetings import Answer, Meeting, RankTask, Ticket
 from ..scheduling.posted_calls import sources_of
@@ -86,7 +87,7 @@ class Coordinator:
         os.close(self._woken)
 
     def _serve_or_hang_up(self) -> None:
-        """Serve ranks; an error here ends their connections, so that none of them waits for ever."""
+        """Serve ranks; an error ends their connections, so that none of them waits for ever."""
         try:
             self._serve()
         except BaseException:
@@ -95,7 +96,8 @@ class Coordinator:
             raise
 
     def _serve(self) -> None:
-        socket = self._listener._listener._socket  # type: ignore[attr-defined]  # no public way to wait for a connection
+        # There is no public way to wait for a connection.
+        socket: Any = self._listener._listener._socket  # type: ignore[attr-defined]  # private
         while True:
             timeout = _GRACE if self.scheduler.is_stuck else None
             ready = wait([self._wake, socket, *self._connections], timeout)

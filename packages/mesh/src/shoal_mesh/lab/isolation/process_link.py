@@ -89,9 +89,10 @@ class ProcessLink(SchedulerLink):
         with ExitStack() as stack:
             needed = packets if pending.outputs else {}
             inputs: dict[int, dict[int, Tensor]] = {}
-            for member, of_member in needed.items():
-                tensors = [stack.enter_context(self._arena.read(packet)) for packet in of_member]
-                inputs[member] = {n: tensor for each in tensors for n, tensor in each.items()}
+            for member, packets_of_member in needed.items():
+                inputs[member] = {}
+                for packet in packets_of_member:
+                    inputs[member] |= stack.enter_context(self._arena.read(packet))
             if call.kind == "recv":
                 with torch.no_grad():
                     copy_message([*inputs[0].values()], pending.outputs)

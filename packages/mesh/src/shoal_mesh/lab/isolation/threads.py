@@ -48,7 +48,8 @@ class Conductor:
         )
         self.capture: Callable[[], State] = RandomStates.capture
         self._lock = threading.Lock()
-        # held by its rank until the next turn; a plain lock switches threads sooner than a semaphore
+        # Held by its rank until the next turn; a plain lock switches threads sooner than a
+        # semaphore.
         self._turns = [threading.Lock() for _ in range(size)]
         for turn in self._turns:
             turn.acquire()
@@ -144,16 +145,19 @@ class Conductor:
 
 
 def _write_outputs(meeting: Meeting) -> None:
-    inputs = {member: ticket.payload[0] for member, ticket in meeting.tickets.items()}
-    if meeting.calls[0].kind == "send":
-        with torch.no_grad():
-            _, outputs = meeting.tickets[1].payload
-            copy_message(inputs[0], outputs)
-        return
-    first = meeting.calls[0]
-    totals = totals_of(first, inputs) if first.kind == "all_reduce" else ()
+    """Write the outputs of all members, from the inputs of all members."""
+    inputs: dict[int, Sequence[Tensor]] = {}
+    outputs: dict[int, Sequence[Tensor]] = {}
     for member, ticket in meeting.tickets.items():
-        deliver(meeting.calls[member], ticket.payload[1], inputs, totals)
+        inputs[member], outputs[member] = ticket.payload
+    first = meeting.calls[0]
+    if first.kind == "send":
+        with torch.no_grad():
+            copy_message(inputs[0], outputs[1])
+        return
+    totals = totals_of(first, inputs) if first.kind == "all_reduce" else ()
+    for member, tensors in outputs.items():
+        deliver(meeting.calls[member], tensors, inputs, totals)
 
 
 def _value_of(answer: Answer) -> Any:
@@ -199,25 +203,23 @@ class ThreadLink(SchedulerLink):
     def wait(self, pending: PendingCall) -> None:
         """Let the other ranks run until a call is complete; see `SchedulerLink.wait`."""
         ticket: Ticket = pending.state
-        self.conductor.request(
-            self.facts.rank, lambda task: self.conductor.scheduler.wait(task, ticket)
-        )
+        scheduler = self.conductor.scheduler
+        self.conductor.request(self.facts.rank, lambda task: scheduler.wait(task, ticket))
         settle(pending, ticket)
 
     def poll(self, pending: PendingCall) -> bool:
         """Return whether a call is complete; see `SchedulerLink.poll`."""
         ticket: Ticket = pending.state
-        return bool(
-            self.conductor.request(
-                self.facts.rank, lambda task: self.conductor.scheduler.poll(task, ticket)
-            )
+        scheduler = self.conductor.scheduler
+        is_complete: bool = self.conductor.request(
+            self.facts.rank, lambda task: scheduler.poll(task, ticket)
         )
+        return is_complete
 
     def ask_store(self, request: StoreRequest) -> Any:
         """Return the answer of the stores to a request; see `SchedulerLink.ask_store`."""
-        value = self.conductor.request(
-            self.facts.rank, lambda task: self.conductor.scheduler.store(task, request)
-        )
+        scheduler = self.conductor.scheduler
+        value = self.conductor.request(self.facts.rank, lambda task: scheduler.store(task, request))
         if isinstance(value, TimeoutError):
             raise value
         return value

@@ -157,10 +157,10 @@ def disagreement(first: PostedCall, second: PostedCall) -> str:
         return ""
     if len(first.inputs) != len(second.inputs):
         return "the number of tensors"
-    for mine, other in zip(first.inputs, second.inputs, strict=True):
-        if mine.dtype != other.dtype:
+    for tensor, other in zip(first.inputs, second.inputs, strict=True):
+        if tensor.dtype != other.dtype:
             return "the dtype"
-        if mine.numel != other.numel:
+        if tensor.numel != other.numel:
             return "the number of elements"
     return ""
 

@@ -8,6 +8,13 @@ A collective is complete when all members have posted it, in any order. Three th
 order in which ranks arrive: the source of a receive from any rank, the value of a store, and an
 answer to `is_completed`. They are decided when all ranks wait, so the decision is independent of
 the speed of ranks. If all ranks wait and nothing can be decided, the ranks are in a deadlock.
+
+The states of a rank, and the requests and answers between them:
+
+    ready --- turn (take_answers) ---> running --- wait, poll, store ---> open
+      ^                                   |                                 |
+      |                                   +---------- leave ---> left       |
+      +--- complete meeting, message, value of a store, answer to a poll ---+
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
+from typing import NamedTuple
 
 from ...errors import DeadlockError, LockstepError, MeshError, PeerError
 from .meetings import Answer, Meeting, Open, RankTask, Ticket, misfit_of
@@ -24,6 +32,22 @@ from .shared_values import SharedValues, StoreRequest
 
 # vain answers to `is_completed`, one after the other, while every other rank waits
 MOST_VAIN_POLLS = 10_000
+
+
+class MessageKey(NamedTuple):
+    """The facts by which a send and a receive match.
+
+    Attributes:
+        group: the group.
+        sender: index of the sender in the group; `ANY` for a receive from any rank.
+        receiver: index of the receiver.
+        tag: the tag.
+    """
+
+    group: GroupKey
+    sender: int
+    receiver: int
+    tag: int
 
 
 class Scheduler:
@@ -62,8 +86,8 @@ class Scheduler:
         self._on_complete = on_complete or (lambda meeting: None)
         self._stores = SharedValues()
         self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
-        self._messages: dict[tuple[GroupKey, int, int, int], deque[Ticket]] = {}
-        self._receives: dict[tuple[GroupKey, int, int, int], deque[Ticket]] = {}
+        self._messages: dict[MessageKey, deque[Ticket]] = {}
+        self._receives: dict[MessageKey, deque[Ticket]] = {}
         self._open: dict[RankTask, Open] = {}
         self._ready: dict[RankTask, Answer] = {
             RankTask(rank): Answer(RankTask(rank)) for rank in range(size)
@@ -108,19 +132,22 @@ class Scheduler:
     def _post_message(self, ticket: Ticket) -> None:
         """Match a send with a receive that names its source, or keep it."""
         call = ticket.call
-        is_send = call.kind == "send"
         peer = ANY if call.peer is None else call.peer
-        sender = call.member if is_send else peer
-        receiver = peer if is_send else call.member
-        key = (call.group, sender, receiver, call.tag)
-        others = (self._receives if is_send else self._messages).get(key)
-        if not others:
-            mine = self._messages if is_send else self._receives
-            mine.setdefault(key, deque()).append(ticket)
-            self._wake_threads()
-            return
-        other = others.popleft()
-        self._pair(ticket if is_send else other, other if is_send else ticket)
+        if call.kind == "send":
+            key = MessageKey(call.group, call.member, peer, call.tag)
+            receives = self._receives.get(key)
+            if receives:
+                self._pair(ticket, receives.popleft())
+                return
+            self._messages.setdefault(key, deque()).append(ticket)
+        else:
+            key = MessageKey(call.group, peer, call.member, call.tag)
+            sends = self._messages.get(key)
+            if sends:
+                self._pair(sends.popleft(), ticket)
+                return
+            self._receives.setdefault(key, deque()).append(ticket)
+        self._wake_threads()
 
     def _pair(self, send: Ticket, receive: Ticket) -> None:
         meeting = Meeting({0: send.call, 1: receive.call}, {0: send, 1: receive})
@@ -179,9 +206,10 @@ class Scheduler:
         ticket = request.ticket
         if request.kind == "wait" and ticket is not None:
             ticket.waiter = task
-        if request.kind == "wait" and ticket is not None and ticket.is_complete:
-            self._make_ready(task, ticket)
-        elif task.thread:
+            if ticket.is_complete:
+                self._make_ready(task, ticket)
+                return
+        if task.thread:
             # a thread beside the main one has no turn to wait for
             self._decide(task)
 
@@ -239,12 +267,13 @@ class Scheduler:
         self._ready[task] = Answer(task, value)
 
     def _give_turns(self) -> None:
-        for task in [task for task in self._ready if task.thread]:
+        threads = [task for task in self._ready if task.thread]
+        for task in threads:
             self._answers.append(self._ready.pop(task))
         while self._ready and len(self._running) < self._width:
-            everyone_fits = len(self._running) + len(self._ready) <= self._width
+            free = self._width - len(self._running)
             ranks = [task.rank for task in self._ready]
-            rank = ranks[0] if everyone_fits else self._choose(ranks)
+            rank = ranks[0] if len(ranks) <= free else self._choose(ranks)
             if self.failure is not None:
                 return
             self._running.add(rank)
@@ -338,7 +367,9 @@ class Scheduler:
 
     def _wake_threads(self) -> None:
         """Answer requests of threads beside the main ones that a new value or message answers."""
-        for task in [task for task in self._open if task.thread]:
+        threads = [task for task in self._open if task.thread]
+        for task in threads:
+            # an earlier decision may have been its answer
             if task in self._open and self._can_decide(task):
                 self._decide(task)
 
@@ -355,14 +386,14 @@ class Scheduler:
         call = receive.call
         if call.peer != ANY or receive.meeting is not None:
             return []
-        key = (call.group, ANY, call.member, call.tag)
-        if self._receives.get(key, (None,))[0] is not receive:
+        key = MessageKey(call.group, ANY, call.member, call.tag)
+        receives = self._receives.get(key)
+        if not receives or receives[0] is not receive:
             return []
         return [
-            sender
-            for group, sender, receiver, tag in self._messages
-            if (group, receiver, tag) == (call.group, call.member, call.tag)
-            and self._messages[group, sender, receiver, tag]
+            other.sender
+            for other, messages in self._messages.items()
+            if messages and other._replace(sender=ANY) == key
         ]
 
     def _match_any(self, receive: Ticket) -> None:
@@ -375,8 +406,9 @@ class Scheduler:
         sender = ranks[self._choose(ranks)]
         if self.failure is not None:
             return
-        self._receives[call.group, ANY, call.member, call.tag].popleft()
-        send = self._messages[call.group, sender, call.member, call.tag].popleft()
+        key = MessageKey(call.group, ANY, call.member, call.tag)
+        self._receives[key].popleft()
+        send = self._messages[key._replace(sender=sender)].popleft()
         self._pair(send, receive)
 
     # --- failures -----------------------------------------------------------------------------
@@ -414,8 +446,10 @@ class Scheduler:
     def _missing(self, ticket: Ticket) -> tuple[int, ...]:
         """Return the global ranks that a call waits for."""
         call = ticket.call
-        if ticket.meeting is None:
-            peer = call.peer
-            return () if peer is None or peer == ANY else (call.group.ranks[peer],)
-        arrived = ticket.meeting.calls
-        return tuple(rank for m, rank in enumerate(call.group.ranks) if m not in arrived)
+        ranks = call.group.ranks
+        if ticket.meeting is not None:
+            arrived = ticket.meeting.calls
+            return tuple(rank for member, rank in enumerate(ranks) if member not in arrived)
+        if call.peer is None or call.peer == ANY:
+            return ()
+        return (ranks[call.peer],)
