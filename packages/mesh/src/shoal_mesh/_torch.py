@@ -53,9 +53,12 @@ is_compiling = torch.compiler.is_compiling
 is_exporting = torch.compiler.is_exporting
 # device to backend map of a group as text, such as `cpu:gloo,cuda:nccl`
 backend_config = dist.get_backend_config
-ranks_in_order = dist.get_process_group_ranks  # the global ranks of a group
-default_store = _c10d._get_default_store  # the store of the default group
-default_timeout = _c10d._get_default_timeout  # of a backend
+# the global ranks of a group
+ranks_in_order = dist.get_process_group_ranks
+# the store of the default group
+default_store = _c10d._get_default_store
+# the timeout of a backend
+default_timeout = _c10d._get_default_timeout
 
 
 def is_traced(tensor: torch.Tensor | None = None) -> bool:
@@ -84,7 +87,10 @@ _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Return whether forward-mode AD follows a tensor."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # of torch
+    if forward_ad._current_level < 0:
+        return False
+    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]  # torch has no types
+    return dual.tangent is not None
 
 
 @contextmanager
@@ -114,15 +120,17 @@ def kept_in_order(collective: Any, directly: str) -> None:
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is None or collective in inductor.lowerings:
         return
-    ir = sys.modules["torch._inductor.ir"]
+    # a module that is not imported here
+    ir: Any = sys.modules["torch._inductor.ir"]
 
-    class DirectCall(ir._CollectiveKernel):  # type: ignore[misc,name-defined]  # of a module that is not imported here
+    class DirectCall(ir._CollectiveKernel):  # type: ignore[misc]  # its base is Any
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.python_kernel_name = directly
 
     def lowered(*arguments: Any) -> Any:
-        return ir.TensorBox.create(DirectCall.create_out_of_place(collective, *arguments))
+        result = DirectCall.create_out_of_place(collective, *arguments)
+        return ir.TensorBox.create(result)
 
     inductor.add_layout_constraint(collective, inductor.constrain_to_fx_strides)
     inductor.register_lowering(collective)(lowered)
@@ -148,13 +156,16 @@ def refuse_its_own_mesh(mesh: object) -> None:
     Such a part of torch accepts any mesh, and fails later, in C++.
     """
     name = sys._getframe(2).f_globals.get("__name__", "")
-    if name.startswith("torch.distributed."):
-        what = ".".join(name.split(".")[:3])
-        if what in _MADE_FOR_ITS_OWN_MESH:
-            raise MeshTypeError(
-                f"{what} takes torch's DeviceMesh, got shoal's {mesh!r}; use "
-                f"{_MADE_FOR_ITS_OWN_MESH[what]}, or pass shoal_dtensor.interop.mesh_to_torch(mesh)"
-            )
+    if not name.startswith("torch.distributed."):
+        return
+    # `torch.distributed.tensor.parallel.api`: torch.distributed.tensor
+    part = ".".join(name.split(".")[:3])
+    replacement = _MADE_FOR_ITS_OWN_MESH.get(part)
+    if replacement is not None:
+        raise MeshTypeError(
+            f"{part} takes torch's DeviceMesh, got shoal's {mesh!r}; use {replacement}, or pass "
+            "shoal_dtensor.interop.mesh_to_torch(mesh)"
+        )
 
 
 def constant_when_compiled(cls: Class) -> Class:
@@ -183,16 +194,18 @@ def constant_when_compiled(cls: Class) -> Class:
     fits = issubclass(type(cls), type) and getattr(cls, "__hash__", None) is not None
     try:
         if fits and not hasattr(cls, "__fx_repr__"):
-            cls.__fx_repr__ = lambda x: (name := f"{cls.__name__}_{id(x)}", {name: x})  # type: ignore[attr-defined]  # what torch.fx looks for
-    except TypeError:  # a type that is written in C
+            cls.__fx_repr__ = _name_for_fx  # type: ignore[attr-defined]  # torch.fx looks for it
+    except TypeError:
+        # a type that is written in C
         fits = False
     if not fits:
         raise MeshTypeError(
             f"constant_when_compiled takes a class with __eq__ and __hash__, got {cls!r:.80}"
         )
     names = [name for name in dir(cls) if not name.startswith("__") or name == "__getitem__"]
+    traced_names = getattr(cls, "_TRACED", ())
     members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
-    members |= dict.fromkeys(getattr(cls, "_TRACED", ()), opaque_object.MemberType.INLINED)
+    members |= dict.fromkeys(traced_names, opaque_object.MemberType.INLINED)
     # its name in torch 2.15, where the old one logs
     newer = getattr(opaque_object, "register_custom_class", None)
     try:
@@ -203,11 +216,19 @@ def constant_when_compiled(cls: Class) -> Class:
     except TypeError:
         # torch 2.11 asks for a metaclass, which only types that are passed by reference need
         name = f"{cls.__module__}.{cls.__qualname__}"
-        info = opaque_object._OpaqueTypeInfo(name, "value", None, members, False)  # type: ignore[call-arg,arg-type]  # as 2.11 has it
+        # the arguments of 2.11
+        make_info: Any = opaque_object._OpaqueTypeInfo
+        info = make_info(name, "value", None, members, False)
         opaque_object._OPAQUE_TYPES[cls] = info
         opaque_object._OPAQUE_TYPES_BY_NAME[name] = info
         torch._C._register_opaque_type(name)
     return cls
+
+
+def _name_for_fx(instance: object) -> tuple[str, dict[str, object]]:
+    """Return a name of an instance for generated code, and the namespace that has it."""
+    name = f"{type(instance).__name__}_{id(instance)}"
+    return name, {name: instance}
 
 
 def default_group() -> ProcessGroup | None:
@@ -236,7 +257,9 @@ for _key in (_Key.PythonDispatcher, _Key.PythonTLSSnapshot, _Key.AutogradCPU, _K
 
 def timeout_of(group: ProcessGroup) -> float:
     """Return the seconds after which a collective of the group on CPU tensors times out."""
-    timeout: dt.timedelta = getattr(group._get_backend(torch.device("cpu")).options, "_timeout")  # noqa: B009 - as above
+    # the stub lacks the timeout
+    options: Any = group._get_backend(torch.device("cpu")).options
+    timeout: dt.timedelta = options._timeout
     return timeout.total_seconds()
 
 
@@ -261,7 +284,9 @@ def group_ranks(group: ProcessGroup) -> dict[int, int]:
 
 def group_by_name(name: str) -> ProcessGroup:
     """Return the live group of a name; raise RuntimeError if there is none."""
-    return cast(ProcessGroup, getattr(_c10d, "_resolve_process_group")(name))  # noqa: B009 - not in the stubs
+    # the stub lacks it
+    resolve: Callable[[str], ProcessGroup] = getattr(_c10d, "_resolve_process_group")  # noqa: B009
+    return resolve(name)
 
 
 def full_backend_config(backend: str) -> str:
@@ -298,11 +323,11 @@ def new_group(
     backend = dist.Backend(backend or default_backend)
     bound = world.bound_device_id
     device_id = bound
-    if (
-        device_id is not None
-        and f"{device_id.type}:gloo" in f"{full_backend_config(str(backend))},"
-    ):
+    config = full_backend_config(str(backend))
+    if device_id is not None and f"{device_id.type}:gloo" in f"{config},":
         device_id = None
+    own_timeout = getattr(options, "_timeout", None)
+    timeout = own_timeout or timeout_of_any(world) or default_timeout(backend)
     # If the default group is bound to a device, c10d splits it, which is collective over all of its
     # ranks.
     world.bound_device_id = None
@@ -315,9 +340,7 @@ def new_group(
             store,
             _c10d.GroupName(name),
             backend_options=options,
-            timeout=getattr(options, "_timeout", None)
-            or timeout_of_any(world)
-            or default_timeout(backend),
+            timeout=timeout,
             device_id=device_id,
             group_desc=description,
         )
@@ -332,10 +355,11 @@ def timeout_of_any(group: ProcessGroup) -> dt.timedelta | None:
 
     Groups of a mesh time out together with the default group.
     """
-    return next(
-        (options._timeout for options in backend_options(group) if hasattr(options, "_timeout")),
-        None,
-    )
+    for options in backend_options(group):
+        timeout: dt.timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None
 
 
 # Call -> names with one output and one input, and names with a list of each; the first is torch's
@@ -364,17 +388,17 @@ def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
     backend.
     """
     single, many = _CALLS[name]
-    own: Callable[..., Work] = getattr(kind, single[0])
-    written = [
-        each
-        for each in single + many
-        if getattr(kind, each, None) is not getattr(ProcessGroup, each, None)
-    ]
-    if written:
-        method: Callable[..., Work] = getattr(kind, written[0])
-        if written[0] in single:
-            return method
+    method_of_torch: Callable[..., Work] = getattr(kind, single[0])
+    for method_name in single + many:
+        method: Any = getattr(kind, method_name, None)
+        if method is getattr(ProcessGroup, method_name, None):
+            continue
+        if method_name in single:
+            overriding: Callable[..., Work] = method
+            return overriding
         return lambda group, output, source, *more: method(group, [output], [source], *more)
+    if kind is ProcessGroup:
+        return method_of_torch
 
     def of_its_backend(group: ProcessGroup, *arguments: Any) -> Work:
         if not group._device_types:
@@ -382,9 +406,9 @@ def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
                 f"the process group {kind.__name__} does not have {name}: a group written in "
                 f"Python needs one of the methods {', '.join(single + many)}"
             )
-        return own(group, *arguments)
+        return method_of_torch(group, *arguments)
 
-    return own if kind is ProcessGroup else of_its_backend
+    return of_its_backend
 
 
 def in_backward() -> bool:
@@ -399,7 +423,10 @@ number_of_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def number_of_running_node() -> int | None:
-    """Return the number of the autograd node that runs; None for the node of a leaf, or for none."""
+    """Return the number of the autograd node that runs.
+
+    Returns None for the node of a leaf, and if no node runs.
+    """
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
@@ -416,7 +443,8 @@ def without_importing_dynamo(mode: Class) -> Class:
     """
     handler = cast(Any, mode).__torch_dispatch__
     raw = getattr(handler, "__wrapped__", None)
-    if raw is None:  # a torch that does not wrap
+    if raw is None:
+        # a torch that does not wrap
         return mode
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -444,7 +472,7 @@ def fake_store() -> Store:
     return FakeStore()
 
 
-# --- what a thread holds, which the threads of its backward passes hold too ------------------------
+# --- objects of a thread, which the threads of its backward passes have too -----------------------
 
 
 def thread_object(key: str) -> Any:
@@ -476,11 +504,12 @@ def _stash_takes_over() -> bool:
     probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(key, probe)
-    uncounted = sys.getrefcount(probe) == before
-    for item in (probe, None) if uncounted else ():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
+    is_uncounted = sys.getrefcount(probe) == before
+    if is_uncounted:
+        for stashed in (probe, None):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(stashed))
     torch._C._stash_obj_in_tls(key, None)
-    return uncounted
+    return is_uncounted
 
 
 # --- backward passes ------------------------------------------------------------------------------
@@ -496,7 +525,7 @@ def run_at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-# --- the creation of groups, which a lab takes over ------------------------------------------------
+# --- the creation of groups, which a lab takes over -----------------------------------------------
 
 
 def c10d_function(name: str) -> Callable[..., Any]:
@@ -519,9 +548,8 @@ def note_backend(group: ProcessGroup, backend: str) -> None:
 
 def rendezvous_handlers() -> dict[str, Callable[..., Any]]:
     """Return the handlers of `init_method`, by the scheme of its address."""
-    handlers: dict[str, Callable[..., Any]] = sys.modules[
-        "torch.distributed.rendezvous"
-    ]._rendezvous_handlers
+    rendezvous = sys.modules["torch.distributed.rendezvous"]
+    handlers: dict[str, Callable[..., Any]] = rendezvous._rendezvous_handlers
     return handlers
 
 

@@ -34,7 +34,8 @@ def require_each(
         raise error(f"{taken}, got {kind_of(values)}")
     for value in values:
         if not isinstance(value, kinds):
-            raise error(f"{taken}, got {type(values).__name__} with {kind_of(value)}")
+            container = type(values).__name__
+            raise error(f"{taken}, got {container} with {kind_of(value)}")
 
 
 def kind_of(value: object) -> str:
@@ -64,8 +65,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
             runs.append([rank])
     names = list[str]()
     for run in runs:
-        names += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
-    noun = "ranks" if sum(map(len, runs)) > 1 else "rank"
+        if len(run) > 2:
+            names.append(f"{run[0]}-{run[-1]}")
+        else:
+            names += map(str, run)
+    count = sum(map(len, runs))
+    noun = "ranks" if count > 1 else "rank"
     return f"{noun} {', '.join(names)}"
 
 

@@ -35,17 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ...
         0
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     commands = find_commands()
-    if not given or given[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(describe(commands))
         return 0
-    name = given[0]
+    name = words[0]
     if name not in commands:
         sys.stderr.write(f"shoal: unknown command {name!r}\n{describe(commands)}")
         return 2
     run: Callable[[list[str]], int] = commands[name].load()
-    return run(given)
+    return run(words)
 
 
 def find_commands() -> dict[str, metadata.EntryPoint]:

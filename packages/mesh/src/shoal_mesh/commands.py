@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,19 +39,31 @@ Dumps = Mapping[int, Mapping[str, Any]]
 _LIBRARY = re.compile(f"/{LIBRARIES}/")
 
 
+class Report(NamedTuple):
+    """The output of a command.
+
+    Attributes:
+        lines: the lines to print.
+        status: the exit status.
+    """
+
+    lines: list[str]
+    status: int = 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the arguments name; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m shoal_mesh", description="Facts about this machine and its ranks."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    options = {}
+    commands_by_name = {}
     for run in (env, postmortem, topology):
-        options[run.__name__] = commands.add_parser(
-            run.__name__, help=run.__doc__, description=run.__doc__
-        )
-        options[run.__name__].set_defaults(run=run)
-    add = options["postmortem"].add_argument
+        text = run.__doc__
+        command = commands.add_parser(run.__name__, help=text, description=text)
+        command.set_defaults(run=run)
+        commands_by_name[run.__name__] = command
+    add = commands_by_name["postmortem"].add_argument
     add(
         "folder",
         nargs="?",
@@ -59,37 +71,36 @@ def main(argv: list[str] | None = None) -> int:
         help="the folder that error messages name (default: %(default)s)",
     )
     add("--last", type=int, default=3, help="collectives of each rank (default: %(default)s)")
-    add = options["topology"].add_argument
+    add = commands_by_name["topology"].add_argument
     add("--mesh", type=_shape, default=(2,), help="sizes of the axes, such as 2x4 (default: 2)")
     add("--bytes", type=int, default=1 << 22, help="of the larger message (default: 4 MiB)")
-    asked = parser.parse_args(argv)
-    said: tuple[list[str], int] = asked.run(asked)  # lines, and the exit status
-    sys.stdout.writelines(f"{line}\n" for line in said[0])
-    return said[1]
+    options = parser.parse_args(argv)
+    printed: Report = options.run(options)
+    sys.stdout.writelines(f"{line}\n" for line in printed.lines)
+    return printed.status
 
 
-def env(asked: argparse.Namespace) -> tuple[list[str], int]:
+def env(options: argparse.Namespace) -> Report:
     """Report versions, devices, backends, memory and environment variables for a bug report."""
     values = {"shoal_mesh": __version__}
     for name in ("shoal-dtensor", "shoal-tp-styles", "shoal-shard-api", "numpy"):
+        module = name.replace("-", "_")
         try:
-            values[name.replace("-", "_")] = metadata.version(name)
+            values[module] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            values[name.replace("-", "_")] = "not installed"
-    values |= {
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-    }
+            values[module] = "not installed"
+    values["torch"] = torch.__version__
+    values["python"] = sys.version.split()[0]
+    values["platform"] = platform.platform()
     values["cores"] = f"{os.cpu_count()}, {torch.get_num_threads()} threads in torch"
-    backends = (name for name in dist.Backend.backend_list if name != "undefined")
-    values["backends"] = ", ".join(name for name in backends if dist.is_backend_available(name))
+    backends = [name for name in dist.Backend.backend_list if name != "undefined"]
+    values["backends"] = ", ".join(filter(dist.is_backend_available, backends))
     kind = accelerator()
-    name_of = getattr(module_of(kind or "cpu"), "get_device_name", lambda index: f"{kind} {index}")
-    values["GPUs"] = ", ".join(name_of(index) for index in range(device_count())) or "none"
+    values["GPUs"] = ", ".join(map(_device_name, range(device_count()))) or "none"
     if kind == "cuda":
-        version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch's
-        values["CUDA"] = f"{torch.version.cuda}, NCCL {'.'.join(map(str, version))}"
+        numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # of torch
+        version = ".".join(map(str, numbers))
+        values["CUDA"] = f"{torch.version.cuda}, NCCL {version}"
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         values["/dev/shm"] = f"{free / 2**20:.0f} MiB free"
@@ -97,22 +108,31 @@ def env(asked: argparse.Namespace) -> tuple[list[str], int]:
         if name.startswith(PREFIXES) or name in NAMES:
             values[f"${name}"] = os.environ[name]
     width = max(map(len, values))
-    return [f"{name:{width}}  {value}" for name, value in values.items()], 0
+    return Report([f"{name:{width}}  {value}" for name, value in values.items()])
 
 
-def postmortem(asked: argparse.Namespace) -> tuple[list[str], int]:
+def _device_name(index: int) -> str:
+    """Return the name of an accelerator: its product name if torch has it."""
+    kind = accelerator() or "cpu"
+    name_of: Any = getattr(module_of(kind), "get_device_name", None)
+    return f"{kind} {index}" if name_of is None else str(name_of(index))
+
+
+def postmortem(options: argparse.Namespace) -> Report:
     """Report where ranks stopped, from the files that they wrote when a rank was lost."""
     dumps = {}
     lines = []
-    for path in sorted(Path(asked.folder).glob("rank*.json")):
+    for path in sorted(Path(options.folder).glob("rank*.json")):
         try:
             dump = json.loads(path.read_text())
             dumps[int(dump["rank"])] = dump
         except (OSError, ValueError, KeyError, TypeError) as error:
             lines.append(f"{path.name} cannot be read: {error!r}")
-    if not dumps:  # there is nothing to read: status 1
-        return [*lines, f"no files of ranks found in {asked.folder or 'no folder'}"], 1
-    return [*lines, *report(dumps, asked.last)], 0
+    # there is nothing to read: status 1
+    if not dumps:
+        searched = options.folder or "no folder"
+        return Report([*lines, f"no files of ranks found in {searched}"], status=1)
+    return Report([*lines, *report(dumps, options.last)])
 
 
 def report(dumps: Dumps, last: int = 3) -> list[str]:
@@ -129,7 +149,10 @@ def report(dumps: Dumps, last: int = 3) -> list[str]:
         silence = "; it has written nothing" if rank in silent else ""
         lines.append(f"rank {rank} was named by other ranks {count} times{silence}")
     for rank in silent:
-        seen = {dump["seen"][str(rank)] for dump in dumps.values() if str(rank) in dump["seen"]}
+        seen = set()
+        for dump in dumps.values():
+            if str(rank) in dump["seen"]:
+                seen.add(dump["seen"][str(rank)])
         last_seen = "; ".join(sorted(seen)) or "by nobody"
         lines.append(f"rank {rank} has written nothing; last seen: {last_seen}")
     for rank, dump in sorted(dumps.items()):
@@ -138,22 +161,25 @@ def report(dumps: Dumps, last: int = 3) -> list[str]:
             suffix = f", for {purpose}" if purpose else ""
             lines.append(f"  {seconds:8.3f} s before, group {group}: {collective}{suffix}")
         frames = [frame for frame in dump["stack"] if not _LIBRARY.search(frame)]
-        lines.append(f"  at {frames[-1] if frames else 'no line of the program'}")
+        line = frames[-1] if frames else "no line of the program"
+        lines.append(f"  at {line}")
     return lines
 
 
-def topology(asked: argparse.Namespace) -> tuple[list[str], int]:
+def topology(options: argparse.Namespace) -> Report:
     """Measure latency, bandwidth and the best order of ranks along the axes of a mesh."""
-    shape: tuple[int, ...] = asked.mesh
-    links, order = launch(_measure, math.prod(shape), shape, asked.bytes)[0]
+    shape: tuple[int, ...] = options.mesh
+    links, order = launch(_measure, math.prod(shape), shape, options.bytes)[0]
     if dist.is_initialized() and dist.get_rank() > 0:
-        return [], 0
+        return Report([])
     lines = [f"{'axis':>4} {'ranks':>6} {'latency':>12} {'bandwidth':>14}"]
     for axis, (size, link) in enumerate(zip(shape, links, strict=True)):
-        speed = f"{link.bandwidth / 1e9:.3f} GB/s"
-        lines.append(f"{axis:>4} {size:>6} {link.latency * 1e6:>9.1f} us {speed:>14}")
-    values = ", ".join(f"Link({link.latency:.3g}, {link.bandwidth:.3g})" for link in links)
-    return [*lines, f"set_topology(mesh, [{values}])", f"order='topology': {order}"], 0
+        latency = f"{link.latency * 1e6:.1f} us"
+        bandwidth = f"{link.bandwidth / 1e9:.3f} GB/s"
+        lines.append(f"{axis:>4} {size:>6} {latency:>12} {bandwidth:>14}")
+    values = ", ".join([f"Link({link.latency:.3g}, {link.bandwidth:.3g})" for link in links])
+    lines += [f"set_topology(mesh, [{values}])", f"order='topology': {order}"]
+    return Report(lines)
 
 
 def _measure(shape: tuple[int, ...], largest: int) -> tuple[tuple[Link, ...], RankOrder]:

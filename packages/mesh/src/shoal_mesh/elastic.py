@@ -35,7 +35,8 @@ from .watch.backend_work import settle
 from .watch.processes import machine, state_of
 
 R = TypeVar("R")
-Member = dict[str, Any]  # id, machine and process
+# the id, the machine and the process of a member
+Member = dict[str, Any]
 
 # seconds between two looks into the store
 _POLL = 0.01
@@ -110,7 +111,8 @@ class ElasticWorld:
         self._size = size
         self._backend = backend
         self._at_least = at_least
-        self._patience, self._timeout = patience, timedelta(seconds=timeout)
+        self._patience = patience
+        self._timeout = timedelta(seconds=timeout)
         self._member: Member = {
             "id": secrets.token_hex(8),
             "machine": machine(),
@@ -132,16 +134,19 @@ class ElasticWorld:
             PeerError: no world took this rank in time.
             MeshTypeError: an argument of a wrong type.
         """
-        require(function, Callable, "an elastic world runs a function")  # type: ignore[arg-type]  # an abstract class
+        taken = "an elastic world runs a function"
+        require(function, Callable, taken)  # type: ignore[arg-type]  # an abstract class
         require(wait, int | float, "wait is a number of seconds")
         failure: Exception | None = None
         while True:
             before = self.members() if self.round >= 0 else []
-            self._leave(
-                "continues in another world" if failure is None else f"raised {failure!r:.200}"
-            )
+            reason = "continues in another world"
+            if failure is not None:
+                reason = f"raised {failure!r:.200}"
+            self._leave(reason)
             members = self._next_members(wait)
-            if failure is not None and not isinstance(failure, NewcomerError) and members == before:
+            is_error = failure is not None and not isinstance(failure, NewcomerError)
+            if failure is not None and is_error and members == before:
                 raise failure
             if not self._begin(members):
                 failure = None
@@ -150,8 +155,9 @@ class ElasticWorld:
                 result = function()
             except Exception as error:
                 # their frames keep groups alive
-                for each in (error, error.__cause__, error.__context__):
-                    traceback.clear_frames(each.__traceback__ if each is not None else None)
+                for chained in (error, error.__cause__, error.__context__):
+                    if chained is not None:
+                        traceback.clear_frames(chained.__traceback__)
                 failure = error
                 continue
             self._finish(members)
@@ -167,16 +173,16 @@ class ElasticWorld:
             PeerError: a rank is lost.
         """
         world = require_world()
-        waiting = world.rank() == 0 and self._store.check([f"{self.round + 1}/1"])
-        flag = torch.tensor([int(waiting)], device=device_of(world))
-        if all_reduce(flag, comm_over(range(world.size())), "max").item():
+        has_newcomer = world.rank() == 0 and self._store.check([f"{self.round + 1}/1"])
+        flag = torch.tensor([int(has_newcomer)], device=device_of(world))
+        everyone = comm_over(range(world.size()))
+        if all_reduce(flag, everyone, "max").item():
             raise NewcomerError("somebody waits to join")
 
     def members(self, number: int | None = None) -> list[Member]:
         """Return the members of a world, by rank; by default of the present one."""
-        members: list[Member] = json.loads(
-            self._store.get(f"{self.round if number is None else number}/members")
-        )
+        world = self.round if number is None else number
+        members: list[Member] = json.loads(self._store.get(f"{world}/members"))
         return members
 
     def _leave(self, reason: str) -> None:
@@ -192,8 +198,9 @@ class ElasticWorld:
     def _finish(self, members: list[Member]) -> None:
         """Wait for the others: the end of this process would break their running collectives."""
         self._store.set(f"left/{self._member['id']}", "1")
+        next_round = self.round + 1
         for member in members:
-            while not self._is_gone(member) and member not in self._registered(self.round + 1):
+            while not self._is_gone(member) and member not in self._registered(next_round):
                 time.sleep(_POLL)
 
     def _next_members(self, wait: float) -> list[Member]:
@@ -202,7 +209,8 @@ class ElasticWorld:
         while True:
             self.round += 1
             if self._store.check([f"{self.round}/members"]):
-                continue  # this one began without us
+                # this one began without us
+                continue
             place = self._store.add(f"{self.round}/registered", 1)
             self._store.set(f"{self.round}/{place}", json.dumps(self._member))
             members = self._agreed(deadline)
@@ -214,60 +222,69 @@ class ElasticWorld:
         begin = time.monotonic()
         key = f"{self.round}/members"
         last = self.members(self.round - 1) if self.round else []
+        rank_of_id = {member["id"]: rank for rank, member in enumerate(last)}
         while not self._store.check([key]):
-            came = self._registered(self.round)
+            arrived = self._registered(self.round)
             now = time.monotonic()
             if now > deadline:
                 raise PeerError(
-                    f"no world accepted this rank in time; {len(came)} ranks have reached round "
-                    f"{self.round}"
+                    f"no world accepted this rank in time; {len(arrived)} ranks have reached "
+                    f"round {self.round}"
                 )
-            if self._is_complete(last, came, now - begin):
-                order = {member["id"]: rank for rank, member in enumerate(last)}
+            if self._is_complete(last, arrived, now - begin):
                 # newcomers follow, as they came
-                came.sort(key=lambda member: order.get(member["id"], len(order)))
-                self._store.compare_set(key, "", json.dumps(came))
+                arrived.sort(key=lambda member: rank_of_id.get(member["id"], len(last)))
+                self._store.compare_set(key, "", json.dumps(arrived))
             time.sleep(_POLL)
         return self.members()
 
     def _registered(self, number: int) -> list[Member]:
         """Return the members that have registered for a round and are still there."""
-        keys = [
-            f"{number}/{place + 1}" for place in range(self._store.add(f"{number}/registered", 0))
-        ]
-        came = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
-        return [member for member in came if not self._is_gone(member)]
+        count = self._store.add(f"{number}/registered", 0)
+        members = []
+        for place in range(1, count + 1):
+            key = f"{number}/{place}"
+            if not self._store.check([key]):
+                # counted, but not written yet
+                continue
+            member = json.loads(self._store.get(key))
+            if not self._is_gone(member):
+                members.append(member)
+        return members
 
-    def _is_complete(self, last: list[Member], came: list[Member], waited: float) -> bool:
+    def _is_complete(self, last: list[Member], arrived: list[Member], waited: float) -> bool:
         """Return whether the round need not wait for any other process.
 
         It waits for the members of the last world, or for the number of ranks of the first one.
         """
         if not last:
-            return len(came) >= self._size
-        missing = [member for member in last if member not in came and not self._is_gone(member)]
-        if missing and (waited < self._patience or all(member not in last for member in came)):
-            # newcomers alone do not decide that a world is lost
+            return len(arrived) >= self._size
+        absent = [member for member in last if member not in arrived]
+        is_waiting = not all(self._is_gone(member) for member in absent)
+        # newcomers alone do not decide that a world is lost
+        are_newcomers = all(member not in last for member in arrived)
+        if is_waiting and (waited < self._patience or are_newcomers):
             return False
-        return len(came) >= self._at_least
+        return len(arrived) >= self._at_least
 
     def _is_gone(self, member: Member) -> bool:
         """Return whether a member has ended, as far as this machine shows, or has left for good."""
-        here = member["machine"] and member["machine"] == self._member["machine"]
-        return (here and state_of(member["process"]) == "ended") or self._store.check(
-            [f"left/{member['id']}"]
-        )
+        machine_of_member = member["machine"]
+        is_local = machine_of_member and machine_of_member == self._member["machine"]
+        if is_local and state_of(member["process"]) == "ended":
+            return True
+        return self._store.check([f"left/{member['id']}"])
 
     def _begin(self, members: list[Member]) -> bool:
         """Make the groups of the next world; return False if a member is lost meanwhile."""
-        own = members.index(self._member)
-        if not self._all_say("here", own, members):
+        own_rank = members.index(self._member)
+        if not self._all_set("here", own_rank, members):
             return False
         try:
             dist.init_process_group(
                 self._backend,
                 store=_torch.PrefixStore(f"{self.round}/world", self._store),
-                rank=own,
+                rank=own_rank,
                 world_size=len(members),
                 timeout=self._timeout,
             )
@@ -275,11 +292,11 @@ class ElasticWorld:
             # of the backend, which did not reach a rank
             return False
         # a rank that leaves before would break groups that others still make
-        return self._all_say("connected", own, members)
+        return self._all_set("connected", own_rank, members)
 
-    def _all_say(self, word: str, own: int, members: list[Member]) -> bool:
+    def _all_set(self, word: str, own_rank: int, members: list[Member]) -> bool:
         """Set a key in the store, and wait until all members have; return False if one is gone."""
-        self._store.set(f"{self.round}/{word}/{own}", "1")
+        self._store.set(f"{self.round}/{word}/{own_rank}", "1")
         deadline = time.monotonic() + self._patience
         for rank, member in enumerate(members):
             while not self._store.check([f"{self.round}/{word}/{rank}"]):

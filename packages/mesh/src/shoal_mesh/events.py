@@ -78,7 +78,8 @@ class purpose:
 
 def _current_purpose() -> str:
     """Return the purposes of the enclosing blocks, innermost first."""
-    return "; ".join(text if isinstance(text, str) else text() for text in reversed(PURPOSES.get()))
+    texts = reversed(PURPOSES.get())
+    return "; ".join([text if isinstance(text, str) else text() for text in texts])
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class Event:
     @property
     def nbytes(self) -> int:
         """The bytes that this rank puts in."""
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
 
 class Observer(Protocol):
@@ -168,12 +169,11 @@ def observe(observer: Observer) -> None:
         3
         >>> unobserve(names)
     """
-    if not (
-        callable(getattr(observer, "before", None)) and callable(getattr(observer, "after", None))
-    ):
-        raise CollectiveTypeError(
-            f"an observer has methods before(event) and after(event), got {kind_of(observer)}"
-        )
+    for name in ("before", "after"):
+        if not callable(getattr(observer, name, None)):
+            raise CollectiveTypeError(
+                f"an observer has methods before(event) and after(event), got {kind_of(observer)}"
+            )
     observers.append(observer)
 
 
@@ -260,19 +260,24 @@ def observed(  # noqa: PLR0913  # the fields of an event
     """
     if not observers or comm.size == 1 or in_observed():
         return run()
-    plain = {
-        k: tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v
-        for k, v in same.items()
-    }
-    sends, receives = (None, None) if flow is None else map(tuple, flow)
-    event = Event(op, comm, tuple(tensors), reduce_op, same=plain, sends=sends, receives=receives)
+    facts: dict[str, object] = {}
+    for name, value in same.items():
+        facts[name] = value
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            facts[name] = tuple(value)
+    event = Event(op, comm, tuple(tensors), reduce_op, same=facts)
+    if flow is not None:
+        sends, receives = flow
+        event.sends = tuple(sends)
+        event.receives = tuple(receives)
     for observer in observers:
         observer.before(event)
     thread = threading.get_ident()
     _inside.add(thread)
     try:
         result = run()
-        if hasattr(result, "work") and result.work is not None:  # a collective under way
+        # a collective under way
+        if hasattr(result, "work") and result.work is not None:
             result.work = _Timed(result.work, event.waits)
         return result
     finally:

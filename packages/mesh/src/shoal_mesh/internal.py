@@ -2,8 +2,8 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades, groups, mesh,
-notebook_html, observers, scoped_value, topology, transport, watch.
+May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades,
+groups, mesh, notebook_html, observers, scoped_value, topology, transport, watch.
 """
 
 # mypy: implicit-reexport

@@ -55,9 +55,9 @@ def log_to_stderr(*topics: str) -> None:
         MeshError: if a topic is unknown.
 
     Example:
-        >>> log_to_stderr("sums")
+        >>> log_to_stderr("sums")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        shoal_mesh.errors.MeshError: there is no topic 'sums' to log: collectives, plans, decisions, or all
+        shoal_mesh.errors.MeshError: there is no topic 'sums' to log: collectives, plans, ...
     """
     for topic in topics:
         if topic not in TOPICS:

@@ -55,16 +55,18 @@ def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None
     for name in _names(compile(cell, "<cell>", "exec")) & variables.keys():
         try:
             sent[name] = dump(variables[name])
-        except MeshTypeError as error:  # said if the cell turns out to need it
+        except MeshTypeError as error:
+            # reported if the cell turns out to need it
             unsent[name] = str(error)
-    said: dict[tuple[str, str], list[int]] = {}
+    ranks_by_output: dict[tuple[str, str], list[int]] = {}
     pool = kept_pool(int(line), None, True)
     for rank, outputs in enumerate(pool.run(_run_on_rank, cell, sent, unsent, timeout=None)):
         for output in outputs:
-            said.setdefault(output, []).append(rank)
-    # else as they came
-    for (kind, text), ranks in sorted(said.items(), key=lambda item: item[0][0] == "html"):
-        show(kind, text, ranks)
+            ranks_by_output.setdefault(output, []).append(rank)
+    # first the texts, then HTML, each in the order of its arrival
+    outputs_in_order = sorted(ranks_by_output, key=lambda output: output[0] == "html")
+    for kind, text in outputs_in_order:
+        show(kind, text, ranks_by_output[kind, text])
 
 
 def _names(code: CodeType) -> set[str]:
@@ -78,9 +80,12 @@ def _run_on_rank(
 ) -> list[tuple[str, str]]:
     """Run a cell, and return its output and the value of its last line, each as (kind, text)."""
     for name, data in sent.items():
-        # no cell of ours has set it
-        if name not in _VARIABLES or _VARIABLES[name] is _SENT.get(name, data):
-            _VARIABLES[name] = _SENT[name] = pickle.loads(data)
+        # A cell of these ranks that has set the variable goes before the notebook.
+        is_unset = name not in _VARIABLES or _VARIABLES[name] is _SENT.get(name, data)
+        if is_unset:
+            value = pickle.loads(data)
+            _VARIABLES[name] = value
+            _SENT[name] = value
     try:
         return _outputs(cell)
     except NameError as error:
@@ -90,17 +95,26 @@ def _run_on_rank(
 
 
 def _outputs(cell: str) -> list[tuple[str, str]]:
+    """Run a cell; return what it prints, and the value of its last line."""
     body = ast.parse(cell, "<cell>").body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    statements = compile(ast.Module(body, []), "<cell>", "exec")
     value = None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(ast.Module(body, []), "<cell>", "exec"), _VARIABLES)
+        exec(statements, _VARIABLES)
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), _VARIABLES)
-    outputs = [("text", printed.getvalue())] if printed.getvalue() else []
-    if value is not None and not cell.rstrip().endswith(";"):
-        html = getattr(value, "_repr_html_", None)
-        outputs.append(("text", f"{value!r}\n") if html is None else ("html", html()))
+            expression = compile(ast.Expression(last.value), "<cell>", "eval")
+            value = eval(expression, _VARIABLES)
+    outputs = []
+    if printed.getvalue():
+        outputs.append(("text", printed.getvalue()))
+    if value is None or cell.rstrip().endswith(";"):
+        return outputs
+    html = getattr(value, "_repr_html_", None)
+    if html is None:
+        outputs.append(("text", f"{value!r}\n"))
+    else:
+        outputs.append(("html", html()))
     return outputs
 
 
@@ -109,6 +123,7 @@ def _display(kind: str, text: str, ranks: list[int]) -> None:
 
     label = f"[{name_ranks(ranks)}]"
     if kind == "html":
-        display(HTML(f"<small>{label}</small>{text}"))  # type: ignore[no-untyped-call]  # IPython has no types here
-    else:
-        print(f"{label} {text}", end="" if text.endswith("\n") else "\n")  # noqa: T201  # the cell has printed it
+        display(HTML(f"<small>{label}</small>{text}"))  # type: ignore[no-untyped-call]  # untyped
+        return
+    end = "" if text.endswith("\n") else "\n"
+    print(f"{label} {text}", end=end)  # noqa: T201  # the cell has printed it

@@ -75,7 +75,8 @@ class ScopedValue(Generic[T]):
         self._key = name
         # whether the threads of a backward pass have the value of its caller
         self._in_backward = in_backward
-        self.default: T = default  # the value outside of all blocks
+        # the value outside of all blocks
+        self.default: T = default
         self._variable = ContextVar(name, default=default)
         self._open: ContextVar[tuple[OpenBlock[T], ...]] = ContextVar(f"{name}_open", default=())
         # the value of this context alone, without a call in Python; `default` also on autograd's
@@ -228,8 +229,9 @@ def value_when_traced(scoped: ScopedValue[T]) -> T:
     return scoped.get()
 
 
-# torch.compile calls it while it traces
-value_when_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result does, which imports the compiler
+# torch.compile calls it while it traces. `assume_constant_result` does the same, and imports the
+# compiler.
+value_when_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch looks for it
 
 
 def _current_task() -> tuple[int, object]:

@@ -114,10 +114,12 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
         @wraps(body)
         def run(*args: Any, **kwargs: Any) -> None:
             state = None
-            if "." in body.__qualname__ and "<locals>" not in body.__qualname__ and args:
-                state = _attributes(args[0])
-                args = args[1:]
-            rank_pool(size)._run(run, args, kwargs, state, timeout)
+            is_method = "." in body.__qualname__ and "<locals>" not in body.__qualname__
+            if is_method and args:
+                instance, *rest = args
+                state = _attributes(instance)
+                args = tuple(rest)
+            rank_pool(size)._run(run, args, kwargs, state=state, timeout=timeout)
 
         run.__shoal_body__ = body  # type: ignore[attr-defined]  # what the ranks call
         return run  # type: ignore[return-value]  # same signature, returns None
@@ -180,8 +182,8 @@ def device_type() -> str:
 
 def default_world_size() -> int:
     """Return 4, or the number of accelerators if that is two or three."""
-    there = device_count()
-    return there if 1 < there < 4 else 4
+    count = device_count()
+    return count if 1 < count < 4 else 4
 
 
 def skip_unless_gpus(count: int = 1) -> Callable[[Any], Any]:
@@ -194,8 +196,8 @@ def skip_unless_gpus(count: int = 1) -> Callable[[Any], Any]:
         MeshTypeError: the count is not an integer.
     """
     require(count, int, "skip_unless_gpus takes a number of GPUs")
-    there = device_count()
-    return unittest.skipUnless(there >= count, f"needs {count} GPU(s), found {there}")
+    available = device_count()
+    return unittest.skipUnless(available >= count, f"needs {count} GPU(s), found {available}")
 
 
 @contextmanager
@@ -235,13 +237,15 @@ def counts(mode: CommDebugMode) -> dict[str, int]:
         {'all_gather': 1}
     """
     require(mode, CommDebugMode, "counts reads a CommDebugMode")
-    names = (
-        (str(op).rpartition(".")[2], count) for op, count in mode.get_comm_counts().items() if count
-    )
-    return {
-        name.removesuffix("_single").removesuffix("_tensor").removesuffix("_into"): n
-        for name, n in names
-    }
+    counts_by_name = {}
+    for packet, count in mode.get_comm_counts().items():
+        if not count:
+            continue
+        # `_c10d_functional.all_gather_into_tensor`: all_gather
+        name = str(packet).rpartition(".")[2]
+        name = name.removesuffix("_single").removesuffix("_tensor").removesuffix("_into")
+        counts_by_name[name] = count
+    return counts_by_name
 
 
 def skip_unless_backend(name: str) -> Callable[[Any], Any]:
@@ -277,7 +281,8 @@ def with_comms(body: F) -> F:
     Raises:
         MeshTypeError: it is not callable.
     """
-    require(body, Callable, "with_comms decorates a function")  # type: ignore[arg-type]  # an abstract class
+    taken = "with_comms decorates a function"
+    require(body, Callable, taken)  # type: ignore[arg-type]  # an abstract class
 
     @wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -306,13 +311,11 @@ class RankTestCase(unittest.TestCase):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        run_on_ranks = on_ranks(cls.world_size, timeout=cls.timeout)
         for name, method in list(vars(cls).items()):
-            if (
-                name.startswith("test")
-                and callable(method)
-                and not hasattr(method, "__shoal_body__")
-            ):
-                setattr(cls, name, on_ranks(cls.world_size, timeout=cls.timeout)(method))
+            is_test = name.startswith("test") and callable(method)
+            if is_test and not hasattr(method, "__shoal_body__"):
+                setattr(cls, name, run_on_ranks(method))
 
     def set_up_rank(self) -> None:
         """Prepare a rank; runs on every rank before the test method."""

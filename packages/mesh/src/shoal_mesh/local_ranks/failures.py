@@ -42,32 +42,44 @@ _WRITTEN: list[str] = []
 
 
 class Failure(NamedTuple):
-    """An exception on one rank."""
+    """An exception on one rank.
 
-    kind: str  # name of the exception's type
-    message: str  # its text
-    # the formatted traceback, with the locals of the failing function
+    Attributes:
+        kind: name of the exception's type.
+        message: its text.
+        trace: the formatted traceback, with the locals of the failing function.
+        skip: whether it requests to skip the test.
+        error: the pickled exception, None when it cannot be pickled.
+        summary: the innermost lines of the program, and the error; '' for the end of the traceback.
+        is_victim: whether it failed because another rank did.
+    """
+
+    kind: str
+    message: str
     trace: str
-    skip: bool = False  # whether it asked to skip the test
-    # the pickled exception, None when it cannot be pickled
+    skip: bool = False
     error: bytes | None = None
-    # the innermost lines of the program, and the error; '' for the end of the traceback
     summary: str = ""
-    # whether it failed because another rank did
     is_victim: bool = False
 
 
 class Outcome(NamedTuple):
-    """The results and failures of the ranks of one call, for its report."""
+    """The results and failures of the ranks of one call, for its report.
 
-    name: str  # of the function
-    size: int  # number of ranks
+    Attributes:
+        name: name of the function.
+        size: number of ranks.
+        failures: the failures, by rank.
+        stacks: the stacks of the ranks that had not returned, by rank.
+        printed: the output of ranks that do not print to the output of the parent, by rank.
+        limit: until when ranks had to return, in words.
+    """
+
+    name: str
+    size: int
     failures: Mapping[int, Failure]
-    # the stacks of the ranks that had not returned, by rank
     stacks: Mapping[int, str]
-    # the output of ranks that do not print to the output of the parent, by rank
     printed: Mapping[int, str]
-    # until when ranks had to return, in words
     limit: str
 
 
@@ -80,12 +92,14 @@ def failure_of(error: BaseException) -> Failure:
     try:
         pickled = dump(error)
         pickle.loads(pickled)
-    except Exception:  # an exception may refuse in any way
+    except Exception:
+        # an exception may refuse in any way
         pickled = None
+    trace = "".join(traceback.format_exception(error))
     return Failure(
         kind,
-        str(error),
-        "".join(traceback.format_exception(error)) + _locals(error.__traceback__),
+        message=str(error),
+        trace=trace + _locals(error.__traceback__),
         skip=kind in {"SkipTest", "Skipped"},
         error=pickled,
         summary=_summary(error),
@@ -100,22 +114,25 @@ def _summary(error: BaseException) -> str:
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     steps = traceback.extract_tb(error.__traceback__)
+    innermost = len(steps) - 1
     # the first ones are those of the worker that runs the function
-    own = [i for i, frame in enumerate(frames) if _is_of_program(frame)]
+    of_program = [i for i, frame in enumerate(frames) if _is_of_program(frame)]
     message = _message_lines(error)
     # a message of three lines or more leaves room for one frame of the program
-    shown = own[-1:] if len(message) > 2 else own[-2:]
+    most_frames = 1 if len(message) > 2 else 2
+    shown = of_program[-most_frames:] or [innermost]
     lines: list[str] = []
-    for i in shown or [len(steps) - 1]:
+    for i in shown:
         lines += _frame_lines(steps[i])
-    hidden = len(steps) - 1 - (shown[-1] if shown else len(steps) - 1)
+    hidden = innermost - shown[-1]
     if hidden > 1:
         lines.append(f"  ... {hidden - 1} more calls")
     if hidden:
-        lines += _frame_lines(steps[-1])
+        lines += _frame_lines(steps[innermost])
     room = MOST_LINES - 1 - len(lines)
     if len(message) > room:
-        message = [*message[: room - 1], f"... {len(message) - room + 1} more lines"]
+        left_out = len(message) - (room - 1)
+        message = [*message[: room - 1], f"... {left_out} more lines"]
     return "\n".join([*lines, *message])
 
 
@@ -140,25 +157,27 @@ def _message_lines(error: BaseException) -> list[str]:
 
 def _locals(trace: TracebackType | None) -> str:
     """Return short values of the variables in the innermost frame outside of installed packages."""
-    frames = [
-        frame
-        for frame, _ in traceback.walk_tb(trace)
-        if "site-packages" not in frame.f_code.co_filename
-        and __package__ not in frame.f_globals.get("__name__", "")
-    ]
-    if not frames:
+    innermost: FrameType | None = None
+    for frame, _ in traceback.walk_tb(trace):
+        is_installed = "site-packages" in frame.f_code.co_filename
+        if not is_installed and __package__ not in frame.f_globals.get("__name__", ""):
+            innermost = frame
+    if innermost is None:
         return ""
     short = reprlib.Repr()
     short.maxother = 160
     short.maxstring = 160
     lines = []
-    for name, value in list(frames[-1].f_locals.items())[:20]:
+    for name, value in list(innermost.f_locals.items())[:20]:
         try:
-            lines.append(f"    {name} = {' '.join(short.repr(value).split())}\n")
+            text = " ".join(short.repr(value).split())
         except Exception:
             # a broken __repr__ must not hide the failure
-            lines.append(f"    {name} = <{type(value).__name__}>\n")
-    return f"  variables of {frames[-1].f_code.co_name}:\n{''.join(lines)}" if lines else ""
+            text = f"<{type(value).__name__}>"
+        lines.append(f"    {name} = {text}\n")
+    if not lines:
+        return ""
+    return f"  variables of {innermost.f_code.co_name}:\n{''.join(lines)}"
 
 
 # --- in the parent --------------------------------------------------------------------------------
@@ -175,10 +194,14 @@ def report(outcome: Outcome) -> str:
         paragraphs += _paragraph(f"rank {rank} printed", _last_lines(text, _PRINTED_LINES))
     for rank, stack in outcome.stacks.items():
         paragraphs += _paragraph(f"rank {rank} stood at", _innermost_calls(stack))
-    victims = {rank: each for rank, each in outcome.failures.items() if each.is_victim}
-    others = {rank: each for rank, each in outcome.failures.items() if not each.is_victim}
-    for group in (victims, others):
-        for ranks, text in _equal_ones_once(group):
+    # the ranks that failed by themselves come last
+    for are_victims in (True, False):
+        failures = {
+            rank: failure
+            for rank, failure in outcome.failures.items()
+            if failure.is_victim is are_victims
+        }
+        for ranks, text in _equal_ones_once(failures):
             paragraphs += _paragraph(name_ranks(ranks), text)
     return "\n".join(paragraphs)
 
@@ -225,7 +248,8 @@ def _innermost_calls(stack: str) -> str:
     main = stack.rpartition("Current thread")[2] or stack.rpartition("Thread ")[2]
     calls = [line for line in main.splitlines() if line.lstrip().startswith("File ")]
     of_program = [line for line in calls[2:] if not _INSTALLED_PATH.search(line)]
-    return "\n".join([*calls[:2], *of_program][: MOST_LINES - 1]) or "unknown"
+    shown = [*calls[:2], *of_program]
+    return "\n".join(shown[: MOST_LINES - 1]) or "unknown"
 
 
 def _whole(outcome: Outcome, heading: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -97,34 +97,38 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
     if nprocs is not None:
         _require_arguments(fn, args, kwargs)
     refuse_while_loading()
-    if (
-        dist.is_initialized()
-        or "TORCHELASTIC_RUN_ID" in os.environ
-        or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    ):
+    if _has_ranks():
         world = ensure_world(accelerator() or "cpu")
-        if nprocs is not None and nprocs != world.size():
+        size = world.size()
+        if nprocs is not None and nprocs != size:
             raise MeshError(
-                f"launch asked for {nprocs} ranks, but this run has {world.size()} ranks already"
+                f"launch asked for {nprocs} ranks, but this run has {size} ranks already"
             )
         return all_gather_objects(world, fn(*args, **kwargs))
     if nprocs is None:
         raise MeshError("launch needs a number of ranks, except under torchrun")
-    kept = nullcontext(kept_pool(nprocs, backend, True)) if _KEPT[0] else None
-    with kept or RankPool(nprocs, backend=backend, show_output=True, once=True) as pool:
+    ranks: AbstractContextManager[RankPool]
+    if _KEPT[0]:
+        ranks = nullcontext(kept_pool(nprocs, backend, True))
+    else:
+        ranks = RankPool(nprocs, backend=backend, show_output=True, once=True)
+    with ranks as pool:
         try:
-            return pool._run(fn, args, kwargs, None, timeout)
+            return pool._run(fn, args, kwargs, state=None, timeout=timeout)
         except RankError as error:
             cause = error.__cause__
-            if (
-                cause is None
-                or error.hung
-                or len(error.failures) < nprocs
-                or len(set(error.failures.values())) > 1
-            ):
+            all_failed = not error.hung and len(error.failures) == nprocs
+            if cause is None or not all_failed or len(set(error.failures.values())) > 1:
                 raise
             cause.add_note(str(error))
             raise cause from None
+
+
+def _has_ranks() -> bool:
+    """Return whether this process is a rank already, of torchrun or of a default group."""
+    if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ:
+        return True
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def _require_arguments(

@@ -66,33 +66,30 @@ class _Pickler(cloudpickle.Pickler):
         """Return how to rebuild an object; called for all but a few builtin types."""
         module = getattr(obj, "__module__", None)
         qualname = getattr(obj, "__qualname__", None)
-        if (
-            type(module) is str
-            and type(qualname) is str
-            and module != __name__
-            and (file := _source(module))
-        ):
-            named = _attribute(module, qualname)
-            # or made of what on_ranks made
-            if named is obj or (named is not None and hasattr(obj, "__shoal_body__")):
-                return find_attribute, (module, file, qualname)
-            if isinstance(obj, FunctionType) and obj.__globals__ is vars(sys.modules[module]):
-                cells = obj.__closure__ or ()
-                start = (module, file, obj.__code__, obj.__name__, len(cells))
-                state = (
-                    [cell.cell_contents for cell in cells],
-                    obj.__defaults__,
-                    obj.__kwdefaults__,
-                )
-                return _function_of, start, state, None, None, _fill
-        return super().reducer_override(obj)  # type: ignore[no-untyped-call]  # as above
+        ordinary = super().reducer_override
+        if type(module) is not str or type(qualname) is not str or module == __name__:
+            return ordinary(obj)  # type: ignore[no-untyped-call]  # as above
+        file = _source(module)
+        if file is None:
+            return ordinary(obj)  # type: ignore[no-untyped-call]  # as above
+        named = _attribute(module, qualname)
+        # or made of what on_ranks made
+        is_decorated = named is not None and hasattr(obj, "__shoal_body__")
+        if named is obj or is_decorated:
+            return find_attribute, (module, file, qualname)
+        if isinstance(obj, FunctionType) and obj.__globals__ is vars(sys.modules[module]):
+            cells = obj.__closure__ or ()
+            start = (module, file, obj.__code__, obj.__name__, len(cells))
+            contents = [cell.cell_contents for cell in cells]
+            state = (contents, obj.__defaults__, obj.__kwdefaults__)
+            return _function_of, start, state, None, None, _fill
+        return ordinary(obj)  # type: ignore[no-untyped-call]  # as above
 
 
 def _function_of(module: str, file: str, code: CodeType, name: str, cells: int) -> FunctionType:
     """Return an inner function of a module, whose closure is still empty."""
-    return FunctionType(
-        code, vars(find_module(module, file)), name, closure=tuple(CellType() for _ in range(cells))
-    )
+    closure = tuple([CellType() for _ in range(cells)])
+    return FunctionType(code, vars(find_module(module, file)), name, closure=closure)
 
 
 def _fill(function: FunctionType, state: tuple[list[Any], Any, Any]) -> None:
@@ -126,15 +123,17 @@ def find_attribute(module: str, file: str, qualname: str) -> Any:
 
 def find_module(module: str, file: str) -> ModuleType:
     """Import a module by name if that is the same file, or else load it from the file."""
-    name = "__mp_main__" if module == "__main__" else module
+    name = module
     found: ModuleType | None = None
-    with suppress(ImportError):
-        found = sys.modules.get(name) if module == "__main__" else importlib.import_module(name)
-    return (
-        found
-        if found is not None and getattr(found, "__file__", None) == file
-        else _load_file(name, file)
-    )
+    if module == "__main__":
+        name = "__mp_main__"
+        found = sys.modules.get(name)
+    else:
+        with suppress(ImportError):
+            found = importlib.import_module(name)
+    if found is not None and getattr(found, "__file__", None) == file:
+        return found
+    return _load_file(name, file)
 
 
 def _load_file(name: str, file: str) -> ModuleType:
@@ -144,13 +143,15 @@ def _load_file(name: str, file: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # before it runs: dataclasses and pickle look themselves up
     sys.modules[name] = module
-    parent = name
-    while parent := parent.rpartition(".")[0]:  # `a.b.c`: `a.b`, `a`
+    parent = name.rpartition(".")[0]
+    # `a.b.c`: `a.b`, `a`
+    while parent:
         try:
             importlib.import_module(parent)
         except ImportError:
             # a test runner may have made it up: pickle imports what is before the first dot
             sys.modules.setdefault(parent, ModuleType(parent))
+        parent = parent.rpartition(".")[0]
     if name == "__mp_main__":
         sys.modules["__main__"] = module
     _LOADING.append(file)

@@ -27,7 +27,7 @@ from itertools import count
 from math import inf
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from .._torch import TCPStore
 from ..accelerator import default_backend
@@ -39,7 +39,8 @@ from .vain_waits import VainWaits
 from .worker import Job
 
 R = TypeVar("R")
-_JOBS = count()  # of this process
+# numbers of the jobs of this process
+_JOBS = count()
 # seconds for the ranks to import the modules of the function, before its time starts
 _LOADING = 120.0
 # seconds that the other ranks get once one has failed: they may wait for it for ever
@@ -75,30 +76,23 @@ class ForkServer:
     def __init__(self) -> None:
         self.parent: int = os.getpid()
         self._loaded: set[str] = set()
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        }
+        python_path = os.pathsep.join(filter(None, sys.path))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
         if sys.platform == "linux":
             # local ranks need no host name that resolves
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        preload = [
-            name for name in sys.modules if name in _SLOW_IMPORTS or name.startswith(_SLOW_FAMILIES)
-        ]
+        preload = [name for name in sys.modules if _is_slow_import(name)]
         if "pytest" in sys.modules:
             # whose imports optimizers and compiled steps need
             preload.append("torch._inductor.pattern_matcher")
+        program = f"from {__package__}.worker import serve_forks; serve_forks({preload!r})"
+        # Ctrl-C is for the parent, so the server has a session of its own.
         self.process: subprocess.Popen[str] = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"from {__package__}.worker import serve_forks; serve_forks({preload!r})",
-            ],
+            [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             env=env,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the parent
+            start_new_session=True,
         )
         # The parent's, under which all its pools form their default groups.
         self.store: TCPStore = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -108,13 +102,11 @@ class ForkServer:
     def get(cls) -> ForkServer:
         """Return the fork server of this process, alive."""
         with cls._lock:
-            if (
-                cls._own is None
-                or cls._own.parent != os.getpid()
-                or cls._own.process.poll() is not None
-            ):
-                cls._own = cls()
-            return cls._own
+            server = cls._own
+            if server is None or server.parent != os.getpid() or server.process.poll() is not None:
+                server = cls()
+                cls._own = server
+            return server
 
     def preload(self, names: Collection[str]) -> None:
         """Import modules before ranks are forked that need them.
@@ -122,15 +114,16 @@ class ForkServer:
         Args:
             names: the modules; they must start no threads and use no device.
         """
-        news = sorted(set(names) - self._loaded)
-        self._loaded.update(news)
-        if news:
-            self.fork(preload=news)
+        missing = sorted(set(names) - self._loaded)
+        self._loaded.update(missing)
+        if missing:
+            self.fork(preload=missing)
 
     def fork(self, **order: object) -> None:
         """Fork a rank; `order` has the arguments of `worker._run_rank`."""
         assert self.process.stdin is not None, "opened with a pipe"
-        with self._lock:  # pools of several threads
+        # several threads may have pools
+        with self._lock:
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
 
@@ -144,6 +137,37 @@ class ForkServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+def _is_slow_import(name: str) -> bool:
+    """Tell whether a module is one that is imported once, before ranks are forked."""
+    return name in _SLOW_IMPORTS or name.startswith(_SLOW_FAMILIES)
+
+
+class RankAnswer(NamedTuple):
+    """The answer of a rank to a job.
+
+    Attributes:
+        is_result: whether the function has returned.
+        value: its result, or the `Failure`.
+    """
+
+    is_result: bool
+    value: Any
+
+
+class JobAnswers(NamedTuple):
+    """The answers to a job.
+
+    Attributes:
+        by_rank: the answers, by rank.
+        hung: the ranks that did not answer.
+        limit: their time limit in words.
+    """
+
+    by_rank: dict[int, RankAnswer]
+    hung: tuple[int, ...]
+    limit: str
 
 
 class RankPool:
@@ -215,6 +239,8 @@ class RankPool:
         atexit.unregister(self.close)
         # after that of the server, so that it runs before: idle ranks leave by themselves
         atexit.register(self.close)
+        connections: dict[int, Connection] = {}
+        pids: dict[int, int] = {}
         with Listener(str(self._folder / "s"), family="AF_UNIX", backlog=self.size) as listener:
             for rank in range(self.size):
                 server.fork(
@@ -223,20 +249,22 @@ class RankPool:
                     folder=str(self._folder),
                     show_output=self._show_output,
                 )
-            up: dict[int, tuple[Connection, int]] = {}
-            listener._listener._socket.settimeout(timeout)  # type: ignore[attr-defined]  # accept has no timeout
-            while len(up) < self.size:
+            # `accept` of a Listener has no timeout
+            socket: Any = listener._listener._socket  # type: ignore[attr-defined]  # private
+            socket.settimeout(timeout)
+            while len(connections) < self.size:
                 try:
                     connection = listener.accept()
                 except TimeoutError as error:
-                    late = [rank for rank in range(self.size) if rank not in up]
+                    late = [rank for rank in range(self.size) if rank not in connections]
                     raise RankError(
                         f"ranks {late} of {self.size} did not start in {timeout:.0f} s"
                     ) from error
                 rank, pid = connection.recv()
-                up[rank] = (connection, pid)
-        self._connections = [up[rank][0] for rank in range(self.size)]
-        self._pids = [up[rank][1] for rank in range(self.size)]
+                connections[rank] = connection
+                pids[rank] = pid
+        self._connections = [connections[rank] for rank in range(self.size)]
+        self._pids = [pids[rank] for rank in range(self.size)]
 
     def run(
         self, function: Callable[..., R], *args: Any, timeout: float | None = 60.0, **kwargs: Any
@@ -255,16 +283,26 @@ class RankPool:
             RankError: it failed or did not return on some rank.
             unittest.SkipTest: it asked to be skipped on every rank.
         """
-        return self._run(function, args, kwargs, None, timeout)
+        return self._run(function, args, kwargs, state=None, timeout=timeout)
 
     def _run(
         self,
         function: Callable[..., R],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
         state: dict[str, Any] | None,
         timeout: float | None,
     ) -> list[R]:
+        """Run a function on every rank, as `run` does.
+
+        Args:
+            function: the function.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            state: attributes of the test instance whose method it is; None for a function.
+            timeout: seconds until ranks that have not returned count as hung; None waits.
+        """
         code = dump_function(function)
         try:
             payload = dump((args, kwargs))
@@ -274,44 +312,53 @@ class RankPool:
             ) from error
         with self._lock:
             self.start()
-            store = (ForkServer.get().store.port, f"job{os.getpid()}_{next(_JOBS)}")
-            logs = {rank: (self._folder or Path()) / f"log{rank}" for rank in range(self.size)}
-            self._printed = {rank: log.stat().st_size for rank, log in logs.items() if log.exists()}
-            process = (list(sys.path), list(sys.argv), os.getcwd())
-            job = pickle.dumps(Job(code, payload, state, *process, store, self.backend, self._once))
+            self._printed = {}
+            for rank in range(self.size):
+                log = self._file("log", rank)
+                if log.exists():
+                    self._printed[rank] = log.stat().st_size
+            job = Job(
+                function=code,
+                payload=payload,
+                state=state,
+                path=list(sys.path),
+                argv=list(sys.argv),
+                cwd=os.getcwd(),
+                store=(ForkServer.get().store.port, f"job{os.getpid()}_{next(_JOBS)}"),
+                backend=self.backend,
+                last=self._once,
+            )
             try:
-                answers, hung, limit = self._collect(job, timeout)
+                answers, hung, limit = self._collect(pickle.dumps(job), timeout)
             except BaseException:
                 # Ctrl-C: the ranks are in the middle of something
                 self._kill()
                 raise
-            failures = {rank: value for rank, (good, value) in answers.items() if not good}
-        if self._once and not (failures or hung):
-            self._kill()
+            failures = {
+                rank: answer.value for rank, answer in answers.items() if not answer.is_result
+            }
         if failures or hung:
             self._raise(function.__qualname__, failures, hung, limit)
-        return [answers[rank][1] for rank in range(self.size)]
+        if self._once:
+            self._kill()
+        return [answers[rank].value for rank in range(self.size)]
 
-    def _collect(
-        self, job: bytes, timeout: float | None
-    ) -> tuple[dict[int, tuple[bool, Any]], tuple[int, ...], str]:
-        """Collect the answers by rank.
-
-        Returns also the ranks that did not answer, and their time limit in words.
-        """
-        answers: dict[int, tuple[bool, Any]] = {}
+    def _collect(self, job: bytes, timeout: float | None) -> JobAnswers:
+        """Send a job to all ranks, and collect their answers."""
+        answers: dict[int, RankAnswer] = {}
         waiting = dict(zip(self._connections, range(self.size), strict=True))
         for connection, rank in list(waiting.items()):
             try:
                 connection.send_bytes(job)
             except OSError:
-                answers[waiting.pop(connection)] = (False, self._death(rank))
+                del waiting[connection]
+                answers[rank] = RankAnswer(False, self._death(rank))
         starting = set(waiting.values())
         deadline = time.monotonic() + _LOADING
         vain_waits = VainWaits(self._stacks)
         limit = f"in {timeout:g} s" if timeout is not None else "in time"
         while waiting:
-            if any(not good for good, _ in answers.values()):
+            if not all(answer.is_result for answer in answers.values()):
                 limit = f"within {_GRACE:.0f} s of that"
                 deadline = min(deadline, time.monotonic() + _GRACE)
             seconds = max(0.0, deadline - time.monotonic())
@@ -321,62 +368,61 @@ class RankPool:
             if not ready and time.monotonic() >= deadline:
                 break
             if not ready:
-                if vain_waits.are_seen({rank: self._pids[rank] for rank in waiting.values()}):
+                pids = {rank: self._pids[rank] for rank in waiting.values()}
+                if vain_waits.are_seen(pids):
                     limit = "and waited in a collective for ranks that had"
                     break
                 continue
-            for connection in [each for each in waiting if each in ready]:
+            answered = [connection for connection in waiting if connection in ready]
+            for connection in answered:
                 rank = waiting[connection]
                 answer = self._receive(connection, rank)
                 if answer is not None:
-                    answers[waiting.pop(connection)] = answer
+                    del waiting[connection]
+                    answers[rank] = answer
                 if rank in starting:
                     starting.remove(rank)
-                    deadline = (
-                        deadline
-                        if starting
-                        else time.monotonic() + (inf if timeout is None else timeout)
-                    )
-        return answers, tuple(sorted(waiting.values())), limit
+                    if not starting:
+                        # the time of the function begins when all ranks have loaded it
+                        deadline = time.monotonic() + (inf if timeout is None else timeout)
+        return JobAnswers(answers, tuple(sorted(waiting.values())), limit)
 
-    def _receive(self, connection: Connection, rank: int) -> tuple[bool, Any] | None:
-        """Return (True, result) or (False, failure).
+    def _receive(self, connection: Connection, rank: int) -> RankAnswer | None:
+        """Return the answer of a rank.
 
         Returns None if the rank reports that it has loaded the function and begins.
         """
         try:
             data = connection.recv_bytes()
-            return cast("tuple[bool, Any]", pickle.loads(data)) if data else None
+            if not data:
+                return None
+            is_result, value = pickle.loads(data)
+            return RankAnswer(is_result, value)
         except (EOFError, OSError):
-            return False, self._death(rank)
+            return RankAnswer(False, self._death(rank))
         except Exception as error:
             # a result whose class this process cannot load
-            return False, Failure(
-                type(error).__name__, f"cannot read the result: {error}", f"{error!r}\n"
-            )
+            message = f"cannot read the result: {error}"
+            return RankAnswer(False, Failure(type(error).__name__, message, f"{error!r}\n"))
 
     def _death(self, rank: int) -> Failure:
-        return Failure(
-            "RankDied",
-            "the process ended",
-            f"the process of rank {rank} (pid {self._pids[rank]}) ended\n",
-        )
+        """Return the failure of a rank whose process has ended."""
+        trace = f"the process of rank {rank} (pid {self._pids[rank]}) ended\n"
+        return Failure("RankDied", "the process ended", trace)
 
     def _raise(
         self, name: str, failures: dict[int, Failure], hung: tuple[int, ...], limit: str
     ) -> NoReturn:
         """Raise the failures of the ranks as one error; the next run starts new ranks."""
-        if len(failures) == self.size and all(f.skip for f in failures.values()):
+        if len(failures) == self.size and all(failure.skip for failure in failures.values()):
             raise unittest.SkipTest(failures[0].message)
         stacks = self._stacks(hung)
         printed = {rank: self._read("log", rank)[-4000:] for rank in sorted({*failures, *hung})}
         self._kill()
-        text = report(Outcome(name, self.size, failures, stacks, printed, limit))
-        pickled = [failure.error for failure in failures.values() if not failure.is_victim]
-        pickled += [failure.error for failure in failures.values() if failure.is_victim]
-        cause = next((pickle.loads(error) for error in pickled if error is not None), None)
+        outcome = Outcome(name, self.size, failures, stacks, printed=printed, limit=limit)
         messages = {rank: failure.message for rank, failure in failures.items()}
-        raise RankError(text, messages, hung) from cause
+        cause = _first_error(failures.values())
+        raise RankError(report(outcome), messages, hung) from cause
 
     def _stacks(self, hung: tuple[int, ...]) -> dict[int, str]:
         """Return the stack of each hung rank, as faulthandler dumps it."""
@@ -386,29 +432,38 @@ class RankPool:
         for rank in hung:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)
+
+        def read() -> dict[int, str]:
+            return {rank: self._read("trace", rank)[before[rank] :] for rank in hung}
+
         deadline = time.monotonic() + 2.0
-        stacks: dict[int, str] = {}
-        while time.monotonic() < deadline and not (stacks and all(stacks.values())):
+        while time.monotonic() < deadline and not all(read().values()):
             time.sleep(0.02)
-            stacks = {rank: self._read("trace", rank)[before[rank] :] for rank in hung}
-        time.sleep(0.05)  # the last lines of the last one
-        return {rank: self._read("trace", rank)[before[rank] :] for rank in hung}
+        # the last lines of the last one
+        time.sleep(0.05)
+        return read()
+
+    def _file(self, kind: str, rank: int) -> Path:
+        """Return the path of a rank's file: its `log` or its `trace`."""
+        return (self._folder or Path()) / f"{kind}{rank}"
 
     def _read(self, kind: str, rank: int) -> str:
+        """Return the text of a rank's file, its log from the present job on; '' without one."""
+        start = self._printed.get(rank, 0) if kind == "log" else 0
         try:
-            data = ((self._folder or Path()) / f"{kind}{rank}").read_bytes()
-            return data[self._printed.get(rank, 0) if kind == "log" else 0 :].decode(
-                errors="replace"
-            )
+            data = self._file(kind, rank).read_bytes()
         except OSError:
             return ""
+        return data[start:].decode(errors="replace")
 
     def close(self) -> None:
         """End the ranks; the next `run` starts new ones."""
-        if self._parent == os.getpid():  # a fork of the parent does not own them
+        # a fork of the parent does not own them
+        if self._parent == os.getpid():
             with contextlib.suppress(OSError):
                 for connection in self._connections:
-                    connection.send_bytes(b"")  # idle ranks leave by themselves
+                    # idle ranks leave by themselves
+                    connection.send_bytes(b"")
                 # it takes milliseconds, except under a coverage tool
                 deadline = time.monotonic() + 10.0
                 for connection in self._connections:
@@ -427,6 +482,16 @@ class RankPool:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+def _first_error(failures: Collection[Failure]) -> Exception | None:
+    """Return the first error that can be unpickled, of a rank that failed by itself if possible."""
+    victims_last = sorted(failures, key=lambda failure: failure.is_victim)
+    for failure in victims_last:
+        if failure.error is not None:
+            error: Exception = pickle.loads(failure.error)
+            return error
+    return None
 
 
 @cache

@@ -23,7 +23,8 @@ _LONGER = 1.5
 _BYTES_OF_TRANSFER = 1 << 20
 # innermost frames of a thread that waits in a collective
 _COLLECTIVES = re.compile(
-    r"torch/distributed/distributed_c10d\.py|shoal_mesh/(shared_memory/channel|watch/backend_work)\.py"
+    r"torch/distributed/distributed_c10d\.py"
+    r"|shoal_mesh/(shared_memory/channel|watch/backend_work)\.py"
 )
 _FILE = re.compile(r'File "([^"]+)"')
 _INSTALLED = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen"})

@@ -35,25 +35,33 @@ from ..watch.processes import name_process
 from .failures import Failure, failure_of
 from .pickle_functions import dump
 
-_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
+# option of prctl
+_SET_PARENT_DEATH_SIGNAL = 1
 
 
 class Job(NamedTuple):
-    """One call, sent to all ranks."""
+    """One call, sent to all ranks.
 
-    # pickled, by name or as code (`dump_function`)
+    Attributes:
+        function: the function, pickled by name or as code (`dump_function`).
+        payload: pickled (args, kwargs), read when there is a default group.
+        state: attributes of the test instance when the function is a method, None otherwise.
+        path: `sys.path` of the parent.
+        argv: `sys.argv` of the parent.
+        cwd: working directory of the parent.
+        store: port of the parent's store, and a prefix that no other job has.
+        backend: backend of the default group; "" for none.
+        last: whether a rank ends when it has answered.
+    """
+
     function: bytes
-    # pickled (args, kwargs), read when there is a default group
     payload: bytes
-    # attributes of the test instance when the function is a method, None otherwise
     state: dict[str, Any] | None
-    path: list[str]  # `sys.path` of the parent
-    argv: list[str]  # `sys.argv` of the parent
-    cwd: str  # working directory of the parent
-    # port of the parent's store, and a prefix that no other job has
+    path: list[str]
+    argv: list[str]
+    cwd: str
     store: tuple[int, str]
-    backend: str  # of the default group; "" for none
-    # whether a rank ends when it has answered
+    backend: str
     last: bool
 
 
@@ -101,12 +109,13 @@ def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
             ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if not show_output:
-            out = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
+            log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
         with open(f"{folder}/trace{rank}", "w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-            os.environ.setdefault("SHOAL_POSTMORTEM", "0")  # the pool reports what every rank did
+            # the pool reports what every rank did
+            os.environ.setdefault("SHOAL_POSTMORTEM", "0")
             os.environ.update(
                 RANK=str(rank),
                 WORLD_SIZE=str(size),
@@ -134,7 +143,8 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
     for number in count(1):
         order = connection.recv_bytes()
         if not order:
-            return  # the pool closes
+            # the pool closes
+            return
         name_process(number, returned=False)
         job = pickle.loads(order)
         try:
@@ -168,16 +178,16 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
             job.backend, store=PrefixStore(prefix, store), rank=rank, world_size=size
         )
         # A job may end the group at once.
-        meet(
-            PrefixStore(f"{prefix}_met", store), range(size), rank, None, where="the start of a job"
-        )
+        meeting = PrefixStore(f"{prefix}_met", store)
+        meet(meeting, range(size), rank, None, where="the start of a job")
     torch.manual_seed(0)
     random.seed(0)
     # @given around @on_ranks
     function = getattr(getattr(function, "hypothesis", None), "inner_test", function)
     body = getattr(function, "__shoal_body__", function)
     args, kwargs = pickle.loads(job.payload)
-    connection.send_bytes(b"")  # loaded: the parent's clock starts
+    # loaded: the parent's clock starts
+    connection.send_bytes(b"")
     if job.state is not None:
         return _call_method(job, body, args, kwargs)
     return body(*args, **kwargs)
@@ -185,10 +195,12 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
 
 def _call_method(job: Job, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a test method on an instance like the parent's."""
-    owner = attrgetter(body.__qualname__.rpartition(".")[0])(sys.modules[body.__module__])
+    name_of_class = body.__qualname__.rpartition(".")[0]
+    owner = attrgetter(name_of_class)(sys.modules[body.__module__])
     instance = object.__new__(owner)
     instance.__dict__.update(job.state or {})
-    instance.__dict__.setdefault("_outcome", None)  # unittest's subTest asks for it
+    # unittest's subTest reads it
+    instance.__dict__.setdefault("_outcome", None)
     getattr(instance, "set_up_rank", lambda: None)()
     try:
         return body(instance, *args, **kwargs)

@@ -332,7 +332,8 @@ def agree(rows: Sequence[Numbers]) -> bool:
     facts, kinds, flows = zip(*rows, strict=True)
     if len(set(facts)) != 1 or len({*kinds} - {0}) > 1:
         return False
-    return sum(flows) % _MODULUS == 0
+    total: int = sum(flows)
+    return total % _MODULUS == 0
 
 
 def _number_of(text: str) -> int:
