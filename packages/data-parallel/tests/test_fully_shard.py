@@ -1,6 +1,6 @@
 """`fully_shard` against one device, on real gloo ranks: values, gradients, collectives, memory, faults.
 
-Covers: fully_shard.py, policies.py, _torch.py, and what they are made of.
+Covers: fully_shard.py, leaf_checks.py, policies.py, _torch.py, and what they are made of.
 """
 
 from __future__ import annotations

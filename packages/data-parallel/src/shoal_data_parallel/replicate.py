@@ -44,6 +44,7 @@ from .gradients.gradient_buckets import Bucket, GradientBuckets, Replica, replic
 from .gradients.gradient_group import ReducingModule
 from .gradients.reducer import Reducer
 from .parameters.agreement import check_materialized, check_same_parameters
+from .parameters.leaf_checks import check_leaf
 from .parameters.parameter_meshes import MeshAssignment, data_axes_of
 from .parameters.policies import (
     CPUOffloadPolicy,
@@ -54,7 +55,6 @@ from .parameters.policies import (
 from .parameters.sharded_parameters import (
     DataAxes,
     Site,
-    check_leaf,
     make_whole,
     shard_parameter,
     start_to_gather,

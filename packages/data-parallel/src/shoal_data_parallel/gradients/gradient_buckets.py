@@ -268,7 +268,8 @@ class GradientBuckets:
 
     def __init__(self, buckets: Sequence[Bucket], owner: Reducer) -> None:
         self.buckets = buckets  # in the order in which they are reduced
-        self.owner = owner  # its flag decides whether passes reduce gradients
+        # its flag decides whether passes reduce gradients
+        self.owner = owner
         self.parameters: list[Replica] = [
             replica for bucket in buckets for replica in bucket.replicas
         ]

@@ -52,7 +52,7 @@ def has_extension(tensor: Tensor) -> bool:
 
 @dataclass(slots=True, eq=False)
 class GatherExtension:
-    """What is sent in place of the shards of one parameter.
+    """The tensors that are sent in place of the shards of one parameter.
 
     Attributes:
         resting: the layout of the shards, over the data axes.
@@ -144,14 +144,21 @@ class GatherExtension:
         # coordinate on the axis of each rank of the group
         order = range(comm.size) if comm.order is None else comm.order
         of_ranks = [gathered[rank] for rank in order]
-        kinds = {tuple((shape[1:], dtype) for shape, dtype in parts) for parts in of_ranks}
+        kinds = set()
+        for parts_of_rank in of_ranks:
+            kinds_of_rank = [(shape[1:], dtype) for shape, dtype in parts_of_rank]
+            kinds.add(tuple(kinds_of_rank))
         has_numbers = any(not shape for parts in of_ranks for shape, _ in parts)
         if len(kinds) != 1 or has_numbers:
             raise LockstepError(
                 "fully_shard: fsdp_pre_all_gather returns as many tensors on all ranks, of the "
                 f"same dtypes and of shapes that differ in the first dim only; got {of_ranks}"
             )
-        return [[parts[i][0][0] for parts in of_ranks] for i in range(len(own))]
+        lengths = []
+        for i in range(len(own)):
+            lengths_of_ranks = [parts[i][0][0] for parts in of_ranks]
+            lengths.append(lengths_of_ranks)
+        return lengths
 
     def refuse(self, what: str) -> LayoutError:
         """Return the error for a use of the parameter that its class does not support."""
@@ -178,4 +185,5 @@ def extension_of(
             f"the first dim over one axis, got {resting.placements}"
         )
     stride = torch.empty(resting.shape, device="meta").stride()
-    return GatherExtension(resting, sharding[0][0], stride, module, precision)
+    axis = sharding[0][0]
+    return GatherExtension(resting, axis, stride, module, precision=precision)

@@ -38,6 +38,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import Comm, DeviceMesh, purpose
 
 from .gather_extensions import GatherExtension, Move, extension_of, has_extension
+from .leaf_checks import check_leaf
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 Site = tuple[nn.Module, str]
@@ -101,8 +102,10 @@ class DataAxes:
 
     def placements(self, shard: Placement) -> list[Placement]:
         """Return one placement per data axis of a parameter that `shard` shards."""
-        sharding = self.num_sharding_axes
-        return [Replicate()] * (self.mesh.ndim - sharding) + [shard] * sharding
+        return [
+            *[Replicate()] * (self.mesh.ndim - self.num_sharding_axes),
+            *[shard] * self.num_sharding_axes,
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -323,15 +326,6 @@ class ShardedParameter:
             leaf.grad = grad
         else:
             leaf.grad += grad
-
-
-def check_leaf(held: Tensor, description: str) -> None:
-    """Raise LayoutError if a module holds the result of an operation instead of a parameter."""
-    if not held.is_leaf:
-        raise LayoutError(
-            f"{description} was replaced by the result of an operation, and its gradient would not be "
-            "averaged: assign a parameter, or a detached tensor"
-        )
 
 
 def shard_parameter(
