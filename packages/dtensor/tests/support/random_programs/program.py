@@ -238,7 +238,7 @@ class Machine:
         """The values of one tensor in the placements of another one."""
         if self.mesh is None:
             return x.detach().clone()
-        whole = x.detach().full_tensor()
+        whole = x.detach().full_tensor().clone()
         return distribute_tensor(whole, self.mesh, self._of(y), src_data_rank=None)
 
     def placed(self, x: Any, y: Any) -> Any:
