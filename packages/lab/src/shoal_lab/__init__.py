@@ -1,4 +1,4 @@
-"""Certification: does a training program compute on many ranks what it computes on one device?"""
+"""Certification: compare a training program on many ranks with the same program on one device."""
 
 from shoal_mesh.internal import facade
 

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     names_command = certifies or words[:1] == ["run"]
     parser = _make_parser(certifies)
     options, arguments = parser.parse_known_args(words[1:] if names_command else words)
-    # What follows -- is for the script, whatever it looks like.
+    # Arguments after -- always belong to the script.
     arguments = [word for word in arguments if word != "--"]
     try:
         if not certifies:

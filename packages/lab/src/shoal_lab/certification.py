@@ -120,7 +120,7 @@ class Certification:
         return record
 
     def _locate(self, result: MeshResult, verdict: Verdict, observation: Observation) -> None:
-        """Find the first module whose values differ, and explain by it what nothing else explains."""
+        """Find the first module with different values, and explain unexplained findings by it."""
         step = verdict.findings[0].step
         grid = verdict.setting.grid
         records = observe_job(self.job, result.mesh, grid.count, Observation(outputs_of_step=step))

@@ -6,7 +6,7 @@ from shoal_mesh.errors import MeshError, MeshTypeError
 
 
 class CertifyError(MeshError, ValueError):
-    """A program that cannot be certified, or wrong arguments; the text says what to change."""
+    """A program that cannot be certified, or wrong arguments; the message names the remedy."""
 
 
 class CertifyTypeError(MeshTypeError, CertifyError):
@@ -14,4 +14,4 @@ class CertifyTypeError(MeshTypeError, CertifyError):
 
 
 class NotCertifiedError(AssertionError):
-    """A program that does not compute what one device computes; the text is the report."""
+    """A program with other results than one device; the message is the report."""

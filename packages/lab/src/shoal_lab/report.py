@@ -69,7 +69,7 @@ class CertificationReport:
 
     @property
     def passed(self) -> bool:
-        """True if every mesh computes what one device computes."""
+        """True if every mesh computes the same as one device."""
         return not self.findings
 
     def check(self) -> CertificationReport:

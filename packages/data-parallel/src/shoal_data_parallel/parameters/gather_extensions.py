@@ -52,7 +52,7 @@ def has_extension(tensor: Tensor) -> bool:
 
 @dataclass(slots=True, eq=False)
 class GatherExtension:
-    """The tensors that are sent in place of the shards of one parameter.
+    """Tensors that are sent in place of the shards of one parameter.
 
     Attributes:
         resting: the layout of the shards, over the data axes.

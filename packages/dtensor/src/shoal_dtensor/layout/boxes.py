@@ -131,7 +131,7 @@ def gap(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:
 
 def grid(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
     """Return shard sizes per dim if the non-empty boxes are all cells of a grid, else None."""
-    # Of (5, 3) as rows 0:2 and 2:5 they are ((2, 3), (3,)).
+    # For (5, 3) as rows 0:2 and 2:5 they are ((2, 3), (3,)).
     sizes = []
     for positions in edges(boxes, shape):
         lengths = [stop - start for start, stop in pairwise(positions)]

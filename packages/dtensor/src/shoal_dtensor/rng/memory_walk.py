@@ -111,8 +111,8 @@ def _blocks(
     shape: tuple[int, ...], start: int, stop: int, base: int = 0
 ) -> Iterator[tuple[int, Box]]:
     """Yield the boxes of a flat range in order, each with its distance from the range's start."""
-    # Of (3, 4), elements 2..9 are the end of row 0, all of row 1 and the start of row 2: 2..3,
-    # 4..7, 8..9.
+    # In a (3, 4) tensor, elements 2..9 are the end of row 0, all of row 1 and the start of row 2:
+    # 2..3, 4..7, 8..9.
     if not shape:
         yield base, ()
         return

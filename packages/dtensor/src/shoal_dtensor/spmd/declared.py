@@ -26,7 +26,7 @@ from .messages import user_line
 from .tensor_types import DimOrder, TensorType, set_type, type_of
 
 Declaration = Callable[[Any, tuple[Any, ...]], None]
-"""What gives the outputs of a function their types: (outputs, arguments of `apply`)."""
+"""Function that assigns types to the outputs of a function: (outputs, arguments of `apply`)."""
 
 _DECLARATIONS: WeakKeyDictionary[type, Declaration] = WeakKeyDictionary()
 # looked up by a class, for declarations that classes have as methods

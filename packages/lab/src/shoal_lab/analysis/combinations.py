@@ -363,7 +363,7 @@ def _some_ranks(
 def describe_ranks(
     ranks: Sequence[int], all_ranks: Sequence[int], setting: Setting
 ) -> tuple[tuple[str, ...], str]:
-    """Describe ranks by their coordinates on one axis if those tell them from the other ranks."""
+    """Describe ranks by coordinates on one axis, if no other rank has these coordinates."""
     others = sorted(set(all_ranks) - set(ranks))
     for axis in setting.grid.names:
         inside = {setting.grid.position(rank, axis) for rank in ranks}

@@ -31,7 +31,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class FittingExplanation:
-    """One combination that turns the values of the ranks into those of one device.
+    """One combination that turns the values of the ranks into the values of one device.
 
     Attributes:
         kind: one of `KINDS`.

@@ -145,7 +145,7 @@ class _TensorComparison:
         )
 
     def _note_unplaced(self) -> None:
-        """Report parameters without a place; those of a known name are findings."""
+        """Report parameters without a place; parameters with a known name are findings."""
         wholes = self.reference.steps[0].before if self.reference.steps else {}
         for rank, name in self.places.unplaced:
             if name in wholes and not name.startswith("optimizer."):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 
 def record_batches(batches: list[list[Any]]) -> None:
-    """Record what every DataLoader of this process gives, one list for each iteration."""
+    """Record the batches of every DataLoader of this process, one list for each iteration."""
 
     def iterate(original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
         given = list[Any]()

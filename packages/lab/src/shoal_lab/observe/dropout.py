@@ -1,8 +1,8 @@
 """Dropout under observation: masks are drawn as the program would, fingerprinted, and not applied.
 
 A mask is right if ranks with equal inputs draw equal masks and ranks with other inputs draw other
-ones. Without the masks the values can be compared with those of one device. Programs of shoal keep
-their dropout: its law gives each rank its part of the mask of one device.
+ones. Without the masks the values can be compared with the values of one device. Programs of shoal
+keep their dropout: its law gives each rank its part of the mask of one device.
 """
 
 from __future__ import annotations

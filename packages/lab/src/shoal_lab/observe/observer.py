@@ -274,7 +274,7 @@ class ProgramObserver:
         return states
 
     def _named(self, optimizer: Any) -> dict[str, Tensor]:
-        """Return the parameters of all roots, and those that only the optimizer has."""
+        """Return the parameters of all roots, and parameters that only the optimizer has."""
         parameters = self._roots.parameters()
         known = {id(parameter) for parameter in parameters.values()}
         for number, group in enumerate(optimizer.param_groups):

@@ -20,7 +20,7 @@ from ..groups.process_groups import Comm
 from ..transport import Pending, split_divisor
 
 NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
-"""The namespace of the operators for compiled code (`graph_operators`).
+"""Namespace of the operators for compiled code (`graph_operators`).
 
 A copy of this package in another package has its own namespace.
 """

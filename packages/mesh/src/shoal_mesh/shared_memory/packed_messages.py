@@ -56,7 +56,7 @@ class PackedMessage(NamedTuple):
     def spans(self) -> list[tuple[int, int]]:
         """Return the elements of the messages that this rank takes, by result.
 
-        Of counts (2, 5): 0:2 of rank 0 and 0:5 of rank 1 are gathered; of all messages 2:7 are
+        For counts (2, 5): 0:2 of rank 0 and 0:5 of rank 1 are gathered; of all messages 2:7 are
         reduced on rank 1.
         """
         if self.gathers:

@@ -51,7 +51,7 @@ def named_params_with_sharded_tensor(
 class ShardedOptimizer(optim.Optimizer):
     """A torch optimizer whose step updates plain parameters and the local shards of sharded ones.
 
-    Attributes that it does not have are those of the torch optimizer: ``param_groups``, ``state``,
+    Other attributes are forwarded to the torch optimizer: ``param_groups``, ``state``,
     ``defaults``.
 
     Args:

@@ -37,7 +37,7 @@ def state_dict_hook(
     """Add ShardedTensor attributes to a state dict; for ``Module._register_state_dict_hook``.
 
     Args:
-        module: The module whose attributes, and those of its sub-modules, are added.
+        module: The module whose attributes are added, with the attributes of its sub-modules.
         destination: The state dict.
         prefix: Prefix of all keys.
         local_metadata: Ignored.
@@ -71,7 +71,7 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
     unexpected.
 
     Args:
-        module: The module whose attributes, and those of its sub-modules, are set.
+        module: The module whose attributes are set, with the attributes of its sub-modules.
         state_dict: The state dict.
         prefix: Prefix of all keys.
         local_metadata, unexpected_keys: Ignored.

@@ -137,7 +137,7 @@ def _fits_offsets(indices: torch.Tensor, offsets: Any) -> bool:
 def _gather_arguments(
     arguments: dict[str, Any], mesh: DeviceMesh, lengths: Sequence[int], rows: Sequence[int]
 ) -> dict[str, Any]:
-    """Replace the indices, offsets and weights by those of all ranks, rank after rank.
+    """Gather the indices, offsets and weights of all ranks, in the order of the ranks.
 
     Args:
         arguments: The arguments of the look-up, by name.

@@ -148,7 +148,7 @@ class FusedLowering(Lowered):
         for heads in fused.blocks.values():
             mesh = heads.mesh(self.mesh)
             comms.append(mesh.comm(1) if mesh.ndim > 1 else None)
-        # Of weight and bias: the ranks that hold the same heads as this one, by parameter that the
+        # For weight and bias: the ranks that hold the same heads as this one, by parameter that the
         # weight or bias is made of.
         self.comms: dict[str, dict[str, Comm | None]] = {}
         for kind in fused.names:

@@ -31,7 +31,7 @@ from ..lowering.ports import DTensorForward, from_local, sharded_input
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Params = dict[str, Tensor | None]
-# Of a module, its input and its local parameters.
+# A module's input and its local parameters.
 Compute = Callable[[Any, Tensor, Params], Tensor]
 
 

@@ -209,8 +209,8 @@ class HiddenUnits(Lowered):
         gathered = nbytes(last[0]) // last[0].shape[0]
         directions = 1 + module.bidirectional
         for layer in range(module.num_layers):
-            # Of 5 steps without an initial state: 4 gathers, and the gather of the last step where a
-            # layer follows.
+            # For 5 steps without an initial state: 4 gathers, and the gather of the last step where
+            # a layer follows.
             has_next_layer = layer < module.num_layers - 1
             gathers = steps - 1 + bool(initial) + has_next_layer
             yield from [Collective("all_gather", gathered)] * (gathers * directions)

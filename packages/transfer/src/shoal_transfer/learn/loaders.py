@@ -111,7 +111,7 @@ def learn_on_rank(
     keep: Collection[str] = (),
     compute: Mapping[str, Function] | None = None,
 ) -> WeightMapping:
-    """Learn the mapping of this rank's part of a model; `merge_ranks` merges those of all ranks.
+    """Learn the mapping of this rank's part of a model, for `merge_ranks` over all ranks.
 
     Args:
         model: as for `learn_mapping`.

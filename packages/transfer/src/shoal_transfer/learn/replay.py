@@ -183,8 +183,8 @@ class _Replay:
     def _view_of(self, operand: MemoryView, side: int) -> Tensor:
         """Return a tensor's values under one numbering.
 
-        Of a source that nothing wrote to, only the labels of the view are made: a view of one
-        expert does not need labels for all experts.
+        If nothing wrote to the source, only the labels of the view are made: a view of one expert
+        does not need labels for all experts.
         """
         memory = operand.memory
         if memory in self._values or memory.first_position is None:

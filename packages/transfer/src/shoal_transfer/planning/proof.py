@@ -1,8 +1,8 @@
 """The proof of a plan: its routes write each element of each target box once, as the mapping says.
 
-The proof reads routes and manifests, and computes nothing in the way of the planner. Of a table
-that several tensors share it holds for each of them: they differ in names and in the senders that
-take turns, and the proof is about all senders.
+The proof reads routes and manifests, and computes nothing in the way of the planner. If several
+tensors share a table, the proof holds for each of them: the tensors differ in names and in the
+senders that take turns, and the proof is about all senders.
 """
 
 from __future__ import annotations

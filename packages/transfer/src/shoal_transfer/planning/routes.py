@@ -155,8 +155,8 @@ class RouteTable:
     def rounds(self, most_bytes: int) -> list[Round]:
         """Divide the routes, in order, into rounds in which no rank moves more than `most_bytes`.
 
-        A rank's bytes are those that it sends and those that it receives. A single larger route
-        has a round of its own.
+        A rank's bytes are the bytes that it sends and receives. A single larger route has a round
+        of its own.
         """
         rounds = [Round([], 0)]
         loads = defaultdict[tuple[bool, int], int](int)

@@ -179,7 +179,7 @@ class TransferPlan:
         """Return a text: bytes per pair of ranks, the busiest link, and the cost of a broadcast.
 
         Args:
-            pairs: number of pairs that are listed, those with most bytes first.
+            pairs: number of pairs that are listed, pairs with most bytes first.
 
         Example:
             >>> from shoal_transfer import describe, plan_transfer

@@ -1,4 +1,4 @@
-"""Elements that a rank of the target computes from those that arrived."""
+"""Elements that a rank of the target computes from elements that arrived."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class LocalMemories:
         return bool(before) and before != self._addresses
 
     def shapes_changed(self) -> bool:
-        """Return whether shapes, strides or dtypes differ from those at the last call."""
+        """Return whether shapes, strides or dtypes have changed since the last call."""
         before = self._shapes
         self._shapes = {name: address[2:] for name, address in self._addresses.items()}
         return bool(before) and before != self._shapes

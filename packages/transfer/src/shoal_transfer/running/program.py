@@ -50,7 +50,8 @@ class ProgramStep:
         names: of the target tensors.
         fills: (view, value) to fill.
         copies: (target view, source view) inside this process, before the exchanges.
-        exchanges: of stage 0 and of stage 1; those in which no rank of the plan sends are left out.
+        exchanges: of stage 0 and of stage 1; exchanges in which no rank of the plan sends are left
+            out.
         repeats: (target view, source view) of elements that have arrived.
     """
 
@@ -106,7 +107,7 @@ def _routes_of(seat: Seat, routes: list[Route]) -> Iterator[Route]:
 
 
 class _Compiler:
-    """Collects the copies of a round, those of one pair of members in one order on both."""
+    """Collects the copies of a round; both members of a pair have them in the same order."""
 
     def __init__(self, seat: Seat, roster: Roster, source: Memories, target: Memories) -> None:
         self._seat = seat

@@ -69,7 +69,7 @@ class Runner:
             is_delta: whether both sides have the elements of the last run.
 
         Raises:
-            TransferError: the elements that arrived are not those that were sent.
+            TransferError: the elements that arrived differ from the elements that were sent.
         """
         counts = Counts()
         sent = dict[_MessageKey, int]()
@@ -114,7 +114,7 @@ class Runner:
     def _note_arrived(
         self, arrived: dict[_MessageKey, int], exchange: Exchange, place: int
     ) -> None:
-        """Note digests of the elements that the memory holds, not of those in the message."""
+        """Note digests of the elements in the memory, not of the elements in the message."""
         if not self._digests:
             return
         for one in exchange.incoming:

@@ -91,7 +91,7 @@ class WeightTransfer:
         plan: the plan; made again when shapes or strides of local tensors have changed.
         version: of the weights that the target has, or that the source sent; None before the
             first transfer.
-        is_valid: whether the target's weights are those of one version.
+        is_valid: whether all of the target's weights have the same version.
 
     Raises:
         TransferError: no wire is given for two worlds, or the mode does not exist.
@@ -152,7 +152,7 @@ class WeightTransfer:
         """Move the weights; all ranks of both sides call this.
 
         Args:
-            version: number of the weights, larger than those before; needed on ranks of the
+            version: number of the weights, larger than the last version; needed on ranks of the
                 source.
 
         Returns:
@@ -160,8 +160,9 @@ class WeightTransfer:
 
         Raises:
             TransferError: on all ranks: the ranks have different plans or versions, or the version
-                is older than the target's; no byte has moved. Or the elements that arrived are not
-                those that were sent, or a rank failed: the message says what the target holds.
+                is older than the target's; no byte has moved. Or the elements that arrived differ
+                from the elements that were sent, or a rank failed: the message describes the state
+                of the target.
         """
         self.wait()
         sync = self._receive(version)
@@ -248,7 +249,7 @@ class WeightTransfer:
         """Check the mapping with the weights that the target has loaded by itself: version 0.
 
         The source sends the same weights, and the elements that arrive are compared bitwise with
-        those that the target holds. Nothing is committed. Afterwards the plan counts as verified.
+        the target's elements. Nothing is committed. Afterwards the plan counts as verified.
 
         Raises:
             MappingError: on all ranks: an element differs; the message names the tensor and how

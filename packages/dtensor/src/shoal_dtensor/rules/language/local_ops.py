@@ -343,7 +343,7 @@ def local_positions(
 
     An index that is not local gets position 0.
     """
-    # Of 8 elements on 2 ranks, the indices 1, 5, -1 are positions 0, 1, 3 on rank 1, and only the
+    # With 8 elements on 2 ranks, the indices 1, 5, -1 are positions 0, 1, 3 on rank 1, and only the
     # first is not local.
     if from_end:  # else no index may count from the end
         return in_shard(from_the_front(index, spec.shape[dim]), spec, dim)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 LocalFunction = Callable[..., Any]
 Check = Callable[[Tensor], None]
-"""What raises an error for wrong values of a tensor."""
+"""Function that raises an error for wrong values of a tensor."""
 Kind = Literal["plain", "each", "dynamic", "copy"]
 
 
@@ -249,8 +249,8 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
             then.
     """
     if rule.skip_empty and not communicates and local_call.outputs:
-        # Of (3, 5) by rows over 4 ranks, rank 3 has (0, 5): its rows of an output are empty, and to
-        # a sum it adds 0. A list is faster here than a generator.
+        # With (3, 5) sharded by rows over 4 ranks, rank 3 has (0, 5): its rows of an output are
+        # empty, and it adds 0 to a sum. A list is faster here than a generator.
         lacks_input = any([is_empty_shard(spec) for spec in local_call.inputs])  # noqa: C419  # see above
         if all(_adds_nothing(spec, lacks_input) for spec in local_call.outputs):
             return contribution(local_call)

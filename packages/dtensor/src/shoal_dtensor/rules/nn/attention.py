@@ -45,7 +45,7 @@ def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
         return aligned(meta, dim, query.ndim, group)
     if name in KEY_SIDE and dim < query.ndim - 2:
         return S(dim)
-    # Of 8 query and 4 key heads, a `group` of 2 query heads is one step.
+    # With 8 query and 4 key heads, a `group` of 2 query heads is one step.
     if name in QUERY_SIDE and meta.ndim > dim:
         return S(dim, group)
     return R

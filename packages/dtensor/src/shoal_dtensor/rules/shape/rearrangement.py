@@ -67,8 +67,9 @@ def cat(call: OpCall) -> Iterator[Row]:
 
 def _cat(local_call: LocalCall) -> LocalFunction | None:
     """Join the parts of the operands that this rank's shard of the result covers."""
-    # Of two operands that different axes shard, one has all its elements on one coordinate; a rank
-    # there may hold them, and those of replicated operands, without being the one that joins them.
+    # If different axes shard two operands, one operand has all its elements on one coordinate; a
+    # rank there may hold them, and those of replicated operands, without being the one that joins
+    # them.
     (result,) = local_call.outputs
     dim = int(local_call.call["dim"]) % max(result.ndim, 1)
     joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
@@ -135,7 +136,7 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
 
     A negative width takes elements off the shards at that end.
     """
-    # Of 6 elements on 2 ranks, with pad (2, -4), rank 0 pads by (2, -1) and rank 1 by (0, -3).
+    # With 6 elements on 2 ranks and pad (2, -4), rank 0 pads by (2, -1) and rank 1 by (0, -3).
     source = local_call["self"]
     (result,) = local_call.outputs
     pads = _pads(local_call.call)
@@ -223,8 +224,8 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
     for d in [d for d in turns if source.dim_shardings[d].axes]:
         n = source.shape[d]
         shards = spans(source.sizes(d))
-        # Of 6 elements, 3:6, rolled by 1, is put at 4 and at -2; of those to be flipped it wants
-        # 0:3.
+        # With 6 elements, the shard 3:6, rolled by 1, is put at 4 and at -2; to be flipped it needs
+        # the elements 0:3.
         places: list[tuple[int, ...]]
         if is_flip:
             places = [(start,) for start, _ in shards]
@@ -324,7 +325,7 @@ def _diagonal(local_call: LocalCall) -> LocalFunction | None:
     two = call.dim("dim2")
     if not (spec.dim_shardings[one].axes or spec.dim_shardings[two].axes):
         return None
-    # Of rows 2:4 of (4, 4) it is 0 + 2 - 0: (2, 2) is their (0, 2).
+    # For rows 2:4 of (4, 4) it is 0 + 2 - 0: (2, 2) is their (0, 2).
     offset = call["offset"] + spec.offset(one) - spec.offset(two)
     return lambda x, *args: x.diagonal(offset, one, two)
 
