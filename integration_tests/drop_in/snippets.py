@@ -53,10 +53,10 @@ def snippets(*areas: str) -> list[Snippet]:
 def compare(snippet: Snippet) -> str:
     """What differs on this rank: empty, or a kind and both answers.
 
-    Kinds: `refused` (torch answers, shoal raises), `error` (both raise, and shoal's is no instance
+    Kinds: `refused` (torch answers, shoal raises), `error` (both raise, and shoal's is not an instance
     of the builtin that torch's is), `values`, `local` (the same global values, and another local
     part of the same shape), `layout` (the same global values in other parts), `answer` (anything
-    else). What torch refuses and shoal answers is no difference.
+    else). What torch refuses and shoal answers is not a difference.
     """
     theirs, ours = _answer(snippet.code, "torch"), _answer(snippet.code, "shoal")
     if isinstance(theirs, Exception):

@@ -55,7 +55,7 @@ def attend(qkv: list[Tensor], mask: Any = None, score: Mod = None) -> Tensor:
     return flex_attention(query, key, value, score_mod=score, block_mask=mask)
 
 
-@torch.no_grad()  # on CPU it has no backward
+@torch.no_grad()  # it cannot run a backward on CPU
 @pytest.mark.parametrize("layout", ["head_tail", "contiguous"])
 @pytest.mark.parametrize(
     ("mask_mod", "score_mod"),

@@ -66,7 +66,7 @@ def test_the_comparison_is_one_small_message() -> None:
 @pytest.mark.parametrize("how", FUNCTIONS)
 @on_ranks(2)
 def test_fake_parameters_are_not_compared(how: str) -> None:
-    """The comparison read numbers of fake tensors, which have none."""
+    """The comparison read numbers of fake tensors, which do not have values."""
     data = mesh_of(2, 1)["data"]
     with FakeTensorMode():
         model = FUNCTIONS[how](two_layers(), data)

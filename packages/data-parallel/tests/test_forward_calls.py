@@ -117,7 +117,7 @@ def over_data(model: Any, how: str, data: Any) -> Any:
 @pytest.mark.parametrize("kind", MODULES)
 @on_ranks(2)
 def test_forwards_that_change_their_module_are_those_of_one_device(kind: str, how: str) -> None:
-    """Units said that gathered parameters were written to, or that these are no leaves; draws were refused."""
+    """Units said that gathered parameters were written to, or that these are not leaves; draws were refused."""
     data = mesh_of(2, 1)["data"]
     torch.manual_seed(0)
     plain: Any = nn.Sequential(MODULES[kind](), nn.Linear(6, 3)).double()

@@ -176,7 +176,7 @@ def test_each_mesh_of_a_unit_gathers_once() -> None:
     small = tuple(range(rank - rank % 2, rank - rank % 2 + 2))
     for _ in range(2):
         found = gathers(model, rows)
-        # 3 blocks, in forward and backward; the outermost unit has no matrix on pairs
+        # 3 blocks, in forward and backward; the outermost unit does not have a matrix on pairs
         assert found.count(small) == 6
         assert found.count((0, 1, 2, 3)) == 7
     # the following block's parameters of both meshes are sent before its forward

@@ -259,7 +259,7 @@ def test_objects_take_all_that_was_saved_of_them(folder: str) -> None:
     checkpoints.save(1, saved)
     fresh, other = Sampler(), WithExtra(2, 2)
     other.seen = {}
-    # keys that are no texts were filled under their texts, and the values stayed
+    # keys that are not strings were filled under their texts, and the values stayed
     to_fill = {"samplers": [fresh], "module": other, "counts": {7: {"count": 0}, "x": []}}
     assert checkpoints.load(to_fill) == 1
     assert to_fill["counts"] == counts

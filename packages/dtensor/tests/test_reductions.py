@@ -43,7 +43,7 @@ def test_the_root_of_summed_powers_is_the_norm(order: float) -> None:
 
 @pytest.mark.parametrize("order", [2.0, 3.0])
 def test_a_value_that_one_rank_holds_alone_comes_back_with_its_sign(order: float) -> None:
-    value = torch.tensor([-2e19, 3.0])  # its square is no float32
+    value = torch.tensor([-2e19, 3.0])  # its square is not a float32
     torch.testing.assert_close(root(powers(value, order), order, torch.float32), value)
 
 

@@ -93,7 +93,7 @@ def test_parts_of_part_of_an_axis() -> None:
     assert grid.crossed([by_six.select((0,), (0, 0)), by_four.select((1,), (0, 0))]) == Layout(
         (2, 4), (0, 1, 2, 3, 6, 7, 8, 9)
     )
-    # 8 + 6 is no rank
+    # 8 + 6 is not a rank
     assert grid.crossed([by_six.select((0,), (0, 0)), by_four.select((0,), (0, 0))]) is None
     # none in common
     assert grid.crossed([by_six.select((1,), (0, 0)), by_six.select((1,), (1, 0))]) is None

@@ -160,7 +160,7 @@ def test_a_crash_leaves_the_old_checkpoint_or_the_new(
     assert os.waitpid(child, 0)[1] == 0, "the crash was reached"
     new = step == "rmtree"
     assert torch.equal(values(home)["weight"], linear().weight + int(new))
-    save_sharded(module, home)  # what the crash left is no obstacle
+    save_sharded(module, home)  # files that the crash left are replaced
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 

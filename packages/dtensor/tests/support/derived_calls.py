@@ -175,7 +175,7 @@ def _made_up(kind: str, dtype: torch.dtype, shapes: Any, numbers: Iterator[int])
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Values between 0 and 1 that are no two alike, or small whole numbers."""
+    """Distinct values between 0 and 1, or small whole numbers."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         return (

@@ -11,7 +11,7 @@ COMPILED = [
         reason="torch 2.11 cannot trace through a communicator (docs/differences.md)",
     ),
     # All are torch's own: while it traces any autograd function, any cached one, and any input that
-    # is no leaf.
+    # is not a leaf.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

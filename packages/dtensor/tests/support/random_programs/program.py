@@ -374,7 +374,7 @@ def _difference(plain: Machine, sharded: Machine, *, gradients: bool) -> str:
 
 
 def _unlike(name: str, one: Any, many: Any) -> str:
-    """How a tensor is no part of what one device has."""
+    """Names of the ways in which a tensor is not a part of the tensor of one device."""
     if not isinstance(many, DTensor):
         return f"wrong: {name} is {type(many)}"
     if many._local_tensor.shape != many._spec.local_shape:

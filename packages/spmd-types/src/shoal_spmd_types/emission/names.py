@@ -85,7 +85,7 @@ class NameTable:
     def _inherited(self, statement: Statement) -> str:
         """Return the name of the one operand, if this statement is its last use.
 
-        Of a parameter it is the last part of the name.
+        The name of a parameter is shortened to its last part.
         """
         if len(statement.operands) != 1 or len(statement.outputs) != 1:
             return ""

@@ -93,7 +93,7 @@ class Movement:
 
     @property
     def cuts_gradient(self) -> bool:
-        """Whether it runs under `no_grad` on a value that takes a gradient."""
+        """Return whether the operation runs under `no_grad` on a value that takes a gradient."""
         return self.source.takes_gradient and not self.output.takes_gradient
 
 
