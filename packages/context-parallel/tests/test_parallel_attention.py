@@ -98,9 +98,10 @@ def test_scores_are_multiplied_by_the_scale(method: str) -> None:
     layout = SequenceLayout.head_tail(10, 2)
     q, k, v = sample(10, dense_mask(10, True, NO_WINDOW, None)).tensors
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2, enable_gqa=True)
-    shards = [layout.shard(x, 2, get_rank()) for x in (q, k, v)]
+    local_q, local_k, local_v = (layout.shard(x, 2, get_rank()) for x in (q, k, v))
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "layout": layout}
-    out = context_parallel_attention(*shards, all_ranks(), method=method, scale=0.2, **options)
+    options |= {"method": method, "scale": 0.2}
+    out = context_parallel_attention(local_q, local_k, local_v, all_ranks(), **options)
     torch.testing.assert_close(out, layout.shard(expected, 2, get_rank()))
 
 

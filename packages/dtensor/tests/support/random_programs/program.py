@@ -72,7 +72,7 @@ class Program:
         )
 
 
-class Watcher(TorchDispatchMode):
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
     """A mode that only watches."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,7 +207,7 @@ class Machine:
         call()
         torch.set_rng_state(state)
         try:
-            with Watcher():
+            with Watcher():  # type: ignore[no-untyped-call]  # as above
                 return call()
         except ShoalTensorError as error:
             raise AssertionError(f"refused only where a mode watches: {error}") from error
