@@ -241,7 +241,7 @@ def test_moves_that_are_refused() -> None:
         (lambda: spmd.reduce_scatter(x, "tp", src=I, dst=S(0)), "src must be P or V"),
         (lambda: spmd.reduce_scatter(x, "tp", dst=S(0), scatter_dim=1), "contradicts"),
         (lambda: spmd.all_to_all(x, "tp", src=R), "V or S"),
-        (lambda: spmd.all_to_all(x, "tp", src=S(0), dst=S(1), split_dim=0), "split_dim is 1"),
+        (lambda: spmd.all_to_all(x, "tp", src=S(0), dst=S(1), split_dim=0), "split_dim must be 1"),
         (lambda: spmd.all_to_all(x, "tp", output_split_sizes=[3, 3]), "split sizes"),
         (
             lambda: spmd.all_to_all(x, "tp", src=S(0), dst=S(0), input_split_sizes=[3, 2]),
@@ -281,7 +281,7 @@ def test_dtypes_of_moves_and_of_their_gradients() -> None:
         assert spmd.all_gather(x, "tp", src=S(0), dst=I, out_dtype=low).dtype is low
         with pytest.raises(ArgumentValueError, match="backward reduces gradients"):
             spmd.all_gather(x, "tp", src=S(0), dst=R, out_dtype=low)
-        with pytest.raises(ArgumentValueError, match="backward_options has dtype"):
+        with pytest.raises(ArgumentValueError, match="backward_options has unknown keys dtype"):
             spmd.all_gather(x, "tp", src=S(0), dst=R, backward_options={"dtype": low})
         y = spmd.all_gather(
             x, "tp", src=S(0), dst=R, out_dtype=low, backward_options={"op_dtype": torch.float32}
