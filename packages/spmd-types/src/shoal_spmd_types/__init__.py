@@ -18,6 +18,12 @@ from .dtensors import (
 )
 from .emission.emit import EmittedProgram, emit
 from .emission.recorder import EmissionError
+from .registries import (
+    register_autograd_function,
+    register_decomposition,
+    register_local_autograd_function,
+    register_local_backward_hook,
+)
 from .rules import declare_by_method
 from .runtime import (
     Infer,
@@ -35,10 +41,6 @@ from .runtime import (
     merge_types,
     mutate_type,
     no_typecheck,
-    register_autograd_function,
-    register_decomposition,
-    register_local_autograd_function,
-    register_local_backward_hook,
     register_no_typecheck,
     reinterpret_mesh,
     reinterpret_no_grad,

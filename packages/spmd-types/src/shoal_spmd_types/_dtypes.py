@@ -46,14 +46,16 @@ def read_dtypes(
             f"backward_options has unknown keys {', '.join(unknown)}; allowed are "
             f"{', '.join(_ALLOWED)}"
         )
+    step, back = steps
     backward_op: torch.dtype | None = backward.get("op_dtype")
-    lowest = [dtype for dtype in (op_dtype, out_dtype) if dtype not in (None, torch.float32)]
-    if lowest and steps[1].kind in _REDUCES and backward_op is None:
+    other_dtypes = [dtype for dtype in (op_dtype, out_dtype) if dtype not in (None, torch.float32)]
+    reduces_in_unknown = back.kind in _REDUCES and backward_op is None
+    if other_dtypes and reduces_in_unknown:
         raise ArgumentValueError(
-            f"the move is done in {lowest[0]}, and its backward reduces gradients "
-            f"({steps[1].kind}): pass the dtype of that reduction, such as "
+            f"the move is done in {other_dtypes[0]}, and its backward reduces gradients "
+            f"({back.kind}): pass the dtype of that reduction, such as "
             f"backward_options={{'op_dtype': torch.float32}}"
         )
-    if op_dtype is None and out_dtype is not None and steps[0].kind in _EARLY:
+    if op_dtype is None and step.kind in _EARLY:
         op_dtype = out_dtype
     return Dtypes(op_dtype, out_dtype or op_dtype, backward_op, backward.get("out_dtype"))

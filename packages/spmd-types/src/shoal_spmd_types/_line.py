@@ -43,7 +43,8 @@ class Line:
             NoGroupError: if the tensor has memory, and the axis has several ranks and no
                 communicator.
         """
-        if tensor.is_meta or isinstance(tensor, FakeTensor) or self.size == 1:
+        has_memory = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+        if not has_memory or self.size == 1:
             return False
         if self.comm is None:
             raise NoGroupError(
@@ -95,9 +96,10 @@ def _line_in(current: spmd.CurrentMesh | None, axis: Any) -> Line:
     found = spmd.normalize_axis(axis)
     if current is None or current.mesh is None:
         return Line(found, 0, None)
-    index = next((i for i, name in enumerate(current.names) if current.names[name] == found), None)
-    if index is None:
+    axes = list(current.names.values())
+    if found not in axes:
         return Line(found, 0, None)
+    index = axes.index(found)
     mesh = current.mesh
     if not isinstance(mesh, DeviceMesh):
         return _line_of(mesh.get_group(index))

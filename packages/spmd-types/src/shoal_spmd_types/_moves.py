@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, cast
 
 import torch
@@ -93,11 +94,12 @@ class Move(torch.autograd.Function):
         ctx.steps = steps
         ctx.dtypes = dtypes
         ctx.dtype = x.dtype
-        step = steps[0]
+        step, _ = steps
         if step.in_place:
             ctx.mark_dirty(x)
             return x.copy_(run_step(step, x, line))
-        moved = run_step(step, x if dtypes.op is None else x.to(dtypes.op), line)
+        source = x if dtypes.op is None else x.to(dtypes.op)
+        moved = run_step(step, source, line)
         return moved if dtypes.out is None else moved.to(dtypes.out)
 
     @staticmethod
@@ -106,7 +108,8 @@ class Move(torch.autograd.Function):
         of_gradient: Dtypes = ctx.dtypes
         dtypes = Dtypes(of_gradient.backward_op, of_gradient.backward_out or ctx.dtype)
         again = TypeStep("all_reduce") if forward_step.in_place else forward_step
-        return apply(Move, grads[0], ctx.line, (back, again), dtypes), None, None, None
+        steps = (back, again)
+        return apply(Move, grads[0], ctx.line, steps, dtypes), None, None, None
 
 
 def move(
@@ -150,19 +153,24 @@ def run_step(step: TypeStep, x: Tensor, line: Line) -> Tensor:
 
 
 def _own_shard(step: TypeStep, x: Tensor, line: Line) -> Tensor:
+    """Return this rank's shard of a whole tensor, or its entry of the dim that ranks stack."""
     if step.stacks:
         return x.select(step.dim, line.rank).clone()
     sizes = _sizes(step, x, line)
-    return x.narrow(step.dim, sum(sizes[: line.rank]), sizes[line.rank]).clone()
+    start = sum(sizes[: line.rank])
+    return x.narrow(step.dim, start, sizes[line.rank]).clone()
 
 
 def _padded(step: TypeStep, x: Tensor, line: Line) -> Tensor:
+    """Return a whole tensor of zeros with this rank's shard in its place."""
     source = x.unsqueeze(step.dim) if step.stacks else x
     sizes = step.sizes or (source.shape[step.dim],) * line.size
     shape = [*source.shape]
     shape[step.dim] = sum(sizes)
     padded = source.new_zeros(shape)
-    padded.narrow(step.dim, sum(sizes[: line.rank]), sizes[line.rank]).copy_(source)
+    start = sum(sizes[: line.rank])
+    place = padded.narrow(step.dim, start, sizes[line.rank])
+    place.copy_(source)
     return padded
 
 
@@ -197,7 +205,8 @@ def _of_equal_ranks(step: TypeStep, x: Tensor, line: Line) -> Tensor:
         shape = [sum(step.received), *x.shape[1:]]
         return x.clone() if line.size == 1 else x.new_empty(shape)
     _check_divides(x, step.dim, line.size)
-    return torch.cat(x.chunk(line.size, step.dim), step.concat_dim)
+    blocks = x.chunk(line.size, step.dim)
+    return torch.cat(blocks, step.concat_dim)
 
 
 def _check_divides(x: Tensor, dim: int, size: int) -> None:
@@ -225,8 +234,9 @@ def _collective(step: TypeStep, x: Tensor, comm: Comm) -> Tensor:
     assert step.kind == "all_to_all", f"no collective {step.kind}"
     if step.sizes is None or step.received is None:
         return all_to_all(x, comm, step.dim, step.concat_dim)
-    inside = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
-    sent = [size * inside for size in step.sizes]
-    received = [size * inside for size in step.received]
+    row_shape = x.shape[1:]
+    row_elements = prod(row_shape)
+    sent = [rows * row_elements for rows in step.sizes]
+    received = [rows * row_elements for rows in step.received]
     flat = all_to_all_v(x.reshape(-1), comm, sent, received)
-    return flat.reshape(sum(step.received), *x.shape[1:])
+    return flat.reshape(sum(step.received), *row_shape)

@@ -86,8 +86,10 @@ def all_reduce(  # noqa: PLR0913  # the public package's arguments
     _check(x, line, src, "all_reduce")
     step = TypeStep("all_reduce", reduce_op=reduce_op, in_place=inplace)
     back = TypeStep("all_reduce" if dst is R else "keep")
-    dtypes = read_dtypes((step, back), op_dtype, out_dtype, backward_options)
-    return finish(move(x, line, (step, back), dtypes), x, line.axis, dst)
+    steps = (step, back)
+    dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
+    moved = move(x, line, steps, dtypes)
+    return finish(moved, x, line.axis, dst)
 
 
 def all_gather(  # noqa: PLR0913  # the public package's arguments
@@ -136,14 +138,17 @@ def all_gather(  # noqa: PLR0913  # the public package's arguments
     line = line_along(axis)
     if dst not in (R, I):
         raise ArgumentValueError(f"all_gather: dst must be R or I, got {dst}")
-    dim = _dim_of("all_gather: src", src, gather_dim, x.ndim + (src is V))
+    stacks = src is V
+    ndim = x.ndim + 1 if stacks else x.ndim
+    dim = _dim_of("all_gather: src", src, gather_dim, ndim)
     sizes = _read_sizes("all_gather", "src", src, split_sizes)
     _check(x, line, src, "all_gather")
-    stacks = src is V
     step = TypeStep("all_gather", dim, stacks, sizes=sizes)
     back = TypeStep("reduce_scatter" if dst is R else "slice", dim, stacks, sizes=sizes)
-    dtypes = read_dtypes((step, back), op_dtype, out_dtype, backward_options)
-    return finish(move(x, line, (step, back), dtypes), x, line.axis, dst)
+    steps = (step, back)
+    dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
+    moved = move(x, line, steps, dtypes)
+    return finish(moved, x, line.axis, dst)
 
 
 def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
@@ -206,8 +211,10 @@ def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
     _check(x, line, src, "reduce_scatter")
     step = TypeStep("reduce_scatter", dim, stacks, sizes=sizes)
     back = TypeStep("all_gather", dim, stacks, sizes=sizes)
-    dtypes = read_dtypes((step, back), op_dtype, out_dtype, backward_options)
-    return finish(move(x, line, (step, back), dtypes), x, line.axis, _even(dst, sizes))
+    steps = (step, back)
+    dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
+    moved = move(x, line, steps, dtypes)
+    return finish(moved, x, line.axis, _even(dst, sizes))
 
 
 def all_to_all(  # noqa: PLR0913  # the public package's arguments
@@ -267,41 +274,45 @@ def all_to_all(  # noqa: PLR0913  # the public package's arguments
             f"all_to_all: split sizes need src=S(0) and dst=S(0), got {src} and {dst}"
         )
     _check(x, line, src, "all_to_all")
-    if is_uneven or (src is dst and isinstance(src, Shard) and src.resolve(x.ndim).dim == 0):
+    exchanges_rows = is_uneven
+    if src is dst and isinstance(src, Shard):
+        exchanges_rows = is_uneven or src.resolve(x.ndim).dim == 0
+    if exchanges_rows:
         steps = _uneven_exchange(x, line, input_split_sizes, output_split_sizes)
         after: AxisType = V
     else:
         first, second = _exchange_dims(x.ndim, (src, dst), split_dim, concat_dim)
-        steps = (
-            TypeStep("all_to_all", first, concat_dim=second),
-            TypeStep("all_to_all", second, concat_dim=first),
-        )
+        step = TypeStep("all_to_all", first, concat_dim=second)
+        back = TypeStep("all_to_all", second, concat_dim=first)
+        steps = (step, back)
         after = dst
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
-    return finish(move(x, line, steps, dtypes), x, line.axis, after)
+    moved = move(x, line, steps, dtypes)
+    return finish(moved, x, line.axis, after)
 
 
 def _uneven_exchange(
     x: Tensor, line: Line, sent: Sequence[int] | None, received: Sequence[int] | None
 ) -> tuple[TypeStep, TypeStep]:
     """Return the exchange of rows between all ranks, and of their gradients."""
-    even = (x.shape[0] // line.size,) * line.size
-    rows = tuple(sent) if sent is not None else even
+    row_count = x.shape[0]
+    even = (row_count // line.size,) * line.size
+    outgoing = tuple(sent) if sent is not None else even
     incoming = tuple(received) if received is not None else even
-    for name, sizes in (("input_split_sizes", rows), ("output_split_sizes", incoming)):
+    for name, sizes in (("input_split_sizes", outgoing), ("output_split_sizes", incoming)):
         if len(sizes) != line.size:
             raise ArgumentValueError(
                 f"all_to_all: {name} must have one entry for each of {line.size} ranks, got {sizes}"
             )
-    if sum(rows) != x.shape[0]:
+    total = sum(outgoing)
+    if total != row_count:
         raise ArgumentValueError(
-            f"all_to_all: input_split_sizes {rows} add up to {sum(rows)}, but x has {x.shape[0]} "
+            f"all_to_all: input_split_sizes {outgoing} add up to {total}, but x has {row_count} "
             "rows"
         )
-    return (
-        TypeStep("all_to_all", sizes=rows, received=incoming),
-        TypeStep("all_to_all", sizes=incoming, received=rows),
-    )
+    step = TypeStep("all_to_all", sizes=outgoing, received=incoming)
+    back = TypeStep("all_to_all", sizes=incoming, received=outgoing)
+    return step, back
 
 
 def _exchange_dims(
@@ -309,21 +320,23 @@ def _exchange_dims(
 ) -> tuple[int, int]:
     """Return the dim that is split and the dim along which blocks are joined."""
     src, dst = types
-    if isinstance(src, Shard) and isinstance(dst, Shard):
-        wanted = (dst.resolve(ndim).dim, src.resolve(ndim).dim)
+    src_dim = src.resolve(ndim).dim if isinstance(src, Shard) else None
+    dst_dim = dst.resolve(ndim).dim if isinstance(dst, Shard) else None
+    if src_dim is not None and dst_dim is not None:
+        split = dst_dim
+        concat = src_dim
     else:
-        first = src.resolve(ndim).dim if isinstance(src, Shard) else _or_zero(split_dim, ndim)
-        second = dst.resolve(ndim).dim if isinstance(dst, Shard) else _or_zero(concat_dim, ndim)
-        wanted = (first, second)
-    for name, given, expected in (
-        ("split_dim", split_dim, wanted[0]),
-        ("concat_dim", concat_dim, wanted[1]),
-    ):
-        if given is not None and given % ndim != expected:
-            raise ArgumentValueError(
-                f"all_to_all {src} -> {dst}: {name} must be {expected}, got {given}; leave it out"
-            )
-    return wanted
+        split = _or_zero(split_dim, ndim) if src_dim is None else src_dim
+        concat = _or_zero(concat_dim, ndim) if dst_dim is None else dst_dim
+    _require_dim(f"all_to_all {src} -> {dst}: split_dim", split_dim, split, ndim)
+    _require_dim(f"all_to_all {src} -> {dst}: concat_dim", concat_dim, concat, ndim)
+    return split, concat
+
+
+def _require_dim(name: str, dim: int | None, expected: int, ndim: int) -> None:
+    """Raise an ArgumentValueError for a dim that contradicts the types."""
+    if dim is not None and dim % ndim != expected:
+        raise ArgumentValueError(f"{name} must be {expected}, got {dim}; leave it out")
 
 
 def _or_zero(dim: int | None, ndim: int) -> int:
@@ -374,14 +387,15 @@ def redistribute(  # noqa: PLR0913  # the public package's arguments
         "async_op": async_op,
         "backward_options": backward_options,
     }
-    sharded = isinstance(src, Shard) or src is V
-    if sharded and dst in (R, I):
+    is_varying = isinstance(src, Shard) or src is V
+    becomes_varying = isinstance(dst, Shard) or dst is V
+    if is_varying and dst in (R, I):
         return all_gather(x, axis, src=src, dst=dst, **options)
     if isinstance(src, Shard) and isinstance(dst, Shard) and src is not dst:
         return all_to_all(x, axis, src=src, dst=dst, **options)
     if src is P and dst in (R, I):
         return all_reduce(x, axis, src=src, dst=dst, **options)
-    if src is P and (isinstance(dst, Shard) or dst is V):
+    if src is P and becomes_varying:
         return reduce_scatter(x, axis, src=src, dst=dst, **options)
     return convert(x, axis, src=src, dst=dst, expert_mode=True, **options)
 
@@ -474,4 +488,7 @@ def _read_sizes(
 
 def _even(dst: AxisType, sizes: tuple[int, ...] | None) -> AxisType:
     """Return V for shards of different sizes: S(i) claims equal ones."""
-    return V if sizes is not None and len({*sizes}) > 1 else dst
+    if sizes is None:
+        return dst
+    are_equal = len({*sizes}) <= 1
+    return dst if are_equal else V

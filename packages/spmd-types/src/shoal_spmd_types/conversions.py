@@ -117,7 +117,8 @@ def convert(  # noqa: PLR0913  # the public package's arguments
             "redistribute"
         )
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
-    return finish(move(x, line, steps, dtypes), x, line.axis, dst)
+    moved = move(x, line, steps, dtypes)
+    return finish(moved, x, line.axis, dst)
 
 
 def _conversion(src: AxisType, dst: AxisType, ndim: int) -> tuple[TypeStep, TypeStep] | None:
@@ -132,12 +133,14 @@ def _conversion(src: AxisType, dst: AxisType, ndim: int) -> tuple[TypeStep, Type
         back_of_partial = first if src is R else keep
         return first, back_of_partial
     if src in (R, I) and spmd.local_type(dst) is V:
+        stacks = dst is V
         dim = dst.resolve(ndim).dim if isinstance(dst, Shard) else 0
         back: Kind = "pad" if src is R else "all_gather"
-        return TypeStep("slice", dim, dst is V), TypeStep(back, dim, dst is V)
+        return TypeStep("slice", dim, stacks), TypeStep(back, dim, stacks)
     if dst is P and spmd.local_type(src) is V:
+        stacks = src is V
         dim = src.resolve(ndim).dim if isinstance(src, Shard) else 0
-        return TypeStep("pad", dim, src is V), TypeStep("slice", dim, src is V)
+        return TypeStep("pad", dim, stacks), TypeStep("slice", dim, stacks)
     return None
 
 
@@ -215,7 +218,8 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
         )
     steps = (TypeStep("keep"), back)
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
-    return finish(move(x, line, steps, dtypes), x, line.axis, dst)
+    moved = move(x, line, steps, dtypes)
+    return finish(moved, x, line.axis, dst)
 
 
 def shard(  # noqa: PLR0913  # the public package's arguments
@@ -314,7 +318,9 @@ def invariant_to_replicate(
 
 
 def _check_source(x: Tensor, line: Line, src: AxisType, where: str) -> None:
-    if spmd.is_type_checking() and (spmd.type_of(x) is not None or spmd.is_strict()):
+    if not spmd.is_type_checking():
+        return
+    if spmd.type_of(x) is not None or spmd.is_strict():
         spmd.check_source(x, line.axis, src, where)
 
 
@@ -328,5 +334,6 @@ def finish(result: Tensor, x: Tensor, axis: spmd.MeshAxis, dst: AxisType) -> Ten
         dst: the type after the move.
     """
     if spmd.is_type_checking() and spmd.type_of(x) is not None:
-        spmd.set_type(result, spmd.moved_type(x, axis, dst, result.ndim))
+        after = spmd.moved_type(x, axis, dst, result.ndim)
+        spmd.set_type(result, after)
     return result

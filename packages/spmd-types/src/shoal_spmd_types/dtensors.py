@@ -40,7 +40,8 @@ def dtensor_placement_to_spmd_type(
     if isinstance(placement, Replicate):
         return R if isinstance(grad_placement, Partial) else I
     found = spmd.type_of_placement(placement)
-    if found is None or (isinstance(placement, Partial) and found is not P):
+    is_other_reduction = isinstance(placement, Partial) and found is not P
+    if found is None or is_other_reduction:
         raise ArgumentValueError(
             f"{placement!r} does not have a type; types exist for Replicate(), Shard(dim) and "
             "Partial('sum')"
@@ -91,12 +92,13 @@ def spmd_redistribute(x: DTensor, src: TensorSharding, dst: TensorSharding) -> D
         >>> simulate_ranks(abstract_mesh((2,), ("tp",)), example)[1]
         [0.0, 1.0, 2.0, 3.0]
     """
-    mesh = x.device_mesh
-    placements, _ = _spec(src).resolve(mesh)
-    if tuple(x.placements) != tuple(x.spec.with_(placements=placements).placements):
+    placements, _ = _spec(src).resolve(x.device_mesh)
+    expected = x.spec.with_(placements=placements)
+    if tuple(x.placements) != tuple(expected.placements):
         raise RedistributeError(f"spmd_redistribute: the DTensor is {x.spec!r}, not {src!r}")
     return x.redistribute(placements=_spec(dst))
 
 
 def _spec(sharding: TensorSharding) -> PartitionSpec:
-    return PartitionSpec(*[tuple(normalize_dim_sharding(entry)) for entry in sharding])
+    entries = [tuple(normalize_dim_sharding(entry)) for entry in sharding]
+    return PartitionSpec(*entries)

@@ -134,7 +134,8 @@ def rulecheck(  # noqa: PLR0913  # the public package's arguments
     axes = dict(mesh) if mesh is not None else _default_axes(args)
     trial = _Trial(cls, args, axes, tolerances={"rtol": rtol, "atol": atol})
     if placements is not None:
-        trial.check({name: _by_name(types) for name, types in placements.items()})
+        placement = {name: _by_name(types) for name, types in placements.items()}
+        trial.check(placement)
         return None
     report = RuleCheckReport()
     for placement in trial.combinations():
@@ -167,7 +168,8 @@ def _by_name(types: Any) -> dict[str, Any]:
         return dict(types)
     found = dict(types.local_type)
     for dim, entry in enumerate(types.partition_spec or ()):
-        found.update(dict.fromkeys(spmd.axes_of_entry(entry), Shard(dim)))
+        axes = spmd.axes_of_entry(entry)
+        found.update(dict.fromkeys(axes, Shard(dim)))
     return found
 
 
@@ -186,12 +188,13 @@ class _Trial:
         self.args = tuple(args)
         self.axes = dict(axes)
         self.tolerances: dict[str, Any] = dict(tolerances)
-        forward = inspect.signature(self.cls.forward).parameters
+        self.names = [*inspect.signature(self.cls.forward).parameters]
         has_context = "setup_context" not in vars(cls)
-        self.names = [*forward][1:] if has_context else [*forward]
-        whole = abstract_mesh((1,) * len(self.axes), tuple(self.axes))
-        with spmd.set_current_mesh(whole):
-            results = _simulate_ranks(whole, lambda one: self._apply(one, self.args))
+        if has_context:
+            self.names = self.names[1:]
+        one_rank = abstract_mesh((1,) * len(self.axes), tuple(self.axes))
+        with spmd.set_current_mesh(one_rank):
+            results = _simulate_ranks(one_rank, lambda mesh: self._apply(mesh, self.args))
         self.expected: list[Tensor] = results[0]
 
     def _apply(self, mesh: DeviceMesh, args: Sequence[Any]) -> list[Tensor]:
@@ -200,11 +203,8 @@ class _Trial:
 
     def combinations(self) -> Iterator[RuleCheckPlacement]:
         """Yield types for all tensor arguments: every combination of one choice per axis."""
-        tensors = {
-            name: value
-            for name, value in zip(self.names, self.args, strict=False)
-            if isinstance(value, Tensor)
-        }
+        named = dict(zip(self.names, self.args, strict=False))
+        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
         choices = [*_choices(tensors)]
         for chosen in product(choices, repeat=len(self.axes)):
             placement: RuleCheckPlacement = {name: {} for name in tensors}
@@ -217,7 +217,7 @@ class _Trial:
     def check(self, placement: RuleCheckPlacement) -> None:
         """Compare declared types with values for one combination."""
         mesh = abstract_mesh([*self.axes.values()], tuple(self.axes))
-        results = _simulate_ranks(mesh, lambda one: self._on_rank(one, placement))
+        results = _simulate_ranks(mesh, lambda mesh: self._on_rank(mesh, placement))
         for index, expected in enumerate(self.expected):
             parts = {result.coordinate: result.outputs[index] for result in results}
             types = results[0].types[index]
@@ -250,16 +250,17 @@ class _Trial:
         named = {repr(axis): axis_type for axis, axis_type in found.by_axis.items()}
         return {name: named.get(name, R) for name in self.axes}
 
-    def _part(self, value: Tensor, types: Mapping[str, Any], at: tuple[int, ...]) -> Tensor:
+    def _part(self, value: Tensor, types: Mapping[str, Any], coordinate: tuple[int, ...]) -> Tensor:
         """Return a rank's tensor of a global one; addends of P add up to it."""
         part = value
-        for position, (name, size) in enumerate(self.axes.items()):
+        for (name, size), coord in zip(self.axes.items(), coordinate, strict=True):
             kind = types[name]
             if isinstance(kind, Shard):
-                part = part.chunk(size, kind.dim)[at[position]]
+                part = part.chunk(size, kind.dim)[coord]
             elif kind is P:
-                # addends 1 - n, 1, 1, ... each of them different from the value
-                part = part * (2 - size if at[position] == 0 else 1)
+                # the addends for 3 ranks are -x, x, x
+                factor = 2 - size if coord == 0 else 1
+                part = part * factor
         return part.clone()
 
     def _compare(
@@ -270,44 +271,44 @@ class _Trial:
         placement: RuleCheckPlacement,
     ) -> None:
         joined = dict(parts)
-        for position, name in reversed([*enumerate(self.axes)]):
-            joined = self._joined(joined, position, types[name], (name, placement))
+        # Along the last axis first: 2 x 2 parts, then 2, then 1 whose coordinate is ().
+        for name in reversed(self.axes):
+            joined = self._join_last_axis(joined, name, types[name], placement)
         result = joined[()]
-        same = result.shape == expected.shape and torch.allclose(
-            result, expected, **self.tolerances
-        )
-        if not same:
+        has_shape = result.shape == expected.shape
+        if not has_shape or not torch.allclose(result, expected, **self.tolerances):
             raise RuleCheckError(
                 f"{self.cls.__name__} with {placement}: the ranks' outputs combined by the "
                 f"declared type {dict(types)}, of shape {tuple(result.shape)}, differ from the "
                 f"result of one process, of shape {tuple(expected.shape)}"
             )
 
-    def _joined(
+    def _join_last_axis(
         self,
         parts: Mapping[tuple[int, ...], Tensor],
-        position: int,
+        axis: str,
         kind: Any,
-        where: tuple[str, RuleCheckPlacement],
+        placement: RuleCheckPlacement,
     ) -> dict[tuple[int, ...], Tensor]:
-        """Join the parts along the last remaining axis."""
+        """Join the parts along the last axis of their coordinates."""
         lines: dict[tuple[int, ...], list[Tensor]] = {}
         for coordinate in sorted(parts):
-            lines.setdefault(coordinate[:position], []).append(parts[coordinate])
+            lines.setdefault(coordinate[:-1], []).append(parts[coordinate])
         joined = {}
         for coordinate, line in lines.items():
+            first = line[0]
             if kind in (R, I):
-                if not all(torch.equal(line[0], other) for other in line):
+                if not all(torch.equal(first, other) for other in line):
                     raise RuleCheckError(
-                        f"{self.cls.__name__} with {where[1]}: an output is declared {kind} over "
-                        f"{where[0]!r}, but its values differ between ranks"
+                        f"{self.cls.__name__} with {placement}: an output is declared {kind} over "
+                        f"{axis!r}, but its values differ between ranks"
                     )
-                joined[coordinate] = line[0]
+                joined[coordinate] = first
             elif kind is P:
                 joined[coordinate] = torch.stack(line).sum(0)
             elif kind is V:
                 raise RuleCheckError(
-                    f"{self.cls.__name__}: an output is declared V over {where[0]!r}, which "
+                    f"{self.cls.__name__}: an output is declared V over {axis!r}, which "
                     "cannot be checked against its values; declare S(i), or assert it in the "
                     "caller"
                 )
@@ -318,24 +319,27 @@ class _Trial:
 
 def _choices(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
     """Yield types of all tensors on one axis: R, dims of one size together, P, and I."""
-    yield dict.fromkeys(tensors, R)
+    replicated: dict[str, Any] = dict.fromkeys(tensors, R)
+    yield dict(replicated)
     sizes = {size for tensor in tensors.values() for size in tensor.shape if size > 1}
     for size in sorted(sizes):
         places = [
             (name, dim)
             for name, tensor in tensors.items()
-            for dim in range(tensor.ndim)
-            if tensor.shape[dim] == size
+            for dim, size_of_dim in enumerate(tensor.shape)
+            if size_of_dim == size
         ]
         for count in range(1, len(places) + 1):
-            for some in combinations(places, count):
-                if len({name for name, _ in some}) == count:
-                    yield {**dict.fromkeys(tensors, R), **{name: Shard(dim) for name, dim in some}}
+            for chosen in combinations(places, count):
+                sharded = {name: Shard(dim) for name, dim in chosen}
+                # one dim of a tensor at most
+                if len(sharded) == count:
+                    yield replicated | sharded
     floating = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
     for name in floating:
-        yield {**dict.fromkeys(tensors, R), name: P}
+        yield {**replicated, name: P}
     if len(floating) > 1:
-        yield {**dict.fromkeys(tensors, R), **dict.fromkeys(floating, P)}
+        yield replicated | dict.fromkeys(floating, P)
     yield dict.fromkeys(tensors, I)
 
 

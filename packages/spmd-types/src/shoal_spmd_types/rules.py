@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -170,7 +170,8 @@ def all_gather(
         raise ArgumentValueError(
             f"rules.all_gather: the types must be V or S(i) to R or I, got {src} -> {dst}"
         )
-    return _move("all_gather", x, axis, (src, dst), out=out, change=int(src is V))
+    is_stacked = src is V
+    return _move("all_gather", x, axis, (src, dst), out=out, change=int(is_stacked))
 
 
 def reduce_scatter(
@@ -201,7 +202,8 @@ def reduce_scatter(
         raise ArgumentValueError(
             f"rules.reduce_scatter: the types must be P or V to V or S(i), got {src} -> {dst}"
         )
-    return _move("reduce_scatter", x, axis, (src, dst), out=out, change=-int(dst is V))
+    loses_dim = dst is V
+    return _move("reduce_scatter", x, axis, (src, dst), out=out, change=-int(loses_dim))
 
 
 def all_to_all(
@@ -263,7 +265,11 @@ def convert(x: Operand, axis: Any, *, src: Any, dst: Any, out: torch.Tensor | No
         raise ArgumentValueError(
             f"rules.convert: {src} -> {dst} needs communication; use a collective"
         )
-    change = int(src is V and dst is P) - int(dst is V and src in (R, I))
+    change = 0
+    if src is V and dst is P:
+        change = 1
+    elif dst is V and src in (R, I):
+        change = -1
     return _move("convert", x, axis, (src, dst), out=out, change=change)
 
 
@@ -291,8 +297,12 @@ def reinterpret(
         ...     rules.reinterpret(assert_type(torch.zeros(4), {"tp": V}), "tp", src=V, dst=P)
         NdimWithSpmdType(1, {tp: P})
     """
-    claims_more = (src is P and dst is not P) or (src is V and dst not in (V, P))
-    if isinstance(src, Shard) or isinstance(dst, Shard) or claims_more:
+    if src is P:
+        claims_more = dst is not P
+    else:
+        claims_more = src is V and dst not in (V, P)
+    has_shards = isinstance(src, Shard) or isinstance(dst, Shard)
+    if has_shards or claims_more:
         raise ArgumentValueError(f"rules.reinterpret: {src} -> {dst} does not keep the bytes")
     return _move("reinterpret", x, axis, (src, dst), out=out)
 
@@ -338,7 +348,7 @@ def einsum(
         NdimWithSpmdType(2, {tp: P})
     """
     touch(*operands)
-    inputs, result = _read_equation(equation, operands)
+    labels = _read_equation(equation, operands)
     types = [_required_type(operand) for operand in operands]
     axes = dict.fromkeys(axis for tensor_type in types for axis in tensor_type.by_axis)
     groups = [(item,) if isinstance(item, int) else tuple(item) for item in linear_in]
@@ -348,18 +358,34 @@ def einsum(
         kinds = [_on(tensor_type, axis, equation) for tensor_type in types]
         if is_local(axis):
             kinds = [spmd.local_type(kind) for kind in kinds]
-        by_axis[axis] = _einsum_type(equation, axis, kinds, labels=(inputs, result), groups=groups)
-    ordered = [_dims_of_label(label, types, inputs) for label in result]
-    order = [(dim, listed) for dim, listed in enumerate(ordered) if len(listed) > 1]
-    kept = tuple([(dim, listed) for dim, listed in order if _shards(by_axis, dim, listed)])
-    return _typed(len(result), spmd.TensorType(by_axis, kept), out)
+        by_axis[axis] = _einsum_type(equation, axis, kinds, labels=labels, groups=groups)
+    # the order of axes is only about dims that several axes shard
+    order = []
+    for dim, label in enumerate(labels.result):
+        axes_of_dim = _axes_of_label(label, types, labels.inputs)
+        if len(axes_of_dim) > 1 and _shards(by_axis, dim, axes_of_dim):
+            order.append((dim, axes_of_dim))
+    result_type = spmd.TensorType(by_axis, tuple(order))
+    return _typed(len(labels.result), result_type, out)
+
+
+class _Labels(NamedTuple):
+    """The labels of an equation, one for each dim.
+
+    Attributes:
+        inputs: labels of every operand.
+        result: labels of the result.
+    """
+
+    inputs: Sequence[str]
+    result: str
 
 
 def _shards(by_axis: Mapping[Any, Any], dim: int, axes: Iterable[Any]) -> bool:
     return all(by_axis[axis] is Shard(dim) for axis in axes)
 
 
-def _dims_of_label(
+def _axes_of_label(
     label: str, types: Sequence[spmd.TensorType], inputs: Sequence[str]
 ) -> tuple[spmd.MeshAxis, ...]:
     """Return the axes that shard a label, outermost first."""
@@ -392,7 +418,7 @@ def _einsum_type(
     axis: spmd.MeshAxis,
     kinds: Sequence[Any],
     *,
-    labels: tuple[Sequence[str], str],
+    labels: _Labels,
     groups: Sequence[Sequence[int]],
 ) -> Any:
     """Return the type of the result on one axis."""
@@ -404,14 +430,14 @@ def _einsum_type(
             f"are {list(kinds)}"
         )
 
-    sharded = [
-        (position, kind.dim) for position, kind in enumerate(kinds) if isinstance(kind, Shard)
-    ]
-    if sharded:
-        names = {inputs[position][dim] for position, dim in sharded}
-        if len(names) > 1:
-            raise refuse(f"the axis shards the labels {sorted(names)}")
-        label = names.pop()
+    sharded_labels = set()
+    for labels_of_operand, kind in zip(inputs, kinds, strict=True):
+        if isinstance(kind, Shard):
+            sharded_labels.add(labels_of_operand[kind.dim])
+    if sharded_labels:
+        if len(sharded_labels) > 1:
+            raise refuse(f"the axis shards the labels {sorted(sharded_labels)}")
+        label = sharded_labels.pop()
         if label == "_":
             raise refuse("a dim that must be whole is sharded")
         for position, kind in enumerate(kinds):
@@ -422,10 +448,11 @@ def _einsum_type(
         return Shard(result.index(label)) if label in result else P
     partial = [position for position, kind in enumerate(kinds) if kind is P]
     if partial:
-        is_linear = any({*partial} <= {*group} for group in groups)
-        whole = [kind for position, kind in enumerate(kinds) if position not in partial]
-        group = next((group for group in groups if {*partial} <= {*group}), ())
-        if not is_linear or {*group} != {*partial} or any(kind is not R for kind in whole):
+        others = [kind for kind in kinds if kind is not P]
+        # the first group that the operands belong to
+        containing = [group for group in groups if {*partial} <= {*group}]
+        is_linear = bool(containing) and {*containing[0]} == {*partial}
+        if not is_linear or any(kind is not R for kind in others):
             raise refuse(f"P in the operands {partial} does not pass through; reduce it first")
         return P
     found = {*kinds}
@@ -436,7 +463,7 @@ def _einsum_type(
     return found.pop()
 
 
-def _read_equation(equation: str, operands: Sequence[Operand]) -> tuple[list[str], str]:
+def _read_equation(equation: str, operands: Sequence[Operand]) -> _Labels:
     """Return the labels of the operands and of the result, with `...` written out."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     inputs = left.split(",")
@@ -444,21 +471,25 @@ def _read_equation(equation: str, operands: Sequence[Operand]) -> tuple[list[str
         raise ArgumentValueError(
             f"rules.einsum: {equation!r} must name {len(operands)} operands and a result"
         )
-    spare = "".join(chr(code) for code in range(0x391, 0x391 + 26) if chr(code).isalpha())
+    # Greek capitals stand for the dims of `...`
+    greek = map(chr, range(0x391, 0x391 + 26))
+    spare = "".join(filter(str.isalpha, greek))
     leading = ""
     written: list[str] = []
     for labels, operand in zip(inputs, operands, strict=True):
         if "..." in labels:
-            count = operand.ndim - len(labels) + 3
-            leading = leading if len(leading) >= count else spare[:count]
-            labels = labels.replace("...", spare[:count])
+            count = operand.ndim - len(labels) + len("...")
+            dims = spare[:count]
+            if len(leading) < count:
+                leading = dims
+            labels = labels.replace("...", dims)
         if len(labels) != operand.ndim:
             raise ArgumentValueError(
                 f"rules.einsum: {labels!r} in {equation!r} is for {len(labels)} dims, but the "
                 f"operand has {operand.ndim}"
             )
         written.append(labels)
-    return written, right.replace("...", leading)
+    return _Labels(written, right.replace("...", leading))
 
 
 # --- declarations ---------------------------------------------------------------------------------
@@ -487,8 +518,8 @@ def output(out: Any, typed: Any) -> None:
     if isinstance(out, list | tuple):
         if not isinstance(typed, list | tuple) or len(typed) != len(out):
             raise SpmdTypeError(f"rules.output: got {len(out)} outputs, but types for {typed!r}")
-        for one, its_type in zip(out, typed, strict=True):
-            output(one, its_type)
+        for tensor, its_type in zip(out, typed, strict=True):
+            output(tensor, its_type)
         return
     found = spmd.type_of(typed)
     if found is None:
@@ -544,14 +575,18 @@ def check_arguments(function: type, args: tuple[Any, ...]) -> None:
 
 def _takes_outputs(declaration: Callable[..., Any]) -> bool:
     parameters = inspect.signature(declaration).parameters.values()
-    return any(one.kind is not inspect.Parameter.KEYWORD_ONLY for one in parameters)
+    return not all(_is_keyword(parameter) for parameter in parameters)
+
+
+def _is_keyword(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def _call_of(function: type, named: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the declaration of a class, and the keywords that it takes."""
-    declaration: Callable[..., Any] = getattr(function, "spmd_typecheck")  # noqa: B009  # not in the type
+    declaration: Callable[..., Any] = getattr(function, "spmd_typecheck")  # noqa: B009  # untyped
     parameters = inspect.signature(declaration).parameters.values()
-    wanted = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    wanted = [parameter.name for parameter in parameters if _is_keyword(parameter)]
     unknown = [name for name in wanted if name not in named]
     if unknown:
         raise ArgumentTypeError(
@@ -565,23 +600,28 @@ def _bound_arguments(function: type, args: tuple[Any, ...]) -> dict[str, Any]:
     forward: Callable[..., Any] = getattr(function, "forward")  # noqa: B009  # not in the type
     names = [*inspect.signature(forward).parameters]
     has_context = "setup_context" not in vars(function)
-    return dict(zip(names[1:] if has_context else names, args, strict=False))
+    if has_context:
+        names = names[1:]
+    return dict(zip(names, args, strict=False))
 
 
 def _check_coverage(
     function: type, named: Mapping[str, Any], seen: Sequence[Any], outputs: Any
 ) -> None:
     for name, value in named.items():
-        if isinstance(value, torch.Tensor) and not any(value is one for one in seen):
+        if not isinstance(value, torch.Tensor):
+            continue
+        if not any(value is operand for operand in seen):
             raise SpmdTypeError(
                 f"{function.__name__}.spmd_typecheck does not account for {name}: use it in a rule "
                 "or an assert_type, or declare it by rules.ignore"
             )
     for tensor in spmd.tensors_in(outputs):
         if spmd.type_of(tensor) is None:
+            shape = tuple(tensor.shape)
             raise SpmdTypeError(
-                f"{function.__name__}.spmd_typecheck leaves an output of shape "
-                f"{tuple(tensor.shape)} without a type"
+                f"{function.__name__}.spmd_typecheck leaves an output of shape {shape} without a "
+                "type"
             )
 
 

@@ -76,9 +76,9 @@ def get_axis_local_type(tensor: Any, axis: Any) -> spmd.AxisType:
     """
     found = maybe_get_axis_local_type(tensor, axis)
     if found is None:
+        name = spmd.normalize_axis(axis)
         raise SpmdTypeError(
-            f"the tensor does not have a type over {spmd.normalize_axis(axis)!r}; its type is "
-            f"{spmd.type_of(tensor)}"
+            f"the tensor does not have a type over {name!r}; its type is {spmd.type_of(tensor)}"
         )
     return found
 
@@ -96,7 +96,9 @@ def maybe_get_axis_local_type(tensor: Any, axis: Any) -> spmd.AxisType | None:
         True
     """
     present = spmd.type_of(tensor)
-    return None if present is None else present.local.get(spmd.normalize_axis(axis))
+    if present is None:
+        return None
+    return present.local.get(spmd.normalize_axis(axis))
 
 
 def get_partition_spec(tensor: Any) -> PartitionSpec | None:
@@ -113,7 +115,8 @@ def get_partition_spec(tensor: Any) -> PartitionSpec | None:
     present = spmd.type_of(tensor)
     if present is None or not present.dims:
         return None
-    return PartitionSpec(*[entry_of(present.dims.get(dim, ())) for dim in range(tensor.ndim)])
+    axes_by_dim = [present.dims.get(dim, ()) for dim in range(tensor.ndim)]
+    return PartitionSpec(*map(entry_of, axes_by_dim))
 
 
 def _type_of(tensor: Any) -> spmd.TensorType:
@@ -162,10 +165,10 @@ def merge_types(*types: TypeArgument) -> SpmdType:
             continue
         by_axis, its_spec = _parts(item)
         for axis, axis_type in by_axis.items():
-            if merged.setdefault(axis, axis_type) is not axis_type:
+            first = merged.setdefault(axis, axis_type)
+            if first is not axis_type:
                 raise SpmdTypeError(
-                    f"merge_types: {axis!r} is {merged[axis]} in one argument and {axis_type} in "
-                    "another"
+                    f"merge_types: {axis!r} is {first} in one argument and {axis_type} in another"
                 )
         if its_spec is not None:
             if spec is not None and spec != its_spec:
@@ -201,7 +204,8 @@ def _filled(
     named = {spmd.normalize_axis(axis) for axis in merged}
     if spec is not None:
         named |= spec.axes_with_partition_spec()
-    return {**merged, **{axis: bare for axis in mesh.axes if axis not in named}}
+    others = [axis for axis in mesh.axes if axis not in named]
+    return merged | dict.fromkeys(others, bare)
 
 
 def assert_type(
@@ -294,10 +298,7 @@ def assert_type_like(
     """
     if not spmd.is_active():
         return
-    wanted = _type_of(source)
-    for axis, axis_type in (overrides or {}).items():
-        wanted = wanted.with_axis(spmd.normalize_axis(axis), axis_type)
-    _assert_exact(tensor, wanted)
+    _assert_exact(tensor, _overridden(_type_of(source), overrides))
 
 
 def assert_local_type_like(
@@ -323,23 +324,28 @@ def assert_local_type_like(
     """
     if not spmd.is_active():
         return
-    wanted = _type_of(source).without_dims()
+    _assert_exact(tensor, _overridden(_type_of(source).without_dims(), overrides))
+
+
+def _overridden(
+    tensor_type: spmd.TensorType, overrides: Mapping[Any, Any] | None
+) -> spmd.TensorType:
+    """Return a type with other types on some axes."""
     for axis, axis_type in (overrides or {}).items():
-        wanted = wanted.with_axis(spmd.normalize_axis(axis), axis_type)
-    _assert_exact(tensor, wanted)
+        tensor_type = tensor_type.with_axis(spmd.normalize_axis(axis), axis_type)
+    return tensor_type
 
 
 def _assert_exact(tensor: Any, wanted: spmd.TensorType) -> None:
-    entries = []
-    for dim in range(tensor.ndim):
-        axes = wanted.dims.get(dim, ())
-        entries.append(axes or None)
+    """Assert a type that names the axes of every sharded dim."""
+    by_axis = wanted.by_axis.items()
     local: dict[Any, Any] = {
-        axis: axis_type
-        for axis, axis_type in wanted.by_axis.items()
-        if not isinstance(axis_type, Shard)
+        axis: axis_type for axis, axis_type in by_axis if not isinstance(axis_type, Shard)
     }
-    spec = PartitionSpec(*entries) if wanted.dims else None
+    spec: PartitionSpec | None = None
+    if wanted.dims:
+        entries = [wanted.dims.get(dim) or None for dim in range(tensor.ndim)]
+        spec = PartitionSpec(*entries)
     spmd.assert_tensor_type(tensor, local, spec)
 
 
@@ -368,22 +374,23 @@ def mutate_type(tensor: torch.Tensor, axis: Any = None, *, src: Any, dst: Any) -
     if present is None and not spmd.is_type_checking():
         return tensor
     present = _type_of(tensor)
-    before = _by_axis(src, axis, dst, [*present.by_axis])
-    after = _by_axis(dst, axis, src, [*present.by_axis])
+    all_axes = [*present.by_axis]
+    before = _by_axis(src, axis, dst, all_axes)
+    after = _by_axis(dst, axis, src, all_axes)
     if before.keys() != after.keys():
         raise SpmdTypeError(
             f"mutate_type: src and dst must have the same axes, got {[*before]} and {[*after]}"
         )
-    for one, expected in before.items():
-        found = present.local.get(one)
-        if one.size() > 1 and found is not spmd.local_type(expected):
+    for mesh_axis, expected in before.items():
+        found = present.local.get(mesh_axis)
+        if mesh_axis.size() > 1 and found is not spmd.local_type(expected):
             raise SpmdTypeError(
-                f"{spmd.user_line()}: mutate_type: the tensor is {found} over {one!r}, not "
+                f"{spmd.user_line()}: mutate_type: the tensor is {found} over {mesh_axis!r}, not "
                 f"{expected}: {present}"
             )
-    for one, axis_type in after.items():
-        if one.size() > 1:
-            present = present.with_axis(one, spmd.local_type(axis_type))
+    for mesh_axis, axis_type in after.items():
+        if mesh_axis.size() > 1:
+            present = present.with_axis(mesh_axis, spmd.local_type(axis_type))
     spmd.set_type(tensor, present)
     return tensor
 
@@ -393,11 +400,12 @@ def _by_axis(
 ) -> dict[spmd.MeshAxis, Any]:
     """Return types by axis: given so, for one axis, for the axes of `others`, or for all."""
     if isinstance(types, Mapping):
-        return {spmd.normalize_axis(one): axis_type for one, axis_type in types.items()}
+        return {spmd.normalize_axis(name): axis_type for name, axis_type in types.items()}
     if axis is not None:
         return {spmd.normalize_axis(axis): types}
     if isinstance(others, Mapping):
-        return dict.fromkeys([spmd.normalize_axis(one) for one in others], types)
+        axes = [spmd.normalize_axis(name) for name in others]
+        return dict.fromkeys(axes, types)
     return dict.fromkeys(every, types)
 
 
@@ -427,16 +435,21 @@ def reinterpret_no_grad(tensor: torch.Tensor, axis: Any, *, dst: Any) -> torch.T
         raise SpmdTypeError(
             f"{spmd.user_line()}: reinterpret_no_grad: the tensor requires grad; use convert"
         )
-    one = spmd.normalize_axis(axis)
+    mesh_axis = spmd.normalize_axis(axis)
+    has_ranks = mesh_axis.size() > 1
     present = _type_of(tensor)
-    if dst not in (R, I) or (one.size() > 1 and present.by_axis.get(one) not in (R, I)):
+    is_allowed = dst in (R, I)
+    if has_ranks:
+        is_allowed = is_allowed and present.by_axis.get(mesh_axis) in (R, I)
+    if not is_allowed:
         raise SpmdTypeError(
             f"{spmd.user_line()}: reinterpret_no_grad changes between R and I only, got {dst} for "
             f"a tensor of type {present}"
         )
     with spmd.paused():
         result = tensor.view_as(tensor)
-    spmd.set_type(result, present if one.size() == 1 else present.with_axis(one, dst))
+    after = present.with_axis(mesh_axis, dst) if has_ranks else present
+    spmd.set_type(result, after)
     return result
 
 
@@ -465,18 +478,20 @@ def reinterpret_mesh(tensor: torch.Tensor, type: Any, *, inplace: bool = False) 
     if not spmd.is_type_checking() and spmd.type_of(tensor) is None:
         return tensor
     present = _type_of(tensor)
+    wanted: spmd.TensorType | None = None
     if isinstance(type, Mapping):
-        wanted: spmd.TensorType | None = spmd.read_type(type, tensor.ndim)
-        axes = [*wanted.by_axis] if wanted is not None else []
+        wanted = spmd.read_type(type, tensor.ndim)
+        axes = [*wanted.by_axis]
     else:
-        wanted = None
         axes = [*spmd.read_mesh(type).axes]
     found = spmd.reinterpreted(present, axes)
-    if found is None or (wanted is not None and found.local != wanted.local):
+    is_other = found is not None and wanted is not None and found.local != wanted.local
+    if found is None or is_other:
+        name = "type" if wanted is None else f"type {wanted}"
         raise SpmdTypeError(
-            f"{spmd.user_line()}: reinterpret_mesh: a tensor of type {present} cannot have a type "
-            f"{'' if wanted is None else f'{wanted} '}over {axes}: the axes must join the same "
-            "ranks, and axes that become one must have one type"
+            f"{spmd.user_line()}: reinterpret_mesh: a tensor of type {present} cannot have a "
+            f"{name} over {axes}: the axes must join the same ranks, and axes that become one "
+            "must have one type"
         )
     if inplace:
         spmd.set_type(tensor, wanted or found)
@@ -546,11 +561,12 @@ def local_map(*, in_types: Any = Infer, out_types: Any) -> Callable[[F], F]:
         def mapped(*args: Any, **kwargs: Any) -> Any:
             if not spmd.is_type_checking():
                 return function(*args, **kwargs)
+            name = function.__qualname__
             if in_types is not Infer:
-                _assert_leaves(f"{function.__qualname__}: in_types", args, in_types)
+                _assert_leaves(f"{name}: in_types", args, in_types)
             with spmd.local():
                 outputs = function(*args, **kwargs)
-            _assert_leaves(f"{function.__qualname__}: out_types", outputs, out_types)
+            _assert_leaves(f"{name}: out_types", outputs, out_types)
             return outputs
 
         return mapped  # type: ignore[return-value]  # has the signature of the function
@@ -559,15 +575,20 @@ def local_map(*, in_types: Any = Infer, out_types: Any) -> Callable[[F], F]:
 
 
 def _is_leaf(spec: Any) -> bool:
+    """Tell whether a type of `local_map` belongs to one value."""
     if spec is None or spec is Infer or isinstance(spec, Mapping | PartitionSpec | SpmdType):
         return True
-    if isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], Mapping):
-        return spec[1] is None or isinstance(spec[1], PartitionSpec)
-    return False
+    if not isinstance(spec, tuple) or len(spec) != 2:
+        return False
+    by_axis, sharding = spec
+    if not isinstance(by_axis, Mapping):
+        return False
+    return sharding is None or isinstance(sharding, PartitionSpec)
 
 
 def _refuse_infer(where: str, types: Any) -> None:
-    if any(leaf is Infer for leaf in pytree.tree_leaves(types, is_leaf=_is_leaf)):
+    leaves = pytree.tree_leaves(types, is_leaf=_is_leaf)
+    if any(leaf is Infer for leaf in leaves):
         raise SpmdTypeError(
             f"local_map: Infer cannot be nested inside {where}; name the type of each leaf"
         )
@@ -602,11 +623,13 @@ def _assert_leaf(where: str, value: Any, leaf: Any) -> None:
             )
         return
     if not is_tensor:
+        kind = type(value).__name__
         raise SpmdTypeError(
-            f"{where}: {leaf!r} is a type for tensors, but the value is of the type "
-            f"{type(value).__name__}; write None"
+            f"{where}: {leaf!r} is a type for tensors, but the value is of the type {kind}; "
+            "write None"
         )
-    parts = leaf if isinstance(leaf, tuple) and not isinstance(leaf, PartitionSpec) else (leaf,)
+    is_pair = isinstance(leaf, tuple) and not isinstance(leaf, PartitionSpec)
+    parts = leaf if is_pair else (leaf,)
     assert_type(value, *parts)
 
 
@@ -675,11 +698,12 @@ def _typed_boundary(function: F, *, out_types: Any, in_types: Any = Infer) -> F:
     def unchecked(*args: Any, **kwargs: Any) -> Any:
         if not spmd.is_type_checking():
             return function(*args, **kwargs)
+        name = function.__qualname__
         if in_types is not Infer:
-            _assert_leaves(f"{function.__qualname__}: in_types", args, in_types)
+            _assert_leaves(f"{name}: in_types", args, in_types)
         with spmd.paused():
             outputs = function(*args, **kwargs)
-        _assert_leaves(f"{function.__qualname__}: out_types", outputs, out_types)
+        _assert_leaves(f"{name}: out_types", outputs, out_types)
         return outputs
 
     return unchecked  # type: ignore[return-value]  # has the signature of the function
@@ -702,112 +726,6 @@ def register_no_typecheck(fn: F) -> F:
     """
     spmd.leave_unchecked(fn)
     return fn
-
-
-# --- registries -----------------------------------------------------------------------------------
-
-
-def register_autograd_function(cls: type) -> type:
-    """Register an autograd function that declares its types in `spmd_typecheck`.
-
-    The registration is not needed: a function with this static method is found.
-
-    Args:
-        cls: the class, with a static method `spmd_typecheck` (or `typecheck_forward`, which is
-            called in place of `apply`).
-
-    Returns:
-        `cls`.
-
-    Raises:
-        ArgumentTypeError: if it has neither.
-
-    Example:
-        >>> @register_autograd_function
-        ... class Double(torch.autograd.Function):
-        ...     @staticmethod
-        ...     def spmd_typecheck(outputs, *, x):
-        ...         assert_type_like(outputs, x)
-    """
-    if not hasattr(cls, "spmd_typecheck") and not hasattr(cls, "typecheck_forward"):
-        raise ArgumentTypeError(
-            f"register_autograd_function: {cls.__name__} must declare its types in a static "
-            "method spmd_typecheck"
-        )
-    return cls
-
-
-def register_local_autograd_function(cls: type) -> type:
-    """Register an autograd function that each rank computes on its own, without collectives.
-
-    R and V make V, all R make R, all I make I; P and other combinations are errors.
-
-    Args:
-        cls: the class.
-
-    Returns:
-        `cls`.
-
-    Example:
-        >>> @register_local_autograd_function
-        ... class Double(torch.autograd.Function):
-        ...     @staticmethod
-        ...     def forward(ctx, x):
-        ...         return 2 * x
-    """
-    spmd.LOCAL_FUNCTIONS.add(cls)
-    return cls
-
-
-_BACKWARD_HOOKS: set[Callable[..., Any]] = set()
-
-
-def register_local_backward_hook(fn: F) -> F:
-    """Declare that a backward hook sends nothing and does not change the type of a gradient.
-
-    Operators of a backward pass are not checked, so the declaration is for readers.
-
-    Args:
-        fn: the hook.
-
-    Returns:
-        `fn`.
-
-    Example:
-        >>> @register_local_backward_hook
-        ... def count(grad):
-        ...     return grad
-    """
-    _BACKWARD_HOOKS.add(fn)
-    return fn
-
-
-def register_decomposition(cls: type, ref_impl: Callable[..., Any] | None = None) -> Any:
-    """Register a reference in torch's operators, whose types an autograd function has.
-
-    While types are checked, the reference runs beside the function, for its types alone.
-
-    Args:
-        cls: the class of the function.
-        ref_impl: a function with the arguments of `cls.apply`; without it, the result is a
-            decorator.
-
-    Returns:
-        `ref_impl`, or the decorator.
-
-    Example:
-        >>> class Fused(torch.autograd.Function):
-        ...     @staticmethod
-        ...     def forward(ctx, x):
-        ...         return x.exp() * x
-        >>> @register_decomposition(Fused)
-        ... def reference(x):
-        ...     return x.exp() * x
-    """
-    if ref_impl is None:
-        return functools.partial(register_decomposition, cls)
-    spmd.DECOMPOSITIONS[cls] = ref_impl
-    return ref_impl
 
 
 @contextmanager

@@ -35,7 +35,8 @@ class Scalar:
     """
 
     def __init__(self, value: int | float | complex, spmd_type: Mapping[Any, Any]) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float | complex):
+        is_number = isinstance(value, int | float | complex)
+        if isinstance(value, bool) or not is_number:
             raise ArgumentTypeError(f"Scalar: expected a number, got {value!r}")
         for axis, axis_type in spmd_type.items():
             if not isinstance(axis_type, spmd.AxisType):

@@ -58,9 +58,10 @@ class DTensorPropagationError(SpmdTypeError):
 
 
 class PartitionSpec(tuple[Any, ...]):
-    """The mesh axes that shard each tensor dim: an axis, a tuple of axes (outermost first), or None.
+    """The mesh axes that shard each tensor dim.
 
-    Entries are kept as they are written; names are looked up when the spec is used.
+    An entry is an axis, a tuple of axes (outermost first), or None. Entries are kept as they are
+    written; names are looked up when the spec is used.
 
     Args:
         args: one entry for each tensor dim.
@@ -175,7 +176,8 @@ class SpmdType:
                         f"SpmdType: {axis!r} is {self.local_type[axis]}, but shards a dim in "
                         f"{self.partition_spec}"
                     )
-        if any(isinstance(axis_type, Shard) for axis_type in self.local_type.values()):
+        has_shards = any(isinstance(axis_type, Shard) for axis_type in self.local_type.values())
+        if has_shards:
             raise SpmdTypeError(
                 "SpmdType: S(i) cannot be combined with a PartitionSpec; write the sharded dims "
                 "in one of them"
@@ -244,4 +246,6 @@ def format_axis(axis: Any) -> str:
     """
     if isinstance(axis, str):
         return axis
-    return "x".join(axis.axes) if isinstance(axis, Comm) else repr(spmd.normalize_axis(axis))
+    if isinstance(axis, Comm):
+        return "x".join(axis.axes)
+    return repr(spmd.normalize_axis(axis))
