@@ -114,10 +114,7 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tools/contracts.py")
     session.run("python", "tools/where.py", "--check")
     sources = [f"packages/{package}/src" for package in STACK]
-    # folders that are still being read
-    unread = {"packages/mesh/src", "packages/spmd-types/src"}
-    readable = [source for source in sources if source not in unread]
-    session.run("python", "tools/readable.py", *readable)
+    session.run("python", "tools/readable.py", *sources)
     session.run("python", "tools/density.py", *sources)
 
 

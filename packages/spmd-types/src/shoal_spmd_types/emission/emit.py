@@ -109,7 +109,9 @@ def emit(
     """
     inputs = _bound(module, args, kwargs)
     types = input_types or {}
-    first, *others = [_written(module, plan, view, inputs, types) for view in _first_and_last(mesh)]
+    first, *others = [
+        _written(module, plan, view, inputs, input_types=types) for view in _first_and_last(mesh)
+    ]
     for other in others:
         _require_equal(first.source, other.source)
     return first
@@ -142,13 +144,14 @@ def _written(
     input_types: Mapping[str, Layout],
 ) -> EmittedProgram:
     """Return the program that one rank runs."""
-    specs = _specs(module, plan, mesh, inputs, input_types)
+    specs = _specs(module, plan, mesh, inputs, input_types=input_types)
     trace = record(module, inputs, specs, _layouts_of_outputs(module, plan, mesh))
     entries = trace.without_dead_entries()
     sides = Sides(entries, trace.results, mesh.ndim)
     statements = Statements(entries, sides, mesh.axis_names).found
     program = CheckedProgram(trace, statements, mesh)
-    return EmittedProgram(source_of(module, mesh, trace, program, inputs), specs)
+    source = source_of(module, mesh, trace, program, inputs=inputs)
+    return EmittedProgram(source, specs)
 
 
 def _bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +215,14 @@ def _spec(tensor: Tensor, layout: Layout | None, mesh: DeviceMesh) -> Spec:
         placements = [_placement(layout.get(name, spmd.I), tensor) for name in mesh.axis_names]
     elif layout is not None:
         placements = [*layout]
-    return Spec(mesh, placements, tensor.shape, tensor.stride(), tensor.dtype, order)
+    return Spec(
+        mesh,
+        placements,
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        shard_order=order,
+    )
 
 
 def _placement(axis_type: Any, tensor: Tensor) -> Placement:

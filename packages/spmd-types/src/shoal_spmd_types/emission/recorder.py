@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
                 f"emit: {func} draws random numbers, which DTensors draw as one process does, and "
                 "local tensors do not; set the module to eval(), or its dropout to 0"
             )
-        result = dispatch_observed(DTensor, func, args, kwargs, self)
+        result = dispatch_observed(DTensor, func, args, kwargs, observer=self)
         if func is torch.ops.aten.detach.default or not torch.is_grad_enabled():
             return result
         if any(map(self._takes_gradient, distributed)):

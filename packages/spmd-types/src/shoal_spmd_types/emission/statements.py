@@ -73,7 +73,7 @@ class Statements:
             return [f"({text}).detach()" for text in found]
 
         operands = [in_place_of.get(value, value) for value in operation.operands]
-        return Statement(operands, operation.outputs, texts, (operation,), operation.path)
+        return Statement(operands, operation.outputs, texts, (operation,), path=operation.path)
 
     def _conversions(self, operation: Operation) -> dict[Value, Value]:
         """Add the conversions to R that an operation needs; return the new values."""
@@ -97,7 +97,7 @@ class Statements:
                 return [f'convert({names(source)}, "{name}", src=I, dst=R)']
 
             self._converted[key] = output
-            self.found.append(Statement([source], [output], texts, (), path))
+            self.found.append(Statement([source], [output], texts, (), path=path))
         return self._converted[key]
 
     def _moves(self, movement: Movement) -> list[Statement]:
@@ -113,7 +113,7 @@ class Statements:
             make = self._move_texts(step, source, movement.output)
             if movement.cuts_gradient and step is movement.plan.steps[-1]:
                 make = _detached(make)
-            statements.append(Statement([source], [output], make, (), movement.path))
+            statements.append(Statement([source], [output], make, (), path=movement.path))
             source = output
         return statements
 
@@ -144,7 +144,12 @@ class Statements:
 
         last = layer.operations[-1]
         return Statement(
-            operands, last.outputs, texts, layer.operations, last.path, [*parts.values()]
+            operands,
+            last.outputs,
+            texts,
+            layer.operations,
+            path=last.path,
+            parts=[*parts.values()],
         )
 
 
