@@ -227,4 +227,4 @@ def test_a_notebook_shows_the_values_that_differ() -> None:
     assert "<td>&lt;layer 49&gt;</td><td>5.0e-01</td>" in html
     assert "and 10 more" in html and "layer 50" not in html
     agreeing = Comparison([], "", compared=3, alone=0)._repr_html_()
-    assert agreeing.startswith("<pre>no value differs")
+    assert agreeing.startswith("<pre>all values agree")
