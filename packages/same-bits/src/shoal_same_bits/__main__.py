@@ -15,9 +15,8 @@ from .runs.record import RunRecord, compare_runs
 
 def main(argv: list[str] | None = None) -> int:
     """Compare two runs; return 0 if nothing differs, 1 if something does, 2 for wrong arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shoal_same_bits", description=(__doc__ or "").splitlines()[0]
-    )
+    summary, *_ = (__doc__ or "").splitlines()
+    parser = argparse.ArgumentParser(prog="python -m shoal_same_bits", description=summary)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     compare = commands.add_parser(
         "compare", help="compare two recorded runs and print the first value that differs"

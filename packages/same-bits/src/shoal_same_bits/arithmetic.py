@@ -78,7 +78,10 @@ _WHOLE: dict[type[nn.Module], type[Lowered]] = {
 
 @dataclass(frozen=True, slots=True)
 class InvariantArithmetic(BlockArithmetic):
-    """The mode, which replaces lowerings by invariant forms, also for modules that no style shards."""
+    """The mode, which replaces lowerings by invariant forms.
+
+    Modules that no style shards get invariant forms too.
+    """
 
     def form_of(
         self, lowering: type[Lowered], sharding: ModuleSharding, module: nn.Module
@@ -87,7 +90,8 @@ class InvariantArithmetic(BlockArithmetic):
         form = _FORMS.get(lowering)
         if form is not None:
             return form
-        if lowering in _UNCHANGED and not (sharding.distributes and [*module.parameters()]):
+        distributes_parameters = sharding.distributes and [*module.parameters()]
+        if lowering in _UNCHANGED and not distributes_parameters:
             return lowering
         raise _without_form(f"{sharding.style} of {type(module).__name__}")
 
@@ -106,7 +110,7 @@ class InvariantArithmetic(BlockArithmetic):
                 for the dtype of the parameters, None for no data parallelism.
         """
         self._check_devices(module)
-        axis = mesh if mesh.ndim == 1 else mesh[mesh.axis_names[0]]
+        axis = mesh[mesh.axis_names[0]]
         for path, owner in module.named_modules():
             lowered = lowered_of(owner)
             has_form = lowered is not None and not _is_empty_boundary(lowered)
@@ -131,10 +135,14 @@ class InvariantArithmetic(BlockArithmetic):
 
     def _check_devices(self, module: nn.Module) -> None:
         """Check the operators of every device and dtype of the parameters."""
-        kinds = {(p.device.type, p.dtype) for p in module.parameters() if p.is_floating_point()}
+        threads = torch.get_num_threads()
+        kinds = set()
+        for param in module.parameters():
+            if param.is_floating_point():
+                kinds.add((param.device.type, param.dtype))
         for device, dtype in kinds:
             if device != "meta":
-                check_device(device, dtype, torch.get_num_threads(), self.rows)
+                check_device(device, dtype, threads, self.rows)
 
 
 def _is_empty_boundary(lowered: Lowered) -> bool:
@@ -204,7 +212,8 @@ def invariant_arithmetic(
         >>> from shoal_mesh.testing import fake_world
         >>> from shoal_tp_styles import parallelize_module
         >>> with fake_world(1), invariant_arithmetic(blocks=4):
-        ...     linear = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (1,)), "colwise")
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     linear = parallelize_module(nn.Linear(8, 8), mesh, "colwise")
         ...     type(linear.forward.__self__).__name__
         'InvariantColumn'
     """

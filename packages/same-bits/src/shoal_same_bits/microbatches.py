@@ -163,7 +163,8 @@ def accumulate_in_tree(
         >>> from shoal_same_bits import invariant_arithmetic
         >>> from shoal_tp_styles import parallelize_module
         >>> with fake_world(1), invariant_arithmetic():
-        ...     model = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (1,)), "colwise")
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     model = parallelize_module(nn.Linear(8, 8), mesh, "colwise")
         ...     for part in accumulate_in_tree(model, torch.ones(8, 2, 8).chunk(4)):
         ...         (model(part).mean() / 4).backward()
         ...     model.bias.grad.shape

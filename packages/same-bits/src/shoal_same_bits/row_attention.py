@@ -1,4 +1,4 @@
-"""`attention_in_rows`: attention whose bits depend neither on the number of queries nor on later keys.
+"""`attention_in_rows`: attention whose bits depend on no other query and on no later key.
 
 Every kernel sees one sample, `rows` queries and `KEYS` keys, however long the sequence is: missing
 queries and keys are padding, and padded keys are masked. Blocks of keys begin at the first key, so
@@ -47,7 +47,8 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     Raises:
         UnsupportedAttentionError: for a DTensor or for dropout.
     """
-    if dropout_p or any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
+    has_dtensor = any(isinstance(x, DTensor) for x in (query, key, value, attn_mask))
+    if dropout_p or has_dtensor:
         raise UnsupportedAttentionError(
             f"invariant_arithmetic(rows={rows}): attention by rows supports plain tensors of this "
             f"rank's heads without dropout only; got dropout_p={dropout_p} and "
@@ -62,14 +63,16 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     out_shape = (*query.shape[:-1], value.shape[-1])
     if not query.numel() or not key.numel():
         return query.new_zeros(out_shape)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    queries = query.shape[-2]
+    features = query.shape[-1]
+    factor = features**-0.5 if scale is None else scale
+    query_count = query.shape[-2]
+    key_count = key.shape[-2]
     with unwatched_functions():
-        mask = _additive_mask(query, key.shape[-2], attn_mask, is_causal=is_causal)
+        mask = _additive_mask(query, key_count, attn_mask, is_causal=is_causal)
         operands = [_by_sample(x) for x in (query * factor, key, value, mask)]
         samples = [_attend_sample(rows, *sample) for sample in zip(*operands, strict=True)]
         # (B, H, Q padded to full blocks, V), without the padding
-        out = torch.stack(samples)[:, :, :queries]
+        out = torch.stack(samples)[:, :, :query_count]
         return out.reshape(out_shape).to(query.dtype)
 
 
@@ -80,13 +83,14 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _by_sample(x: Tensor) -> Tensor:
     """(B, ..., N, D) -> (B, H, N, D) in the dtype of the computation; the heads are one dim."""
-    return x.to(_compute_dtype(x.dtype)).reshape(len(x), -1, *x.shape[-2:])
+    wide = x.to(_compute_dtype(x.dtype))
+    return wide.reshape(len(x), -1, *x.shape[-2:])
 
 
 def _additive_mask(
     query: Tensor, keys: int, attn_mask: Tensor | None, *, is_causal: bool
 ) -> Tensor:
-    """Return the summand of the scores, (B, ..., Q, K); one head where all heads have the same mask."""
+    """Return the summand of the scores, (B, ..., Q, K); one head if all have the same mask."""
     queries = query.shape[-2]
     dtype = _compute_dtype(query.dtype)
     if attn_mask is None:
@@ -106,29 +110,29 @@ def _additive_mask(
 
 def _attend_sample(rows: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attend from (H, Q, D), one block of queries after the other: (H, Q padded to blocks, V)."""
+    query_blocks = _padded_blocks(q, rows)
     key_blocks = _padded_blocks(k, KEYS)
     value_blocks = _padded_blocks(v, KEYS)
-    outputs = [
-        _attend_block(query_block, key_blocks, value_blocks, masks)
-        for query_block, masks in zip(
-            _padded_blocks(q, rows), _mask_blocks(mask, rows), strict=True
-        )
-    ]
+    outputs = []
+    for query_block, masks in zip(query_blocks, _mask_blocks(mask, rows), strict=True):
+        outputs.append(_attend_block(query_block, key_blocks, value_blocks, masks))
     return torch.cat(outputs, 1)
 
 
 def _padded_blocks(x: Tensor, size: int) -> list[Tensor]:
     """(H, N, D) -> blocks (H, size, D), each in memory of its own; zeros pad the last one."""
-    padded = functional.pad(x, (0, 0, 0, -x.shape[1] % size))
-    return [
-        block.clone(memory_format=torch.contiguous_format) for block in torch.split(padded, size, 1)
-    ]
+    missing = -x.shape[1] % size
+    padded = functional.pad(x, (0, 0, 0, missing))
+    blocks = torch.split(padded, size, 1)
+    return [block.clone(memory_format=torch.contiguous_format) for block in blocks]
 
 
 def _mask_blocks(mask: Tensor, rows: int) -> Iterator[list[Tensor]]:
-    """(H, Q, K) -> for every block of queries its blocks (H, rows, KEYS); padded keys are masked."""
-    padded = functional.pad(mask, (0, -mask.shape[2] % KEYS), value=-torch.inf)
-    padded = functional.pad(padded, (0, 0, 0, -mask.shape[1] % rows))
+    """(H, Q, K) -> for every block of queries its blocks (H, rows, KEYS); padding is masked."""
+    missing_keys = -mask.shape[2] % KEYS
+    missing_queries = -mask.shape[1] % rows
+    padded = functional.pad(mask, (0, missing_keys), value=-torch.inf)
+    padded = functional.pad(padded, (0, 0, 0, missing_queries))
     for query_block in torch.split(padded, rows, 1):
         yield [block.contiguous() for block in torch.split(query_block, KEYS, 2)]
 
@@ -138,7 +142,8 @@ def _attend_block(
 ) -> Tensor:
     """Attend from one block of queries to all blocks of keys: (H, rows, V)."""
     scores = [q @ block.mT + mask for block, mask in zip(keys, masks, strict=True)]
-    top = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
+    tops = [block.amax(-1, keepdim=True) for block in scores]
+    top = torch.stack(tops).amax(0)
     # A query that sees no key has only -inf; subtracting that would give nan.
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights = [(block - top).exp() for block in scores]
@@ -147,4 +152,5 @@ def _attend_block(
     for weight, value in zip(weights[1:], values[1:], strict=True):
         total = total + weight.sum(-1, keepdim=True)
         out = out + weight @ value
-    return out / total.masked_fill(total == 0, 1.0)
+    divisor = total.masked_fill(total == 0, 1.0)
+    return out / divisor

@@ -1,4 +1,4 @@
-"""Forms of modules whose bits do not depend on the number of ranks; they replace the lowerings of styles.
+"""Forms of modules whose bits do not depend on the number of ranks, in place of lowerings.
 
 May import: errors, row_attention.
 """

@@ -129,7 +129,7 @@ class _OutputColumns(Function):
 
 
 class _Rows(Function):
-    """x: (B, ..., K), W: (N, K) -> (B, ..., N): the sum over `blocks` blocks of K, and over ranks."""
+    """x: (B, ..., K), W: (N, K) -> (B, ..., N): the sum over blocks of K and over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, blocks: int, comm: Comm | None) -> Tensor:
@@ -184,19 +184,19 @@ class InvariantColumn(ColumnLinear):
     @_sample_by_sample
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
+        weight = local["weight"]
         x, readers = self.read(input)
-        out, again = apply(
-            _OutputColumns, x, local["weight"], local["bias"], self.blocks, readers, readers.count
-        )
+        place = readers.count
+        out, again = apply(_OutputColumns, x, weight, local["bias"], self.blocks, readers, place)
         # A leaf outlives the graph, and a token on it would keep the graph alive.
-        if readers.count == 0 and again.requires_grad and not input.is_leaf:
+        if place == 0 and again.requires_grad and not input.is_leaf:
             again.readers = readers
             keep_shared_input(local_of(input), self.reading(), again)
         readers.count += 1
         return self.finish(out)
 
     def read(self, input: Tensor) -> tuple[Tensor, _Readers]:
-        """Return the replicated input and its readers; both from the first reader if there was one."""
+        """Return the replicated input and its readers, of the first reader if there was one."""
         found = find_shared_input(local_of(input), self.reading(), grad=True, in_tree=True)
         if found is not None and torch.is_grad_enabled():
             readers: _Readers = found.readers  # type: ignore[attr-defined]  # below
@@ -206,7 +206,7 @@ class InvariantColumn(ColumnLinear):
         return replicated_input(self, input), _Readers(None)
 
     def reading(self) -> Hashable:
-        """Return the key by which readers find each other; those with equal keys share a gradient."""
+        """Return the key by which readers find each other; equal keys share a gradient."""
         return self.comm, self.port_in.layout, self.blocks
 
 
@@ -224,7 +224,8 @@ class InvariantRow(RowLinear):
     def __call__(self, input: Tensor) -> Tensor:
         x = sharded_input(self, input)
         weight = self.local("weight")["weight"]
-        is_all_reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
+        is_replicated = self.port_out.desired.is_replicate()
+        is_all_reduced = is_replicated and self.sharding.local_outputs
         comm = self.comm if is_all_reduced else None
         out: Tensor = apply(_Rows, x, weight, self.blocks, comm)
         if not is_all_reduced:
@@ -240,6 +241,7 @@ class InvariantWhole(Lowered):
     @_sample_by_sample
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
+        weight = local["weight"]
         out: Tensor
-        out, _ = apply(_OutputColumns, input, local["weight"], local["bias"], 1, _Readers(None), 0)
+        out, _ = apply(_OutputColumns, input, weight, local["bias"], 1, _Readers(None), 0)
         return out

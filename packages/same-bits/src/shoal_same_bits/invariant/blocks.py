@@ -1,4 +1,4 @@
-"""Sums and matrix products in the blocks of the mode: definitions, and faster forms with the same bits.
+"""Sums and matrix products in the blocks of the mode: definitions, and faster forms.
 
 A product is defined sample by sample and block by block, so that kernels see the same shapes on any
 mesh. Larger calls are faster, and most kernels add in the same order in them. So the first call
@@ -130,11 +130,15 @@ def tree_of(
             return term(start)
         # An odd count stands for the next power of two, with zeros, which change no sum:
         # 6 = 3 + 3, 7 = 4 + 3, 5 = 4 + 1.
-        left = count // 2 if count % 2 == 0 else 1 << (count - 1).bit_length() - 1
+        left = count // 2
+        if count % 2:
+            left = 1 << (count - 1).bit_length() - 1
+        middle = start + left
+        right = count - left
         total = node(start, left)
-        if add is not None and count - left == 1:
-            return add(total, start + left)
-        return total.add_(node(start + left, count - left))
+        if add is not None and right == 1:
+            return add(total, middle)
+        return total.add_(node(middle, right))
 
     return node(0, count)
 
@@ -159,9 +163,8 @@ def tree_of_products(terms: Sequence[Sequence[Pair]], *, fused: bool) -> Tensor:
         return reduce(add_product, others, torch.mm(*first))
 
     def add_term(total: Tensor, i: int) -> Tensor:
-        if len(terms[i]) == 1:
-            return add_product(total, terms[i][0])
-        return total.add_(term(i))
+        pairs = terms[i]
+        return add_product(total, pairs[0]) if len(pairs) == 1 else total.add_(term(i))
 
     return tree_of(len(terms), term, add_term)
 
@@ -180,8 +183,9 @@ class Measured:
 
     def __call__(self, blocks: int, *operands: Tensor) -> Tensor:
         tensors = [contiguous_block(operand) for operand in operands]
-        layouts = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-        form = _fastest_form(self, blocks, layouts, threads=torch.get_num_threads())
+        layouts = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+        threads = torch.get_num_threads()
+        form = _fastest_form(self, blocks, layouts, threads=threads)
         return form(blocks, *tensors)
 
 
@@ -205,12 +209,14 @@ def _fastest_form(
     # The trial draws from a generator of its own, and checkpoints of the program do not see it.
     with torch.no_grad(), unwatched_functions(), unwatched():
         draw = torch.Generator().manual_seed(0)
-        operands = [
-            torch.randn(shape, generator=draw).to(device, dtype) for shape, dtype, device in layouts
-        ]
+        operands = []
+        for shape, dtype, device in layouts:
+            drawn = torch.randn(shape, generator=draw)
+            operands.append(drawn.to(device, dtype))
         expected = measured.definition(blocks, *operands)
         for form in measured.faster:
-            if torch.equal(form(blocks, *operands), expected):
+            result = form(blocks, *operands)
+            if torch.equal(result, expected):
                 return form
     return measured.definition
 
@@ -223,29 +229,35 @@ def _contiguous_blocks(tensor: Tensor, blocks: int, dim: int) -> list[Tensor]:
 
 
 def _spread(dim: int) -> Measured:
-    """Define (B, R, K) times a matrix whose dim `dim` has the output features: 0 for (N, K), as in a Linear."""
+    """Define (B, R, K) times a matrix whose dim `dim` has the output features.
+
+    The dim is 0 for (N, K), as in a Linear.
+    """
 
     def product(x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
-        return linear(x, matrix if dim == 0 else matrix.t(), *bias)
+        weight = matrix if dim == 0 else matrix.t()
+        return linear(x, weight, *bias)
 
     def in_blocks(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
         operands = [_contiguous_blocks(matrix, blocks, dim)]
         operands += [_contiguous_blocks(b, blocks, 0) for b in bias]
+        blocks_of_operands = list(zip(*operands, strict=True))
         outputs = []
         for sample in x:
             # (R, K) times blocks of N / blocks features each
             rows = contiguous_block(sample)
-            outputs.append(
-                torch.cat([product(rows, *block) for block in zip(*operands, strict=True)], -1)
-            )
+            products = [product(rows, *block) for block in blocks_of_operands]
+            outputs.append(torch.cat(products, -1))
         return torch.stack(outputs)
 
     def by_samples(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
-        return torch.stack([product(contiguous_block(sample), matrix, *bias) for sample in x])
+        samples = [contiguous_block(sample) for sample in x]
+        return torch.stack([product(sample, matrix, *bias) for sample in samples])
 
     def at_once(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
         # (2, 3, 8) as (6, 8), back to (2, 3, N)
-        return product(x.flatten(0, 1), matrix, *bias).view(*x.shape[:2], -1)
+        rows = product(x.flatten(0, 1), matrix, *bias)
+        return rows.view(*x.shape[:2], -1)
 
     return Measured(in_blocks, (at_once, by_samples))
 
@@ -254,9 +266,10 @@ def _spread(dim: int) -> Measured:
 
 
 def _summed(dim: int) -> Measured:
-    """Define the sum of products whose matrices are summed over dim `dim`: 1 for (N, K), as in a Linear.
+    """Define the sum of products whose matrices are summed over dim `dim`.
 
-    The operands are x, W of the first product, then x, W of the second, and so on.
+    The dim is 1 for (N, K), as in a Linear. The operands are x, W of the first product, then x, W
+    of the second, and so on.
     """
 
     def terms_of(
@@ -270,16 +283,18 @@ def _summed(dim: int) -> Measured:
         divide = _contiguous_blocks if copies else torch.chunk
         products = []
         for x, matrix in zip(inputs, matrices, strict=True):
-            of_matrix = divide(matrix, blocks, dim)
+            blocks_of_x = divide(x, blocks, -1)
+            blocks_of_matrix = divide(matrix, blocks, dim)
             if dim == 1:
-                of_matrix = [block.t() for block in of_matrix]
-            products.append(zip(divide(x, blocks, -1), of_matrix, strict=True))
+                blocks_of_matrix = [block.t() for block in blocks_of_matrix]
+            products.append(zip(blocks_of_x, blocks_of_matrix, strict=True))
         return [list(term) for term in zip(*products, strict=True)]
 
     def by_samples(blocks: int, *operands: Tensor, copies: bool = False) -> Tensor:
+        inputs_by_product = operands[::2]
         matrices = operands[1::2]
         outputs = []
-        for inputs in zip(*operands[::2], strict=True):
+        for inputs in zip(*inputs_by_product, strict=True):
             terms = terms_of(blocks, inputs, matrices, copies=copies)
             outputs.append(tree_of_products(terms, fused=False))
         return torch.stack(outputs)
@@ -287,12 +302,13 @@ def _summed(dim: int) -> Measured:
     def at_once(blocks: int, *operands: Tensor, fused: bool = False) -> Tensor:
         # The rows of all samples together: (B, R, K) -> (B * R, K).
         inputs = [x.flatten(0, 1) for x in operands[::2]]
-        terms = terms_of(blocks, inputs, operands[1::2], copies=False)
-        return tree_of_products(terms, fused=fused).view(*operands[0].shape[:2], -1)
+        matrices = operands[1::2]
+        terms = terms_of(blocks, inputs, matrices, copies=False)
+        rows = tree_of_products(terms, fused=fused)
+        return rows.view(*operands[0].shape[:2], -1)
 
-    return Measured(
-        partial(by_samples, copies=True), (partial(at_once, fused=True), at_once, by_samples)
-    )
+    faster = (partial(at_once, fused=True), at_once, by_samples)
+    return Measured(partial(by_samples, copies=True), faster)
 
 
 # --- (B, R, N), (B, R, K) -> (N, K), a sum over samples, one dim of it in blocks ------------------
@@ -312,10 +328,12 @@ def _weight_gradient(dim: int) -> Measured:
                 return parts[i][j].t().mm(wholes[i])
             return wholes[i].t().mm(parts[i][j])
 
-        return torch.cat([tree_of(len(x), partial(product, j=j)) for j in range(blocks)], dim)
+        sums = [tree_of(len(x), partial(product, j=j)) for j in range(blocks)]
+        return torch.cat(sums, dim)
 
     def by_samples(blocks: int, grad: Tensor, x: Tensor, *, fused: bool = False) -> Tensor:
-        terms = [[(g.t(), sample)] for g, sample in zip(grad, x, strict=True)]
+        samples = zip(grad, x, strict=True)
+        terms = [[(grad_of_sample.t(), sample)] for grad_of_sample, sample in samples]
         return tree_of_products(terms, fused=fused)
 
     return Measured(in_blocks, (partial(by_samples, fused=True), by_samples))
@@ -328,7 +346,8 @@ def _bias_in_blocks(blocks: int, grad: Tensor) -> Tensor:
     def term(i: int, j: int) -> Tensor:
         return parts[i][j].sum(0)
 
-    return torch.cat([tree_of(len(parts), partial(term, j=j)) for j in range(blocks)])
+    sums = [tree_of(len(parts), partial(term, j=j)) for j in range(blocks)]
+    return torch.cat(sums)
 
 
 # Each by its `dim`, 0 and 1.
@@ -355,31 +374,38 @@ def _parts(tensor: Tensor) -> Tensor:
     if arithmetic is None or arithmetic.rows is None:
         return samples
     # By 4 rows: (2, 10, 8), padded to (2, 12, 8), then (6, 4, 8).
-    padded = pad(samples, (0, 0, 0, -samples.shape[1] % arithmetic.rows))
+    missing = -samples.shape[1] % arithmetic.rows
+    padded = pad(samples, (0, 0, 0, missing))
     return padded.reshape(-1, arithmetic.rows, samples.shape[2])
 
 
 def _join_parts(parts: Tensor, shape: Sequence[int]) -> Tensor:
     """Undo `_parts`, for a tensor of this shape."""
     # (6, 4, 8) -> (2, 12, 8), without the padding (2, 10, 8).
-    whole = parts.view(shape[0], -1, shape[-1])[:, : prod(shape[1:-1])]
+    padded = parts.view(shape[0], -1, shape[-1])
+    row_count = prod(shape[1:-1])
     # Elementwise kernels take another path through memory with gaps.
-    return whole.contiguous().view(shape)
+    return padded[:, :row_count].contiguous().view(shape)
 
 
 def spread(x: Tensor, matrix: Tensor, dim: int, blocks: int, bias: Tensor | None = None) -> Tensor:
-    """Multiply (B, ..., K) by a matrix whose dim `dim` has the output features; this rank has `blocks` blocks."""
+    """Multiply (B, ..., K) by a matrix whose dim `dim` has the output features.
+
+    This rank has `blocks` blocks of them.
+    """
     if not x.numel():
-        return linear(x, matrix if dim == 0 else matrix.t(), bias)
+        weight = matrix if dim == 0 else matrix.t()
+        return linear(x, weight, bias)
     operands = [_parts(x), matrix]
     if bias is not None:
         operands.append(bias)
     out = _SPREAD[dim](blocks, *operands)
-    return _join_parts(out, (*x.shape[:-1], matrix.shape[dim]))
+    shape = (*x.shape[:-1], matrix.shape[dim])
+    return _join_parts(out, shape)
 
 
 def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> Tensor:
-    """Add products of (B, ..., K) and a matrix that is summed over dim `dim`, in `blocks` blocks."""
+    """Add products of (B, ..., K) and a matrix that is summed over dim `dim`, in blocks."""
     first_input, first_matrix = factors[0]
     # (2, 3, 8) and (16, 8), summed over dim 1: (2, 3, 16)
     shape = (*first_input.shape[:-1], first_matrix.shape[1 - dim])
@@ -388,11 +414,12 @@ def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> T
     operands = list[Tensor]()
     for x, matrix in factors:
         operands += (_parts(x), matrix)
-    return _join_parts(_SUMMED[dim](blocks, *operands), shape)
+    out = _SUMMED[dim](blocks, *operands)
+    return _join_parts(out, shape)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dim: int, blocks: int) -> Tensor:
-    """(B, ..., N), (B, ..., K) -> (N, K): the tree over samples; dim `dim` of the result is in blocks."""
+    """(B, ..., N), (B, ..., K) -> (N, K): the tree over samples; dim `dim` is in blocks."""
     return _WEIGHT_GRADIENT[dim](blocks, _samples(grad), _samples(x))
 
 

@@ -1,4 +1,4 @@
-"""Norms, replicated biases and embeddings: gradients are sums in a tree over blocks, ranks and samples.
+"""Norms, replicated biases and embeddings, whose gradients are sums in a tree.
 
 A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D). A cell is one block of
 S of one sample. The gradients of the parameters are summed in each cell, then in the tree over
@@ -68,19 +68,22 @@ class _ForTokens(Function):
 
 
 def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tensor:
-    """(B, ..., D) -> (D,): sum in cells, then in the tree over blocks, over ranks, and over samples."""
+    """(B, ..., D) -> (D,): sum in cells, then in the tree over blocks, ranks, and samples."""
     if dim > 1:
         grad = grad.movedim(dim, 1)
     # (2, 16, 32) in 8 blocks: (2, 8, 2, 32)
     cells = grad.reshape(grad.shape[0], blocks, -1, grad.shape[-1])
+    # (2, 8, 32)
+    cell_sums = _CELL_SUMS(blocks, cells)
     # (8, 2, 32) -> (2, 32)
-    of_samples = tree_sum(_CELL_SUMS(blocks, cells).transpose(0, 1))
+    of_samples = tree_sum(cell_sums.transpose(0, 1))
     if comm is not None:
         of_samples = all_reduce(of_samples, comm)
     return tree_sum(of_samples)
 
 
 def _sum_cells_one_by_one(_: int, cells: Tensor) -> Tensor:
+    """Define the sums of cells, (B, blocks, S, D) -> (B, blocks, D)."""
     # (2, 8, 2, 32) are 16 cells (2, 32), whose sums are (32,).
     sums = [contiguous_block(cell).sum(0) for cell in cells.flatten(0, 1)]
     return torch.stack(sums).view(*cells.shape[:2], -1)
@@ -94,9 +97,12 @@ def add_bias(lowered: Lowered, out: Tensor) -> Tensor:
     bias = lowered.local("bias")["bias"]
     if bias is None:
         return out
-    local = out.to_local(grad_placements=out.placements) if isinstance(out, DTensor) else out
+    local = out
+    if isinstance(out, DTensor):
+        local = out.to_local(grad_placements=out.placements)
     cells = divide_into_cells(lowered, local)
-    total: Tensor = local + apply(_ForTokens, bias.to(local.dtype), local.shape, cells)
+    bias_of_tokens = apply(_ForTokens, bias.to(local.dtype), local.shape, cells)
+    total: Tensor = local + bias_of_tokens
     if isinstance(out, DTensor):
         return from_local(total, out.placements[0], lowered.mesh, out.shape)
     return total
@@ -110,11 +116,12 @@ def divide_into_cells(lowered: Lowered, local: Tensor) -> Cells:
     dim = getattr(layout, "dim", 1)
     if dim < 0:
         dim += local.ndim
+    comm = lowered.comm
     if not layout.is_replicate():
-        size = local.shape[dim] * lowered.comm.size
+        size = local.shape[dim] * comm.size
         dim_name = f"{lowered.sharding.style}: dim {dim} of the activation"
-        blocks = arithmetic.own_blocks(lowered.comm.size, size, dim_name)
-        return Cells(lowered.comm, dim, blocks)
+        blocks = arithmetic.own_blocks(comm.size, size, dim_name)
+        return Cells(comm, dim, blocks)
     # With 8 blocks, (2, 16, 32) has 8 cells of 2 tokens in a sample. No mesh of the mode could
     # shard (2, 12, 32), as 12 % 8 = 4: there a sample is one cell.
     could_be_sharded = local.ndim >= 3 and local.shape[dim] % arithmetic.blocks == 0
@@ -122,7 +129,7 @@ def divide_into_cells(lowered: Lowered, local: Tensor) -> Cells:
 
 
 def _norm(module: Any, x: Tensor, p: Params) -> Tensor:
-    """Compute LayerNorm or RMSNorm with one weight and bias a token, which no norm kernel accepts."""
+    """Compute LayerNorm or RMSNorm with a weight and bias per token, which no kernel accepts."""
     wide = x.float() if x.dtype.itemsize < 4 else x
     shape = module.normalized_shape
     eps = module.eps
@@ -148,7 +155,8 @@ def _normalize(lowered: Tokenwise, x: Tensor) -> Tensor:
     local: Any = lowered.local(*names) if names else {}
     tokens = {name: apply(_ForTokens, local[name], x.shape, cells) for name in names}
     absent = dict.fromkeys(lowered.params.keys() - names)
-    compute = _norm if class_of(lowered.module) in (nn.LayerNorm, nn.RMSNorm) else lowered.compute
+    is_of_torch = class_of(lowered.module) in (nn.LayerNorm, nn.RMSNorm)
+    compute = _norm if is_of_torch else lowered.compute
     try:
         return compute(lowered.module, x, tokens | absent)
     except RuntimeError as error:
@@ -170,7 +178,8 @@ class InvariantTokenwise(Tokenwise):
         for param in call.module.parameters():
             if param.requires_grad:
                 # One sum for each sample.
-                yield Collective("all_reduce", call.output.shape[0] * nbytes(param), backward=True)
+                samples = call.output.shape[0]
+                yield Collective("all_reduce", samples * nbytes(param), backward=True)
 
     def compute_tokens(self, local: Tensor) -> Tensor:
         if not local.numel():
@@ -212,9 +221,9 @@ def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -
     """
 
     def of_sample(i: int) -> Tensor:
-        dense: Tensor = torch.ops.aten.embedding_dense_backward(
-            grads[i].contiguous(), tokens[i], rows + 1, padding, False
-        )
+        grad = grads[i].contiguous()
+        dense_backward = torch.ops.aten.embedding_dense_backward
+        dense: Tensor = dense_backward(grad, tokens[i], rows + 1, padding, False)
         # (rows + 1, D) -> (rows, D)
         return dense[:rows]
 
@@ -222,6 +231,7 @@ def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -
 
 
 def _look_up(lowered: Lowered, tokens: Tensor) -> Tensor:
+    """Return the rows of tokens; an UnsupportedModuleError for options that depend on the batch."""
     module: Any = lowered.module
     if module.scale_grad_by_freq or module.max_norm is not None or module.sparse:
         raise UnsupportedModuleError(

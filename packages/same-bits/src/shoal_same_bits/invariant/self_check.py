@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from itertools import chain, product
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -151,16 +151,14 @@ def _cases_over_tokens_and_heads() -> Iterator[Case]:
         return torch.stack([sum_of_cells(sample, None, 1, blocks) for sample in samples])
 
     for kind, norm in _NORMS.items():
-        yield Case(kind, partial(_with_gradient, norm), "g1 x1", 2)
+        form = partial(_with_gradient, norm)
+        yield Case(kind, form, "g1 x1", 2)
     yield Case("gradient of a norm, over tokens", gradient_of_norm, "g1", None)
     attention = partial(functional.scaled_dot_product_attention, is_causal=True)
-    for shared, dim in (("samples", 0), ("heads", 1)):
-        yield Case(
-            f"scaled_dot_product_attention, over {shared}",
-            partial(_with_gradient, attention),
-            f"h{dim} q{dim} k{dim} v{dim}",
-            dim + 1,
-        )
+    attention_with_gradient = partial(_with_gradient, attention)
+    of_attention = "scaled_dot_product_attention"
+    yield Case(f"{of_attention}, over samples", attention_with_gradient, "h0 q0 k0 v0", 1)
+    yield Case(f"{of_attention}, over heads", attention_with_gradient, "h1 q1 k1 v1", 2)
 
 
 def _without_blocks(function: Form, _: int, x: Tensor) -> Tensor:
@@ -173,13 +171,11 @@ def _draw_operands(draw: Draw) -> dict[str, Tensor]:
     x and g: inputs and gradients of a Linear, (SAMPLES, ROWS, FEATURES); w and b: its parameters;
     t: tokens; q, k, v, h: heads of an attention and the gradient of its output.
     """
-    operands = {
-        "x": draw(ROWS, FEATURES),
-        "g": draw(ROWS, FEATURES),
-        "w": draw(FEATURES, FEATURES, samples=0),
-    }
+    operands = {"x": draw(ROWS, FEATURES), "g": draw(ROWS, FEATURES)}
+    operands["w"] = draw(FEATURES, FEATURES, samples=0)
     # A number of -1.5 gives -96, so token 32 of 128.
-    operands["t"] = (operands["x"][..., 0] * 64).long().remainder(FEATURES)
+    numbers = operands["x"][..., 0] * 64
+    operands["t"] = numbers.long().remainder(FEATURES)
     for name in "qkvh":
         # (8, 8, 16, 16)
         operands[name] = draw(BLOCKS, ROWS, FEATURES // BLOCKS)
@@ -190,15 +186,20 @@ def _draw_operands(draw: Draw) -> dict[str, Tensor]:
 def _compare_ranks(draw: Draw) -> Iterator[Compared]:
     """Compute every case on one rank, and on several ranks together."""
     operands = _draw_operands(draw)
-    for case in chain(
-        _cases_over_samples(), _cases_over_features(), _cases_over_tokens_and_heads()
-    ):
+    cases = [*_cases_over_samples(), *_cases_over_features(), *_cases_over_tokens_and_heads()]
+    for case in cases:
+        # "x0 w": x, whose dim 0 is shared, and w
         names = case.operands.split()
-        on_one_rank = case.form(BLOCKS, *(operands[name[0]] for name in names))
+        wholes = [operands[name[0]] for name in names]
+        shared_dims = [name[1:] for name in names]
+        on_one_rank = case.form(BLOCKS, *wholes)
         for ranks in DEGREES:
-            parts = [_parts_of_ranks(operands[name[0]], name[1:], ranks) for name in names]
+            parts = []
+            for whole, dim in zip(wholes, shared_dims, strict=True):
+                parts.append(_parts_of_ranks(whole, dim, ranks))
             # 8 blocks on 4 ranks: 2 each
-            results = [case.form(BLOCKS // ranks, *of_rank) for of_rank in zip(*parts, strict=True)]
+            own_blocks = BLOCKS // ranks
+            results = [case.form(own_blocks, *of_rank) for of_rank in zip(*parts, strict=True)]
             if case.joined is None:
                 together = tree_sum(torch.stack(results))
             else:
@@ -218,7 +219,8 @@ def _with_gradient(function: Form, _: int, grad: Tensor, *inputs: Tensor) -> Ten
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         out = function(*leaves)
-        return torch.stack([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+        grads = torch.autograd.grad(out, leaves, grad)
+        return torch.stack([out.detach(), *grads])
 
 
 def _compare_clipping(draw: Draw) -> Iterator[Compared]:
@@ -233,7 +235,8 @@ def _compare_clipping(draw: Draw) -> Iterator[Compared]:
 
     with sums_in_tree():
         for ranks in DEGREES:
-            yield Compared("clip_grad_norm_", norm([grad]), norm(grad.chunk(ranks)))
+            parts = grad.chunk(ranks)
+            yield Compared("clip_grad_norm_", norm([grad]), norm(parts))
 
 
 def _compare_chunks(draw: Draw, rows: int) -> Iterator[Compared]:
@@ -243,18 +246,20 @@ def _compare_chunks(draw: Draw, rows: int) -> Iterator[Compared]:
     length = sum(sizes)
     x = draw(length, FEATURES)
     weight = draw(FEATURES, FEATURES, samples=0)
-    q = draw(BLOCKS, length, FEATURES // BLOCKS)
-    k = draw(BLOCKS, length, FEATURES // BLOCKS)
-    v = draw(BLOCKS, length, FEATURES // BLOCKS)
+    heads = (BLOCKS, length, FEATURES // BLOCKS)
+    q = draw(*heads)
+    k = draw(*heads)
+    v = draw(*heads)
     functions: dict[str, Form] = {
         "linear": lambda part: spread(part, weight, 0, BLOCKS),
         "linear, summed in blocks": lambda part: summed([(part, weight)], 1, BLOCKS),
         **_NORMS,
         "silu": functional.silu,
     }
+    chunks = [chunk.contiguous() for chunk in torch.split(x, sizes, 1)]
     for name, function in functions.items():
-        parts = [function(part.contiguous()) for part in torch.split(x, sizes, 1)]
-        yield Compared(f"{name}, over chunks of a sequence", function(x), torch.cat(parts, 1))
+        together = torch.cat([function(chunk) for chunk in chunks], 1)
+        yield Compared(f"{name}, over chunks of a sequence", function(x), together)
 
     is_visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     outputs = []
@@ -263,13 +268,14 @@ def _compare_chunks(draw: Draw, rows: int) -> Iterator[Compared]:
         # The queries 5:10 attend to the keys 0:10.
         start = end
         end = start + size
-        queries = slice(start, end)
-        mask = is_visible[queries, :end]
-        outputs.append(
-            attention_in_rows(rows, q[:, :, queries], k[:, :, :end], v[:, :, :end], attn_mask=mask)
-        )
+        mask = is_visible[start:end, :end]
+        queries = q[:, :, start:end]
+        keys = k[:, :, :end]
+        values = v[:, :, :end]
+        outputs.append(attention_in_rows(rows, queries, keys, values, attn_mask=mask))
     at_once = attention_in_rows(rows, q, k, v, is_causal=True)
-    yield Compared("attention, over chunks of a sequence", at_once, torch.cat(outputs, 2))
+    together = torch.cat(outputs, 2)
+    yield Compared("attention, over chunks of a sequence", at_once, together)
 
 
 def _differing(device: str, dtype: torch.dtype, rows: int | None) -> list[str]:
@@ -337,14 +343,19 @@ def _differing_collectives(
         part = reduce_scatter(term, comm)
     if not torch.equal(total, expected):
         yield f"all_reduce of {size} elements along {axis!r}"
-    if not torch.equal(part, expected.chunk(comm.size)[comm.rank]):
+    expected_part = expected.chunk(comm.size)[comm.rank]
+    if not torch.equal(part, expected_part):
         yield f"reduce_scatter of {size} elements along {axis!r}"
 
 
 def _refuse(differing: list[str], device: str, dtype: torch.dtype) -> None:
-    if differing:
-        raise VariantArithmeticError(
-            f"invariant_arithmetic on {device!r} in {dtype}, {torch.get_num_threads()} threads: "
-            "the bits of these operators depend on the number of ranks, or on chunks: "
-            f"{'; '.join(differing)}. Leave the mode, or use another dtype or number of threads"
-        )
+    """Raise a VariantArithmeticError if the bits of any operator differ."""
+    if not differing:
+        return
+    threads = torch.get_num_threads()
+    operators = "; ".join(differing)
+    raise VariantArithmeticError(
+        f"invariant_arithmetic on {device!r} in {dtype}, {threads} threads: the bits of these "
+        f"operators depend on the number of ranks, or on chunks: {operators}. Leave the mode, or "
+        "use another dtype or number of threads"
+    )

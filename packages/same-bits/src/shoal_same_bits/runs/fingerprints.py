@@ -1,4 +1,4 @@
-"""The part of a global tensor that a rank has, and the fingerprint of that part: 64 sums and a digest.
+"""The part of a global tensor that a rank has, and its fingerprint: 64 sums and a digest.
 
 A hash of an element's global index selects one of 64 sums and a sign; the element is added to that
 sum with that sign. The digest is the sum over elements of a hash of global index and bits, modulo
@@ -59,23 +59,28 @@ class GlobalPart:
         if local.is_complex():
             # Element 8 has its real part at position 16 and its imaginary part at 17.
             local = torch.view_as_real(local.resolve_conj())
-            positions = torch.stack([2 * positions, 2 * positions + 1], -1)
+            real_positions = 2 * positions
+            positions = torch.stack([real_positions, real_positions + 1], -1)
         hashes = _mix(positions + _OFFSET).expand(local.shape)
-        bits = local.contiguous().view(_BITS[local.element_size()]).long()
+        integers = _BITS[local.element_size()]
+        bits = local.contiguous().view(integers).long()
         digest = _mix(bits + hashes).sum() * self.counted
 
         exact = local.double()
         is_finite = exact.isfinite()
-        values = torch.where(is_finite, exact, 0.0).flatten() * self.counted
+        finite = torch.where(is_finite, exact, 0.0)
+        values = finite.flatten() * self.counted
         salted = hashes.flatten() + salt * _SALT_FACTOR
         sum_index = salted >> 8 & (_SUMS - 1)
         is_positive = salted >> 32 & 1 == 1
+        terms = torch.where(is_positive, values, -values)
         sums = torch.zeros(_SUMS, dtype=torch.float64, device=local.device)
-        sums.index_add_(0, sum_index, torch.where(is_positive, values, -values))
+        sums.index_add_(0, sum_index, terms)
 
         squares = values.square().sum()
         broken = (~is_finite).sum() * self.counted
-        return torch.cat([sums, torch.stack([squares, broken])]).cpu(), digest.cpu()
+        fingerprint = torch.cat([sums, torch.stack([squares, broken])])
+        return fingerprint.cpu(), digest.cpu()
 
     def _positions(self) -> Tensor:
         """Return the position of every local element in the flattened global tensor."""
@@ -89,26 +94,28 @@ class GlobalPart:
 
 
 def part_of_tensor(tensor: Tensor) -> GlobalPart:
-    """Return this rank's part of a DTensor, whose pending sums are reduced, or of a replicated tensor."""
+    """Return this rank's part of a DTensor or of a replicated tensor; pending sums are reduced."""
     if not isinstance(tensor, DTensor):
-        indices = tuple(torch.arange(size, device=tensor.device) for size in tensor.shape)
-        return GlobalPart(tensor, indices, tuple(tensor.shape), counted=True, meshes=())
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
-        placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
+        all_indices = tuple(torch.arange(size, device=tensor.device) for size in tensor.shape)
+        return GlobalPart(tensor, all_indices, tuple(tensor.shape), counted=True, meshes=())
+    is_pending = [isinstance(placement, Partial) for placement in tensor.placements]
+    if any(is_pending):
+        pairs = zip(tensor.placements, is_pending, strict=True)
+        placements = [Replicate() if pending else placement for placement, pending in pairs]
         tensor = tensor.redistribute(placements=placements)
     spec = tensor.spec
     sizes = tuple(spec.shape)
     local = local_shard(tensor)
     coordinate = _contributing_coordinate(tensor)
     if coordinate is None:
-        no_indices = tuple(torch.arange(0) for _ in sizes)
+        no_indices = (torch.arange(0),) * len(sizes)
         no_values = local.new_empty([0] * len(sizes))
         return GlobalPart(no_values, no_indices, sizes, counted=False, meshes=(spec.mesh,))
-    indices = tuple(
-        torch.tensor(sharding.indices(coordinate), dtype=torch.int64, device=local.device)
-        for sharding in spec.dim_shardings
-    )
-    return GlobalPart(local, indices, sizes, counted=True, meshes=(spec.mesh,))
+    indices = []
+    for sharding in spec.dim_shardings:
+        numbers = sharding.indices(coordinate)
+        indices.append(torch.tensor(numbers, dtype=torch.int64, device=local.device))
+    return GlobalPart(local, tuple(indices), sizes, counted=True, meshes=(spec.mesh,))
 
 
 def _contributing_coordinate(tensor: DTensor) -> tuple[int, ...] | None:
@@ -144,9 +151,13 @@ def part_of_output(
         return part
     # The data axes shard dim 0 too: row 0 of 3 on data rank 2 is row 6.
     rows, *other_indices = part.indices
-    rows = rows + data_ranks.rank * part.sizes[0]
-    sizes = (part.sizes[0] * batch.size(), *part.sizes[1:])
-    return replace(part, indices=(rows, *other_indices), sizes=sizes, meshes=(*part.meshes, batch))
+    row_count, *other_sizes = part.sizes
+    return replace(
+        part,
+        indices=(rows + data_ranks.rank * row_count, *other_indices),
+        sizes=(row_count * batch.size(), *other_sizes),
+        meshes=(*part.meshes, batch),
+    )
 
 
 def _as_dtensor(output: Tensor, lowered: Lowered, *, grad: bool) -> DTensor:
@@ -167,11 +178,16 @@ def _all_axes(mesh: DeviceMesh) -> Comm:
 
 
 def _mix(number: Tensor) -> Tensor:
-    """Apply the finalizer of splitmix64 to every element.
+    """Apply the finalizer of splitmix64 to every element."""
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        number = (number ^ _shift_right(number, shift)) * factor
+    return number ^ _shift_right(number, 31)
+
+
+def _shift_right(number: Tensor, shift: int) -> Tensor:
+    """Shift every element as an unsigned number.
 
     `>>` is arithmetic for signed numbers, so the bits that it fills in are masked off.
     """
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        shifted = number >> shift & (1 << 64 - shift) - 1
-        number = (number ^ shifted) * factor
-    return number ^ (number >> 31 & (1 << 33) - 1)
+    low_bits = (1 << 64 - shift) - 1
+    return number >> shift & low_bits

@@ -1,4 +1,4 @@
-"""`record_run` keeps a few sums of every value of a run; `compare_runs` finds where two runs differ.
+"""`record_run` keeps a few sums of every value of a run; `compare_runs` finds where runs differ.
 
 The sums do not depend on how a value is sharded. The sums of a difference are the difference of the
 sums, and the norm of these sums is about the norm of the difference.
@@ -64,7 +64,7 @@ class Value(NamedTuple):
 
 @dataclass(slots=True)
 class RunRecord:
-    """The values of a run in order, as `record_run` recorded them; complete when its block has ended.
+    """The values of a run in order; complete when the block of `record_run` has ended.
 
     Attributes:
         ranks: the number of ranks.
@@ -78,9 +78,9 @@ class RunRecord:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the record to a file, for `load` or `python -m shoal_same_bits compare`."""
-        head = {"ranks": self.ranks, "meshes": self.meshes}
-        entries = [head, *(value._asdict() for value in self.values)]
-        Path(path).write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+        lines = [json.dumps({"ranks": self.ranks, "meshes": self.meshes})]
+        lines += [json.dumps(value._asdict()) for value in self.values]
+        Path(path).write_text("\n".join(lines) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> RunRecord:
@@ -90,7 +90,8 @@ class RunRecord:
             StyleError: if `save` did not write the file.
         """
         try:
-            head, *entries = map(json.loads, Path(path).read_text().splitlines())
+            lines = Path(path).read_text().splitlines()
+            head, *entries = map(json.loads, lines)
             for entry in entries:
                 entry["shape"] = tuple(entry["shape"])
             values = [Value(**entry) for entry in entries]
@@ -130,21 +131,24 @@ def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[Ru
     record = RunRecord(ranks, meshes=_describe_meshes(model, batch))
     recorder = _Recorder(model, batch, record.ranks)
     for name, param in model.named_parameters():
-        recorder.add(f"{name} before", part_of_tensor(param.detach()))
+        part = part_of_tensor(param.detach())
+        recorder.add(f"{name} before", part)
     with ExitStack() as hooks, recorder:
         for hook in recorder.hooks():
             hooks.callback(hook.remove)
         yield record
     for name, param in model.named_parameters():
         if param.grad is not None:
-            recorder.add(f"gradient of {name}", part_of_tensor(param.grad))
+            part = part_of_tensor(param.grad)
+            recorder.add(f"gradient of {name}", part)
     for name, param in model.named_parameters():
-        recorder.add(f"{name} after", part_of_tensor(param.detach()))
+        part = part_of_tensor(param.detach())
+        recorder.add(f"{name} after", part)
     record.values = recorder.values()
 
 
 def _describe_meshes(model: nn.Module, batch: DeviceMesh | None) -> list[str]:
-    """Return axes and sizes of the meshes of styles, parameters and the batch, as ['data=2', 'tp=2']."""
+    """Return the meshes of styles, parameters and the batch, as ['data=2', 'tp=2']."""
     meshes = set[DeviceMesh]()
     for module in model.modules():
         lowered = lowered_of(module)
@@ -198,7 +202,7 @@ class _Recorder(TorchDispatchMode):
         self._seen: dict[str, _Recorded] = {}
 
     def hooks(self) -> Iterator[Any]:
-        """Register two hooks on every module: one that tracks the path, one that records the output."""
+        """Register two hooks on every module, which track the path and record the output."""
         for name, module in self._model.named_modules():
             path = name or "model"
             yield module.register_forward_pre_hook(partial(self._enter, path))
@@ -228,7 +232,8 @@ class _Recorder(TorchDispatchMode):
         self._is_recording = True
         try:
             if value.ndim and has_layout:
-                self.add(name, part_of_output(value.detach(), lowered, self._batch, grad=grad))
+                part = part_of_output(value.detach(), lowered, self._batch, grad=grad)
+                self.add(name, part)
             elif isinstance(value, DTensor) or not self._is_sharded:
                 self.add(name, part_of_tensor(value.detach()))
         finally:
@@ -241,7 +246,8 @@ class _Recorder(TorchDispatchMode):
         if self._is_recording or func.namespace != "aten" or is_skipped:
             return result
         name = f"{func} in {self._where()}"
-        for output in result if isinstance(result, tuple | list) else (result,):
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        for output in outputs:
             if not isinstance(output, Tensor) or output.device.type == "meta":
                 continue
             # It is unknown whether the data axes shard a DTensor on other axes.
@@ -268,7 +274,8 @@ class _Recorder(TorchDispatchMode):
     def values(self) -> list[Value]:
         """Add up the values over ranks; all ranks call it."""
         totals = self._totals_by_rank() if self._ranks > 1 else {}
-        totals |= self._totals_over_meshes([name for name in self._seen if name not in totals])
+        others = [name for name in self._seen if name not in totals]
+        totals |= self._totals_over_meshes(others)
         values = list[Value]()
         for name, (part, by_rank, _) in self._seen.items():
             (*sums, squares, broken), digest = totals[name]
@@ -286,23 +293,32 @@ class _Recorder(TorchDispatchMode):
         return values
 
     def _totals_over_meshes(self, names: Sequence[str]) -> dict[str, _Totals]:
-        """Add up values that all ranks recorded: two collectives for all values of the same meshes."""
+        """Add up values that all ranks recorded, by two collectives for the same meshes."""
         names_by_meshes: dict[tuple[DeviceMesh, ...], list[str]] = {}
         for name in names:
-            names_by_meshes.setdefault(self._seen[name].part.meshes, []).append(name)
+            meshes = self._seen[name].part.meshes
+            names_by_meshes.setdefault(meshes, []).append(name)
         totals = dict[str, _Totals]()
         for meshes, group in names_by_meshes.items():
+            sums_of_values = []
+            digests_of_values = []
+            for name in group:
+                sums_of_value, digest = self._seen[name].sums
+                sums_of_values.append(sums_of_value)
+                digests_of_values.append(digest)
             # (values, 66) and (values,)
-            sums = torch.stack([self._seen[name].sums[0] for name in group])
-            digests = torch.stack([self._seen[name].sums[1] for name in group])
+            sums = torch.stack(sums_of_values)
+            digests = torch.stack(digests_of_values)
             for mesh in meshes:
-                sums = all_reduce(sums, (mesh, mesh.axis_names))
-                digests = all_reduce(digests, (mesh, mesh.axis_names))
-            totals |= zip(group, zip(sums.tolist(), digests.tolist(), strict=True), strict=True)
+                everyone = (mesh, mesh.axis_names)
+                sums = all_reduce(sums, everyone)
+                digests = all_reduce(digests, everyone)
+            totals_of_values = zip(sums.tolist(), digests.tolist(), strict=True)
+            totals |= zip(group, totals_of_values, strict=True)
         return totals
 
     def _totals_by_rank(self) -> dict[str, _Totals]:
-        """Add up the results of operators on plain tensors; some operators run on some ranks only."""
+        """Add up results of operators on plain tensors, which may run on some ranks only."""
         local = dict[str, _Totals]()
         for name, (_, by_rank, (sums, digest)) in self._seen.items():
             if by_rank:
@@ -311,9 +327,10 @@ class _Recorder(TorchDispatchMode):
         totals = dict[str, _Totals]()
         for name in local:
             rows = [table[name] for table in tables if name in table]
-            columns = zip(*(sums for sums, _ in rows), strict=True)
-            digests = tuple(digest for _, digest in rows)
-            totals[name] = [sum(column) for column in columns], hash(digests)
+            sums_of_ranks = [sums for sums, _ in rows]
+            digests = tuple([digest for _, digest in rows])
+            sums_of_all = [sum(column) for column in zip(*sums_of_ranks, strict=True)]
+            totals[name] = (sums_of_all, hash(digests))
         return totals
 
 
@@ -352,10 +369,11 @@ class Comparison(NamedTuple):
         counted = f"{self.compared} values compared, {self.alone} values in one run only"
         if not self.differing:
             return f"all values agree: {counted}"
-        lines = [f"{len(self.differing)} values differ: {counted}"]
+        count = len(self.differing)
+        lines = [f"{count} values differ: {counted}"]
         lines.append(f"the last value that agrees before them: {self.before or 'none'}")
         lines += [f"  {name}: by {difference:.1e}" for name, difference in self.differing[:10]]
-        if len(self.differing) > 10:
+        if count > 10:
             lines.append("  ...")
         return "\n".join(lines)
 
@@ -418,7 +436,9 @@ def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = Non
             continue
         compared += 1
         difference = _relative_difference(value, match)
-        allowed = _default_tolerance(value, match) if tolerance is None else tolerance
+        allowed = tolerance
+        if allowed is None:
+            allowed = _default_tolerance(value, match)
         same_bits = value.digest == match.digest and not difference
         is_within = allowed > 0 and difference <= allowed
         if not same_bits and not is_within:
@@ -430,8 +450,8 @@ def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = Non
             "compare_runs: the runs do not have values in common; record the same model, with "
             "the same names"
         )
-    alone = len(one.values) + len(other.values) - 2 * compared
-    return Comparison(differing, before, compared, alone)
+    count = len(one.values) + len(other.values)
+    return Comparison(differing, before, compared, alone=count - 2 * compared)
 
 
 def _relative_difference(one: Value, other: Value) -> float:
@@ -439,8 +459,11 @@ def _relative_difference(one: Value, other: Value) -> float:
     if one.shape != other.shape or one.broken != other.broken:
         return float("inf")
     norm = max(one.norm, other.norm)
-    squares = sum((a - b) ** 2 for a, b in zip(one.sums, other.sums, strict=True))
-    return float(squares**0.5 / norm) if norm else 0.0
+    if not norm:
+        return 0.0
+    pairs = zip(one.sums, other.sums, strict=True)
+    squares = sum([(sum_of_one - sum_of_other) ** 2 for sum_of_one, sum_of_other in pairs])
+    return float(squares**0.5 / norm)
 
 
 def _default_tolerance(one: Value, other: Value) -> float:
