@@ -1,4 +1,4 @@
-"""Layouts and grids of placements, each expressed in the other, without ranks.  Covers: ops/via_dtensor.py."""
+"""Layouts and grids of placements, each expressed in the other, without ranks.  Covers: ops/grids.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal_shard_api import (
     TensorProperties,
 )
 from shoal_shard_api._torch import RemoteDevice
-from shoal_shard_api.ops.via_dtensor import Grid, grid_of
+from shoal_shard_api.ops.grids import Grid, grid_of
 from shoal_shard_api.spec.specs import spec_of
 
 MEMBERS = (0, 1, 2, 3)

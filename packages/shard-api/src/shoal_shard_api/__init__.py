@@ -1,4 +1,4 @@
-"""Tensors sharded by specs: ShardedTensor, sharding specs, plans, Sharders, and an optimizer of local shards."""
+"""Tensors sharded by specs: ShardedTensor, sharding specs, plans, Sharders, and an optimizer."""
 
 from shoal_mesh.internal import facade
 

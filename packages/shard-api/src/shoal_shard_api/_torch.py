@@ -1,4 +1,4 @@
-"""The private torch names that this package alone uses, so that a torch upgrade reviews one file."""
+"""The private torch names that this package alone uses."""
 
 from __future__ import annotations
 

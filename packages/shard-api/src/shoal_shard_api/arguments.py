@@ -48,7 +48,8 @@ def expect(
             break
     if optional:
         names.append("None")
-    raise error(f"{call}: {name} must be {' or '.join(names)}, got {kind_of(value)}{hint}")
+    allowed = " or ".join(names)
+    raise error(f"{call}: {name} must be {allowed}, got {kind_of(value)}{hint}")
 
 
 def expect_all(
@@ -58,17 +59,18 @@ def expect_all(
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise error(f"{call}: {name} must be a sequence, got {kind_of(values)}")
     for index, value in enumerate(values):
-        expect(call, f"{name}[{index}]", value, *types, error=error)
+        name_of_value = f"{name}[{index}]"
+        expect(call, name_of_value, value, *types, error=error)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is strided and does not wrap others, as ShardedTensor and DTensor do."""
+    """Tell whether a tensor is strided, and no wrapper as ShardedTensor and DTensor are."""
     is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return not is_wrapper and tensor.layout == torch.strided
 
 
 def expect_plain(call: str, name: str, value: object) -> None:
-    """Raise ArgumentTypeError for a ShardedTensor, a DTensor, a sparse tensor, and for other types."""
+    """Raise ArgumentTypeError unless given a plain strided tensor."""
     expect(call, name, value, torch.Tensor)
     assert isinstance(value, torch.Tensor), "checked"
     if not is_plain(value):

@@ -76,7 +76,7 @@ def load(
     padding: float | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill the tensors of a state dict from a checkpoint of any ranks and layout; all ranks call it.
+    """Fill the tensors of a state dict from a checkpoint of any layout; all ranks call it.
 
     Args:
         state_dict: Tensors to fill in place, such as ``model.state_dict()``; mappings may be
@@ -127,7 +127,8 @@ def load(
     agree(lambda: _read(staged, checkpoint_id, process_group), group)
     with torch.no_grad():
         for name, value in tensors.items():
-            for local, new in zip(_local_tensors(value), _local_tensors(staged[name]), strict=True):
+            pairs = zip(_local_tensors(value), _local_tensors(staged[name]), strict=True)
+            for local, new in pairs:
                 local.copy_(new)
 
     def loaded(name: str, value: Any) -> Any:
@@ -167,8 +168,9 @@ def _read(
         )
     except (Exception, CheckpointException) as error:  # noqa: BLE001, RUF100
         # Reading a broken file raises anything.
+        cause = _first_cause(error)
         raise CheckpointError(
-            f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {_first_cause(error)}"
+            f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {cause}"
         ) from error
 
 
@@ -186,7 +188,7 @@ def _first_cause(error: BaseException) -> str:
 def _map_leaves(
     state: Mapping[str, Any], leaf: Callable[[str, Any], Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Replace every leaf by ``leaf(name, value)``; a name has all keys, joined by dots as in DCP."""
+    """Replace every leaf by ``leaf(name, value)``; a name has all keys, joined by dots."""
     mapped = dict[str, Any]()
     for key, value in state.items():
         if isinstance(value, Mapping) and value:
@@ -201,7 +203,8 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
     from torch.distributed.checkpoint import FileSystemReader
 
     try:
-        saved: Mapping[str, Any] = FileSystemReader(where).read_metadata().state_dict_metadata
+        index = FileSystemReader(where).read_metadata()
+        saved: Mapping[str, Any] = index.state_dict_metadata
     except Exception as error:  # noqa: BLE001, RUF100
         # There is no folder, or the index is truncated: pickle raises anything.
         raise CheckpointError(
@@ -214,7 +217,8 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
         )
     for name, value in flat.items():
         is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor is not hasattr(saved[name], "size"):
+        was_tensor = hasattr(saved[name], "size")
+        if is_tensor is not was_tensor:
             raise CheckpointError(
                 f"checkpoint {where}: {name} must be a tensor in both the checkpoint and the "
                 "state dict"

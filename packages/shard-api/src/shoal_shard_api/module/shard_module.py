@@ -233,8 +233,9 @@ def shard_module(
         plain = module.get_parameter(path)
         sharded[path] = spec.shard(plain, src_rank=src_rank, process_group=group)
     for path, tensor in sharded.items():
+        old_parameter = module.get_parameter(path)
         new_parameter = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
-        _replace_everywhere(module, "_parameters", module.get_parameter(path), new_parameter)
+        _replace_everywhere(module, "_parameters", old_parameter, new_parameter)
     for path, new in replacements.items():
         _replace_everywhere(module, "_modules", module.get_submodule(path), new)
     for path, spec in (plan.output_plan or {}).items():
@@ -253,13 +254,8 @@ def _check_types(module: Any, plan: Any) -> None:
         for path, entry in table.items():
             expect("shard_module", f"a path in {name}", path, str, error=PlanTypeError)
             expect("shard_module", f"{name}[{path!r}]", entry, *types, error=PlanTypeError)
-    expect_all(
-        "shard_module",
-        "return_local_tensor",
-        plan.return_local_tensor or (),
-        str,
-        error=PlanTypeError,
-    )
+    paths = plan.return_local_tensor or ()
+    expect_all("shard_module", "return_local_tensor", paths, str, error=PlanTypeError)
 
 
 def _paths_of_outputs(plan: ShardingPlan) -> list[str]:
@@ -268,10 +264,14 @@ def _paths_of_outputs(plan: ShardingPlan) -> list[str]:
 
 
 def _check_outputs(module: nn.Module, plan: ShardingPlan) -> None:
-    """Raise MissingParameterError for a path of an output that is neither here nor below a Sharder."""
-    sharders = [f"{path}." for path, entry in plan.plan.items() if isinstance(entry, Sharder)]
+    """Raise MissingParameterError for a path of an output that is not in the module.
+
+    Paths below a Sharder are checked in the module that it returns.
+    """
+    entries = plan.plan.items()
+    below_sharders = tuple([f"{path}." for path, entry in entries if isinstance(entry, Sharder)])
     for path in _paths_of_outputs(plan):
-        if not path.startswith(tuple(sharders)):
+        if not path.startswith(below_sharders):
             _submodule(module, path, "output_plan or return_local_tensor")
 
 
@@ -283,7 +283,7 @@ class _OwnedParameter(NamedTuple):
 
 
 def _parameters_of_sharders(module: nn.Module, plan: ShardingPlan) -> dict[int, _OwnedParameter]:
-    """Return, by id, the parameters that belong to Sharders; refuse other entries of the plan there."""
+    """Return, by id, the parameters that belong to Sharders; refuse other entries for them."""
     owned: dict[int, _OwnedParameter] = {}
     for path, entry in plan.plan.items():
         if not isinstance(entry, Sharder):
@@ -315,14 +315,13 @@ def _check_specs(
     """
     first_path: dict[int, str] = {}
     specs: dict[str, ShardingSpec] = {}
-    facts: dict[str, Any] = {
-        "plan entries": sorted(plan.plan),
-        "output_plan": dict(plan.output_plan or {}),
-        "return_local_tensor": list(plan.return_local_tensor or ()),
-    }
+    facts: dict[str, Any] = {"plan entries": sorted(plan.plan)}
+    facts["output_plan"] = dict(plan.output_plan or {})
+    facts["return_local_tensor"] = list(plan.return_local_tensor or ())
     for path, spec in plan.plan.items():
         if isinstance(spec, Sharder):
-            facts[f"Sharder of {path}"] = f"{type(spec).__module__}.{type(spec).__qualname__}"
+            kind = type(spec)
+            facts[f"Sharder of {path}"] = f"{kind.__module__}.{kind.__qualname__}"
             continue
         parent, _, name = path.rpartition(".")
         owner = _submodule(module, parent, "plan")
@@ -340,10 +339,11 @@ def _check_specs(
                 "shard_parameter"
             )
         first = first_path.setdefault(id(tensor), path)
-        if specs.setdefault(first, spec) != spec:
+        first_spec = specs.setdefault(first, spec)
+        if first_spec != spec:
             raise PlanConflictError(
                 f"{first!r} and {path!r} are one tied parameter, but have two specs: "
-                f"{specs[first]} and {spec}"
+                f"{first_spec} and {spec}"
             )
         facts[f"sharding_spec of {path}"] = spec
         facts[f"size and dtype of {path}"] = (tuple(tensor.size()), tensor.dtype)
@@ -377,13 +377,18 @@ def _run_sharders(
                     where = f"the module that replaces {path!r}"
                     _submodule(new, below.removeprefix(prefix), where)
 
-    if any(isinstance(entry, Sharder) for entry in plan.plan.values()):
+    has_sharders = any(isinstance(entry, Sharder) for entry in plan.plan.values())
+    if has_sharders:
         agree(run, group)
     return replacements
 
 
 def _submodule(module: nn.Module, path: str, where: str) -> nn.Module:
-    """Return the sub-module at a path, or raise MissingParameterError; ``where`` is for its message."""
+    """Return the sub-module at a path; ``where`` is for the message.
+
+    Raises:
+        MissingParameterError: There is none.
+    """
     try:
         return module.get_submodule(path)
     except AttributeError as error:
@@ -416,13 +421,13 @@ def _check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGrou
             f"{where} must be a plain strided tensor with data, got {kind_of(tensor)}: {tensor!r}"
         )
     if not tensor.is_contiguous():
-        raise ParameterError(
-            f"{where} is not contiguous: size {tuple(tensor.size())}, strides {tensor.stride()}"
-        )
+        size = tuple(tensor.size())
+        raise ParameterError(f"{where} is not contiguous: size {size}, strides {tensor.stride()}")
     expect(where, "the spec", spec, ShardingSpec, error=PlanTypeError)
     properties = TensorProperties.create_from_tensor(tensor)
     try:
-        checked_metadata(spec.build_metadata(tensor.size(), properties), group)
+        metadata = spec.build_metadata(tensor.size(), properties)
+        checked_metadata(metadata, group)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{where}: {error}") from error
 
@@ -450,10 +455,10 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
     expect("_collect_local_shard", "module", module, nn.Module)
 
     def local_tensor(output: ShardedTensor) -> torch.Tensor:
-        if len(output.local_shards()) > 1:
+        count = len(output.local_shards())
+        if count > 1:
             raise UnsupportedOpError(
-                f"return_local_tensor: rank {dist.get_rank()} has {len(output.local_shards())} "
-                "shards of the output"
+                f"return_local_tensor: rank {dist.get_rank()} has {count} shards of the output"
             )
         local = output._local_tensors[0]
         spec = output.sharding_spec()

@@ -41,8 +41,12 @@ def named_params_with_sharded_tensor(
     owners = module.named_modules(prefix=prefix) if recurse else iter([(prefix, module)])
     for path, owner in owners:
         prefix_of_owner = f"{path}." if path else ""
-        attributes = [item for item in vars(owner).items() if isinstance(item[1], ShardedTensor)]
-        for name, value in [*attributes, *owner._parameters.items()]:
+        tensors: list[tuple[str, Any]] = []
+        for name, value in vars(owner).items():
+            if isinstance(value, ShardedTensor):
+                tensors.append((name, value))
+        tensors += owner._parameters.items()
+        for name, value in tensors:
             if value is not None and id(value) not in seen:
                 seen.add(id(value))
                 yield f"{prefix_of_owner}{name}", value
@@ -190,11 +194,10 @@ class ShardedOptimizer(optim.Optimizer):
         Raises:
             UnsupportedOpError: A group has a local tensor that no parameter has any more.
         """
-        name_of_local = {
-            id(local): name
-            for name, param in self.named_params.items()
-            for local in _local_tensors(param)
-        }
+        name_of_local = {}
+        for name, param in self.named_params.items():
+            for local in _local_tensors(param):
+                name_of_local[id(local)] = name
         stepped = [local for group in self.param_groups for local in group["params"]]
         if any(id(local) not in name_of_local for local in stepped):
             raise UnsupportedOpError(
@@ -251,14 +254,16 @@ class ShardedOptimizer(optim.Optimizer):
                     is_tensor = isinstance(entry, torch.Tensor)
                     loaded[local][key] = entry.clone() if is_tensor else entry
         for group, new in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in new.items() if key != "params"})
+            options = {key: value for key, value in new.items() if key != "params"}
+            group.update(options)
         self.state.clear()
         self.state.update(loaded)
 
     def _check(self, state: Mapping[str, Any], groups: list[Any]) -> None:
         """Raise CheckpointError unless a state dict fits the parameters and groups."""
         wrong = [name for name, entries in state.items() if not isinstance(entries, Mapping)]
-        if wrong or not all(isinstance(group, Mapping) for group in groups):
+        are_mappings = all(isinstance(group, Mapping) for group in groups)
+        if wrong or not are_mappings:
             raise CheckpointError(
                 "the state of each parameter and each parameter group must be a mapping, got "
                 f"{wrong or groups}"
@@ -266,26 +271,32 @@ class ShardedOptimizer(optim.Optimizer):
         unknown = sorted(map(str, state.keys() - self.named_params.keys()))
         if unknown:
             raise CheckpointError(f"optimizer state for unknown parameters {unknown}")
-        own = [set(group["params"]) for group in self.state_dict()["param_groups"]]
-        given = [set(group.get("params", ())) for group in groups]
-        if own != given:
+        own_groups = self.state_dict()["param_groups"]
+        own_names = [set(group["params"]) for group in own_groups]
+        loaded_names = [set(group.get("params", ())) for group in groups]
+        if own_names != loaded_names:
             raise CheckpointError(
-                f"the parameter groups differ: here {own}, in the state dict {given}"
+                f"the parameter groups differ: here {own_names}, in the state dict {loaded_names}"
             )
         for name, entries in state.items():
             size = tuple(self.named_params[name].size())
             for key, value in entries.items():
-                if isinstance(value, ShardedTensor) and tuple(value.size()) != size:
+                if not isinstance(value, ShardedTensor):
+                    continue
+                loaded_size = tuple(value.size())
+                if loaded_size != size:
                     raise CheckpointError(
-                        f"{key} of {name} has size {tuple(value.size())}, the parameter has {size}"
+                        f"{key} of {name} has size {loaded_size}, the parameter has {size}"
                     )
 
 
 def _local_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of a parameter's shards, one empty tensor, or the plain parameter itself."""
+    """Return the tensors of a parameter's shards, one empty tensor, or the plain parameter."""
     return parameter._local_tensors if isinstance(parameter, ShardedTensor) else [parameter]
 
 
 def _has_shape_of(value: Any, local: torch.Tensor) -> bool:
     """Tell whether a state entry is a tensor with dims and of the shape of a local tensor."""
-    return isinstance(value, torch.Tensor) and value.shape == local.shape and local.dim() > 0
+    if not isinstance(value, torch.Tensor) or local.dim() == 0:
+        return False
+    return value.shape == local.shape

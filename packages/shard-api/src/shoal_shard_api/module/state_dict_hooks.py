@@ -65,10 +65,10 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Set ShardedTensor attributes from a state dict; for ``Module._register_load_state_dict_pre_hook``.
+    """Set ShardedTensor attributes from a state dict.
 
-    A key that is loaded is removed from the dict, so that a strict load does not report it as
-    unexpected.
+    It is a hook for ``Module._register_load_state_dict_pre_hook``. A key that is loaded is removed
+    from the dict, so that a strict load does not report it as unexpected.
 
     Args:
         module: The module whose attributes are set, with the attributes of its sub-modules.
@@ -92,15 +92,15 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
     expect("pre_load_state_dict_hook", "module", module, nn.Module)
     for key, owner, name, present in _attributes(module, prefix):
         value = state_dict.get(key)
+        is_sharded = isinstance(present, ShardedTensor)
         if not isinstance(value, ShardedTensor):
-            if isinstance(present, ShardedTensor) and key not in state_dict and strict:
+            if strict and is_sharded and key not in state_dict:
                 missing_keys.append(key)
             continue
-        if isinstance(present, ShardedTensor) and present.size() != value.size():
-            error_msgs.append(
-                f"size mismatch for {key}: {tuple(value.size())} given, {tuple(present.size())} "
-                "present"
-            )
+        if is_sharded and present.size() != value.size():
+            size = tuple(value.size())
+            present_size = tuple(present.size())
+            error_msgs.append(f"size mismatch for {key}: {size} given, {present_size} present")
             continue
         setattr(owner, name, value)
         del state_dict[key]

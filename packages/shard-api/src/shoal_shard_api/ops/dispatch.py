@@ -34,7 +34,7 @@ from .via_dtensor import DTensorCall, block_for, run_shardwise
 Function = Callable[..., Any]
 Handler = Callable[[Any, Function, tuple[Any, ...], dict[str, Any]], Any]
 CustomOp = Callable[[tuple[type, ...], tuple[Any, ...], "dict[str, Any]", ProcessGroup], Any]
-"""An override: (types, args, kwargs, process_group) -> result; the first three as in ``__torch_function__``."""
+"""An override: (types, args, kwargs, process_group) -> result, as in ``__torch_function__``."""
 
 # By class of spec, or None for any, and function.
 _OVERRIDES: dict[tuple[type | None, Function], CustomOp] = {}  # declared mutable state
@@ -70,9 +70,12 @@ def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
     return [block_for(value, box, shape) for box in boxes]
 
 
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    pairs = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Tell whether a tensor of a shape broadcasts to another shape."""
+    if len(shape) > len(target):
+        return False
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return all(size in (1, target_size) for size, target_size in pairs)
 
 
 class _TwoTensors(NamedTuple):
@@ -87,13 +90,14 @@ class _TwoTensors(NamedTuple):
     def read(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _TwoTensors:
         """Split arguments into the two tensors and the others."""
         names = [name for name in ("input", "self", "other", "src") if name in kwargs]
-        tensors = [*args[:2], *(kwargs[name] for name in names)]
+        tensors = [*args[:2], *map(kwargs.__getitem__, names)]
         if len(tensors) != 2:
             raise ArgumentTypeError(
                 f"the function needs two tensors, got {len(args)} arguments and {sorted(kwargs)}"
             )
+        first, second = tensors
         others = {name: value for name, value in kwargs.items() if name not in names}
-        return cls(tensors[0], tensors[1], args[2:], others)
+        return cls(first, second, args[2:], others)
 
 
 def _type_as(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,7 +116,8 @@ def _copy(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any
                 f"copy_: {tuple(source.shape)} does not broadcast to {tuple(tensor.shape)}"
             )
         return tensor.copy_(source.full_tensor(), *rest, **kwargs)
-    for local, new in zip(tensor._local_tensors, with_layout_of(tensor, source), strict=True):
+    sources = with_layout_of(tensor, source)
+    for local, new in zip(tensor._local_tensors, sources, strict=True):
         local.copy_(new, *rest, **kwargs)
     return tensor
 
@@ -127,18 +132,23 @@ def _compare(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, 
     sharded = a if isinstance(a, cls) else b
     local_a = with_layout_of(sharded, a)
     local_b = with_layout_of(sharded, b)
-    is_same = all(func(x, y, *rest, **kwargs) for x, y in zip(local_a, local_b, strict=True))
-    verdict = torch.tensor(int(is_same), device=sharded._local_tensors[0].device)
-    return bool(all_reduce(verdict, sharded._comm, "min").item())
+    pairs = zip(local_a, local_b, strict=True)
+    is_same = all(func(x, y, *rest, **kwargs) for x, y in pairs)
+    device = sharded._local_tensors[0].device
+    own_verdict = torch.tensor(int(is_same), device=device)
+    verdict = all_reduce(own_verdict, sharded._comm, "min")
+    return bool(verdict.item())
 
 
 def _gradients(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``torch.autograd.grad`` on the shards of its arguments."""
-    positional = dict(zip(("outputs", "inputs", "grad_outputs"), args, strict=False))
-    options = {**positional, **kwargs}
+    names = ("outputs", "inputs", "grad_outputs")
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
     outputs = _as_list(options.pop("outputs"))
     inputs = _as_list(options.pop("inputs"))
-    grads = _as_list(options.pop("grad_outputs", None)) or [None] * len(outputs)
+    grads = _as_list(options.pop("grad_outputs", None))
+    if not grads:
+        grads = [None] * len(outputs)
 
     local_outputs = list[Any]()
     local_grads = list[Any]()
@@ -154,9 +164,12 @@ def _gradients(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str
     gradients = iter(func(local_outputs, local_inputs, local_grads, **options))
     results = []
     for tensor in inputs:
-        group = [next(gradients) for _ in _local_parts(cls, tensor)]
-        is_sharded = isinstance(tensor, cls) and group[0] is not None
-        results.append(tensor._with(group) if is_sharded else group[0])
+        gradients_of_shards = [next(gradients) for _ in _local_parts(cls, tensor)]
+        first = gradients_of_shards[0]
+        if isinstance(tensor, cls) and first is not None:
+            results.append(tensor._with(gradients_of_shards))
+        else:
+            results.append(first)
     return tuple(results)
 
 
@@ -261,7 +274,7 @@ REFUSED: dict[Any, str] = {
 
 
 def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], CustomOp]:
-    """Register the decorated function in place of ``func`` for arguments that include a ShardedTensor.
+    """Register the decorated function in place of ``func`` for calls with a ShardedTensor.
 
     The decorated function is called with ``(types, args, kwargs, process_group)``.
 
@@ -284,7 +297,7 @@ _sharded_op_impl = custom_sharded_op_impl  # the name of torch for its own ops
 def custom_sharding_spec_op(
     sharding_spec_class: type, func: Callable[..., Any]
 ) -> Callable[[CustomOp], CustomOp]:
-    """Register the decorated function in place of ``func`` for ShardedTensors with a spec of a class.
+    """Register the decorated function in place of ``func`` for tensors with a spec of a class.
 
     Args:
         sharding_spec_class: The class itself; subclasses have overrides of their own.
@@ -328,7 +341,11 @@ def _dispatch_custom_op(
     kwargs: dict[str, Any],
     process_group: ProcessGroup,
 ) -> Any:
-    """Run the override of ``op`` for the class of this spec; an UnsupportedOpError if there is none."""
+    """Run the override of ``op`` for the class of this spec.
+
+    Raises:
+        UnsupportedOpError: There is none.
+    """
     if not _has_custom_op(sharding_spec, op):
         raise UnsupportedOpError(f"{op} is not overridden for {type(sharding_spec).__name__}")
     return _OVERRIDES[type(sharding_spec), op](types, args, kwargs, process_group)
@@ -343,7 +360,8 @@ def run(
 ) -> Any:
     """Run a function with ShardedTensors among its arguments; all ranks call it."""
     leaves = pytree.tree_leaves((args, kwargs))
-    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, cls)}.values())
+    by_id = {id(leaf): leaf for leaf in leaves if isinstance(leaf, cls)}
+    tensors = list(by_id.values())
     if tensors:
         override = _override_of(func, tensors[0])
         if override is not None:
@@ -362,7 +380,8 @@ def run(
         raise UnsupportedOpError(
             f"{name}: at least one argument must be a ShardedTensor with a process group"
         )
-    if any(tensor.process_group is not tensors[0].process_group for tensor in tensors):
+    group = tensors[0].process_group
+    if any(tensor.process_group is not group for tensor in tensors):
         raise UnsupportedOpError(
             f"{name} has ShardedTensors of different process groups among its arguments"
         )
@@ -373,6 +392,9 @@ def run(
 
 
 def _override_of(func: Function, tensor: Any) -> CustomOp | None:
-    """Return the user's override of a function, for any spec or for the class of a tensor's spec."""
-    for_any = _OVERRIDES.get((None, func))
-    return for_any or _OVERRIDES.get((type(tensor.sharding_spec()), func))
+    """Return the user's override of a function, for any spec or for the class of the tensor's."""
+    for_any_spec = _OVERRIDES.get((None, func))
+    if for_any_spec is not None:
+        return for_any_spec
+    kind = type(tensor.sharding_spec())
+    return _OVERRIDES.get((kind, func))

@@ -3,7 +3,7 @@
 Own indices are gathered over the ranks and looked up as one batch. Each rank keeps the rows of its
 own indices:
 
-    indices of ranks 0..2   [3 7] [] [1]     gathered: [3 7 1], one shard of rows per rank: sizes (2, 0, 1)
+    indices of ranks 0..2   [3 7] [] [1]     gathered: [3 7 1], in shards of 2, 0 and 1 rows
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOKUPS = {function: inspect.signature(function) for function in _FUNCTIONS}
 
 @contextmanager
 def replicated_indices(equal: bool = True) -> Iterator[None]:
-    """Declare, inside the ``with``, that indices of embedding and embedding_bag are equal on all ranks.
+    """Declare, inside the ``with``, that indices of embeddings are equal on all ranks.
 
     They are then looked up without a gather, and every rank has the full result. Outside of the
     block each rank has indices of its own, as in torch.
@@ -60,8 +60,9 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     arguments = bound.arguments
     weight = arguments["weight"]
     indices = [arguments.get(name) for name in ("input", "offsets", "per_sample_weights")]
-    has_plain_indices = not any(isinstance(tensor, call.cls | DTensor) for tensor in indices)
-    if not isinstance(weight, call.cls) or not has_plain_indices:
+    is_sharded = isinstance(weight, call.cls)
+    are_plain = not any(isinstance(tensor, call.cls | DTensor) for tensor in indices)
+    if not is_sharded or not are_plain:
         return call.run(args, kwargs)
     call.check_layouts()
     if _REPLICATED.own():
@@ -69,9 +70,12 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return call.run((), arguments, plain=DTensor.full_tensor)
     # Per rank two sizes: the length of its indices along dim 0, and the number of rows of its
     # result.
-    reports = agree_on(weight.process_group, lambda: _facts(call, arguments))
-    lengths, sizes = zip(*(report["~sizes"] for report in reports), strict=True)
-    mesh = one_dim_mesh(weight.process_group, weight._local_tensors[0].device.type)
+    group = weight.process_group
+    reports = agree_on(group, lambda: _facts(call, arguments))
+    sizes_by_rank = [report["~sizes"] for report in reports]
+    lengths, sizes = zip(*sizes_by_rank, strict=True)
+    device = weight._local_tensors[0].device
+    mesh = one_dim_mesh(group, device.type)
     gathered = _gather_arguments(arguments, mesh, lengths, sizes)
 
     def keep_own_rows(all_rows: DTensor) -> torch.Tensor:
@@ -84,7 +88,7 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Check this rank's indices; return the facts that are equal on all ranks, and this rank's sizes."""
+    """Check this rank's indices; return this rank's sizes, and facts that all ranks share."""
     name = call.name
     # Only embedding_bag has offsets.
     bags = "offsets" in arguments
@@ -92,7 +96,8 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
     offsets = arguments.get("offsets")
     weights = arguments.get("per_sample_weights")
     rows = arguments["weight"].shape[0]
-    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
+    is_tensor = isinstance(indices, torch.Tensor)
+    if not is_tensor or indices.dtype not in (torch.int32, torch.int64):
         raise ArgumentTypeError(
             f"{name}: indices must be a plain tensor of int32 or int64, got {kind_of(indices)}"
         )
@@ -112,17 +117,17 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
         low, high = torch.aminmax(indices)
         if low.item() < 0 or high.item() >= rows:
             raise IndexRangeError(f"{name}: an index is out of range; the table has {rows} rows")
-    facts = {"dtype": indices.dtype, "weighted": weights is not None}
+    facts: dict[str, Any] = {"dtype": indices.dtype, "weighted": weights is not None}
     if not bags:
-        return {**facts, "~sizes": (indices.numel(), indices.numel())}
+        count = indices.numel()
+        facts["~sizes"] = (count, count)
+        return facts
     bag_count = len(indices)
     if offsets is not None:
         bag_count = len(offsets) - bool(arguments["include_last_offset"])
-    return {
-        **facts,
-        "shape of a bag": tuple(indices.shape[1:]),
-        "~sizes": (len(indices), bag_count),
-    }
+    facts["shape of a bag"] = tuple(indices.shape[1:])
+    facts["~sizes"] = (len(indices), bag_count)
+    return facts
 
 
 def _fits_offsets(indices: torch.Tensor, offsets: Any) -> bool:
@@ -149,13 +154,10 @@ def _gather_arguments(
     def collect(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """S(0) -> R; the gradient of the result must be equal on all ranks."""
         shape = torch.Size([sum(sizes), *tensor.shape[1:]])
+        stride = torch.empty(shape, device="meta").stride()
+        rows = Shard(0, sizes=tuple(sizes))
         sharded = DTensor.from_local(
-            tensor,
-            mesh,
-            [Shard(0, sizes=tuple(sizes))],
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
+            tensor, mesh, [rows], run_check=False, shape=shape, stride=stride
         )
         return sharded.full_tensor()
 

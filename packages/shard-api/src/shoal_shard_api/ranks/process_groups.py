@@ -46,7 +46,12 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_rank(call: str, name: str, rank: object, group: dist.ProcessGroup) -> None:
-    """Raise ArgumentTypeError unless ``rank`` is an integer, ProcessGroupError unless it is in the group."""
+    """Raise unless ``rank`` is a rank of a process group.
+
+    Raises:
+        ArgumentTypeError: It is not an integer.
+        ProcessGroupError: The group does not have it.
+    """
     expect(call, name, rank, int)
     size = dist.get_world_size(group)
     if rank not in range(size):
@@ -92,23 +97,22 @@ def agree_on(
 
     reports = agree(sendable, group)
     names = dict.fromkeys(name for facts in reports for name in facts)
-    for name in names:
-        if not name.startswith("~"):
-            _compare(name, reports)
+    compared = [name for name in names if not name.startswith("~")]
+    for name in compared:
+        _compare(name, reports)
     return reports
 
 
 def _compare(name: str, reports: list[dict[str, Any]]) -> None:
     """Raise RankMismatchError unless the value of a name is the same on all ranks that give it."""
     is_optional = name.startswith("?")
-    values = [
-        (rank, facts.get(name))
-        for rank, facts in enumerate(reports)
-        if name in facts or not is_optional
-    ]
-    first_rank, first_value = values[0]
+    values = {}
+    for rank, facts in enumerate(reports):
+        if name in facts or not is_optional:
+            values[rank] = facts.get(name)
+    first_rank, first_value = next(iter(values.items()))
     shown = name.removeprefix("?")
-    for rank, value in values:
+    for rank, value in values.items():
         if value != first_value:
             raise RankMismatchError(
                 f"{shown} differs between ranks: {first_value} on rank {first_rank}, {value} on "
@@ -150,9 +154,18 @@ def _get_current_process_group() -> dist.ProcessGroup:
     return resolve(None) if loading is None else loading
 
 
+# Fields of `ProcessGroupState` in words.
+_MEANINGS = {
+    "local_rank": "rank in the process group",
+    "local_world_size": "size of the process group",
+    "global_rank": "global rank",
+    "global_world_size": "world size",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessGroupState:
-    """This rank's place in a process group and in the world; a pickle holds it and checks it on load."""
+    """This rank's place in a process group and in the world, which a pickle checks on load."""
 
     local_rank: int
     global_rank: int
@@ -163,18 +176,16 @@ class ProcessGroupState:
     def of(group: dist.ProcessGroup) -> ProcessGroupState:
         """Return this rank's place in the group and in the world."""
         return ProcessGroupState(
-            dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
+            local_rank=dist.get_rank(group),
+            global_rank=dist.get_rank(),
+            local_world_size=dist.get_world_size(group),
+            global_world_size=dist.get_world_size(),
         )
 
     def check(self, group: dist.ProcessGroup) -> None:
-        """Raise ProcessGroupError, naming the difference, unless this rank has the same place in ``group``."""
+        """Raise ProcessGroupError unless this rank has the same place in ``group``."""
         current = ProcessGroupState.of(group)
-        for name, meaning in (
-            ("local_rank", "rank in the process group"),
-            ("local_world_size", "size of the process group"),
-            ("global_rank", "global rank"),
-            ("global_world_size", "world size"),
-        ):
+        for name, meaning in _MEANINGS.items():
             saved_value = getattr(self, name)
             value = getattr(current, name)
             if value != saved_value:
@@ -191,7 +202,8 @@ def mesh_of(
     """Return the mesh of this shape over the ranks of a group, which are given row-major."""
     if len(shape) == 1:
         return DeviceMesh.from_group([group], device_type, ranks)
-    return mesh_of(group, device_type, (len(ranks),), ranks).unflatten(0, shape)
+    line = mesh_of(group, device_type, (len(ranks),), ranks)
+    return line.unflatten(0, shape)
 
 
 def one_dim_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -56,11 +56,15 @@ def _run(
     tensors: Sequence[torch.Tensor],
     out: Sequence[torch.Tensor],
 ) -> None:
-    """Write the shards of the target into ``out``; the one tensor of a rank without shards has no box."""
+    """Write the shards of the target into ``out``.
+
+    The one tensor of a rank without shards has no box.
+    """
     rank = comm.ranks[comm.rank]
     before = list(zip(_boxes(source, rank), tensors, strict=False))
     after = list(zip(_boxes(target, rank), out, strict=False))
-    move_blocks([(_plan(source, target, comm.ranks, comm.rank), before, after)], comm)
+    plan = _plan(source, target, comm.ranks, comm.rank)
+    move_blocks([(plan, before, after)], comm)
 
 
 def move(
@@ -72,7 +76,7 @@ def move(
     """
     if source == target:
         return list(tensors)
-    moved: tuple[torch.Tensor, ...] = _Move.apply(source, target, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
+    moved = _Move.apply(source, target, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
     return list(moved)
 
 
@@ -86,22 +90,28 @@ class _Move(torch.autograd.Function):
         ctx.back = (target, source, comm)
         rank = comm.ranks[comm.rank]
         shapes = [shape_of(box) for box in _boxes(target, rank)]
-        # A rank without shards has one empty tensor.
-        out = [tensors[0].new_empty(shape) for shape in shapes or [[0]]]
+        if not shapes:
+            # A rank without shards has one empty tensor.
+            shapes = [[0]]
+        out = [tensors[0].new_empty(shape) for shape in shapes]
         _run(source, target, comm, tensors, out=out)
         return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_Move.apply(*ctx.back, *grads)  # type: ignore[no-untyped-call]  # torch
+        moved = _Move.apply(*ctx.back, *grads)  # type: ignore[no-untyped-call]  # torch
+        return None, None, None, *moved
 
 
 def collect(
     tensors: Sequence[torch.Tensor], layout: Layout, shape: torch.Size, comm: Comm
 ) -> torch.Tensor:
-    """Layout -> R: return the global tensor on every rank; its gradient must be equal on all ranks."""
-    full: torch.Tensor = _Collect.apply(layout, shape, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
-    return full
+    """Layout -> R: return the global tensor on every rank.
+
+    Its gradient must be equal on all ranks.
+    """
+    full = _Collect.apply(layout, shape, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
+    return cast(torch.Tensor, full)
 
 
 class _Collect(torch.autograd.Function):
@@ -117,7 +127,8 @@ class _Collect(torch.autograd.Function):
         packed = pack_blocks([tensor.detach() for tensor in tensors])
         gathered = all_gather_v(packed, comm, sizes, 0)
         full = tensors[0].new_empty(shape)
-        unpack_blocks(gathered, [full[slices_of(box)] for boxes in boxes_by_rank for box in boxes])
+        places = [full[slices_of(box)] for boxes in boxes_by_rank for box in boxes]
+        unpack_blocks(gathered, places)
         return full
 
     @staticmethod
@@ -129,7 +140,10 @@ class _Collect(torch.autograd.Function):
 
 
 def scatter(full: torch.Tensor, layout: Layout, src: int, comm: Comm) -> list[torch.Tensor]:
-    """Plain on ``src`` -> layout: this rank's shards of the global tensor there; ``src`` is an index in the group."""
+    """Plain on ``src`` -> layout: return this rank's shards of the global tensor of ``src``.
+
+    ``src`` is an index in the group.
+    """
     source = ((comm.ranks[src], whole_box(full.shape)),)
     tensor = full.contiguous() if comm.rank == src else full.new_empty(0)
     if source == layout:
@@ -146,7 +160,7 @@ def gather(
     comm: Comm,
     out: torch.Tensor | None,
 ) -> None:
-    """Layout -> plain on the rank ``dst`` of the group: write the global tensor into ``out`` there."""
+    """Layout -> plain on the rank ``dst`` of the group, which writes the tensor into ``out``."""
     target = ((comm.ranks[dst], whole_box(shape)),)
     like = tensors[0]
     if out is None:

@@ -1,4 +1,4 @@
-"""Metadata of a sharded tensor: its shards, their common properties, its size; and checks of the shards.
+"""Metadata of a sharded tensor: shards, their common properties, size; and checks of the shards.
 
 Field names and list types are those of ``torch.distributed._shard``, because they are compared and
 pickled by users.
@@ -20,7 +20,7 @@ from ..arguments import expect, expect_all
 from ..errors import ShardingSpecError
 
 Layout = tuple[tuple[int, Box], ...]
-"""(global rank, box) of every shard, in the order of the metadata.  Hashable, so plans are cached."""
+"""(global rank, box) of every shard, in the order of the metadata. It is a key of caches."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -55,7 +55,8 @@ class ShardMetadata:
         expect_all("ShardMetadata", "shard_sizes", shard_sizes, int, error=ShardingSpecError)
         offsets = list(shard_offsets)
         sizes = list(shard_sizes)
-        if len(offsets) != len(sizes) or any(n < 0 for n in (*offsets, *sizes)):
+        has_negative = any(number < 0 for number in [*offsets, *sizes])
+        if len(offsets) != len(sizes) or has_negative:
             raise ShardingSpecError(
                 f"each dim needs one offset and one size, both at least 0; got {len(offsets)} "
                 f"offsets {offsets} and {len(sizes)} sizes {sizes}"
@@ -90,7 +91,11 @@ class ShardMetadata:
 
 
 def parse_placement(placement: str | RemoteDevice) -> RemoteDevice:
-    """Parse "rank:1/cuda:1"; return a parsed placement unchanged; raise ShardingSpecError for all else."""
+    """Parse "rank:1/cuda:1"; return a parsed placement unchanged.
+
+    Raises:
+        ShardingSpecError: It is neither.
+    """
     if isinstance(placement, RemoteDevice):
         return placement
     try:
@@ -160,7 +165,8 @@ class TensorProperties:
         return {**vars(self), "memory_format": encoding}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, memory_format=_MEMORY_FORMATS[state["memory_format"].value])
+        memory_format = _MEMORY_FORMATS[state["memory_format"].value]
+        vars(self).update(state, memory_format=memory_format)
 
 
 @dataclass(frozen=True)
@@ -199,15 +205,18 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
         ShardingSpecError: Two shards overlap, or differ in the number of dims; it names both.
 
     Example:
-        >>> validate_non_overlapping_shards_metadata([ShardMetadata([0], [2]), ShardMetadata([2], [2])])
+        >>> first, second = ShardMetadata([0], [2]), ShardMetadata([2], [2])
+        >>> validate_non_overlapping_shards_metadata([first, second])
     """
     expect_all("validate_non_overlapping_shards_metadata", "shards", shards, ShardMetadata)
     for i, shard in enumerate(shards):
-        if len(shard.shard_sizes) != len(shards[0].shard_sizes):
+        first_ndim = len(shards[0].shard_sizes)
+        ndim = len(shard.shard_sizes)
+        if ndim != first_ndim:
+            first = _describe(shards[0])
             raise ShardingSpecError(
-                f"all shards must have the same number of dims: shard 0 {_describe(shards[0])} has "
-                f"{len(shards[0].shard_sizes)}, shard {i} {_describe(shard)} has "
-                f"{len(shard.shard_sizes)}"
+                f"all shards must have the same number of dims: shard 0 {first} has {first_ndim}, "
+                f"shard {i} {_describe(shard)} has {ndim}"
             )
     pair = overlap([shard.box for shard in shards])
     if pair is not None:
@@ -239,20 +248,25 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
     if not shards_metadata:
         raise ShardingSpecError(f"a tensor of size {size} needs at least one shard, got none")
     for i, shard in enumerate(shards_metadata):
-        if len(shard.shard_sizes) != len(size):
+        name = f"shard {i} {_describe(shard)}"
+        ndim = len(shard.shard_sizes)
+        if ndim != len(size):
             raise ShardingSpecError(
-                f"shard {i} {_describe(shard)} has {len(shard.shard_sizes)} dims, but the tensor "
-                f"of size {size} has {len(size)}"
+                f"{name} has {ndim} dims, but the tensor of size {size} has {len(size)}"
             )
-        if any(stop > n for (_, stop), n in zip(shard.box, size, strict=True)):
-            raise ShardingSpecError(
-                f"shard {i} {_describe(shard)} reaches beyond the tensor of size {size}"
-            )
+        if not is_inside(shard.box, size):
+            raise ShardingSpecError(f"{name} reaches beyond the tensor of size {size}")
     missing = gap([shard.box for shard in shards_metadata], size)
     if missing is not None:
         raise ShardingSpecError(
             f"no shard holds the elements {format_box(missing)} of the tensor of size {size}"
         )
+
+
+def is_inside(box: Box, size: Sequence[int]) -> bool:
+    """Return whether a box does not reach beyond a tensor of this size, with as many dims."""
+    stops = [stop for _, stop in box]
+    return all(stop <= length for stop, length in zip(stops, size, strict=True))
 
 
 def _describe(shard: ShardMetadata) -> str:

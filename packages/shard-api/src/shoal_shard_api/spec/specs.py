@@ -1,4 +1,4 @@
-"""Sharding specs: the abstract class, chunks of one dim, lists of shards, and the simplest spec for shards.
+"""Sharding specs: the abstract class, chunks of one dim, lists of shards, and the simplest spec.
 
 A spec maps a global size to shards; it holds no data. ``ShardingSpec.shard`` needs the class
 ShardedTensor, which is defined above: tensor/sharded_tensor.py sets ``ShardingSpec._scatter`` to
@@ -30,7 +30,7 @@ from .metadata import (
 )
 
 
-class PlacementSpec(ABC):  # noqa: B024  # a marker to derive from, as in torch's API; it has no abstract method
+class PlacementSpec(ABC):  # noqa: B024  # a marker to derive from, as in torch's API
     """Base class of the placements of an entity.
 
     Example:
@@ -61,7 +61,7 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 class ShardingSpec(ABC):
-    """The mapping of a global size to shards and to the ranks that hold them; define ``build_metadata``.
+    """The mapping of a global size to shards and ranks; a subclass defines ``build_metadata``.
 
     Example:
         >>> class OnRankZero(ShardingSpec):
@@ -91,7 +91,7 @@ class ShardingSpec(ABC):
     def shard(
         self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None
     ) -> Any:
-        """Plain on ``src_rank`` -> sharded: shard a tensor by this spec; all ranks of the group call it.
+        """Plain on ``src_rank`` -> sharded: shard a tensor by this spec; all ranks call it.
 
         Args:
             tensor: Global tensor, of the same size and dtype on every rank; the data of
@@ -114,10 +114,10 @@ def _check_build_arguments(spec: ShardingSpec, tensor_sizes: Any, tensor_propert
 
 @dataclass(frozen=True, eq=True)
 class ChunkShardingSpec(ShardingSpec):
-    """A spec that shards one tensor dim into chunks of the sizes of ``torch.chunk``, one per placement.
+    """A spec that shards one tensor dim into chunks of the sizes of ``torch.chunk``.
 
-    The last chunks may be smaller or empty. Placements may be in any order, and a rank may hold
-    several chunks.
+    Every placement has one chunk; the last chunks may be smaller or empty. Placements may be in any
+    order, and a rank may hold several chunks.
 
     Args:
         dim: Tensor dim to shard; negative counts from the end. A string is the name of a dim, which
@@ -153,7 +153,7 @@ class ChunkShardingSpec(ShardingSpec):
         if not placements:
             raise ShardingSpecError("ChunkShardingSpec needs at least one placement, got none")
         object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "placements", [parse_placement(each) for each in placements])
+        object.__setattr__(self, "placements", list(map(parse_placement, placements)))
 
     def __hash__(self) -> int:
         return hash((self.dim, tuple(self.placements)))
@@ -252,10 +252,10 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
         >>> [get_chunked_dim_size(5, 2, idx) for idx in range(4)]
         [2, 2, 1, 0]
     """
-    expect_all(
-        "get_chunked_dim_size", "(dim_size, split_size, idx)", (dim_size, split_size, idx), int
-    )
-    remaining = dim_size - idx * split_size  # chunk 2: 5 - 2 * 2 = 1; chunk 3: -1
+    numbers = (dim_size, split_size, idx)
+    expect_all("get_chunked_dim_size", "(dim_size, split_size, idx)", numbers, int)
+    # chunk 2: 5 - 2 * 2 = 1; chunk 3: -1
+    remaining = dim_size - idx * split_size
     return min(max(remaining, 0), split_size)
 
 
@@ -341,7 +341,7 @@ class EnumerableShardingSpec(ShardingSpec):
 def _infer_sharding_spec_from_shards_metadata(
     shards_metadata: Sequence[ShardMetadata],
 ) -> ShardingSpec:
-    """Return a ChunkShardingSpec with these shards, in any order, if there is one; else enumerate them."""
+    """Return a ChunkShardingSpec with these shards, in any order, or else one that lists them."""
     expect_all(
         "_infer_sharding_spec_from_shards_metadata",
         "shards_metadata",
@@ -376,8 +376,8 @@ def _as_chunks(shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
 
     ordered = sorted(shards, key=order)
     spec = ChunkShardingSpec(dim, [shard.placement for shard in ordered if shard.placement])
-    chunks = spec.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
-    for chunk, shard in zip(chunks, ordered, strict=True):
+    metadata = spec.build_metadata(torch.Size(size), TensorProperties())
+    for chunk, shard in zip(metadata.shards_metadata, ordered, strict=True):
         is_empty = shard.shard_sizes[dim] == 0
         if chunk.shard_sizes != shard.shard_sizes:
             return None

@@ -174,10 +174,15 @@ def _list_properties(*factories: Any) -> None:
     properties = list[inspect.Parameter]()
     for kind in (ShardedTensorBase, ShardedTensor):
         parameters = inspect.signature(kind.__new__).parameters.values()
-        properties += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        properties += [
+            parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+        ]
     for factory in factories:
         signature = inspect.signature(factory)
-        named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters = signature.parameters.values()
+        named = [
+            parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
+        ]
         factory.__signature__ = signature.replace(parameters=[*named, *properties])
 
 

@@ -22,6 +22,7 @@ from ..spec.metadata import (
     ShardMetadata,
     TensorProperties,
     check_tensor,
+    is_inside,
     validate_non_overlapping_shards_metadata,
 )
 
@@ -72,7 +73,7 @@ class Shard:
     def from_tensor_and_offsets(
         cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int
     ) -> Shard:
-        """Make the shard of a local tensor that begins at ``shard_offsets`` and is on its own device.
+        """Make the shard of a local tensor that begins at ``shard_offsets``, on its own device.
 
         Args:
             tensor: The local tensor.
@@ -130,7 +131,7 @@ def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor
     expect("narrow_tensor", "metadata", metadata, ShardMetadata)
     box = metadata.box
     same_ndim = len(box) == tensor.dim()
-    if not same_ndim or any(stop > n for (_, stop), n in zip(box, tensor.shape, strict=True)):
+    if not same_ndim or not is_inside(box, tensor.shape):
         raise ShardingSpecError(
             f"shard {format_box(box)} is not inside a tensor of size {tuple(tensor.shape)}"
         )
@@ -158,11 +159,11 @@ def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
 def check_properties(shard: Shard, properties: TensorProperties) -> None:
     """Raise LocalShardError unless a shard is contiguous and has the properties of the tensor."""
     tensor = shard.tensor
-    name_of_shard = f"shard {format_box(shard.metadata.box)} on {shard.metadata.placement}"
+    metadata = shard.metadata
+    name_of_shard = f"shard {format_box(metadata.box)} on {metadata.placement}"
     if not tensor.is_contiguous():
-        raise LocalShardError(
-            f"{name_of_shard}: its tensor of size {list(tensor.size())} is not contiguous"
-        )
+        size = list(tensor.size())
+        raise LocalShardError(f"{name_of_shard}: its tensor of size {size} is not contiguous")
     actual = TensorProperties.create_from_tensor(tensor)
     for name in _COMPARED:
         value = getattr(actual, name)
@@ -187,12 +188,14 @@ def flatten_size(size: Sequence[Any], *, inferred: bool = False) -> tuple[Any, .
         ArgumentTypeError: A size is not an integer.
         ShardingSpecError: A size is negative.
     """
-    is_one_sequence = len(size) == 1 and isinstance(size[0], Sequence)
-    dims = tuple(size[0]) if is_one_sequence else tuple(size)
+    dims = tuple(size)
+    if len(dims) == 1 and isinstance(dims[0], Sequence):
+        dims = tuple(dims[0])
     for dim in dims:
         if dim is None:
             continue
-        if isinstance(dim, bool) or not isinstance(dim, int):
+        is_integer = isinstance(dim, int) and not isinstance(dim, bool)
+        if not is_integer:
             raise ArgumentTypeError(f"the size must be integers, got {dims}")
         if dim < 0:
             raise ShardingSpecError(f"the size must not be negative, got {dims}")
@@ -214,10 +217,8 @@ def describe(
     def facts() -> dict[str, Any]:
         size = flatten_size(global_size, inferred=True)
         _check_local(shards, size)
-        found: dict[str, Any] = {
-            "global size": size,
-            "~shards": [shard.metadata for shard in shards],
-        }
+        metadata = [shard.metadata for shard in shards]
+        found: dict[str, Any] = {"global size": size, "~shards": metadata}
         if shards:
             properties = TensorProperties.create_from_tensor(shards[0].tensor)
             found |= {f"?{name}": getattr(properties, name) for name in _COMPARED}
@@ -228,12 +229,14 @@ def describe(
     with_shards = [report for report in reports if report["~shards"]]
     if not with_shards:
         raise ShardingSpecError("at least one rank must have a local shard")
-    properties = TensorProperties(**{name: with_shards[0][f"?{name}"] for name in _COMPARED})
+    first = with_shards[0]
+    properties = TensorProperties(**{name: first[f"?{name}"] for name in _COMPARED})
     shards_by_rank = [list(report["~shards"]) for report in reports]
     if None in size:
         size, shards_by_rank = _concatenate(shards_by_rank, size, members(group))
-    metadata = [shard for shards_of_rank in shards_by_rank for shard in shards_of_rank]
-    return checked_metadata(ShardedTensorMetadata(metadata, torch.Size(size), properties), group)
+    shards_of_all = [shard for shards_of_rank in shards_by_rank for shard in shards_of_rank]
+    metadata = ShardedTensorMetadata(shards_of_all, torch.Size(size), properties)
+    return checked_metadata(metadata, group)
 
 
 def _check_local(shards: Any, size: tuple[int | None, ...]) -> None:
@@ -246,30 +249,34 @@ def _check_local(shards: Any, size: tuple[int | None, ...]) -> None:
             f"a size with None, {size}, needs one shard on every rank; got {len(shards)}"
         )
     for shard in shards:
+        placement = shard.metadata.placement
         if shard.metadata.rank != rank:
             raise LocalShardError(
-                f"a local shard is placed on {shard.metadata.placement}, but this is rank {rank}"
+                f"a local shard is placed on {placement}, but this is rank {rank}"
             )
-        check_properties(shard, TensorProperties.create_from_tensor(shards[0].tensor))
+        properties = TensorProperties.create_from_tensor(shards[0].tensor)
+        check_properties(shard, properties)
 
 
 def _concatenate(
     shards_by_rank: list[list[ShardMetadata]], size: tuple[int | None, ...], ranks: Sequence[int]
 ) -> tuple[tuple[int, ...], list[list[ShardMetadata]]]:
-    """Concatenate one shard per rank along the dim of size None; return the size and the metadata."""
+    """Concatenate one shard per rank along the dim of size None; return size and metadata."""
     dim = size.index(None)
     end = 0
     metadata = []
     for rank, (shard,) in zip(ranks, shards_by_rank, strict=True):
-        if len(shard.shard_sizes) != len(size):
+        sizes = shard.shard_sizes
+        if len(sizes) != len(size):
             raise ShardingSpecError(
-                f"the shard on rank {rank} has {len(shard.shard_sizes)} dims, the size {size}"
+                f"the shard on rank {rank} has {len(sizes)} dims, the size {size}"
             )
         offsets = [0] * len(size)
         offsets[dim] = end
-        end += shard.shard_sizes[dim]
-        metadata.append([ShardMetadata(offsets, shard.shard_sizes, shard.placement)])
-    return tuple(end if n is None else n for n in size), metadata
+        end += sizes[dim]
+        metadata.append([ShardMetadata(offsets, sizes, shard.placement)])
+    global_size = tuple([end if length is None else length for length in size])
+    return global_size, metadata
 
 
 def checked_metadata(
@@ -292,11 +299,11 @@ def checked_metadata(
             )
     validate_non_overlapping_shards_metadata(metadata.shards_metadata)
     check_tensor(metadata.shards_metadata, metadata.size)
-    properties = metadata.tensor_properties
-    if properties.layout != torch.strided or properties.memory_format != torch.contiguous_format:
+    layout = metadata.tensor_properties.layout
+    memory_format = metadata.tensor_properties.memory_format
+    if layout != torch.strided or memory_format != torch.contiguous_format:
         raise ShardingSpecError(
-            f"shards must be torch.strided and contiguous_format, got {properties.layout} and "
-            f"{properties.memory_format}"
+            f"shards must be torch.strided and contiguous_format, got {layout} and {memory_format}"
         )
     return replace(metadata, size=torch.Size(metadata.size))
 
@@ -317,7 +324,7 @@ def empty_local_tensors(metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
         # This rank's current device of the type that the shards are on.
         device_type = device_of(metadata.shards_metadata[0]).type
         return [torch.empty([0], device=device_type, **options)]
-    return [torch.empty(s.shard_sizes, device=device_of(s), **options) for s in shards]
+    return [torch.empty(shard.shard_sizes, device=device_of(shard), **options) for shard in shards]
 
 
 def on_placements(
@@ -344,7 +351,11 @@ def device_of(shard: ShardMetadata) -> torch.device:
 
 
 def group_of(process_group: dist.ProcessGroup | None, init_rrefs: bool) -> dist.ProcessGroup:
-    """Return the group of a new tensor; raise UnsupportedOpError for ``init_rrefs=True`` (docs/adr/0010)."""
+    """Return the group of a new tensor.
+
+    Raises:
+        UnsupportedOpError: ``init_rrefs`` is True (docs/adr/0010).
+    """
     if init_rrefs:
         raise UnsupportedOpError(
             "init_rrefs: remote references over RPC are not supported; use gather or reshard"

@@ -74,10 +74,9 @@ class ShardedTensor(ShardedTensorConstructors):
     ) -> ShardedTensor:
         """Return a tensor of this layout with other local tensors, which may have another dtype."""
         metadata = self._metadata
+        first = local_tensors[0]
         properties = replace(
-            metadata.tensor_properties,
-            dtype=local_tensors[0].dtype,
-            requires_grad=local_tensors[0].requires_grad,
+            metadata.tensor_properties, dtype=first.dtype, requires_grad=first.requires_grad
         )
         if properties != metadata.tensor_properties:
             metadata = replace(metadata, tensor_properties=properties)
@@ -104,10 +103,11 @@ class ShardedTensor(ShardedTensorConstructors):
         Raises:
             UnsupportedOpError: This rank has several shards, or none.
         """
-        if len(self._local_shards) != 1:
+        count = len(self._local_shards)
+        if count != 1:
             raise UnsupportedOpError(
                 f"local_tensor() needs exactly one local shard, but rank {dist.get_rank()} has "
-                f"{len(self._local_shards)}; use local_shards()"
+                f"{count}; use local_shards()"
             )
         return self._local_shards[0].tensor
 
@@ -162,7 +162,8 @@ class ShardedTensor(ShardedTensorConstructors):
         group = self._process_group
         metadata = checked_metadata(spec.build_metadata(self.size(), properties), group)
         moved = move(self._local_tensors, self._layout, metadata.layout, self._comm)
-        return self._wrap(spec, metadata, on_placements(moved, metadata), group)
+        local_tensors = on_placements(moved, metadata)
+        return self._wrap(spec, metadata, local_tensors, group)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Sharded -> sharded: shard this tensor by another spec, in place; all ranks call it.
@@ -180,7 +181,8 @@ class ShardedTensor(ShardedTensorConstructors):
         is_leaf = self.is_leaf
         requires_grad = self.requires_grad
         gradient = self.grad
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
+        has_history = torch.is_grad_enabled() and not is_leaf
+        with torch.set_grad_enabled(has_history):
             moved = self.resharded(resharding_spec)
         vars(self).update(vars(moved))
         if is_leaf and requires_grad:
@@ -190,7 +192,7 @@ class ShardedTensor(ShardedTensorConstructors):
             self.grad = gradient.resharded(resharding_spec)
         return self
 
-    def gather(  # type: ignore[override]  # torch's ShardedTensor takes Tensor.gather's name for this
+    def gather(  # type: ignore[override]  # torch's ShardedTensor takes this name of Tensor
         self,
         dst: int = 0,
         out: torch.Tensor | None = None,
@@ -238,7 +240,9 @@ class ShardedTensor(ShardedTensorConstructors):
                 raise LocalShardError(f"gather: out must be None on every rank but dst={dst}")
             return
         if not self._can_hold(out):
-            kind = "None" if out is None else f"a {kind_of(out)} of size {tuple(out.size())}"
+            kind = "None"
+            if out is not None:
+                kind = f"a {kind_of(out)} of size {tuple(out.size())}"
             raise LocalShardError(
                 f"gather: out must be a plain tensor with memory of size {tuple(self.size())} on "
                 f"dst={dst}, got {kind}"
@@ -246,14 +250,13 @@ class ShardedTensor(ShardedTensorConstructors):
 
     def _can_hold(self, out: Any) -> bool:
         """Tell whether ``out`` is a plain tensor of this size in which every element has memory."""
-        if type(out) not in (torch.Tensor, torch.nn.Parameter) or out.is_meta:
+        if type(out) not in (torch.Tensor, torch.nn.Parameter):
             return False
-        if out.size() != self.size():
+        if out.is_meta or out.size() != self.size():
             return False
         # A dim of stride 0 is expanded: its elements share memory.
-        return not any(
-            n > 1 and step == 0 for n, step in zip(out.size(), out.stride(), strict=True)
-        )
+        dims = zip(out.size(), out.stride(), strict=True)
+        return all(size <= 1 or stride != 0 for size, stride in dims)
 
     def full_tensor(self) -> torch.Tensor:
         """Sharded -> replicated: return the plain global tensor on every rank; all ranks call it.
@@ -279,20 +282,22 @@ class ShardedTensor(ShardedTensorConstructors):
             RankMismatchError: The ranks move to different types of devices.
         """
         group = kwargs.pop("process_group", None)
-        local_args: list[Any] = [
-            a._local_tensors[0] if isinstance(a, ShardedTensor) else a for a in args
-        ]
-        local_tensors = [local.to(*local_args, **kwargs) for local in self._local_tensors]
-        pairs = zip(local_tensors, self._local_tensors, strict=True)
+        local_args: list[Any] = []
+        for argument in args:
+            is_sharded = isinstance(argument, ShardedTensor)
+            local_args.append(argument._local_tensors[0] if is_sharded else argument)
+        old_tensors = self._local_tensors
+        local_tensors = [local.to(*local_args, **kwargs) for local in old_tensors]
+        pairs = zip(local_tensors, old_tensors, strict=True)
         if group is None and all(new is old for new, old in pairs):
             return self
         spec: ShardingSpec | None = self._sharding_spec
         metadata = self._metadata
-        device = local_tensors[0].device
-        if device != self._local_tensors[0].device:
+        first = local_tensors[0]
+        if first.device != old_tensors[0].device:
             spec = None
-            metadata = self._metadata_on(device)
-        properties = replace(metadata.tensor_properties, dtype=local_tensors[0].dtype)
+            metadata = self._metadata_on(first.device)
+        properties = replace(metadata.tensor_properties, dtype=first.dtype)
         metadata = replace(metadata, tensor_properties=properties)
         group = resolve(group) if group else self._process_group
         return self._wrap(spec, metadata, local_tensors, group)
@@ -379,17 +384,19 @@ class ShardedTensor(ShardedTensorConstructors):
         return dispatch.run(ShardedTensor, func, tuple(types), tuple(args), kwargs=kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]  # the memo of copy.deepcopy holds anything
-        clones = [
-            local.detach().clone().requires_grad_(local.requires_grad)
-            for local in self._local_tensors
-        ]
+        known: ShardedTensor | None = memo.get(id(self))
+        if known is not None:
+            return known
+        clones = []
+        for local in self._local_tensors:
+            clone = local.detach().clone()
+            clones.append(clone.requires_grad_(local.requires_grad))
         copied = self._with(clones)
         gradient = self.grad
         memo[id(self)] = copied
         if gradient is not None:
-            copied.grad = gradient._with([local.clone() for local in gradient._local_tensors])
+            gradients = [local.clone() for local in gradient._local_tensors]
+            copied.grad = gradient._with(gradients)
         if getattr(self, "_is_param", False):
             # torch.nn.Parameter marks tensors of other classes so.
             copied.__dict__["_is_param"] = True
@@ -397,13 +404,14 @@ class ShardedTensor(ShardedTensorConstructors):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         shards = [Shard(shard.tensor.detach(), shard.metadata) for shard in self._local_shards]
+        # torch.nn.Parameter marks tensors of other classes so.
+        is_parameter = getattr(self, "_is_param", False)
         state = {
             "shards": shards,
             "metadata": self.metadata(),
             "spec": self._sharding_spec,
             "group": ProcessGroupState.of(self._process_group),
-            # torch.nn.Parameter marks tensors of other classes so.
-            "marks": {"_is_param": True} if getattr(self, "_is_param", False) else {},
+            "marks": {"_is_param": True} if is_parameter else {},
         }
         return load_pickled, (type(self), state)
 
@@ -422,22 +430,30 @@ class ShardedTensor(ShardedTensorConstructors):
         return chunks_of(shard.metadata.box for shard in self._filled_shards())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        by_offset = {tuple(s.metadata.shard_offsets): s.tensor for s in self._filled_shards()}
-        if index.offset is None or tuple(index.offset) not in by_offset:
+        tensors = {}
+        for shard in self._filled_shards():
+            tensors[tuple(shard.metadata.shard_offsets)] = shard.tensor
+        offset = None if index.offset is None else tuple(index.offset)
+        if offset not in tensors:
             raise CheckpointError(
                 f"{index.fqn}: no local shard begins at {index.offset}; local shards begin at "
-                f"{[*by_offset]}"
+                f"{[*tensors]}"
             )
         # The checkpoint reads this tensor, or writes it in place.
-        return by_offset[tuple(index.offset)].detach()
+        return tensors[offset].detach()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002, RUF100
+    def __repr__(  # type: ignore[override]  # torch has no type for it
+        self,
+        *,
+        tensor_contents: Any = None,  # noqa: ARG002, RUF100  # torch passes it
+    ) -> str:
         is_parameter = getattr(self, "_is_param", False)
         kind = "Parameter containing ShardedTensor" if is_parameter else "ShardedTensor"
+        size = tuple(self.size())
         local = [(shard.metadata.shard_offsets, shard.tensor) for shard in self._local_shards]
         return (
-            f"{kind}(size={tuple(self.size())}, dtype={self.dtype}, "
-            f"requires_grad={self.requires_grad}, spec={self._sharding_spec}, local={local})"
+            f"{kind}(size={size}, dtype={self.dtype}, requires_grad={self.requires_grad}, "
+            f"spec={self._sharding_spec}, local={local})"
         )
 
     def _repr_html_(self) -> str:
@@ -449,7 +465,7 @@ class ShardedTensor(ShardedTensorConstructors):
 
     @staticmethod
     def _install() -> None:
-        """Have torch's copies of state dicts copy the shards, and its exports of memory refuse the tensor."""
+        """Have torch's copies of state dicts copy the shards, and its exports refuse the tensor."""
 
         def rebuild(tensor: ShardedTensor, shards: list[torch.Tensor]) -> Any:
             # outside of the group there are no shards
@@ -458,9 +474,10 @@ class ShardedTensor(ShardedTensorConstructors):
         def parts(tensor: ShardedTensor) -> list[torch.Tensor]:
             return [local.detach() for local in tensor._local_tensors]
 
-        install_staging(
-            ShardedKind(ShardedTensor, parts, rebuild, lambda tensor: tensor.full_tensor().detach())
-        )
+        def whole(tensor: ShardedTensor) -> torch.Tensor:
+            return tensor.full_tensor().detach()
+
+        install_staging(ShardedKind(ShardedTensor, parts, rebuild, whole))
         refuse_in_c(ShardedTensor, ShardedTensor.data_ptr)
 
 

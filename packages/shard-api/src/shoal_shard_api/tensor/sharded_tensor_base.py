@@ -1,4 +1,4 @@
-"""ShardedTensorBase has size, spec and local shards; a subclass adds the constructors of ShardedTensor."""
+"""ShardedTensorBase has size, spec and local shards; a subclass adds constructors."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ class ShardedTensorBase(torch.Tensor):
         if group is not None and not local_tensors:
             local_tensors = empty_local_tensors(metadata)
         shards = own_shards(metadata) if group is not None else []
+        device = local_tensors[0].device if local_tensors else torch.device("cpu")
         properties = metadata.tensor_properties
         self: Self = make_wrapper(
             cls,
@@ -123,7 +124,7 @@ class ShardedTensorBase(torch.Tensor):
             stride,
             dtype=properties.dtype,
             layout=properties.layout,
-            device=local_tensors[0].device if local_tensors else torch.device("cpu"),
+            device=device,
             pin_memory=properties.pin_memory,
         )
         if spec is None:
@@ -163,7 +164,7 @@ class ShardedTensorBase(torch.Tensor):
         return [] if self._anchor is None else [self._anchor]
 
     def _set_local_tensors(self, local_tensors: Sequence[torch.Tensor]) -> None:
-        """Replace the local tensors by others of the same sizes, such as those with an op's grad_fn."""
+        """Replace the local tensors by others of the same sizes, such as ones with a grad_fn."""
         if not self._local_shards:
             self._anchor = _flatten_anchor(local_tensors[0])
             return
@@ -220,7 +221,7 @@ class ShardedTensorBase(torch.Tensor):
         return self.metadata().tensor_properties.pin_memory
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled one of its C type
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares that of its C type
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise UnsupportedOpError(
@@ -259,7 +260,8 @@ class ShardedTensorConstructors(ShardedTensorBase):
         """Local shards -> sharded: see ``init_from_local_shards`` for arguments and errors."""
         group = group_of(process_group, init_rrefs)
         metadata = describe(local_shards, global_size, group)
-        return cls._wrap(None, metadata, [shard.tensor for shard in local_shards], group)
+        local_tensors = [shard.tensor for shard in local_shards]
+        return cls._wrap(None, metadata, local_tensors, group)
 
     @classmethod
     def _init_from_local_tensor(
@@ -270,7 +272,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         process_group: dist.ProcessGroup | None = None,
         init_rrefs: bool = False,
     ) -> Self:
-        """Local tensor -> sharded: wrap the tensor of this rank's only shard, if it has one; no communication."""
+        """Local tensor -> sharded: wrap the tensor of this rank's only shard; no communication."""
         group = group_of(process_group, init_rrefs)
         expect_plain("_init_from_local_tensor", "local_tensor", local_tensor)
         expect("_init_from_local_tensor", "sharding_spec", sharding_spec, ShardingSpec)
@@ -284,10 +286,11 @@ class ShardedTensorConstructors(ShardedTensorBase):
                 "use init_from_local_shards()"
             )
         shards = [Shard(local_tensor, shard) for shard in placed]
-        return cls._wrap(sharding_spec, metadata, ordered_for(shards, metadata), group)
+        local_tensors = ordered_for(shards, metadata)
+        return cls._wrap(sharding_spec, metadata, local_tensors, group)
 
     @classmethod
-    def _init_from_local_shards_and_global_metadata(  # type: ignore[override]  # torch's order of arguments
+    def _init_from_local_shards_and_global_metadata(  # type: ignore[override]  # torch's order
         cls,
         local_shards: Sequence[Shard],
         sharded_tensor_metadata: ShardedTensorMetadata,
@@ -301,7 +304,8 @@ class ShardedTensorConstructors(ShardedTensorBase):
         expect_all(call, "local_shards", local_shards, Shard)
         expect(call, "sharding_spec", sharding_spec, ShardingSpec, optional=True)
         metadata = checked_metadata(sharded_tensor_metadata, group)
-        return cls._wrap(sharding_spec, metadata, ordered_for(local_shards, metadata), group)
+        local_tensors = ordered_for(local_shards, metadata)
+        return cls._wrap(sharding_spec, metadata, local_tensors, group)
 
     @classmethod
     def _scatter(
@@ -318,8 +322,9 @@ class ShardedTensorConstructors(ShardedTensorBase):
         properties = TensorProperties.create_from_tensor(tensor)
         metadata = checked_metadata(spec.build_metadata(tensor.size(), properties), group)
         comm = comm_of(group, tensor.device.type)
-        local_tensors = scatter(tensor.detach(), metadata.layout, src_rank, comm)
-        result = cls._wrap(spec, metadata, on_placements(local_tensors, metadata), group)
+        scattered = scatter(tensor.detach(), metadata.layout, src_rank, comm)
+        local_tensors = on_placements(scattered, metadata)
+        result = cls._wrap(spec, metadata, local_tensors, group)
         result.requires_grad = tensor.requires_grad
         return result
 
@@ -336,11 +341,12 @@ def _flatten_anchor(local: torch.Tensor) -> torch.Tensor:
 
 
 def load_pickled(cls: type[ShardedTensorBase], state: dict[str, Any]) -> Any:
-    """Unpickle a ShardedTensor, on the group of ``load_with_process_group`` or the default group."""
+    """Unpickle a ShardedTensor on the group of ``load_with_process_group`` or the default group."""
     group = resolve(_get_current_process_group())
     state["group"].check(group)
+    metadata = state["metadata"]
     local_tensors = [shard.tensor for shard in state["shards"]]
-    result = cls._wrap(state["spec"], state["metadata"], local_tensors, group)
-    result.requires_grad = state["metadata"].tensor_properties.requires_grad
+    result = cls._wrap(state["spec"], metadata, local_tensors, group)
+    result.requires_grad = metadata.tensor_properties.requires_grad
     result.__dict__.update(state["marks"])
     return result
