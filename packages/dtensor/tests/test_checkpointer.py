@@ -56,7 +56,7 @@ def test_the_last_ones_are_kept_and_the_newest_whole_one_is_loaded(folder: str) 
     for step in (1, 4, 5, 9):
         checkpoints.save(step, state_of(step))
     assert checkpoints.steps() == [9, 5, 4]
-    with pytest.raises(CheckpointError, match=r"^step 5 is not newer than 9"):
+    with pytest.raises(CheckpointError, match=r"^step 5 is not newer than step 9"):
         checkpoints.save(5, state_of(5))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -117,7 +117,7 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(folder: str) -> N
         checkpoints.wait()
         checkpoints.save(2, state_of(2), background=True)
         with pytest.raises(
-            CheckpointError, match=r"not saved in the background: .*not newer than 2"
+            CheckpointError, match=r"not saved in the background: .*not newer than step 2"
         ):
             checkpoints.wait()
         assert checkpoints.load(state, 1) == 1

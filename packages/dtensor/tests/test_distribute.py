@@ -290,7 +290,7 @@ def test_a_check_agrees_on_what_it_compares_and_the_group_goes_on() -> None:
     mesh = init_device_mesh("cpu", (2,))
     rank = mesh.get_rank()
     differing: dict[str, torch.Tensor] = {
-        "dtypes: torch.float32": torch.ones(4, dtype=[torch.float32, torch.float64][rank]),
+        "dtypes, got torch.float32": torch.ones(4, dtype=[torch.float32, torch.float64][rank]),
         "needs a local shape of": torch.ones(4 + rank),
         "tensors of .* dims": torch.ones([2] * (1 + rank)),
         "gradients: requires_grad=True": torch.ones(4, requires_grad=rank == 0),
@@ -348,7 +348,7 @@ def test_functions_of_two_arguments_prepare_inputs_and_outputs() -> None:
     )
     x = torch.randn(3, 3)
     torch.testing.assert_close(module(x), distribute_tensor(plain(x).detach(), mesh).to_local())
-    with pytest.raises(ValueError, match="output_fn takes"):
+    with pytest.raises(ValueError, match="output_fn must take"):
         distribute_module(torch.nn.Linear(3, 2), mesh, None, None, lambda outputs: outputs)
 
 

@@ -91,9 +91,9 @@ def test_what_it_cannot_decide_is_listed_by_line() -> None:
     assert [line for line, _ in found.left] == [1, 2, 3, 5, 7]
     absent = find_spec("shoal_tp_styles") is None  # where this layer is tested alone
     of_styles = (
-        ["shoal_tp_styles is not installed"] * 2
+        ["shoal_tp_styles, which is not installed"] * 2
         if absent
-        else ["DTensor_: no layer", "replicate(module"]
+        else ["DTensor_: no package", "replicate(module"]
     )
     ways = ["register_rule", "that shares a line with other", "register_rule", *of_styles]
     assert all(way in text for way, (_, text) in zip(ways, found.left, strict=True))

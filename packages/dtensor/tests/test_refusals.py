@@ -58,7 +58,7 @@ def test_operators_that_take_functions(name: str) -> None:
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.randn(4, 2, 8, 16), mesh, [Shard(0)], src_data_rank=None)
         with pytest.raises(
-            OperatorArgumentError, match=f"^{name} does not support DTensors .* local_map"
+            OperatorArgumentError, match=f"^{name} does not support DTensors: .* local_map"
         ) as caught:
             FUNCTIONS[name](x)
     assert "\n" not in str(caught.value)
@@ -73,7 +73,7 @@ def test_such_an_operator_in_compiled_code(backend: str) -> None:
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
         compiled = torch.compile(FUNCTIONS["cond"], backend=backend)
-        with pytest.raises(RuntimeError, match=r"cond does not support DTensors .* local_map"):
+        with pytest.raises(RuntimeError, match=r"cond does not support DTensors: .* local_map"):
             compiled(x)
         torch.testing.assert_close(compiled(torch.ones(3)), torch.ones(3).sin())
 

@@ -52,20 +52,26 @@ def _place(metadata: Any) -> Any:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "code": (lambda m: setattr(m, "planner_data", _Code()), r"hold posix\.system"),
+    "code": (lambda m: setattr(m, "planner_data", _Code()), r"contain posix\.system"),
     "path outside": (
         lambda m: setattr(_place(m), "relative_path", "../other"),
-        "no such part of a file",
+        "does not have such a part of a file",
     ),
     "absolute path": (
         lambda m: setattr(_place(m), "relative_path", "/etc/passwd"),
-        "no such part of a file",
+        "does not have such a part of a file",
     ),
-    "bytes beyond": (lambda m: setattr(_place(m), "length", 1 << 40), "no such part of a file"),
-    "negative offset": (lambda m: setattr(_place(m), "offset", -1), "no such part of a file"),
+    "bytes beyond": (
+        lambda m: setattr(_place(m), "length", 1 << 40),
+        "does not have such a part of a file",
+    ),
+    "negative offset": (
+        lambda m: setattr(_place(m), "offset", -1),
+        "does not have such a part of a file",
+    ),
     "transform": (
         lambda m: setattr(_place(m), "transform_descriptors", ["zstd"]),
-        "no such part of a file",
+        "does not have such a part of a file",
     ),
     "larger shape": (lambda m: setattr(_tensor(m), "size", torch.Size([4, 2])), "do not cover it"),
     "part missing": (lambda m: _tensor(m).chunks.clear(), "do not cover it"),

@@ -125,7 +125,7 @@ PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
     "different sizes": (
         lambda m: (on_rank(1, "bias", "weight"), chunk(0)),
         ValueError,
-        r"size=\(8, 16\) .*size=\(8,\)",
+        r"size differs between ranks: \(8, 16\) .*\(8,\)",
     ),
 }
 

@@ -66,7 +66,7 @@ def facade(
         hint = _hint(package, name, instead)
         if not hint:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        text = f"{package} does not have {name}: {hint}"
+        text = f"{package} has no {name}: {hint}"
         is_import = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
         if is_import:
             raise ImportError(text, name=package)

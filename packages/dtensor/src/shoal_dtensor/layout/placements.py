@@ -468,7 +468,7 @@ class Absent:
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(f"{owner.__name__} does not have {self._name}: {self._instead}")
+        raise AttributeError(f"{owner.__name__} has no {self._name}: {self._instead}")
 
 
 for _name in _TORCH_METHODS:
