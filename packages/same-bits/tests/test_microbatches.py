@@ -146,7 +146,7 @@ def test_what_is_no_tree_is_refused() -> None:
             accumulate_in_tree(nn.Linear(8, 8), x.chunk(4))
         with invariant_arithmetic():
             model: Any = fully_shard(nn.Sequential(nn.Linear(8, 8)), mesh)
-            with pytest.raises(StyleError, match="number of microbatches .* got 3"):
+            with pytest.raises(StyleError, match=r"number of microbatches .* got 3"):
                 accumulate_in_tree(model, [x, x, x])
             with (
                 pytest.raises(StyleError, match="fully_shard accumulates gradients"),
