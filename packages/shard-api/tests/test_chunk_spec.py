@@ -68,7 +68,7 @@ def test_a_dim_that_is_no_integer_is_refused(dim: object) -> None:
 def test_a_dim_by_name() -> None:
     spec = ChunkShardingSpec("rows", placements(0, 1))
     assert spec.on_names(("batch", "rows")) == ChunkShardingSpec(1, placements(0, 1))
-    with pytest.raises(ShardingSpecError, match=r"no dim 'rows'.*'batch', 'columns'"):
+    with pytest.raises(ShardingSpecError, match=r"not have a dim named 'rows'.*'batch', 'columns'"):
         spec.on_names(("batch", "columns"))
     with pytest.raises(ShardingSpecError, match="is a name"):
         spec.build_metadata(torch.Size([2, 2]), PLAIN)

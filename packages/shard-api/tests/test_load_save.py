@@ -99,7 +99,11 @@ def test_sizes_that_differ(tmp_path: Path) -> None:
     )
     rank_pool(4).run(refuse, where, (10,), "weight", "the number of dims must be the same")
     rank_pool(4).run(
-        refuse, where, (10, 6), "wight", r"has no \['model.wight'\]; it has .*'model.weight'"
+        refuse,
+        where,
+        (10, 6),
+        "wight",
+        r"does not contain \['model.wight'\]; it contains .*'model.weight'",
     )
 
 

@@ -80,7 +80,7 @@ def test_idle_ranks_become_empty_cells() -> None:
 @pytest.mark.parametrize(
     ("layout", "shape", "members", "reason"),
     [
-        pytest.param(((0, ()),), (), (0, 1), "0-dim", id="0-dim"),
+        pytest.param(((0, ()),), (), (0, 1), "0 dims", id="0-dim"),
         pytest.param(
             ((0, ((0, 1),)), (0, ((1, 2),))),
             (2,),
