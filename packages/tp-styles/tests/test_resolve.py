@@ -17,7 +17,7 @@ from shoal_tp_styles import (
     TiedWeightError,
     parallelize_module,
 )
-from shoal_tp_styles.plan.resolve import resolve
+from shoal_tp_styles.plan.resolve import AutoPlan, resolve
 from shoal_tp_styles.plan.styled_module import axis_mesh
 from small_models import MLP, ModelArgs, StackedMLP, Transformer
 
@@ -173,3 +173,17 @@ def test_a_shared_module_needs_a_style_under_one_of_its_names() -> None:
     resolve(Twice(), plan).check()
     with pytest.raises(TiedWeightError, match=r"first.bias: .*other.bias: no style"):
         resolve(Twice(), {"second": ColwiseParallel()}).check()
+
+
+def test_an_empty_plan_names_the_attribute_with_its_reasons() -> None:
+    reasons = {f"layers.{number}.weight": f"reason {number}" for number in range(8)}
+    plan = AutoPlan()
+    plan.whole = reasons
+    assert plan.why_empty.startswith(
+        "the plan is empty; parameters are not sharded: layers.0.weight: reason 0; "
+    )
+    assert plan.why_empty.endswith("layers.5.weight: reason 5; and 2 more reasons in `whole`")
+    plan.dropped = {"layers.*": "wrong", "head": "wrong"}
+    assert plan.why_empty == ("the plan is empty; modules were left out: layers.*, head: wrong")
+    plan.dropped = reasons
+    assert plan.why_empty.endswith("reason 5; and 2 more reasons in `dropped`")

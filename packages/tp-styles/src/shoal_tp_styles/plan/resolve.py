@@ -61,15 +61,31 @@ class AutoPlan(dict[str, ParallelStyle]):
 
     @property
     def why_empty(self) -> str:
-        """Reasons why each module was left out of an empty plan, grouped by reason."""
-        paths_by_reason: dict[str, list[str]] = {}
-        for path, reason in (self.dropped or self.whole).items():
-            paths_by_reason.setdefault(reason[:_LONGEST_REASON], []).append(path)
-        lines = [f"{', '.join(paths)}: {reason}" for reason, paths in paths_by_reason.items()]
-        shown = "; ".join(lines[:_MOST_REASONS])
-        left_out = len(lines) - _MOST_REASONS
-        more = f"; and {left_out} more in `dropped`" if left_out > 0 else ""
-        return f"the plan is empty; modules were left out: {shown}{more}"
+        """Reasons why the plan is empty, each with the paths that it applies to.
+
+        These are the reasons of `dropped`, or of `whole` if no entry was dropped.
+        """
+        if self.dropped:
+            reasons = _grouped_reasons(self.dropped, attribute="dropped")
+            return f"the plan is empty; modules were left out: {reasons}"
+        reasons = _grouped_reasons(self.whole, attribute="whole")
+        return f"the plan is empty; parameters are not sharded: {reasons}"
+
+
+def _grouped_reasons(reasons: Mapping[str, str], *, attribute: str) -> str:
+    """Describe reasons by path, paths with the same reason together.
+
+    `attribute` is the attribute of `AutoPlan` that has all of the reasons.
+    """
+    paths_by_reason: dict[str, list[str]] = {}
+    for path, reason in reasons.items():
+        paths_by_reason.setdefault(reason[:_LONGEST_REASON], []).append(path)
+    groups = [f"{', '.join(paths)}: {reason}" for reason, paths in paths_by_reason.items()]
+    described = "; ".join(groups[:_MOST_REASONS])
+    omitted = len(groups) - _MOST_REASONS
+    if omitted > 0:
+        return f"{described}; and {omitted} more reasons in `{attribute}`"
+    return described
 
 
 class ResolvedPlan(NamedTuple):
