@@ -64,7 +64,6 @@ from .modules.owners import (
     carry_gradient,
     carry_over,
     check_plain_tensors,
-    check_styled,
     extended,
     given_back,
     has_hooks,
@@ -75,6 +74,7 @@ from .modules.owners import (
     owners_of,
     refuse_save_pretrained,
     register_owner,
+    releasable_owners,
     save_whole_tensors,
 )
 from .random_layouts.functions import active, drawers_of

@@ -139,7 +139,7 @@ def owners_of(module: nn.Module) -> list[Owner]:
     return list(dict.fromkeys(owner_of[key] for key in owned))
 
 
-def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owner]:
+def releasable_owners(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owner]:
     """Return the owners of a module's parameters, or raise if they cannot give them back.
 
     It raises before anything is changed.

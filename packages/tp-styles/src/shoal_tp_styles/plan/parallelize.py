@@ -11,10 +11,10 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError
 from shoal_dtensor.internal import (
     check_device_mesh,
-    check_styled,
     complete_forms,
     given_back,
     refuse_save_pretrained,
+    releasable_owners,
     takes,
     unwatch_draws,
     watch_draws,
@@ -180,7 +180,7 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
         ...     type(unparallelize_module(linear).weight)
         <class 'torch.nn.parameter.Parameter'>
     """
-    with given_back(check_styled(module)):
+    with given_back(releasable_owners(module)):
         plain = plain_module(module)
     still_sharded = any(isinstance(param, DTensor) for param in plain.parameters())
     refuse_save_pretrained(plain, still_sharded)

@@ -17,9 +17,9 @@ from shoal_dtensor.errors import PlanError, StyleError, StyleTypeError, TiedWeig
 from shoal_dtensor.internal import (
     Owner,
     Scatter,
-    check_styled,
     given_back,
     in_turns,
+    releasable_owners,
     scattering,
     watch_draws,
 )
@@ -188,7 +188,7 @@ class ResolvedPlan(NamedTuple):
 def _owners_to_read(use: StyledModule, axis: DeviceMesh) -> list[Owner]:
     """Return the owners of the module's parameters that the style replaces."""
     if use.sharding is None or use.distributes:
-        return check_styled(use.module, axis)
+        return releasable_owners(use.module, axis)
     return []
 
 
