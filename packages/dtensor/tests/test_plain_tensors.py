@@ -31,7 +31,7 @@ from shoal_dtensor import (
     unknown_ops,
 )
 from shoal_dtensor.errors import MixedTensorError, PlacementError
-from shoal_dtensor.rng.state import forget_checks
+from shoal_dtensor.rng.state import check_all_meshes_again
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -179,7 +179,7 @@ def test_ranks_out_of_step_do_not_draw_inside_composed_functions() -> None:
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.ones(8, 5), mesh, [Shard(0)], src_data_rank=None)
     torch.manual_seed(mesh.get_rank())
-    forget_checks()
+    check_all_meshes_again()
     with pytest.raises(MixedTensorError, match="need equal generators on all ranks"):
         torch.svd_lowrank(x, 2)
 

@@ -19,9 +19,9 @@ from ..argument_types import check_mesh, check_type
 from ..errors import RandomStateError
 from ..layout.spec import Spec
 from ..rng.state import (
+    check_all_meshes_again,
     check_in_step,
     current_mode,
-    forget_checks,
     generator_of,
     has_generators,
     set_random_mode,
@@ -73,7 +73,9 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
             f"{device_mesh}"
         )
     torch.manual_seed(seed)
-    forget_checks()
+    # The ranks may have passed different seeds, so no mesh counts as checked any more: the next
+    # random operator on each mesh compares the states of its ranks again.
+    check_all_meshes_again()
 
 
 def check_random_state(device_mesh: DeviceMesh) -> None:
@@ -131,15 +133,16 @@ class OffsetBasedRNGTracker:
     def set_seed(self, name: str, seed: int) -> None:
         """Restart the generator from a seed."""
         self._named(name).manual_seed(seed)
-        forget_checks()
+        check_all_meshes_again()
 
     @contextmanager
     def _distribute_region(
         self, spec: Spec, generator: torch.Generator | None = None
     ) -> Iterator[None]:
-        """Return a region in which random operators on DTensors draw as on one device.
+        """Return a context manager without an effect, for callers of torch's tracker.
 
-        They do so outside of regions too.
+        In torch, random operators on DTensors draw the same numbers as on one device only inside of
+        this region. In shoal, they do so everywhere.
         """
         yield
 

@@ -229,8 +229,8 @@ def count_as_checked(mesh: DeviceMesh) -> None:
         _count(mesh, about)
 
 
-def forget_checks() -> None:
-    """Check every mesh again at its next random operator."""
+def check_all_meshes_again() -> None:
+    """Check every mesh again at its next random operator, also the meshes that were checked."""
     _in_step.clear()
 
 
