@@ -313,7 +313,7 @@ class Replicas(Reducer):
         Its own parameters are attached, and replicas filled, at its first forward.
         """
         state = {name: value for name, value in vars(self).items() if name != "gradients"}
-        replicas = [replace(replica, version=None, seen=None) for replica in self.replicas]
+        replicas = [replace(replica, version=None, recorded_view=None) for replica in self.replicas]
         return {
             **state,
             "replicas": replicas,
@@ -331,7 +331,11 @@ class Replicas(Reducer):
 
     def leaves(self) -> list[Tensor]:
         """Return the parameters whose gradients are reduced, and their replicas."""
-        return [one for p in self.gradients.parameters for one in (p.leaf, p.held)]
+        return [
+            tensor
+            for replica in self.gradients.replicas
+            for tensor in (replica.leaf, replica.optimizer_parameter)
+        ]
 
     @property
     def keeps_gradients(self) -> bool:
@@ -405,8 +409,9 @@ class Replicas(Reducer):
         if self.axes.num_sharding_axes:
             self._seen_by_modules = [replica.leaf for replica in self.replicas]
             trained = [replica for replica in self.replicas if replica.adopt()]
-            pairs = [(replica.leaf, replica.held) for replica in trained]
-            if {id(param) for param in held} - {id(replica.held) for replica in self.replicas}:
+            pairs = [(replica.leaf, replica.optimizer_parameter) for replica in trained]
+            known = {id(replica.optimizer_parameter) for replica in self.replicas}
+            if {id(param) for param in held} - known:
                 raise StyleError(
                     "replicate: a parameter was added to the module after replicate(..., "
                     "shard_optimizer=True), so its optimizer state cannot be sharded; add "
@@ -508,7 +513,8 @@ class Replicas(Reducer):
             return
         self._shows_replicas = shows
         for replica in self.replicas:
-            replica.target.put(replica.shown if shows else replica.held)
+            tensor = replica.module_tensor if shows else replica.optimizer_parameter
+            replica.target.put(tensor)
 
     def _begin_inner_passes(self) -> None:
         """Begin the pass in the replicated modules inside first, whether or not it reaches them.
@@ -516,7 +522,9 @@ class Replicas(Reducer):
         The order is the same on all ranks. A pass of torch.autograd.grad does not do this.
         """
         inner = self.module._reducers()[1:]
-        if not inner or any(leaf_route(node) == "return" for node in self.gradients.held):
+        if not inner or any(
+            leaf_route(node) == "return" for node in self.gradients.optimizer_nodes
+        ):
             return
         for state in reversed(inner):
             state.gradients.begin()

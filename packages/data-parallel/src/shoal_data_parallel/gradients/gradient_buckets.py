@@ -1,14 +1,24 @@
 """Gradients of replicated parameters, reduced in buckets and delivered at the end of a pass.
 
-Autograd accumulates the gradient of this rank's rows in `.grad`. A pass first sets aside the
-gradients in `.grad`, removes each bucket's gradients when the last of them has arrived, and puts
-the means in their place when it is over. `torch.autograd.grad` does not accumulate: it returns a
-tensor that gets the mean when the pass is over.
+A backward pass accumulates the gradient of this rank's rows in `.grad`, in four steps:
 
-A rank may update only a shard of its replica, with the optimizer's state of the shard (ZeRO-1). On
-2 ranks the forward sees a weight (8, 6), and the module holds a DTensor [Shard(0)], local (4, 6), a
-view of its rows of the weight. Gradients are reduced to that layout; the next forward gathers the
-rows that other ranks have updated.
+1. When the pass begins, the earlier gradients in `.grad` are set aside.
+2. Autograd accumulates this pass's gradients in `.grad`.
+3. When a bucket has all of its gradients, they are removed from `.grad`, and their reduction
+   starts.
+4. When the pass ends, `.grad` gets the earlier gradients back, and the means are added to them.
+
+`torch.autograd.grad` does not accumulate. It returns an empty tensor for each parameter, and the
+end of the pass writes the mean into the tensor.
+
+A rank may update only a shard of its replica, and then has the optimizer's state of the shard only
+(ZeRO-1). For example, on 2 ranks and with a weight of shape (8, 6):
+
+- In a forward or a backward pass, the module uses the whole replica (8, 6).
+- At other times, the module holds a DTensor [Shard(0)] with a local tensor (4, 6). The local tensor
+  is a view of this rank's 4 rows of the replica.
+- A backward pass reduces the gradient to the layout of the shard.
+- The next forward gathers the 4 rows that the other rank has updated.
 """
 
 from __future__ import annotations
@@ -65,55 +75,83 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Replica:
-    """A parameter of which every data-parallel rank has a replica."""
+    """A parameter of which every data-parallel rank has a replica.
 
-    leaf: nn.Parameter  # where autograd accumulates
+    If optimizers update a shard of the replica, the parameter is several tensors:
+
+    | name                  | tensor                                           | used by             |
+    | --------------------- | ------------------------------------------------ | ------------------- |
+    | `leaf`                | the whole replica on this rank                   | autograd: `.grad`   |
+    | `recorded_view`       | the differentiable result of `_ReplicaView`      | `module_tensor`     |
+    | `module_tensor`       | `recorded_view`; `leaf` if the leaf is frozen    | modules in a pass   |
+    | `optimizer_parameter` | this rank's shard of the replica                 | optimizers          |
+
+    Otherwise `leaf`, `module_tensor` and `optimizer_parameter` are the same object, and
+    `recorded_view` is None.
+    """
+
+    leaf: nn.Parameter
     # the target of reduced gradients: the parameter itself, or a shard that optimizers update
     target: ShardedParameter
     # the version of the shard when the replica was gathered; None if it has to be gathered
     version: tuple[object, ...] | None = None
-    # the tensor that modules see of a trained leaf whose shard they hold
-    seen: Tensor | None = None
-    # of a leaf that modules hold: the function that gets its gradient, its node, and the hook
+    recorded_view: Tensor | None = None
+    # The next three fields are None if optimizers update a shard.
+    # The function that gets the gradient of the leaf in a pass of `torch.autograd.grad`.
     interceptor: Callable[[Tensor], Tensor | None] | None = None
+    # the autograd node that accumulates the gradient of the leaf
     node: Any = None
+    # the handle of the hook of the leaf that calls `interceptor`
     hook_handle: Any = None
 
     @property
-    def shown(self) -> Tensor:
-        """The tensor that modules see in forwards and backwards."""
-        is_recorded = self.leaf.requires_grad and self.seen is not None
-        return cast(Tensor, self.seen) if is_recorded else self.leaf
+    def module_tensor(self) -> Tensor:
+        """The tensor that modules use in forwards and backwards."""
+        if self.recorded_view is not None and self.leaf.requires_grad:
+            return self.recorded_view
+        return self.leaf
 
     @property
-    def held(self) -> nn.Parameter:
-        """The tensor that optimizers see, and that a backward pass may be requested for."""
+    def optimizer_parameter(self) -> nn.Parameter:
+        """The parameter that optimizers update, and that a backward pass may be requested for."""
         return self.target.leaf
 
-    def intercept_gradient(self, take: Callable[[Tensor], Tensor | None]) -> list[Any]:
-        """Have `take` called in a pass that does not accumulate in the leaf; return hook handles.
+    def intercept_gradient(self, interceptor: Callable[[Tensor], Tensor | None]) -> list[Any]:
+        """Have a function called in passes that do not accumulate in the leaf.
 
-        `take` gets the gradient of this rank's rows, and returns the gradient of `held`.
+        Args:
+            interceptor: gets the gradient of this rank's rows, and returns the gradient of
+                `optimizer_parameter`.
+
+        Returns:
+            The handles of the hooks that were registered.
         """
         leaf: Any = self.leaf
-        if self.held is not self.leaf:
-            seen = _Seen.apply(self, take, leaf, self.held)  # type: ignore[no-untyped-call]  # torch
-            self.seen = seen
-            install_switch(seen, GradientSwitch(self.target, seen))
-            # the original is older than all forwards, so its gradient would wait for the end of the
-            # pass
-            run_when_ready(seen.grad_fn)
+        shard = self.optimizer_parameter
+        if shard is not self.leaf:
+            view = _ReplicaView.apply(self, interceptor, leaf, shard)  # type: ignore[no-untyped-call]  # torch
+            self.recorded_view = view
+            install_switch(view, GradientSwitch(self.target, view))
+            # Autograd runs nodes that are ready in the reverse order of their creation. The view's
+            # node is created before all forwards, so without this call it would run last, and no
+            # bucket would be complete before the end of the pass.
+            run_when_ready(view.grad_fn)
             return []
-        self.interceptor = take
+        self.interceptor = interceptor
         self.node = torch.autograd.graph.get_gradient_edge(leaf).node
         self.hook_handle = leaf.register_hook(_weak(self._hook))
         return [self.hook_handle]
 
     def _hook(self, grad: Tensor | None) -> Any:
-        leaf = cast(Any, self.leaf)
-        if grad is None or leaf_route(self.node) != "return":
+        """Intercept a gradient that `torch.autograd.grad` returns; a hook of the leaf."""
+        # For a gradient that autograd accumulates, `GradientBuckets` has a post-accumulate hook.
+        is_returned = leaf_route(self.node) == "return"
+        if grad is None or not is_returned:
             return None
-        if [*leaf._backward_hooks][-1] != self.hook_handle.id:
+        # autograd calls hooks in the order of their registration
+        hook_ids = list(cast(Any, self.leaf)._backward_hooks)
+        is_called_last = hook_ids[-1] == self.hook_handle.id
+        if not is_called_last:
             raise StyleError(
                 "replicate: a parameter has a gradient hook that was registered after "
                 "replicate(...), so it would change the gradient of this rank's rows before "
@@ -125,14 +163,15 @@ class Replica:
 
     def check_hooks(self) -> None:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
-        if self.held is not self.leaf and grad_hooked(self.held):
+        has_shard = self.optimizer_parameter is not self.leaf
+        if has_shard and grad_hooked(self.optimizer_parameter):
             raise StyleError(
                 "replicate: a parameter has a gradient hook, which autograd would not call for "
                 "the shards that the optimizer updates; move the hook's work after backward(), "
                 "when gradients are reduced"
             )
         # one of the hooks belongs to the buckets
-        if self.held is self.leaf and len(self.leaf._post_accumulate_grad_hooks or ()) > 1:
+        if not has_shard and len(self.leaf._post_accumulate_grad_hooks or ()) > 1:
             raise StyleError(
                 "replicate: a parameter has a post-accumulate-grad hook, which would get the "
                 "gradient of this rank's rows only; move the hook's work after backward(), when "
@@ -142,7 +181,7 @@ class Replica:
     def adopt(self) -> bool:
         """Adopt the shard that the module holds now; return whether it requires gradients."""
         self.target.adopt()
-        required = self.held.requires_grad
+        required = self.optimizer_parameter.requires_grad
         if self.leaf.requires_grad is not required:
             self.leaf.requires_grad_(required)
         return required
@@ -159,9 +198,14 @@ class Replica:
 
 
 def replica_of(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) -> Replica:
-    """Return the replica of a parameter that stays the same object.
+    """Return the replica of a parameter that optimizers update as a whole.
 
-    The parameter is plain, or on the axes of a style. `dtype` is the dtype of the reduction.
+    Modules, optimizers and autograd use the same object: `leaf`.
+
+    Args:
+        leaf: a plain parameter, or a DTensor on the axes of a style.
+        axes: the data axes.
+        dtype: the dtype of the reduction; by default the dtype of the gradient.
     """
     shape = leaf.spec.local_shape if isinstance(leaf, DTensor) else leaf.shape
     spec = Spec(
@@ -171,56 +215,66 @@ def replica_of(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) ->
         None,
         dtype=dtype or leaf.grad_dtype or leaf.dtype,
     )
-    return Replica(leaf, ShardedParameter((), leaf, spec, spec, inner=None, reduced=spec))
+    # All layouts are equal, because the parameter is neither sharded nor gathered. Nothing replaces
+    # the parameter in its modules, so `sites` is empty.
+    target = ShardedParameter(
+        sites=(), leaf=leaf, resting=spec, gathered=spec, inner=None, reduced=spec
+    )
+    return Replica(leaf, target)
 
 
-class _Seen(Function):
-    """A map from a leaf and its shard to the tensor that modules see.
+class _ReplicaView(Function):
+    """A map from a leaf and its shard to the `recorded_view` that modules use.
 
-    It may be used in any number of forwards and passes. In backward, the gradient goes to the leaf,
-    or to `take` if a pass was requested for the shard by name.
+    The view may be used in any number of forwards and passes. The backward returns the gradient for
+    the leaf if the pass accumulates in the leaf. Any other pass was requested for the shard, which
+    was passed to `torch.autograd.grad` or `backward(inputs=...)`: the backward calls `interceptor`
+    with the gradient, and returns the result for the shard.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         replica: Replica,
-        take: Callable[[Tensor], Tensor | None],
+        interceptor: Callable[[Tensor], Tensor | None],
         leaf: Tensor,
         shard: Tensor,
     ) -> Tensor:
-        ctx.take = take
+        ctx.interceptor = interceptor
         ctx.set_materialize_grads(False)
         return replica.target.view(local_of(leaf))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, Tensor | None, Tensor | None]:
-        (leaf, _), _ = ctx.next_functions[-2:]
-        if grad is None or leaf_route(leaf) == "accumulate":
+        # One (node, index of the input) for each of `leaf` and `shard`, in this order.
+        leaf_edge = ctx.next_functions[-2]
+        leaf_node = leaf_edge[0]
+        if grad is None or leaf_route(leaf_node) == "accumulate":
             return None, None, grad, None
-        return None, None, None, ctx.take(grad)
+        return None, None, None, ctx.interceptor(grad)
 
 
 class Bucket(Group):
-    """Replicas whose gradients are reduced together; all of them are `trained`."""
+    """Replicas of trained parameters, whose gradients are reduced together."""
 
     owner = "replicate"
 
     def __init__(self, name: str, replicas: Sequence[Replica], axes: DataAxes) -> None:
         super().__init__(name, axes)
-        # the writes of forwards, for the bucket whose flags show them
-        self.writes: ForwardWrites | None = None
+        # The parameters that forwards have written to. One bucket of a module sends their digest
+        # with its flags; None for the other buckets.
+        self.forward_writes: ForwardWrites | None = None
         self.replicas = replicas
         self.parameters = [replica.target for replica in replicas]
         self.trained = list(range(len(replicas)))
 
     def watch_writes(self, writes: ForwardWrites) -> None:
         """Send the writes of forwards with this bucket's gradients."""
-        self.writes = writes
+        self.forward_writes = writes
         self.extra_flags = COLUMNS
 
     def extra_columns(self) -> Tensor | None:
-        return None if self.writes is None else self.writes.columns()
+        return None if self.forward_writes is None else self.forward_writes.columns()
 
     def take(self, i: int) -> Tensor | None:
         """Remove the gradient that autograd has accumulated from a parameter, and return it."""
@@ -245,10 +299,10 @@ class _Pass:
         grads_before: `.grad` of each parameter before the pass.
         missing: for each bucket how many of its gradients have not arrived.
         earlier: the buckets of other modules that the same pass has reached before.
-        requested: for parameters of torch.autograd.grad, the gradient of this rank's rows, and the
-            tensor that gets the mean.
-        late: the buckets that got another gradient after their reduction had started.
-        reductions: the reductions of the first buckets, in order.
+        requested: by index of the replica, for parameters of torch.autograd.grad: the gradient of
+            this rank's rows, and the tensor that gets the mean.
+        late: indices of the buckets that got another gradient after their reduction had started.
+        reductions: the reductions that have started: of the first buckets, in order.
     """
 
     number: int
@@ -261,44 +315,51 @@ class _Pass:
 
 
 class GradientBuckets:
-    """The buckets of a module's trained parameters.
+    """The buckets of a module's trained parameters, and the backward pass that fills them.
 
-    They are the part of each backward pass that fills them.
+    The object is a `PassPart`. It joins a backward pass with the first gradient of a replica, or
+    when the pass reaches an output of the module. The pass calls `finish` when all gradients are
+    computed, and `fail` if an error ends the pass.
+
+    Attributes:
+        buckets: the buckets, in the order in which they are reduced.
+        owner: the module's reducer; its `syncs` decides whether a pass reduces gradients.
+        replicas: the replicas of all buckets, in order.
+        optimizer_nodes: for each replica, the autograd node of its `optimizer_parameter`. The route
+            of the node shows how a pass delivers the gradient.
     """
 
     def __init__(self, buckets: Sequence[Bucket], owner: Reducer) -> None:
-        self.buckets = buckets  # in the order in which they are reduced
-        # its flag decides whether passes reduce gradients
+        self.buckets = buckets
         self.owner = owner
-        self.parameters: list[Replica] = [
+        self.replicas: list[Replica] = [
             replica for bucket in buckets for replica in bucket.replicas
         ]
-        self._place = {
-            id(p.leaf): (at, i)
-            for at, bucket in enumerate(buckets)
-            for i, p in enumerate(bucket.replicas)
-        }
+        # by `id` of the leaf: the index of the bucket, and the index of the replica in the bucket
+        self._place: dict[int, tuple[int, int]] = {}
+        for bucket_index, bucket in enumerate(buckets):
+            for i, replica in enumerate(bucket.replicas):
+                self._place[id(replica.leaf)] = (bucket_index, i)
         self._pass: _Pass | None = None
         # a leaf's node lives only as long as it is referenced
+        self._leaf_nodes: list[Any] = []
+        self.optimizer_nodes: list[Any] = []
+        self._handles: list[Any] = []
         with torch.inference_mode(False), torch.enable_grad():
-            self._nodes: list[Any] = [
-                torch.autograd.graph.get_gradient_edge(p.leaf).node for p in self.parameters
-            ]
-            # The gradients of the parameters that optimizers see.
-            self.held: list[Any] = [
-                torch.autograd.graph.get_gradient_edge(p.held).node for p in self.parameters
-            ]
-            self._handles = [
-                handle
-                for at, p in enumerate(self.parameters)
-                for handle in p.intercept_gradient(partial(self._take, at))
-            ]
-        self._handles += [node.register_prehook(_weak(self.begin)) for node in self._nodes]
-        # This hook also has lowered modules leave the accumulation to autograd, so `begin` comes
-        # before it.
-        for parameter in self.parameters:
+            for replica in self.replicas:
+                self._leaf_nodes.append(_gradient_node(replica.leaf))
+                self.optimizer_nodes.append(_gradient_node(replica.optimizer_parameter))
+            for replica_index, replica in enumerate(self.replicas):
+                interceptor = partial(self._intercept, replica_index)
+                self._handles += replica.intercept_gradient(interceptor)
+        self._handles += [node.register_prehook(_weak(self.begin)) for node in self._leaf_nodes]
+        # A module whose style lowers its forward adds gradients to `.grad` itself, without
+        # autograd, unless the leaf has a post-accumulate hook. This hook therefore makes autograd
+        # accumulate all gradients, so that `begin`, a hook of autograd's node, is called before
+        # each of them.
+        for replica in self.replicas:
             self._handles.append(
-                parameter.leaf.register_post_accumulate_grad_hook(_weak(self._arrived))  # type: ignore[no-untyped-call]  # torch
+                replica.leaf.register_post_accumulate_grad_hook(_weak(self._on_accumulated))  # type: ignore[no-untyped-call]  # torch
             )
 
     @property
@@ -322,47 +383,55 @@ class GradientBuckets:
             handle.remove()
 
     def begin_if_needed(self, grads: Any) -> None:
-        """Begin a pass through a module's output, even if it reaches none of the parameters.
+        """Begin the pass that has reached an output of the module; a hook of the output's node.
 
-        This is a hook of the output.
+        Checkpoints run forwards again before the first gradient of a parameter arrives, so the
+        modules need the replicas from here on. A pass that uses no gradient of a parameter does not
+        begin.
         """
-        if not self.running and any(leaf_route(node) != "unused" for node in self.held):
+        if self.running:
+            return
+        is_needed = any(leaf_route(node) != "unused" for node in self.optimizer_nodes)
+        if is_needed:
             self.begin(grads)
 
     def begin(self, _: Any = None) -> None:
         """Begin a pass, unless one is running: set aside the gradients in `.grad`."""
         if self.running:
             return
-        for parameter in self.parameters:
-            parameter.check_hooks()
+        for replica in self.replicas:
+            replica.check_hooks()
         for bucket in self.buckets:
             bucket.check_kept()
             bucket.divisor = self.owner.divisor
         started = _Pass(
             backward_number(),
-            grads_before=[parameter.leaf.grad for parameter in self.parameters],
+            grads_before=[replica.leaf.grad for replica in self.replicas],
             missing=[len(bucket.replicas) for bucket in self.buckets],
         )
-        for parameter in self.parameters:
-            parameter.leaf.grad = None
+        for replica in self.replicas:
+            replica.leaf.grad = None
         self._pass = started
         self.owner.begin_pass()
         running = running_pass()
         started.earlier = [part for part in running.parts if isinstance(part, GradientBuckets)]
         running.join(self)
 
-    def _arrived(self, leaf: Tensor) -> None:
-        """Reduce buckets in order as soon as they are complete; a hook on accumulated gradients."""
+    def _on_accumulated(self, leaf: Tensor) -> None:
+        """Start the reductions of complete buckets, in order; a hook on accumulated gradients."""
         current = self._current
-        at, i = self._place[id(leaf)]
-        # otherwise both were held until the pass is over
-        if i in self.buckets[at].kept:
-            self.buckets[at].keep(i)
-        current.missing[at] -= 1
+        bucket_index, i = self._place[id(leaf)]
+        # A kept gradient of earlier passes and this gradient are added now, so that only one tensor
+        # is in memory until the pass is over.
+        bucket = self.buckets[bucket_index]
+        if i in bucket.kept:
+            bucket.keep(i)
+        current.missing[bucket_index] -= 1
         # Reentrant checkpointing runs passes inside of this one, and each may bring a
         # parameter's gradient.
-        if at < len(current.reductions):
-            current.late.add(at)
+        has_started = bucket_index < len(current.reductions)
+        if has_started:
+            current.late.add(bucket_index)
         # Which parameters a pass uses may differ between ranks; the order of reductions must not.
         in_turn = all(part.has_started_all for part in current.earlier)
         if not in_turn or not self.owner.syncs or backward_number() != current.number:
@@ -370,32 +439,48 @@ class GradientBuckets:
         for following in range(len(current.reductions), len(self.buckets)):
             if current.missing[following] > 0:
                 return
-            self._reduce(following)
+            self._start_reduction(following)
 
-    def _take(self, at: int, grad: Tensor) -> Tensor | None:
-        """Keep a gradient that autograd does not accumulate; return its replacement."""
+    def _intercept(self, replica_index: int, grad: Tensor) -> Tensor | None:
+        """Keep a gradient that autograd does not accumulate in the leaf.
+
+        The pass was requested for the replica's `optimizer_parameter`, in one of these ways:
+
+        | call                         | effect                                       | returned value |
+        | ---------------------------- | -------------------------------------------- | -------------- |
+        | `backward(inputs=[shard])`   | the gradient is added to `leaf.grad`         | None           |
+        | `torch.autograd.grad`        | the end of the pass writes the mean          | empty tensor   |
+        | the same, for kept gradients | the gradient is added to the kept gradient   | zeros          |
+        | the same, in an outer pass   | the outer pass reduces the gradient          | None           |
+
+        Returns:
+            The gradient that replaces `grad`. With None, a hook of the leaf leaves `grad`
+            unchanged, and a shard gets no gradient.
+        """
         self.begin()
         current = self._current
-        parameter = self.parameters[at]
-        if leaf_route(self.held[at]) != "return":
-            parameter.leaf.grad = (
-                grad if parameter.leaf.grad is None else parameter.leaf.grad + grad
-            )
+        replica = self.replicas[replica_index]
+        is_returned = leaf_route(self.optimizer_nodes[replica_index]) == "return"
+        if not is_returned:
+            earlier = replica.leaf.grad
+            replica.leaf.grad = grad if earlier is None else earlier + grad
             return None
-        if backward_number() != current.number:
-            # the pass around this one reduces the gradients of its result
+        is_nested = backward_number() != current.number
+        if is_nested:
+            # The outer pass `current` uses the gradient that this nested call returns, and reduces
+            # it together with its other gradients.
             return None
         if not self.owner.syncs and self.owner.returns_zero_gradients:
-            bucket, i = self._place[id(parameter.leaf)]
-            self.buckets[bucket].add_to_kept(i, grad)
-            return torch.zeros_like(parameter.held.detach())
+            bucket_index, i = self._place[id(replica.leaf)]
+            self.buckets[bucket_index].add_to_kept(i, grad)
+            return torch.zeros_like(replica.optimizer_parameter.detach())
         first_order_only(
             "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: "
             "the mean over ranks cannot be differentiated. Compute gradients of inputs instead, "
             "or differentiate the module before it is replicated"
         )
-        mean = torch.empty_like(parameter.held.detach())
-        current.requested[at] = (grad, mean)
+        mean = torch.empty_like(replica.optimizer_parameter.detach())
+        current.requested[replica_index] = (grad, mean)
         return mean
 
     def _fill_requested(self) -> None:
@@ -404,26 +489,27 @@ class GradientBuckets:
         requested = self._current.requested
         indices = sorted(requested)
         comm = axes.comm
-        is_requested = [at in requested for at in range(len(self.parameters))]
+        is_requested = [index in requested for index in range(len(self.replicas))]
         own_requests = torch.tensor([is_requested], device=axes.mesh.device_type)
         ranks = all_gather(own_requests, comm).sum(0).tolist()
-        for parameter, count in zip(self.parameters, ranks, strict=True):
+        for replica, count in zip(self.replicas, ranks, strict=True):
             if 0 < count < comm.size:
                 raise LayoutError(
                     "replicate: torch.autograd.grad of a parameter of shape "
-                    f"{tuple(parameter.leaf.shape)} was used by only {count} of {comm.size} "
+                    f"{tuple(replica.leaf.shape)} was used by only {count} of {comm.size} "
                     "data-parallel ranks, so the other ranks would get None. Use backward(), "
                     "which gives all ranks the mean with zeros"
                 )
-        replicas = [self.parameters[at] for at in indices]
+        replicas = [self.replicas[index] for index in indices]
         bucket = Bucket("gradients that were asked for", replicas, axes)
         bucket.divisor = self.owner.divisor
         grads: dict[int, Tensor | None] = {}
-        for i, at in enumerate(indices):
-            grads[i] = requested[at][0]
+        for i, index in enumerate(indices):
+            grads[i], _ = requested[index]
         means = GroupReduction.start(bucket, grads).gradients()
-        for at, mean in zip(indices, means, strict=True):
-            local_of(requested[at][1]).copy_(mean)
+        for index, mean in zip(indices, means, strict=True):
+            _, returned = requested[index]
+            local_of(returned).copy_(mean)
 
     def reduce_kept(self) -> None:
         """Reduce the gradients that passes have kept, and deliver them; all ranks call it."""
@@ -437,8 +523,8 @@ class GradientBuckets:
             self._check_writes(reduction)
         deliver(reductions)
 
-    def _reduce(self, at: int) -> None:
-        bucket = self.buckets[at]
+    def _start_reduction(self, bucket_index: int) -> None:
+        bucket = self.buckets[bucket_index]
         gradients = {i: bucket.take(i) for i in bucket.trained}
         self._current.reductions.append(GroupReduction.start(bucket, gradients))
 
@@ -453,8 +539,8 @@ class GradientBuckets:
             self._fill_requested()
         elif self.owner.syncs:
             remaining = range(len(current.reductions), len(self.buckets))
-            for at in (*remaining, *sorted(current.late)):
-                self._reduce(at)
+            for bucket_index in (*remaining, *sorted(current.late)):
+                self._start_reduction(bucket_index)
             for reduction in current.reductions:
                 reduction.wait()
                 self._check_writes(reduction)
@@ -478,7 +564,7 @@ class GradientBuckets:
         """
         bucket = reduction.group
         assert isinstance(bucket, Bucket), "buckets were made here"
-        writes = bucket.writes
+        writes = bucket.forward_writes
         sums = reduction.extra
         if writes is None or sums is None:
             return
@@ -502,10 +588,15 @@ class GradientBuckets:
         """End the pass, and restore the gradients from before it."""
         self._pass = None
         self.owner.end_pass()
-        for parameter, grad in zip(self.parameters, ended.grads_before, strict=True):
-            parameter.leaf.grad = grad
+        for replica, grad in zip(self.replicas, ended.grads_before, strict=True):
+            replica.leaf.grad = grad
         while ended.reductions:
             ended.reductions.pop().give_back()
+
+
+def _gradient_node(leaf: Tensor) -> Any:
+    """Return the autograd node that accumulates the gradient of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def _read_from_host_memory(sums: Tensor) -> list[float]:

@@ -1,4 +1,9 @@
-"""Calls of users on parameters inside of a forward or a backward, where modules see no leaves."""
+"""Replaced methods and hooks of parameters, for the time of a forward or a backward.
+
+In a forward or a backward, modules hold tensors that are computed from the parameters: the gathered
+tensors of a unit, or the views of replicas. These tensors are not leaves of autograd. Users' code
+may call `requires_grad_` on them, and may have registered hooks on the leaves.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +17,36 @@ from .sharded_parameters import ShardedParameter
 
 
 class GradientSwitch:
-    """The `requires_grad_` of the tensor that modules see of a trained parameter.
+    """A replacement of `requires_grad_` for the tensor that modules use of a trained parameter.
 
-    That tensor is not a leaf. Switched off, the modules see a detached tensor; switched on again,
-    the recorded one. The leaf is switched along, for later forwards.
+    The tensor is computed from the parameter's leaf, and torch allows `requires_grad_(False)` only
+    on leaves. A call of the switch changes two things:
+
+    | call                     | the modules get                          | the leaf, for later forwards |
+    | ------------------------ | ---------------------------------------- | ---------------------------- |
+    | `requires_grad_(False)`  | `recorded.detach()`                      | is frozen                    |
+    | `requires_grad_(True)`   | `recorded`, which autograd has recorded  | is trained                   |
+
+    Args:
+        parameter: the parameter.
+        recorded: the tensor that autograd has recorded.
     """
 
-    __slots__ = ("parameter", "recorded")
+    __slots__ = ("_recorded", "parameter")
 
     def __init__(self, parameter: ShardedParameter, recorded: Tensor) -> None:
         self.parameter = parameter
-        # the object that exposes the leaf holds a reference to it
-        self.recorded = ref(recorded)
+        # A weak reference, because the switch is an attribute of the tensor. The caller (a unit's
+        # views, or a replica) keeps the tensor alive as long as modules may use it.
+        self._recorded = ref(recorded)
 
     def __call__(self, requires_grad: bool = True) -> Tensor | None:
-        """Have the modules see the recorded tensor, or a detached one."""
+        """Give the modules the recorded tensor, or a detached one; return the tensor.
+
+        Returns None if the recorded tensor is freed: then only the leaf is changed.
+        """
         self.parameter.leaf.requires_grad_(requires_grad)
-        recorded = self.recorded()
+        recorded = self._recorded()
         if recorded is None:
             return None
         shown = recorded
@@ -48,32 +66,35 @@ def install_switch(tensor: Any, switch: GradientSwitch) -> None:
 
 
 class SilentHooks:
-    """Post-accumulate hooks that are not called in a pass: hooks of leaves without a gradient.
+    """Post-accumulate hooks of leaves that get no gradient in a pass, and are not called in it.
 
-    Autograd runs the node of every leaf that a unit's backward leads to, and its hooks, also if the
-    unit has no gradient for it.
+    The backward of a unit is one autograd function, with an edge to each leaf of the unit. Autograd
+    runs the node of each of the leaves after the function, and with the node the leaf's hooks, even
+    if the function returns None for the leaf because the leaf was not used.
     """
 
     def __init__(self) -> None:
-        self._hooks: dict[int, tuple[nn.Parameter, dict[int, Callable[..., Any]]]] = {}
-        self._called: set[int] = set()
+        # by `id` of the leaf: the leaf, and the hooks that were removed from it
+        self._removed: dict[int, tuple[nn.Parameter, dict[int, Callable[..., Any]]]] = {}
+        # `id` of the leaves that have got a gradient in the pass
+        self._with_gradient: set[int] = set()
 
     def silence(self, leaf: nn.Parameter) -> None:
         """Remove the hooks of a leaf until the pass is over, unless it has got a gradient."""
         hooks = leaf._post_accumulate_grad_hooks or {}
-        if hooks and id(leaf) not in self._called:
-            self._hooks[id(leaf)] = leaf, dict(hooks)
+        if hooks and id(leaf) not in self._with_gradient:
+            self._removed[id(leaf)] = leaf, dict(hooks)
             # autograd holds this very dict
             hooks.clear()
 
-    def call(self, leaf: nn.Parameter) -> None:
-        """Have the hooks of a leaf called, because it gets a gradient."""
-        self._called.add(id(leaf))
-        _, hooks = self._hooks.pop(id(leaf), (leaf, {}))
+    def enable(self, leaf: nn.Parameter) -> None:
+        """Give a leaf its hooks back, because it gets a gradient: autograd is to call them."""
+        self._with_gradient.add(id(leaf))
+        _, hooks = self._removed.pop(id(leaf), (leaf, {}))
         if hooks:
             leaf._post_accumulate_grad_hooks.update(hooks)
 
     def restore(self) -> None:
         """Give all leaves their hooks back."""
-        for leaf, _ in [*self._hooks.values()]:
-            self.call(leaf)
+        for leaf, _ in list(self._removed.values()):
+            self.enable(leaf)

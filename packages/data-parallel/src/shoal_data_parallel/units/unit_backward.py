@@ -185,7 +185,7 @@ class UnitBackward:
         for i in forward.trained:
             leaf = forward.unit.parameters[i].leaf
             if i in grads:
-                self._hooks.call(leaf)
+                self._hooks.enable(leaf)
             else:
                 self._hooks.silence(leaf)
         return [grads.get(i) for i in forward.trained]
