@@ -1,7 +1,9 @@
 """The errors of meshes, groups and collectives.
 
-Every error is also the builtin error that a caller of torch would expect, so `except KeyError`
-written for a wrong axis name keeps working after the import line has changed.
+Every error class also derives from the builtin error that torch raises in the same case. For
+example, torch's `DeviceMesh` raises `KeyError` for a wrong axis name, and so does shoal's:
+`AxisError` is a `KeyError`. A program that changes its import from torch to shoal keeps its
+`except` clauses.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class DimError(CollectiveError, IndexError):
 
 
 class PeerError(CollectiveError):
-    """Another rank has ended, stopped, given up or differs, so a collective cannot be completed.
+    """A collective that cannot be completed because of another rank.
+
+    The other rank has ended, has stopped, no longer waits for the collective, or runs another one.
 
     Attributes:
         ranks: the global ranks at fault, as far as this rank can know; () if it cannot.
@@ -63,9 +67,10 @@ class PeerError(CollectiveError):
 
 
 class LockstepError(PeerError):
-    """Ranks that differ, raised on all of them.
+    """Ranks that do not run the same program on the same values; raised on all of these ranks.
 
-    They were about to run different collectives, one of them did not arrive, or replicas differ.
+    There are three cases: the ranks were about to run different collectives; some ranks did not
+    reach the collective that the other ranks run; or values that must be equal on all ranks differ.
     """
 
 
@@ -74,17 +79,19 @@ class DeadlockError(LockstepError):
 
 
 class NewcomerError(RuntimeError):
-    """Ranks wait to join.
+    """New ranks that wait to join the world of an elastic program.
 
-    `ElasticWorld.admit` raises it on all ranks, and `ElasticWorld.run` catches it.
+    `ElasticWorld.admit` raises this error on all ranks of the world. `ElasticWorld.run` catches the
+    error, and makes a world with the new ranks.
     """
 
 
 class RankError(RuntimeError):
     """One or more ranks of a local launch failed or did not return.
 
-    The text has up to ten lines for each traceback, equal tracebacks once, and ends with the
-    reason. It names a file with the whole tracebacks, their variables, and the output of the ranks.
+    The message has the tracebacks of the ranks, at most ten lines of each. A traceback that several
+    ranks have in common appears once. The message ends with the reason of the failure, and names a
+    file with the whole tracebacks, the values of their variables, and the output of the ranks.
 
     Attributes:
         failures: text of the failure by rank.

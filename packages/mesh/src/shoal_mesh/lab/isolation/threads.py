@@ -33,8 +33,10 @@ class Conductor:
 
     Args:
         size: number of ranks.
-        seed: of the choices among ranks that can go on.
-        order: ranks to choose, one for each choice among several.
+        seed: seed of the random choices. A choice decides which rank runs next, and is made each
+            time that several ranks can continue.
+        order: the first choices, in place of random ones: the rank that runs next, for one choice
+            after the other.
 
     Attributes:
         scheduler: the scheduler of the ranks.
@@ -44,23 +46,25 @@ class Conductor:
 
     def __init__(self, size: int, *, seed: int = 0, order: Sequence[int] = ()) -> None:
         self.scheduler = Scheduler(
-            size, seed=seed, order=order, width=1, on_complete=self._write_outputs
+            size, seed=seed, order=order, width=1, on_complete=self._complete_meeting
         )
         self.capture: Callable[[], State] = RandomStates.capture
         self._lock = threading.Lock()
-        # Held by its rank until the next turn; a plain lock switches threads sooner than a
-        # semaphore.
+        # One lock for each rank. All of the locks stay acquired. A rank waits for its turn by
+        # acquiring its lock again, and `_hand_out` gives the turn by releasing the lock once. Locks
+        # switch threads faster than semaphores.
         self._turns = [threading.Lock() for _ in range(size)]
         for turn in self._turns:
             turn.acquire()
         self._answers: list[Answer | None] = [None] * size
-        self._runner: int | None = None
-        # ranks that have begun and not ended; none of them before and after a run
-        self._running = 0
+        # the rank that had the last turn
+        self._last_runner: int | None = None
+        # Number of ranks that have not ended. It is 0 before a run begins and after it ends.
+        self._unfinished_ranks = 0
         self.used_groups: set[tuple[int, ...]] = set()
 
-    def _write_outputs(self, meeting: Meeting) -> None:
-        """Write the outputs of all members of a complete meeting."""
+    def _complete_meeting(self, meeting: Meeting) -> None:
+        """Write the outputs of all members; if that raises, fail all ranks with the error."""
         try:
             _write_outputs(meeting)
         except Exception as error:
@@ -68,7 +72,9 @@ class Conductor:
 
     def begin(self) -> None:
         """Let the first rank run."""
-        self._running = len(self._turns)
+        self._unfinished_ranks = len(self._turns)
+        # The scheduler has an answer without a value for each rank, which gives the rank its first
+        # turn. As one rank runs at a time, only the answer for the first rank is due now.
         with self._lock:
             answers = self.scheduler.take_answers()
         self._hand_out(answers)
@@ -83,7 +89,7 @@ class Conductor:
         Raises:
             DeadlockError: if the ranks do not run, so that none of the others can come.
         """
-        if not self._running:
+        if self._unfinished_ranks == 0:
             raise DeadlockError(
                 f"rank {rank} waits in a collective outside of a run, which no other rank joins: "
                 "call the collective in the function that the ranks run"
@@ -91,14 +97,17 @@ class Conductor:
         with self._lock:
             enter(RankTask(rank))
             answers = self.scheduler.take_answers()
-        if len(answers) == 1 and answers[0].task.rank == rank:
+        keeps_turn = len(answers) == 1 and answers[0].task.rank == rank
+        if keeps_turn:
             return _value_of(answers[0])
         state = self.capture()
         self._hand_out(answers)
         answer = self.await_turn(rank)
-        if self._runner != rank:
+        # random generators, and the other parts of the state, belong to the process
+        others_have_run = self._last_runner != rank
+        if others_have_run:
             state.restore()
-        self._runner = rank
+        self._last_runner = rank
         return _value_of(answer)
 
     def await_turn(self, rank: int) -> Answer:
@@ -120,9 +129,11 @@ class Conductor:
             state: the state of its generators and its environment.
         """
         answer = self.await_turn(rank)
-        self._runner = rank
+        self._last_runner = rank
         state.restore()
-        _value_of(answer)
+        # another rank may have failed before this rank began
+        if answer.error is not None:
+            raise answer.error
 
     def leave(self, rank: int, reason: str, *, failed: bool) -> None:
         """Record that a rank ends, and let others run.
@@ -133,7 +144,7 @@ class Conductor:
             failed: whether the others have to end too.
         """
         with self._lock:
-            self._running -= 1
+            self._unfinished_ranks -= 1
             self.scheduler.leave(rank, reason, failed=failed)
             answers = self.scheduler.take_answers()
         self._hand_out(answers)
@@ -161,12 +172,10 @@ def _write_outputs(meeting: Meeting) -> None:
 
 
 def _value_of(answer: Answer) -> Any:
-    """Return the value of an answer, or raise its error for this rank."""
-    if answer.error is None:
-        return answer.value
-    if isinstance(answer.value, Exception):
-        raise answer.value
-    raise answer.error
+    """Return the value of an answer, or raise the error that the answer has in place of a value."""
+    if answer.error is not None:
+        raise answer.error
+    return answer.value
 
 
 class ThreadLink(SchedulerLink):
@@ -282,12 +291,12 @@ def run_on_threads(
     pool = nullcontext(threads) if threads else ThreadPoolExecutor(len(functions))
     try:
         with pool as workers:
-            ranks = [workers.submit(run, rank) for rank in range(len(functions))]
+            futures = [workers.submit(run, rank) for rank in range(len(functions))]
             conductor.begin()
-            wait(ranks)
+            wait(futures)
     finally:
         before.restore()
     # the exceptions of ranks that waited for a rank that failed come last
-    for future in sorted(ranks, key=lambda rank: isinstance(rank.exception(), PeerError)):
+    for future in sorted(futures, key=lambda future: isinstance(future.exception(), PeerError)):
         future.result()
-    return [future.result() for future in ranks]
+    return [future.result() for future in futures]
