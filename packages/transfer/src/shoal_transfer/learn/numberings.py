@@ -12,10 +12,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-_BITS = 48
-_MASK = 2**_BITS - 1
-_HALF = _BITS // 2
-_BASE = 2**_BITS
+# A position is mixed into a pseudo-random number of 48 bits. A label is this number plus 2**48, so
+# it has 49 bits and is larger than every constant of a loader. A float64 has 53 bits for digits, so
+# a label fits with the fraction 1/4, which takes two bits.
+_MIXED_BITS = 48
+_HALF = _MIXED_BITS // 2
+_BASE = 2**_MIXED_BITS
+_LARGEST_MIXED = _BASE - 1
 _FRACTION = 0.25
 
 
@@ -34,10 +37,12 @@ class Numbering(NamedTuple):
 
     Attributes:
         key: is mixed into the position.
-        factors: two odd numbers.
-        sign: of all labels; two numberings of opposite signs show decisions on the sign.
+        factors: two odd numbers. A product with an odd number modulo 2**48 can be inverted.
+        sign: 1 or -1, the sign of all labels. A loader may compute different results for positive
+            and negative values (`abs`, `relu`). Its runs with two numberings of opposite signs then
+            disagree, so that the dependence on the sign is found.
         size: number of positions; below 2**40.
-        scale: of labels in float64; a power of 2.
+        scale: factor of the labels in float64; a power of 2.
 
     Example:
         >>> numbering = draw_numbering(seed=0, sign=-1, size=3)
@@ -62,8 +67,8 @@ class Numbering(NamedTuple):
         """
         mixed = positions ^ self.key
         for factor in self.factors:
-            mixed = (mixed * factor) & _MASK
-            mixed = mixed ^ (mixed >> _HALF)
+            mixed = (mixed * factor) & _LARGEST_MIXED
+            mixed = _mix_halves(mixed)
         labels = mixed + _BASE
         if dtype.is_floating_point:
             labels = (labels.to(dtype) + _FRACTION) * self.scale
@@ -77,15 +82,24 @@ class Numbering(NamedTuple):
             values = values / self.scale
         whole = values.to(torch.int64)
         mixed = whole - _BASE
-        possible = (mixed >= 0) & (mixed <= _MASK)
+        possible = (mixed >= 0) & (mixed <= _LARGEST_MIXED)
         if values.dtype.is_floating_point:
             possible &= values - _FRACTION == whole.to(values.dtype)
-        mixed = mixed.clamp(0, _MASK)
+        mixed = mixed.clamp(0, _LARGEST_MIXED)
         for factor in reversed(self.factors):
-            mixed = mixed ^ (mixed >> _HALF)
-            mixed = (mixed * pow(factor, -1, _BASE)) & _MASK
+            mixed = _mix_halves(mixed)
+            mixed = (mixed * pow(factor, -1, _BASE)) & _LARGEST_MIXED
         positions = mixed ^ self.key
         return torch.where(possible & (positions < self.size), positions, -1)
+
+
+def _mix_halves(numbers: Tensor) -> Tensor:
+    """Replace the lower 24 bits of each number by their exclusive or with the upper 24 bits.
+
+    The function is its own inverse, because it does not change the upper bits.
+    """
+    upper_bits = numbers >> _HALF
+    return numbers ^ upper_bits
 
 
 def draw_numbering(seed: int, sign: int, size: int) -> Numbering:

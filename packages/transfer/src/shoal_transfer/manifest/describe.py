@@ -38,9 +38,10 @@ def describe(
     """Describe the weights of a model on all ranks of a mesh, without reading a value.
 
     All ranks of the mesh call this function. Parameters and persistent buffers are described under
-    the names of the plain model: parameters that a style packs or splits are parts of their fused
-    parameter. Tied weights are one tensor with aliases. Ranks may hold different tensors, for
-    example stages of a pipeline.
+    the names of the plain model. If a style splits a fused parameter into several parameters, or
+    packs its blocks in another order, the manifest describes the fused parameter of the plain
+    model. Tied weights are one tensor with aliases. Ranks may hold different tensors, for example
+    stages of a pipeline.
 
     Args:
         model: a module, parallel or plain, or a state dict. Its tensors are DTensors of shoal or
@@ -80,9 +81,12 @@ def describe(
 
     manifests = agree(describe_own, group_of(mesh), ManifestError, "describe")
     manifest = merge_manifests(manifests)
-    # tensors of one shape share a layout, which needs one check
-    layouts = {(id(one.holdings), one.shape): one for one in manifest.tensors.values()}
-    for record in layouts.values():
+    # Many records share one tuple of holdings, for example the weights of all layers. Records that
+    # share the holdings and have the same shape pass or fail the check alike, so one is checked.
+    record_by_layout = {
+        (id(record.holdings), record.shape): record for record in manifest.tensors.values()
+    }
+    for record in record_by_layout.values():
         record.require_whole()
     return manifest
 
@@ -127,12 +131,15 @@ def describe_rank(
             if volume(held.box):
                 holdings.append(_holding(rank, held, parts.index(held.part)))
         if weight.name in tensors:
-            # another block of a fused parameter that a style has split
-            merged = tensors[weight.name]
-            first = len(merged.parts)
-            holdings = [one._replace(part=one.part + first) for one in holdings]
-            parts = [*merged.parts, *parts]
-            holdings = [*merged.holdings, *holdings]
+            # A style has split a fused parameter of the plain model, such as the weight of queries,
+            # keys and values, into several parameters. Each of them is a weight with the name of
+            # the fused parameter. Their parts and holdings are joined in one record; `Holding.part`
+            # is an index into the joined parts.
+            earlier = tensors[weight.name]
+            first_part = len(earlier.parts)
+            holdings = [holding._replace(part=first_part + holding.part) for holding in holdings]
+            parts = [*earlier.parts, *parts]
+            holdings = [*earlier.holdings, *holdings]
         name = weight.name
         dtype = str(weight.dtype).removeprefix("torch.")
         layout = tuple(holdings)
@@ -144,12 +151,17 @@ def describe_rank(
 
 
 def _holding(rank: int, held: NamedBox, part: int) -> Holding:
+    # `view` and `memory` are views of one storage, and `storage_offset` counts from its beginning.
+    # A holding counts from the beginning of `memory`.
     offset = int(held.view.storage_offset() - held.memory.storage_offset())
     return Holding(rank, held.box, offset, tuple(held.view.stride()), part=part)
 
 
 def describe_files(paths: Iterable[str | PathLike[str]], *, world: str = "files") -> Manifest:
-    """Describe safetensors files: one holder, rank 0, whose memories are the tensors of the files.
+    """Describe the tensors of safetensors files.
+
+    The manifest is the manifest of a world with one rank, 0, which holds every tensor whole. The
+    memory of a tensor is its data in the file.
 
     Args:
         paths: of the files.
