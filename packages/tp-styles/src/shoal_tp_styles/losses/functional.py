@@ -1,11 +1,16 @@
 """Losses on logits with a sharded vocabulary (class dim); no rank ever holds full logits.
 
-Every loss uses one differentiable step, `RowStatisticsFunction`, with two collectives of one number per
-row and sum; the rest of a loss (weights, smoothing, ignored rows, means) is plain arithmetic on the
-results. Logits are DTensors sharded along the class dim on one mesh axis (shards may differ in
+Every loss uses one differentiable step, `RowStatisticsFunction`. The forward of this step runs two
+collectives: an all-reduce of the maximum of each row, and an all-reduce of three sums for each row.
+The rest of a loss (weights, smoothing, ignored rows, means) is plain arithmetic on the results.
+
+Logits are DTensors sharded along the class dim on one mesh axis (shards may differ in
 size), or plain local shards together with `vocab`. Other axes may shard the rows. Targets and
 weights are DTensors, or plain and equal on all ranks; results are plain: sums and means are equal
 on all ranks, and unreduced losses have one entry for each of this rank's rows.
+
+Examples in comments have one row and two ranks: `0 2 | 1 3` are the logits 0 and 2 on rank 0, and
+the logits 1 and 3 on rank 1.
 """
 
 from __future__ import annotations
@@ -50,20 +55,29 @@ def _widen(values: Tensor) -> Tensor:
 
 
 class RowStatisticsFunction(Function):
-    """Function x: S(-1) over classes -> the `RowStatistics` of each row; all R.
+    """Differentiable map from the logits of all ranks to the `RowStatistics` of each row.
 
-    Target and q (per class, or per row and class) may be None; their sums are then zero.
+    | argument or result                  | shape                         | layout over the ranks of the classes |
+    | ----------------------------------- | ----------------------------- | ------------------------------------ |
+    | `x`, the logits                     | (rows, classes of this rank)  | sharded along the classes            |
+    | `target`, the class of each row     | (rows,)                       | replicated                           |
+    | `q`, weights in the sum `weighted`  | (classes of this rank,), or   | sharded along the classes            |
+    |                                     | (rows, classes of this rank)  |                                      |
+    | each of the `RowStatistics`         | (rows,)                       | replicated                           |
+
+    Without `target` (None), `picked` is zero. Without `q` (None), `weighted` is zero.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor | None, q: Tensor | None, vocab: Vocab) -> Any:
         work = _widen(x)
         rows = x.shape[:-1]
-        # (rows,); of logits 0 2 | 1 3: 2 and 3
+        # This rank's maximum of each row, (rows,). Example: 0 2 | 1 3 -> 2 on rank 0, 3 on rank 1.
         peak = work.amax(-1) if vocab.own else work.new_full(rows, -torch.inf)
         all_reduce_(peak, vocab.comm, "max")
-        # A row of -inf only has no finite peak; zero keeps its sum at zero and its log at -inf, as
-        # on one device.
+        # If all logits of a row are -inf, its peak is -inf, and `work - peak` would be NaN. With a
+        # peak of 0 instead, the sum of exponentials is 0 and its logarithm is -inf, as on one
+        # device.
         peak = peak.masked_fill_(peak == -torch.inf, 0)
         total = vocab.sum_of_classes((work - peak.unsqueeze(-1)).exp_())
         zeros = work.new_zeros(rows)
@@ -76,7 +90,7 @@ class RowStatisticsFunction(Function):
         weighted = zeros if q is None else vocab.sum_of_classes(work * q)
         # (3, rows), in one message
         sums = all_reduce(torch.stack([total, picked, weighted]), vocab.comm)
-        # logits 0 2 | 1 3, peak 3: log(1.553) + 3 = 3.440
+        # Example: 0 2 | 1 3 with the peak 3 -> log(1.553) + 3 = 3.440.
         lse = sums[0].log().add_(peak)
         ctx.save_for_backward(x, lse, index, inside, q)
         ctx.set_materialize_grads(False)
@@ -103,7 +117,7 @@ def logit_gradient(
     The result replaces the logits minus their log-sum-exp in memory.
     """
     lse_grad, picked_grad, weighted_grad = grads
-    # softmax; of 0 2 | 1 3: 0.03, 0.24 | ...
+    # The gradient of `log_sum_exp` is the softmax. Example: 0 2 | 1 3 -> 0.03 0.24 | 0.09 0.64.
     if lse_grad is None:
         dz = shifted.zero_()
     else:
@@ -121,9 +135,9 @@ def local_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
 
     The index is 0 for a target on another rank.
     """
-    # 5, 1 and 9 on the rank with 4:8: 1, -3, 5
+    # Example for the rank that has the classes 4 to 7: targets 5, 1, 9 -> local indices 1, -3, 5.
     local = target - vocab.first
-    # of 1, -3, 5 with 4 classes here: True, False, False
+    # Example, continued: local indices 1, -3, 5 -> True, False, False.
     inside = (local >= 0) & (local < vocab.own)
     return local.masked_fill(~inside, 0), inside
 
@@ -131,7 +145,8 @@ def local_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
 def pick_logits(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
     """Return one logit per row, at an index of `local_classes`; zero for classes of other ranks."""
     if x.shape[-1] == 0:
-        # zeros, whose backward runs on all ranks
+        # This rank has no classes. The sum of each row is zero and depends on `x`, so that autograd
+        # runs the same backward here, with its collectives, as on the other ranks.
         return x.sum(-1)
     picked = x.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return picked.masked_fill(~inside, 0)
@@ -168,8 +183,8 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
         ignore_index: class index of rows that enter no sum.
         reduction: "none", "mean" or "sum".
         label_smoothing: fraction of the uniform distribution in the target, 0 to 1.
-        vocab: the classes of each rank, for plain local logits (or how many are real, where there
-            is padding).
+        vocab: the classes of each rank. Plain local logits need it. For DTensors, only `vocab.real`
+            is used: the number of classes that are not padding.
 
     Returns:
         The loss, plain and equal on all ranks ("none": of this rank's rows); in float32 for
@@ -194,14 +209,15 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     weights = full_tensor(weight)
     if target.is_floating_point():
         q = _probabilities(input, target, classes, rows, class_dim=class_dim)
-        # 0.1 of 4 classes: 1 -> 0.925, 0 -> 0.025
+        # Example for a smoothing of 0.1 and 4 classes: probability 1 -> 0.925, 0 -> 0.025.
         if label_smoothing > 0:
             q = q * (1 - label_smoothing) + label_smoothing / classes.total
         if weights is not None:
             q = q * classes.shard(weights)
         mass = all_reduce(classes.sum_of_classes(q), classes.comm)
         lse, _, weighted = traced_apply(RowStatisticsFunction, x, None, q, classes)
-        # q 1, 0 for logits 0 2: 2.127 * 1 - 0 = 2.127
+        # Example for one rank: logits 0 2 and probabilities 1 0 -> log-sum-exp 2.127, mass 1,
+        # weighted sum 0 -> loss 2.127 * 1 - 0 = 2.127.
         loss = lse * mass - weighted
         return reduce_losses(loss, _row_count(loss, rows), reduction, rows)
     labels = rows.shard(target)
@@ -263,8 +279,17 @@ def losses_of_labels(  # noqa: PLR0913  # everything that a row's loss depends o
 ) -> RowLosses:
     """Return the loss of each row, and the rows' total weight in a mean.
 
-    Rows with `ignore_index` have neither a loss nor a weight. The statistics are weighted by the
-    weights of the classes.
+    Rows with `ignore_index` have neither a loss nor a weight.
+
+    Args:
+        statistics: of each row. With `smoothing`, `statistics.weighted` is the sum of the row's
+            logits, each multiplied by the weight of its class.
+        labels: the class of each row.
+        weights: the weight of each class; None for weights of 1.
+        ignore_index: the label of ignored rows.
+        smoothing: fraction of the uniform distribution in the target.
+        z_loss: factor of the squared log-sum-exp, which is added to the loss.
+        classes: the classes of each rank.
     """
     lse, picked, weighted = statistics
     ignored = labels == ignore_index
@@ -355,9 +380,9 @@ def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) ->
 
 
 class LogSoftmaxFunction(Function):
-    """Function x: S(-1) -> log-probabilities: S(-1).
+    """Differentiable map from logits to log-probabilities, both sharded along the last dim.
 
-    Backward: one all-reduce of a number per row.
+    The backward runs one all-reduce, of one number per row.
     """
 
     @staticmethod
@@ -453,13 +478,14 @@ def kl_div(
     q = (teacher - teacher_lse.unsqueeze(-1)).exp()
     entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
     lse, _, weighted = traced_apply(RowStatisticsFunction, x, None, q, classes)
-    # q 1/2, 1/2 for logits 0 2: 2.127 - 1 - 0.693 = 0.434
+    # Example for one rank: logits 0 2 and probabilities 1/2 1/2 of the teacher -> log-sum-exp
+    # 2.127, weighted sum 1, entropy 0.693 -> divergence 2.127 - 1 - 0.693 = 0.434.
     divergence = lse - weighted - entropy
     if reduction == "batchmean":
-        # (8, 16) rows: by 8
+        # Example: rows of shape (8, 16) -> the sum is divided by 8.
         shape = divergence.shape if rows.shape is None else rows.shape
         return reduce_losses(divergence, shape[0], "mean", rows)
-    # (8, 16) rows: by 128
+    # Example: rows of shape (8, 16) -> the sum is divided by 128.
     return reduce_losses(divergence, _row_count(divergence, rows), reduction, rows)
 
 

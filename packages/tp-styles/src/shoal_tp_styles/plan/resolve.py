@@ -6,7 +6,7 @@ Resolving and checking need no process group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -41,18 +41,22 @@ Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 _MOST_REASONS = 6
 _LONGEST_REASON = 200
 
+# The name in the key of a module that only one style may shard; it is not a parameter's name.
+_WHOLE_MODULE = ""
+
 
 class AutoPlan(dict[str, ParallelStyle]):
     """A plan of `auto_plan`: styles by path, and whether it is proven.
 
-    Any change of the plan gives a plain dict.
+    `plan.copy()`, `plan | other` and `{**plan}` are plain dicts, which have no proof.
 
     Attributes:
-        proven_for: shape of the mesh on which a run computed the results of the plain model; None
-            without such a run.
-        dropped: entries that a run found to be wrong, each with the reason; the plan may have other
-            entries in their place.
-        whole: parameters that every rank holds whole, each with the reason.
+        proven_for: shape of a mesh. On a mesh of this shape, a trial of the parallel model computed
+            the same results as the plain model. None without such a trial.
+        dropped: reasons by plan entry (a path of modules). A trial with the entry computed wrong
+            results; the plan may have another entry for the same modules.
+        whole: reasons by path of a parameter. The plan does not shard the parameter, so every rank
+            holds the whole parameter.
     """
 
     proven_for: tuple[int, ...] | None = None
@@ -102,31 +106,34 @@ class ResolvedPlan(NamedTuple):
     unmatched: tuple[str, ...]
 
     def ambiguous(self) -> Iterable[str]:
-        """Return parameters that two entries would shard, and boundaries wrapped twice.
+        """Return one message for each pair of entries that conflict on a module.
 
-        A module is wrapped twice if two entries have the same kind of boundary style.
+        Two entries conflict if both shard the same parameter. They also conflict if both have the
+        same kind of boundary style, which redistributes only the inputs and outputs of the module:
+        the second style would redistribute them again.
         """
-        first_uses: dict[tuple[int, str], StyledModule] = {}
-        # one message for each pair of uses
-        clashes: dict[tuple[int, int], str] = {}
+        use_of_key: dict[tuple[int, str], StyledModule] = {}
+        message_of_pair: dict[tuple[int, int], str] = {}
         for use in self.uses:
             for key in _exclusive_keys(use):
-                first = first_uses.setdefault(key, use)
-                if first is not use:
-                    entries = f"{first.key!r} ({first.style}) and {use.key!r} ({use.style})"
-                    clash = f"module {use.path!r} is sharded by two entries: {entries}"
-                    clashes[id(first), id(use)] = clash
-        return clashes.values()
+                earlier = use_of_key.setdefault(key, use)
+                if earlier is use:
+                    continue
+                message_of_pair[id(earlier), id(use)] = (
+                    f"module {use.path!r} is sharded by two entries: {earlier.entry} and "
+                    f"{use.entry}"
+                )
+        return message_of_pair.values()
 
     def tied_conflicts(self) -> Iterator[str]:
         """Yield shared parameters with two layouts, or with an owner that has no style."""
-        undeclared = self._undeclared_owners()
+        undeclared_owners = self._undeclared_owners()
         for tied in tied_parameters(self.root, self.uses):
             layouts = tied.layouts_by_path()
-            # A style that only has `_apply` may give its modules other parameters: `apply` compares
-            # the parameters after such a style has run.
-            is_decided = undeclared.isdisjoint(tied.paths)
-            if is_decided and len(set(layouts.values())) > 1:
+            # A style that only has `_apply` does not declare layouts, and may replace the
+            # parameters of its modules. So `apply` compares the parameters after the style has run.
+            is_declared = undeclared_owners.isdisjoint(tied.paths.keys())
+            if is_declared and len(set(layouts.values())) > 1:
                 listed = ", ".join(
                     f"{path}: {layout or 'no style'}" for path, layout in layouts.items()
                 )
@@ -147,11 +154,12 @@ class ResolvedPlan(NamedTuple):
     def errors(self) -> Iterator[StyleError]:
         """Yield the errors that prevent the plan from being applied."""
         for use in self.uses:
-            style = type(use.style).__name__ if use.sharding is None else use.sharding.style
-            problem = conflicting_style(use.module, style, use.path, distributes=use.distributes)
-            # the module has the style of an earlier call
-            if problem is not None:
-                yield PlanError(problem)
+            conflict = conflicting_style(
+                use.module, use.style_name, use.path, distributes=use.distributes
+            )
+            # An earlier call has applied a style to the module that excludes the plan's style.
+            if conflict is not None:
+                yield PlanError(conflict)
         yield from map(PlanError, self.ambiguous())
         yield from map(TiedWeightError, self.tied_conflicts())
 
@@ -167,20 +175,22 @@ class ResolvedPlan(NamedTuple):
         for tied in tied_parameters(self.root, self.uses):
             paths = tied.paths.values()
             tied_before.append({path: self.root.get_parameter(path) for path in paths})
-        styled = [(use, axis_mesh(mesh, use.style)) for use in self.uses]
-        owners = [_owners_to_read(use, axis) for use, axis in styled]
+        uses_on_axes = [(use, axis_mesh(mesh, use.style)) for use in self.uses]
+        owners_of_uses = [_owners_to_read(use, axis) for use, axis in uses_on_axes]
         # New parameters, of adapters or of a style without a declaration, are drawn in the plan's
         # order.
-        turns = in_turns(zip(styled, owners, strict=True), in_order=any(map(_may_draw, self.uses)))
+        draws_parameters = any(_may_draw(use) for use in self.uses)
+        uses_with_owners = zip(uses_on_axes, owners_of_uses, strict=True)
+        turns = in_turns(uses_with_owners, in_order=draws_parameters)
         with scattering(src_data_rank) as common_scatter:
-            for uses, needed in progress(turns, "making modules parallel"):
-                # Owners read the parameters when they take them again, so the values that are in
-                # flight must have arrived.
+            for uses_of_turn, owners_of_turn in progress(turns, "making modules parallel"):
+                # At the end of a turn, its owners take the parameters back and read the values. The
+                # turn therefore has its own scatter, whose values arrive before that.
                 scatter_of_turn: AbstractContextManager[Scatter] = nullcontext(common_scatter)
-                if needed:
+                if owners_of_turn:
                     scatter_of_turn = scattering(src_data_rank)
-                with given_back(needed), scatter_of_turn as scatter:
-                    for use, axis in uses:
+                with given_back(owners_of_turn), scatter_of_turn as scatter:
+                    for use, axis in uses_of_turn:
                         _apply_style(use, axis, scatter, src_data_rank=src_data_rank, lower=lower)
         _check_still_tied(self.root, tied_before)
 
@@ -223,7 +233,9 @@ def _apply_style(
 
     Values that are in flight arrive before a style with its own `_apply` runs.
     """
-    if use.sharding is not None and type(use.style)._apply is DeclaredStyle._apply:
+    # A style with a declaration may still override `_apply`: `LoRA` adds parameters there.
+    overrides_apply = type(use.style)._apply is not DeclaredStyle._apply
+    if use.sharding is not None and not overrides_apply:
         apply_sharding(
             use.module,
             use.sharding,
@@ -246,18 +258,29 @@ def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _exclusive_keys(use: StyledModule) -> Iterator[tuple[int, str]]:
-    """Yield keys that only one use may have: parameters, or the boundary of a module.
+    """Yield the keys of a use that no other use of the plan may have.
 
-    Each kind of boundary style has its own key.
+    A key is the `id` of a module, and one of these names:
+
+    | name                  | keys of a style with this name                                       |
+    | --------------------- | -------------------------------------------------------------------- |
+    | "boundary of <style>" | its module, if the style shards no parameters                        |
+    | `_WHOLE_MODULE`       | its module, if the style shards parameters or only has `_apply`      |
+    | name of a parameter   | the modules that hold the parameters which the style shards, or for  |
+    |                       | a style that only has `_apply`, all parameters inside of its module  |
     """
-    if use.sharding is not None and not use.distributes:
-        yield id(use.module), f"boundary of {use.sharding.style}"
-        return
-    yield id(use.module), ""
+    module_id = id(use.module)
     if use.sharding is None:
-        modules: Iterable[tuple[str, nn.Module]] = use.module.named_modules()
+        yield module_id, _WHOLE_MODULE
+        yield from _parameter_keys(use.module.named_modules())
+    elif use.distributes:
+        yield module_id, _WHOLE_MODULE
+        yield from _parameter_keys(use.sharding.owners(use.module))
     else:
-        modules = use.sharding.owners(use.module)
+        yield module_id, f"boundary of {use.sharding.style}"
+
+
+def _parameter_keys(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[int, str]]:
     for parameter in owned_parameters(modules):
         yield parameter.owner
 
@@ -288,12 +311,12 @@ def resolve(root: nn.Module, plan: Plan) -> ResolvedPlan:
     unmatched: list[str] = []
     for key, value in plan.items():
         match = tree.match(str(key))
-        is_matched = match.token is None
-        # The name of a style is looked up where it is used: plans of a family of models have
-        # entries for modules that a configuration may lack, by names that may be unknown here.
-        is_unused_name = not is_matched and isinstance(value, str) and type(key) is str
+        # A style name is looked up only if its entry matches a module. A plan for a family of
+        # models may have entries for modules that this model lacks, and their style names may be
+        # unknown.
+        is_unused_name = not match.is_found and isinstance(value, str) and type(key) is str
         style = None if is_unused_name else _style(key, value)
-        if not is_matched:
+        if not match.is_found:
             unmatched.append(_unmatched_entry(key, match, modules, tree))
         if style is not None:
             # A module with several names in the tree is made parallel once.
@@ -325,8 +348,9 @@ def _styles_of_tied(root: nn.Module, uses: Sequence[StyledModule]) -> Iterator[S
         if not tied.requests:
             continue
         use, layout = next(iter(tied.requests.values()))
-        placement = layout.first
-        if not isinstance(placement, Placement) or layout.second is not None:
+        placement = layout.on_first_axis
+        acts_on_one_axis = layout.on_second_axis is None
+        if not isinstance(placement, Placement) or not acts_on_one_axis:
             continue
         for path in _weights_without_style(tied):
             owner = path.rpartition(".")[0]
@@ -364,7 +388,10 @@ def _by_module(
         named.update(f"{owner}.{name}" for name in styles)
     by_module = {key: value for key, value in plan.items() if key not in named}
     config = getattr(root, "config", None)
-    for key in dict.fromkeys([*by_module, *parameters]):
+    # entries of modules first, then modules that have entries for single parameters only
+    module_entries = list(by_module)
+    module_entries += [owner for owner in parameters if owner not in by_module]
+    for key in module_entries:
         style = by_module.get(key)
         if isinstance(style, ParallelStyle) and key in parameters:
             entries = ", ".join(f"{key}.{name}" for name in parameters[key])
@@ -383,7 +410,7 @@ def _parameter_styles(
     """Return the style names of single parameters, by the entry of their module and their name."""
     styles: dict[str, dict[str, str]] = {}
     for key, value in plan.items():
-        if not isinstance(value, str) or tree.match(str(key)).token is None:
+        if not isinstance(value, str) or tree.match(str(key)).is_found:
             continue
         owner, _, name = key.rpartition(".")
         if any(name in modules[path]._parameters for path in tree.match(owner).paths):
@@ -396,19 +423,27 @@ def named_styles(
 ) -> dict[str, ParallelStyle]:
     """Replace the style names of a plan by styles.
 
-    Entries that match nothing, or that have no style here, are left out.
+    Left out are entries that match no module, and entries without a supported style. The result is
+    empty if an entry for a single parameter is wrong.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     tree = Tree(modules)
+    try:
+        by_module = _by_module(plan, modules, tree, root)
+    except PlanError:
+        # an entry for a single parameter does not fit, so no entry can be replaced
+        return {}
     styles: dict[str, ParallelStyle] = {}
-    with suppress(PlanError):
-        for key, value in _by_module(plan, modules, tree, root).items():
-            if tree.match(key).token is not None:
-                continue
-            with suppress(PlanError):
-                style = _style(key, value)
-                if style is not None:
-                    styles[key] = style
+    for key, value in by_module.items():
+        if not tree.match(key).is_found:
+            continue
+        try:
+            style = _style(key, value)
+        except PlanError:
+            # the name is unknown, or stands for a style that is not supported
+            continue
+        if style is not None:
+            styles[key] = style
     return styles
 
 

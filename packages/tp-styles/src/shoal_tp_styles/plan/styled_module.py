@@ -56,6 +56,16 @@ class StyledModule(NamedTuple):
         """True if the style declares that parameters of the module become DTensors."""
         return self.sharding is not None and self.sharding.distributes
 
+    @property
+    def style_name(self) -> str:
+        """The name of the style, for messages and for the comparison of styles."""
+        return type(self.style).__name__ if self.sharding is None else self.sharding.style
+
+    @property
+    def entry(self) -> str:
+        """The plan's entry in words: its key and its style."""
+        return f"{self.key!r} ({self.style})"
+
     def shard_sizes(self, name: str, mesh: DeviceMesh) -> Iterator[ShardedAxis]:
         """Yield the sharding of a parameter along each axis that shards it."""
         assert self.sharding is not None, "only declared styles are measured"

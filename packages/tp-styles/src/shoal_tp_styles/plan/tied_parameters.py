@@ -38,13 +38,13 @@ class RequestedLayout(NamedTuple):
     """The layout that a style requests for a parameter.
 
     Attributes:
-        first: placement along the style's first axis.
-        second: placement along the second axis; None for styles that act on one axis.
+        on_first_axis: placement along the style's first axis.
+        on_second_axis: placement along the second axis; None for styles that act on one axis.
         axis: name or names of these axes.
     """
 
-    first: ParameterPlacement
-    second: ParameterPlacement | None
+    on_first_axis: ParameterPlacement
+    on_second_axis: ParameterPlacement | None
     axis: object
 
     def __str__(self) -> str:

@@ -26,6 +26,11 @@ class Match(NamedTuple):
     token: str | None = None
     reached: str = ""
 
+    @property
+    def is_found(self) -> bool:
+        """Tell whether the pattern names at least one module."""
+        return self.token is None
+
 
 class Tree:
     """The tree of modules below a root, as dotted paths, parents first.
@@ -70,7 +75,7 @@ class Tree:
             ['model.layers.0.wq']
         """
         match = self.match(pattern)
-        if match.token is None:
+        if match.is_found:
             return []
         tokens = pattern.split(".")
         candidates = self._with_other_token(tokens, match)
