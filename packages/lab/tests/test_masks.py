@@ -37,7 +37,7 @@ def test_masks_are_as_alike_as_inputs(records: tuple[RankRecord, RankRecord], te
 
 def test_the_law_of_shoal_is_not_judged_by_masks() -> None:
     records = [drawn(1, 5), drawn(2, 5)]
-    records[0].shoal = True
+    records[0].uses_shoal = True
     assert compare_masks(records, GRID) == []
 
 

@@ -88,7 +88,8 @@ class RankRecord:
         groups: ranks of each process group that the program made.
         epsilon: the largest rounding unit of the values, 2e-16 for float64.
         batches: for each data loader, the batches that it gave.
-        shoal: a parallel form of shoal's own was found, so dropout follows shoal's law.
+        uses_shoal: whether a parallel form of shoal's own was found. Dropout then draws the same
+            masks on any mesh as on one device.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -100,4 +101,4 @@ class RankRecord:
     groups: list[tuple[int, ...]] = field(default_factory=list)
     epsilon: float = 2.220446049250313e-16
     batches: list[list[Any]] = field(default_factory=list)
-    shoal: bool = False
+    uses_shoal: bool = False

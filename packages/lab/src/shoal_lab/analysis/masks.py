@@ -34,7 +34,7 @@ def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Certificati
     findings = list[CertificationFinding]()
     first = records[0]
     for record in records[1:]:
-        if first.shoal or record.shoal or len(first.masks) != len(record.masks):
+        if first.uses_shoal or record.uses_shoal or len(first.masks) != len(record.masks):
             continue
         bits = 0.0
         are_alike = True

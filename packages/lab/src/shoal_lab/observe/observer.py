@@ -103,7 +103,7 @@ class ProgramObserver:
             record.meshes = _find_meshes()
         if self._is_shoal is None:
             self._is_shoal = self._find_shoal()
-        record.shoal = bool(self._is_shoal)
+        record.uses_shoal = bool(self._is_shoal)
         return record
 
     # --- modules --------------------------------------------------------------------------------

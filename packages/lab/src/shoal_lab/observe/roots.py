@@ -24,10 +24,23 @@ def logical_name(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
+def _logical_path(path: str) -> str:
+    """Remove the names of wrappers from the path of a module; "" if only wrappers are left.
+
+    Example:
+        >>> _logical_path("module.blocks.0._orig_mod")
+        'blocks.0'
+    """
+    # `logical_name` removes a wrapper only where a name follows, so the path gets the name "x".
+    with_parameter = logical_name(f"{path}.x")
+    return with_parameter.removesuffix("x").rstrip(".")
+
+
 def outermost(module: nn.Module) -> nn.Module:
     """Return the module that contains this one and that no other module contains."""
     parents = dict[int, nn.Module]()
     for candidate in gc.get_objects():
+        # `isinstance` would read `candidate.__class__`, which runs the code of proxy objects.
         if not issubclass(type(candidate), nn.Module):
             continue
         for child in candidate.__dict__.get("_modules", {}).values():
@@ -51,7 +64,11 @@ class Roots:
         return iter(self._roots)
 
     def add(self, module: nn.Module) -> None:
-        """Find the outermost module of one whose forward begins outside of all other forwards."""
+        """Add the outermost module that contains a module.
+
+        Args:
+            module: a module whose forward begins while no other module's forward is running.
+        """
         if id(module) in self._known or not any(True for _ in module.parameters()):
             return
         root = outermost(module)
@@ -65,7 +82,7 @@ class Roots:
         paths = dict[int, str]()
         for root in self._roots:
             for path, module in root.named_modules():
-                name = logical_name(f"{path}.x").removesuffix("x").rstrip(".")
+                name = _logical_path(path)
                 paths.setdefault(id(module), name or "model")
         return paths
 
