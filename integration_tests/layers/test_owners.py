@@ -234,7 +234,7 @@ def test_what_is_refused_leaves_the_units_as_they_were() -> None:
     handle.remove()
     with model.no_sync():
         loss_of(model, *own(mesh, *batch(0))).backward()
-    with pytest.raises(StyleError, match="accumulates gradients"):
+    with pytest.raises(StyleError, match="keeps for a later reduction"):
         parallelize_module(model, mesh["tensor"], PLAN)
     model.zero_grad()
     with pytest.raises(Fault):

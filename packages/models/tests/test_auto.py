@@ -231,7 +231,7 @@ def test_a_models_own_plan_comes_first() -> None:
 @on_ranks(4)
 def test_only_a_proven_automatic_plan_is_applied() -> None:
     mesh, model, x = init_device_mesh("cpu", (4,)), two_mlps(), torch.randn(3, 10)
-    with pytest.raises(PlanError, match=r"proven for None, the mesh is \(4,\)"):
+    with pytest.raises(PlanError, match=r"proven for None, but the mesh is \(4,\)"):
         parallelize_module(model, mesh, auto_plan(model))
     with pytest.raises(PlanError, match=r"proven for \(2,\)"):
         parallelize_module(model, mesh, auto_plan(model, abstract_mesh((2,)), x))
