@@ -40,9 +40,10 @@ from .fsdp_module import FSDPModule
 from .fully_shard import check_modules, install_unit, mesh_of_all_ranks
 from .gradients.forward_writes import ForwardWrites
 from .gradients.global_losses import watch
-from .gradients.gradient_buckets import Bucket, GradientBuckets, Replica, replica_of
+from .gradients.gradient_buckets import Bucket, GradientBuckets
 from .gradients.gradient_group import ReducingModule
 from .gradients.reducer import Reducer
+from .gradients.replica import Replica, replica_of
 from .parameters.agreement import check_materialized, check_same_parameters
 from .parameters.leaf_checks import check_leaf
 from .parameters.parameter_meshes import MeshAssignment, data_axes_of
