@@ -153,13 +153,13 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception], s
         lambda t: F.embedding(_wrong(3, INDEX.int(), INDEX), t),
         RankMismatchError,
         ValueError,
-        r"dtype differs between ranks: torch.int64 on rank 0, torch.int32 on rank 3",
+        r"dtype must be equal on all ranks: torch.int64 on rank 0, torch.int32 on rank 3",
     ),
     "bags of other widths": (
         lambda t: F.embedding_bag(torch.zeros(2, 2 + dist.get_rank(), dtype=torch.int64), t),
         RankMismatchError,
         ValueError,
-        r"shape of a bag differs between ranks: \(2,\) on rank 0, \(3,\) on rank 1",
+        r"shape of a bag must be equal on all ranks: \(2,\) on rank 0, \(3,\) on rank 1",
     ),
     "no offsets": (
         lambda t: F.embedding_bag(INDEX, t),

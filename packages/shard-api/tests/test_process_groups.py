@@ -77,7 +77,7 @@ def test_ranks_that_name_different_values_do_not_agree() -> None:
     rank, group = dist.get_rank(), dist.GroupMember.WORLD
     assert group is not None
     with pytest.raises(
-        RankMismatchError, match="size differs between ranks: 3 on rank 0, None on rank 1"
+        RankMismatchError, match="size must be equal on all ranks: 3 on rank 0, None on rank 1"
     ):
         agree_on(group, lambda: {"other": 3} if rank else {"size": 3})
     assert agree_on(group, lambda: {} if rank else {"?size": 3, "~own": 0}) == [

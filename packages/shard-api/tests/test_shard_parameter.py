@@ -109,13 +109,13 @@ PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
     "different specs": (
         lambda m: ("weight", on_rank(1, chunk(1), chunk(0))),
         ValueError,
-        r"sharding_spec differs between ranks: .*dim=0.* on rank 0, .*dim=1.* on rank "
+        r"sharding_spec must be equal on all ranks: .*dim=0.* on rank 0, .*dim=1.* on rank "
         r"1",
     ),
     "different sources": (
         lambda m: ("weight", chunk(0), on_rank(2, 1, 0)),
         ValueError,
-        "src_rank differs between ranks: 0 on rank 0, 1 on rank 2",
+        "src_rank must be equal on all ranks: 0 on rank 0, 1 on rank 2",
     ),
     "no such source": (
         lambda m: ("weight", chunk(0), 4),
@@ -125,7 +125,7 @@ PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
     "different sizes": (
         lambda m: (on_rank(1, "bias", "weight"), chunk(0)),
         ValueError,
-        r"size differs between ranks: \(8, 16\) .*\(8,\)",
+        r"size must be equal on all ranks: \(8, 16\) .*\(8,\)",
     ),
 }
 
@@ -167,15 +167,15 @@ def test_shard_tensor_refuses_on_all_ranks() -> None:
         _shard_tensor(full.t() if rank == 1 else full.t().contiguous(), chunk(0))
     with pytest.raises(
         RankMismatchError,
-        match=r"dtype differs between ranks: torch.float32 on rank 0, torch.float64 on rank 3",
+        match=r"dtype must be equal on all ranks: torch.float32 on rank 0, torch.float64 on rank 3",
     ):
         _shard_tensor(full.double() if rank == 3 else full, chunk(0))
     with pytest.raises(
-        RankMismatchError, match=r"src_rank differs between ranks: 0 on rank 0, 1 on rank 1"
+        RankMismatchError, match=r"src_rank must be equal on all ranks: 0 on rank 0, 1 on rank 1"
     ):
         _shard_tensor(full, chunk(0), src_rank=rank)
     with pytest.raises(
-        RankMismatchError, match=r"sharding_spec differs .*rank:3/cpu, rank:2.* on rank 2"
+        RankMismatchError, match=r"sharding_spec must be equal .*rank:3/cpu, rank:2.* on rank 2"
     ):
         _shard_tensor(full, chunk(0, (3, 2, 1, 0)) if rank == 2 else chunk(0))
     assert torch.equal(_shard_tensor(full, chunk(0)), full)

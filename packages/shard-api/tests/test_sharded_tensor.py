@@ -123,7 +123,7 @@ def test_wrong_arguments_of_gather_are_raised_on_all_ranks() -> None:
     with pytest.raises(LocalShardError, match="out must be None on every rank but dst=1"):
         tensor.gather(1, torch.empty(6, 5))
     with pytest.raises(
-        RankMismatchError, match="dst differs between ranks: 0 on rank 0, 1 on rank 1"
+        RankMismatchError, match="dst must be equal on all ranks: 0 on rank 0, 1 on rank 1"
     ):
         tensor.gather(rank, torch.empty(6, 5))
     with pytest.raises(ProcessGroupError, match="dst=4"):

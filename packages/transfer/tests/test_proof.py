@@ -127,7 +127,9 @@ def test_a_planted_fault_is_named(fault: str) -> None:
 
 def test_mappings_that_do_not_fit_the_manifests_are_refused() -> None:
     other = manifest({"gate_up": [rows(0, 0, 6)]}, "server")
-    with pytest.raises(MappingError, match=r"'gate_up' is \(6, 2\) in the target, \(8, 2\) in the"):
+    with pytest.raises(
+        MappingError, match=r"'gate_up' is \(6, 2\) in the target, but \(8, 2\) in the"
+    ):
         plan_transfer(SOURCE, other, MAPPING)
     with pytest.raises(
         MappingError, match=r"the mapping does not have the target 'gate_up' \(8, 2\)"
@@ -157,7 +159,9 @@ def test_arguments_of_wrong_types_are_named() -> None:
 def test_a_cast_is_said_in_the_mapping() -> None:
     record = replace(TARGET.tensors["gate_up"], dtype="bfloat16")
     narrow = Manifest({"gate_up": record}, TARGET.hosts, "server")
-    with pytest.raises(MappingError, match=r"the source is float32, the target bfloat16; .*casts"):
+    with pytest.raises(
+        MappingError, match=r"the source is float32, but the target is bfloat16; .*casts"
+    ):
         plan_transfer(SOURCE, narrow, MAPPING)
     plan = plan_transfer(SOURCE, narrow, MAPPING.with_casts())
     assert plan.traffic().total == 2 * 32, "elements are cast before they are sent"

@@ -88,8 +88,8 @@ def test_every_other_column_composes_with_transposed_slices() -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda m: m.fuse({"ab": ("a", "c")}), "'ab': there is no 'c'"),
-        (lambda m: m.fuse({"ab": ("a", "b")}, groups=3), "has no 3 equal groups"),
+        (lambda m: m.fuse({"ab": ("a", "c")}), "'ab': the tensor 'c' does not exist"),
+        (lambda m: m.fuse({"ab": ("a", "b")}, groups=3), "cannot be divided into 3 equal groups"),
         (lambda m: m.split({"a": {"x": 1}}), "cannot be split into blocks of"),
         (lambda m: m.rename({"a|b": "c"}), "both become 'c'"),
         (lambda m: m.pad({"a": 1}), "is longer than 1"),

@@ -57,7 +57,7 @@ def log_to_stderr(*topics: str) -> None:
     Example:
         >>> log_to_stderr("sums")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        shoal_mesh.errors.MeshError: there is no topic 'sums' to log: collectives, plans, ...
+        shoal_mesh.errors.MeshError: unknown log topic 'sums': expected collectives, plans, decisions, or all
     """
     for topic in topics:
         if topic not in TOPICS:

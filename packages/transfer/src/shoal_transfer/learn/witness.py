@@ -46,8 +46,8 @@ def verify_mapping(declared: WeightMapping, recorded: WeightMapping) -> WeightMa
         'recorded loader'
         >>> verify_mapping(same.fuse({"both@0": ("up", "gate")}), recorded)
         Traceback (most recent call last):
-        shoal_transfer.errors.MappingError: 'both@0'[0:2, 0:4] is 'up'[0:2, 0:4] in the mapping, the
-        witness has 'gate'[0:2, 0:4]
+        shoal_transfer.errors.MappingError: 'both@0'[0:2, 0:4] is 'up'[0:2, 0:4] in the mapping, but
+        'gate'[0:2, 0:4] in the witness
     """
     if recorded.witness is None:
         raise MappingError("verify_mapping needs a mapping with a witness")

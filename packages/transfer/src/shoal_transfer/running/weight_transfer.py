@@ -160,7 +160,7 @@ class WeightTransfer:
 
         Raises:
             TransferError: on all ranks: the ranks have different plans or versions, or the version
-                is older than the target's; no byte has moved. Or the elements that arrived differ
+                is older than the target's; no data was transferred. Or the elements that arrived differ
                 from the elements that were sent, or a rank failed: the message describes the state
                 of the target.
         """
@@ -315,7 +315,9 @@ class WeightTransfer:
         try:
             reports: list[_Report] = self._wire.gather(report)
         except Exception as error:
-            raise TransferError(f"a member does not answer ({error}); no byte has moved") from error
+            raise TransferError(
+                f"a member does not answer ({error}); no data was transferred"
+            ) from error
         agreed = _compare(reports)
         if any(one.shapes_changed for one in reports):
             self._plan_again()
