@@ -290,10 +290,12 @@ def test_a_check_agrees_on_what_it_compares_and_the_group_goes_on() -> None:
     mesh = init_device_mesh("cpu", (2,))
     rank = mesh.get_rank()
     differing: dict[str, torch.Tensor] = {
-        "dtypes, got torch.float32": torch.ones(4, dtype=[torch.float32, torch.float64][rank]),
+        "the same dtype, got torch.float32": torch.ones(
+            4, dtype=[torch.float32, torch.float64][rank]
+        ),
         "needs a local shape of": torch.ones(4 + rank),
         "tensors of .* dims": torch.ones([2] * (1 + rank)),
-        "gradients: requires_grad=True": torch.ones(4, requires_grad=rank == 0),
+        "the same requires_grad, got requires_grad=True": torch.ones(4, requires_grad=rank == 0),
         "up to 16 dims": torch.ones([1] * (16 + rank)),
     }
     for text, local in differing.items():

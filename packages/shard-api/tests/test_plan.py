@@ -104,22 +104,22 @@ MODULE_FAILURES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "different entries": (
         lambda: _plan(on_rank(3, {}, {"up.weight": chunk(0)})),
         ValueError,
-        "plan entries differs between ranks: .* on rank 3",
+        r"plan entries .*rank 3",
     ),
     "different specs": (
         lambda: _plan({"up.weight": on_rank(3, chunk(1), chunk(0))}),
         ValueError,
-        "sharding_spec of up.weight differs between ranks: .*dim=0.*dim=1.*on rank 3",
+        "sharding_spec of up.weight .*dim=0.*dim=1.*rank 3",
     ),
     "different outputs": (
         lambda: _plan({}, output_plan=on_rank(1, {"": chunk(0)}, None)),
         ValueError,
-        "output_plan differs between ranks",
+        "output_plan must be equal",
     ),
     "different Sharders": (
         lambda: _plan({"down": on_rank(1, _Nothing(), Doubled())}),
         ValueError,
-        "Sharder of down differs between ranks: .*Doubled.*_Nothing",
+        "Sharder of down .*Doubled.*_Nothing",
     ),
     "a Sharder that raises": (
         lambda: _plan({"down": _Raises()}),

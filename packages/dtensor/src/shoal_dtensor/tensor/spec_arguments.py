@@ -361,11 +361,11 @@ def _require_equal_facts(facts: Mapping[tuple[int, ...], int], about: Callable[[
     for coordinate, fact in facts.items():
         number = fact // _DIMS % _DIMS
         dtypes[coordinate] = _DTYPES[number]
-    _require_equal(dtypes, "dtypes", about)
+    _require_equal(dtypes, "dtype", about)
     records = {}
     for coordinate, fact in facts.items():
         records[coordinate] = f"requires_grad={bool(fact & _GRADIENT)}"
-    _require_equal(records, "gradients", about)
+    _require_equal(records, "requires_grad", about)
 
 
 def _require_equal(
