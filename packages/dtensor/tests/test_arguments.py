@@ -48,6 +48,6 @@ def test_what_is_no_mesh_and_no_stage() -> None:
     assert submodule_of("f", SimpleNamespace(submod=module)) is module
     with pytest.raises(
         StyleTypeError,
-        match=r"f: expected the submod of stage to be an nn.Module, got NoneType None",
+        match=r"f: expected the submod of stage to be an nn.Module, got None",
     ):
         submodule_of("f", module)

@@ -96,7 +96,9 @@ def test_operators_and_their_collectives_are_recorded_in_order(
     ],
 )
 def test_options_that_record_something_else_are_refused(option: str) -> None:
-    with pytest.raises(ArgumentValueError, match=f"DebugMode: {option}: this mode records"):
+    with pytest.raises(
+        ArgumentValueError, match=f"DebugMode: {option} is not supported: this mode records"
+    ):
         DebugMode(**{option: True})
 
 

@@ -149,7 +149,7 @@ def test_a_given_order_agrees_with_the_strided_spelling() -> None:
         ([Shard(2), Replicate()], "the tensor has 2 dims"),
         (
             [StridedShard(0, split_factor=3), Shard(0)],
-            r"no leading part of them .*\. Use a factor .* pad the dim",
+            r"no leading part of these sizes .*\. Use a factor .* pad the dim",
         ),
         (
             [StridedShard(0, split_factor=4), Replicate()],

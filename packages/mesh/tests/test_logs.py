@@ -54,7 +54,7 @@ def test_nothing_is_logged_unasked(logged: dict[str, Future[str]]) -> None:
 
 def test_an_unknown_topic_is_refused() -> None:
     with pytest.raises(
-        MeshError, match="no topic 'plan' to log: collectives, plans, decisions, or all"
+        MeshError, match="unknown log topic 'plan': expected collectives, plans, decisions, or all"
     ):
         log_from_environment({"SHOAL_LOG": "plan"})
 
