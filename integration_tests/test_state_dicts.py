@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() -> None
         (full | {"other": torch.zeros(1)}, r"missing \[\], unexpected \['other'\]"),
         (
             full | {"up.weight": torch.zeros(6, 10)},
-            r"up.weight has shape \(6, 10\), here it has \(10, 6\)",
+            r"up.weight has shape \(6, 10\) in the state dict, but \(10, 6\) in the model",
         ),
         (None, "must be a dict, got NoneType"),
         (full | {"up.weight": UserDict(one=torch.zeros(1))}, "must be a dict, got UserDict"),

@@ -54,7 +54,8 @@ def test_raw_memory_is_refused(how: str) -> None:
     with fake_world(2):
         x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
         with pytest.raises(
-            NoRuleError, match=r"no memory of its own .* got Spec\(f32\[4@\(0\)\].*use to_local\(\)"
+            NoRuleError,
+            match=r"does not have memory of its own .* got Spec\(f32\[4@\(0\)\].*use to_local\(\)",
         ):
             MEMORY[how](x)
 

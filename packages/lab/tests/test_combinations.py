@@ -103,7 +103,7 @@ def test_weights_of_microbatches_are_found() -> None:
     found = explain(lambda rank: 3 * values(8) + microbatches[1], microbatches=microbatches)
     assert (found[0].kind, found[0].axes) == ("microbatches", ("tp",))
     found = explain(lambda rank: values(8), microbatches=microbatches)
-    assert "only the gradients of microbatch 0 count" in found[0].text
+    assert "only the gradients of microbatch 0 are counted" in found[0].text
 
 
 def test_the_shard_of_another_rank_is_recognized() -> None:

@@ -18,7 +18,7 @@ from shoal_mesh.testing import fake_world
     ("call", "error", "text"),
     [
         (lambda: init_device_mesh("cuda:0", (2,)), MeshError, "has an index"),
-        (lambda: init_device_mesh("horse", (2,)), MeshError, "no device type"),
+        (lambda: init_device_mesh("horse", (2,)), MeshError, "not a device type"),
         (lambda: init_device_mesh("cpu", (2, 0)), MeshError, "one positive size"),
         (lambda: init_device_mesh("cpu", (8,)), MeshError, "needs 8 ranks; the world has 4"),
         (

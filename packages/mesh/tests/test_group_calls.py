@@ -229,14 +229,16 @@ def test_a_call_that_a_group_has_not_is_named() -> None:
         comm = Comm.over(dist.new_group([0, 1], backend="gloo_few"), ("few",), (0, 1))
         x = torch.ones(2)
         check(sm.all_reduce(x, comm), x * 2)
-        with pytest.raises(BackendError, match=r"gloo_few has no all_gather: .* needs one of"):
+        with pytest.raises(
+            BackendError, match=r"gloo_few does not have all_gather: .* needs one of"
+        ):
             sm.all_gather(x, comm)
-        with pytest.raises(BackendError, match="gloo_few has no reduce_scatter"):
+        with pytest.raises(BackendError, match="gloo_few does not have reduce_scatter"):
             sm.reduce_scatter(x, comm)
-        with pytest.raises(BackendError, match="gloo_few has no all_to_all"):
+        with pytest.raises(BackendError, match="gloo_few does not have all_to_all"):
             sm.all_to_all(x, comm, 0, 0)
         if torch.__version__ >= "2.12":
-            with pytest.raises(BackendError, match="gloo_few has no all_to_all"):
+            with pytest.raises(BackendError, match="gloo_few does not have all_to_all"):
                 torch.compile(
                     lambda x: sm.all_to_all(x, comm, 0, 0), backend="eager", fullgraph=True
                 )(x)

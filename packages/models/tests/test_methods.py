@@ -110,6 +110,6 @@ def test_continuous_batching_is_refused_where_heads_are_others(tmp_path: Path) -
     model = hf.from_pretrained(save_plain(build_model("Phi3"), tmp_path), all_ranks())
     with pytest.raises(
         UnsupportedModuleError,
-        match=r"expected k_proj sharded by the model's own plan.*use generate",
+        match=r"k_proj must be sharded by the model's own plan.*use generate",
     ):
         model.generate_batch([[3, 4]])

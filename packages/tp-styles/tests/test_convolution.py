@@ -164,7 +164,7 @@ def test_refused_groups() -> None:
     axis = init_device_mesh("cpu", (2,))
     with pytest.raises(UnsupportedModuleError, match="Doubled"):
         parallelize_module(Doubled(4, 4, 3, groups=2), axis, ColwiseParallel())
-    with pytest.raises(UnsupportedModuleError, match="convolutions of several groups"):
+    with pytest.raises(UnsupportedModuleError, match="convolutions with several groups"):
         parallelize_module(nn.Conv1d(4, 4, 3), axis, ChannelParallel())
     with pytest.raises(UnsupportedModuleError, match="overlapped"):
         parallelize_module(nn.Conv1d(4, 4, 3, groups=2), axis, RowwiseParallel().overlapped(2))

@@ -183,7 +183,7 @@ def test_what_was_not_run_is_not_proven() -> None:
         ({"net1": ColwiseParallel().heads(3, 5)}, "need 15 features"),
         ({"net1": ColwiseParallel().on("pp")}, "names 'pp'"),
         ({"net2": RowwiseParallel().heads(2, 8)}, "2 heads cannot be sharded"),
-        ({"relu": ColwiseParallel()}, "no sharding for ReLU"),
+        ({"relu": ColwiseParallel()}, "does not support ReLU"),
     ],
 )
 def test_verify_reports_and_never_raises(styles: Any, problem: str) -> None:
