@@ -206,7 +206,7 @@ def test_collectives_are_under_way_while_other_units_compute() -> None:
     )
     where = fully_shard.__module__.rpartition(".")[0]
     with (
-        patch(f"{where}.parameters.sharded_parameters.redistribute_shards", recorded),
+        patch(f"{where}.units.unit.redistribute_shards", recorded),
         patch(f"{where}.gradients.reduction.redistribute_shards", recorded),
     ):
         # the first learns the order of the units

@@ -64,6 +64,6 @@ def test_equal_layouts_of_a_model_are_drawn_once() -> None:
             name: distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]) for name in ("q", "k", "v")
         }
         figure = draw_layouts({**weights, "scale": torch.ones(3)})
-    assert [ax.get_title() for ax in figure.axes] == ["q and 2 alike\n8 x 4  [S(0)]"]
+    assert [ax.get_title() for ax in figure.axes] == ["q and 2 with the same layout\n8 x 4  [S(0)]"]
     with pytest.raises(PlacementError, match="got none"):
         draw_layouts({"scale": torch.ones(3)})

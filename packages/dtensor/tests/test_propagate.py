@@ -134,7 +134,7 @@ def test_policies() -> None:
     strict = replace(DEFAULT, unknown="error", siblings={}, decisions={})
     with pytest.raises(NoRuleError, match="_test_functorch_fallback"):
         decide(NO_RULE, [spec(Shard(0)), spec(Shard(0))], {}, strict)
-    with pytest.warns(UserWarning, match="no sharding rule"):
+    with pytest.warns(UserWarning, match="does not have a sharding rule"):
         decision = decide(NO_RULE, [spec(Shard(0)), spec(Shard(0))], {}, DEFAULT)
     assert decision.moves and decision.outputs == (spec(Replicate()),)
 

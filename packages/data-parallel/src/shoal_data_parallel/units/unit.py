@@ -349,6 +349,9 @@ class Unit(Group):
         if self.current.versions != versions:
             # whose values are older
             self.current.shards = []
+            # a unit that is gathered ahead has not adopted a change of the leaves' dtype yet
+            for parameter in self.parameters:
+                parameter.set_dtypes()
         # without a version before the first gather
         if not self.current.versions:
             self._check_materialized()
