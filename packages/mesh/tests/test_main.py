@@ -17,4 +17,4 @@ def test_a_command_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
         command, env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1, done.stderr
-    assert done.stdout == f"no files of ranks in {tmp_path}\n"
+    assert done.stdout == f"no files of ranks found in {tmp_path}\n"

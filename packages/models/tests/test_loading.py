@@ -156,7 +156,8 @@ def test_fused_parameters_and_errors() -> None:
     assert load_sharded(module, state, strict=False).missing == ["2.bias"]
     wrong = {**single.state_dict(), "2.weight": torch.zeros(8, 17)}
     with pytest.raises(
-        PlanError, match=r"'2.weight' has the shape \(8, 17\) in the source, but the model needs \(8, 16\)"
+        PlanError,
+        match=r"'2.weight' has the shape \(8, 17\) in the source, but the model needs \(8, 16\)",
     ):
         load_sharded(module, wrong)
     plain: Any = parallelize_module(

@@ -1,4 +1,4 @@
-"""Covers: emission."""
+"""Covers: emission/: programs that are emitted, checked and run."""
 
 from __future__ import annotations
 

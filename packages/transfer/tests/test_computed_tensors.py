@@ -1,6 +1,6 @@
 """Tensors that a loader computes one by one: moved as elements, computed where they arrive.
 
-Covers: learn/computations.py, learn/numberings.py, running/computations.py.
+Covers: learn/computations.py, learn/numberings.py, running/computed_elements.py.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from ._torch.tensors import (
 from .api.constructors import distributed_by
 from .argument_types import check_device_mesh, check_keywords, near_miss, submodule_of, takes
 from .crossings import Crossings, install_crossings, nodes_below
-from .dispatch.observed_calls import Observer, dispatch_observed
+from .dispatch.observed_calls import CallObserver, dispatch_observed
 from .host_memory import device_of_numbers, download, upload, upload_packed
 from .layout.boxes import (
     Box,

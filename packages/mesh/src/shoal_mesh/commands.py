@@ -39,7 +39,7 @@ Dumps = Mapping[int, Mapping[str, Any]]
 _LIBRARY = re.compile(f"/{LIBRARIES}/")
 
 
-class Report(NamedTuple):
+class CommandReport(NamedTuple):
     """The output of a command.
 
     Attributes:
@@ -75,13 +75,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--mesh", type=_shape, default=(2,), help="sizes of the axes, such as 2x4 (default: 2)")
     add("--bytes", type=int, default=1 << 22, help="of the larger message (default: 4 MiB)")
     options = parser.parse_args(argv)
-    printed: Report = options.run(options)
+    printed: CommandReport = options.run(options)
     sys.stdout.writelines(f"{line}\n" for line in printed.lines)
     return printed.status
 
 
-def env(options: argparse.Namespace) -> Report:
-    """Report versions, devices, backends, memory and environment variables for a bug report."""
+def env(options: argparse.Namespace) -> CommandReport:
+    """CommandReport versions, devices, backends, memory and environment variables for a bug report."""
     values = {"shoal_mesh": __version__}
     for name in ("shoal-dtensor", "shoal-tp-styles", "shoal-shard-api", "numpy"):
         module = name.replace("-", "_")
@@ -108,7 +108,7 @@ def env(options: argparse.Namespace) -> Report:
         if name.startswith(PREFIXES) or name in NAMES:
             values[f"${name}"] = os.environ[name]
     width = max(map(len, values))
-    return Report([f"{name:{width}}  {value}" for name, value in values.items()])
+    return CommandReport([f"{name:{width}}  {value}" for name, value in values.items()])
 
 
 def _device_name(index: int) -> str:
@@ -118,8 +118,8 @@ def _device_name(index: int) -> str:
     return f"{kind} {index}" if name_of is None else str(name_of(index))
 
 
-def postmortem(options: argparse.Namespace) -> Report:
-    """Report where ranks stopped, from the files that they wrote when a rank was lost."""
+def postmortem(options: argparse.Namespace) -> CommandReport:
+    """CommandReport where ranks stopped, from the files that they wrote when a rank was lost."""
     dumps = {}
     lines = []
     for path in sorted(Path(options.folder).glob("rank*.json")):
@@ -131,8 +131,8 @@ def postmortem(options: argparse.Namespace) -> Report:
     # there is nothing to read: status 1
     if not dumps:
         searched = options.folder or "no folder"
-        return Report([*lines, f"no files of ranks found in {searched}"], status=1)
-    return Report([*lines, *report(dumps, options.last)])
+        return CommandReport([*lines, f"no files of ranks found in {searched}"], status=1)
+    return CommandReport([*lines, *report(dumps, options.last)])
 
 
 def report(dumps: Dumps, last: int = 3) -> list[str]:
@@ -166,12 +166,12 @@ def report(dumps: Dumps, last: int = 3) -> list[str]:
     return lines
 
 
-def topology(options: argparse.Namespace) -> Report:
+def topology(options: argparse.Namespace) -> CommandReport:
     """Measure latency, bandwidth and the best order of ranks along the axes of a mesh."""
     shape: tuple[int, ...] = options.mesh
     links, order = launch(_measure, math.prod(shape), shape, options.bytes)[0]
     if dist.is_initialized() and dist.get_rank() > 0:
-        return Report([])
+        return CommandReport([])
     lines = [f"{'axis':>4} {'ranks':>6} {'latency':>12} {'bandwidth':>14}"]
     for axis, (size, link) in enumerate(zip(shape, links, strict=True)):
         latency = f"{link.latency * 1e6:.1f} us"
@@ -179,7 +179,7 @@ def topology(options: argparse.Namespace) -> Report:
         lines.append(f"{axis:>4} {size:>6} {latency:>12} {bandwidth:>14}")
     values = ", ".join([f"Link({link.latency:.3g}, {link.bandwidth:.3g})" for link in links])
     lines += [f"set_topology(mesh, [{values}])", f"order='topology': {order}"]
-    return Report(lines)
+    return CommandReport(lines)
 
 
 def _measure(shape: tuple[int, ...], largest: int) -> tuple[tuple[Link, ...], RankOrder]:

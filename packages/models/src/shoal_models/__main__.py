@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             "plan",
             help=(
                 "auto (search a plan), own (use the model's tp_plan), package.module:name, or "
-                f"JSON such as {'0': 'colwise'}"
+                "JSON such as {'0': 'colwise'}"
             ),
         )
         command.add_argument(

@@ -25,7 +25,7 @@ from .propagate import decide
 from .results import Decision, ResultKind, container_of
 
 
-class Observer(Protocol):
+class CallObserver(Protocol):
     """The part of a call that the observer does."""
 
     def move(self, local: Tensor, plan: Plan) -> Tensor:
@@ -48,7 +48,7 @@ class Observer(Protocol):
 
 
 def dispatch_observed(
-    cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], observer: Observer
+    cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], observer: CallObserver
 ) -> Any:
     """Run an operator on DTensors as `dispatch` decides, with the observer's moves and local calls.
 
@@ -79,7 +79,9 @@ def dispatch_observed(
     return decision.with_outputs(result, wrap_new)
 
 
-def _move(decision: Decision, args: list[Any], kwargs: dict[str, Any], observer: Observer) -> None:
+def _move(
+    decision: Decision, args: list[Any], kwargs: dict[str, Any], observer: CallObserver
+) -> None:
     """Redistribute the inputs of a call, in the place of the local tensors that are given."""
     for place, plan in decision.moves.items():
         tensors, at = container_of(place, args, kwargs)

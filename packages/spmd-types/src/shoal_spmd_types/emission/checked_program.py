@@ -24,14 +24,14 @@ from ..runtime import assert_type
 from .names import NameTable
 from .recorder import EmissionError
 from .statements import Statement
-from .trace import Operation, Trace, Value
+from .trace import Trace, TracedOperation, TracedValue
 
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "_reshape_alias"})
 _LEFT_OUT = frozenset({"aten::detach", "aten::alias", "prim::device"})
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ProgramLine:
     """A line of a program.
 
     Attributes:
@@ -82,13 +82,13 @@ def _described(func: Any, args: Any, kwargs: Any, outputs: Sequence[Any]) -> Any
     ignored = ("pin_memory", "layout", "device")
     kept = {key: _plain(value) for key, value in given.items() if key not in ignored}
     dim = kept.get("dim")
-    if isinstance(dim, int) and dim < 0 and isinstance(given.get("self"), Tensor | Value):
+    if isinstance(dim, int) and dim < 0 and isinstance(given.get("self"), Tensor | TracedValue):
         kept["dim"] = dim + len(given["self"].shape)
     return (name, func._overloadname, kept, shapes)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor | Value):
+    if isinstance(value, Tensor | TracedValue):
         return ("tensor", tuple(value.shape), value.dtype)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
@@ -106,7 +106,7 @@ class CheckedProgram:
     """
 
     def __init__(self, trace: Trace, statements: Sequence[Statement], mesh: DeviceMesh) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[ProgramLine] = []
         self.names = NameTable(trace, statements)
         self._mesh = mesh
         self._scope: dict[str, Any] = {}
@@ -128,7 +128,7 @@ class CheckedProgram:
         for name, value in trace.inputs.items():
             self._scope[name] = self._leaf(value)
 
-    def _leaf(self, value: Value) -> Tensor:
+    def _leaf(self, value: TracedValue) -> Tensor:
         device = self._mesh.device_type
         leaf = torch.empty(value.shape, dtype=value.dtype, device=device)
         leaf.requires_grad_(value.takes_gradient)
@@ -182,9 +182,9 @@ class CheckedProgram:
         left = ", ".join(targets)
         comma = "," if len(targets) == 1 and not is_single else ""
         line = f"{left}{comma} = {text}"
-        self.lines.append(Line(line, "; ".join(comments), statement.path))
+        self.lines.append(ProgramLine(line, "; ".join(comments), statement.path))
         for name, types in asserted:
-            self.lines.append(Line(f"assert_type({name}, {types})", "", statement.path))
+            self.lines.append(ProgramLine(f"assert_type({name}, {types})", "", statement.path))
 
 
 _SHORT = {
@@ -206,11 +206,11 @@ _FUNCTIONS: tuple[Any, ...] = (
 )
 
 
-def _expected(operation: Operation) -> Any:
+def _expected(operation: TracedOperation) -> Any:
     return _described(operation.operator, operation.args, operation.kwargs, operation.outputs)
 
 
-def types_of(value: Value, mesh: DeviceMesh) -> dict[spmd.AxisLike, spmd.AnyAxisType]:
+def types_of(value: TracedValue, mesh: DeviceMesh) -> dict[spmd.AxisLike, spmd.AnyAxisType]:
     """Return the types of a value by axis, with I for replicated values."""
     types: dict[spmd.AxisLike, spmd.AnyAxisType] = {}
     for axis, name in enumerate(mesh.axis_names):
@@ -228,7 +228,7 @@ def types_text(types: Mapping[Any, Any]) -> str:
     return "{" + ", ".join(items) + "}"
 
 
-def _is_unknown(value: Value, tensor: Tensor) -> bool:
+def _is_unknown(value: TracedValue, tensor: Tensor) -> bool:
     """Tell whether the checker found V for a value whose shards are known."""
     found = spmd.type_of(tensor)
     if found is None or value.spec is None:
@@ -237,7 +237,7 @@ def _is_unknown(value: Value, tensor: Tensor) -> bool:
     return any(kind is spmd.V for kind in kinds)
 
 
-def _compare(value: Value, tensor: Tensor, mesh: DeviceMesh, text: str) -> None:
+def _compare(value: TracedValue, tensor: Tensor, mesh: DeviceMesh, text: str) -> None:
     """Compare the checker's types of a result with its layout in the recorded forward."""
     found = spmd.type_of(tensor)
     if found is None or value.spec is None:
@@ -253,7 +253,7 @@ def _compare(value: Value, tensor: Tensor, mesh: DeviceMesh, text: str) -> None:
             )
 
 
-def described(value: Value, tensor_type: Any) -> str:
+def described(value: TracedValue, tensor_type: Any) -> str:
     """Return dtype, local shape and types of a value: `f32[2, 8] tp: S(1)`."""
     shape = ", ".join(map(str, value.shape))
     name = str(value.dtype).removeprefix("torch.")

@@ -24,7 +24,7 @@ from shoal_mesh import DeviceMesh, abstract_mesh
 
 from .checked_program import CheckedProgram
 from .recorder import EmissionError, Layouts, record
-from .sides import Sides
+from .sides import ProgramSides
 from .source import source_of
 from .statements import Statements
 
@@ -40,6 +40,11 @@ class EmittedProgram:
         source: the text. Its function `forward` takes the local tensors of the parameters and
             buffers by name, and the local tensors of the inputs.
         specs: the layouts of parameters, buffers and inputs, by name.
+
+    Example:
+        >>> program = EmittedProgram("forward = lambda x: 2 * x", {})
+        >>> program.load()(3)
+        6
     """
 
     source: str
@@ -147,7 +152,7 @@ def _written(
     specs = _specs(module, plan, mesh, inputs, input_types=input_types)
     trace = record(module, inputs, specs, _layouts_of_outputs(module, plan, mesh))
     entries = trace.without_dead_entries()
-    sides = Sides(entries, trace.results, mesh.ndim)
+    sides = ProgramSides(entries, trace.results, mesh.ndim)
     statements = Statements(entries, sides, mesh.axis_names).found
     program = CheckedProgram(trace, statements, mesh)
     source = source_of(module, mesh, trace, program, inputs=inputs)

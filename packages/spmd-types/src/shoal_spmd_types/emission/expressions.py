@@ -15,9 +15,9 @@ from torch.nn import functional
 from shoal_dtensor.internal import Step
 
 from .recorder import EmissionError
-from .trace import Operation, Value
+from .trace import TracedOperation, TracedValue
 
-Names = Callable[[Value], str]
+Names = Callable[[TracedValue], str]
 
 _INFIX = {
     "aten::add": "+",
@@ -43,7 +43,7 @@ _ATTENTION = "aten::_scaled_dot_product"
 
 def literal(value: Any, names: Names) -> str:
     """Return the text of an argument."""
-    if isinstance(value, Value):
+    if isinstance(value, TracedValue):
         return names(value)
     if isinstance(value, list):
         items = [literal(item, names) for item in value]
@@ -63,7 +63,7 @@ def literal(value: Any, names: Names) -> str:
     raise EmissionError(f"emit: an argument {value!r} of an operator has no text")
 
 
-def operator_texts(operation: Operation, names: Names) -> list[str]:
+def operator_texts(operation: TracedOperation, names: Names) -> list[str]:
     """Return texts of an operator call: an operator sign, a method, and the operator itself."""
     schema = operation.operator._schema
     name = schema.name.removeprefix("aten::")
@@ -96,7 +96,7 @@ def _sign_texts(name: str, args: Sequence[str]) -> list[str]:
 
 
 def _special_texts(
-    operation: Operation, args: Sequence[str], named: Sequence[str], names: Names
+    operation: TracedOperation, args: Sequence[str], named: Sequence[str], names: Names
 ) -> list[str]:
     """Return the call of operators whose function has another name or other arguments."""
     name = operation.operator._schema.name
@@ -130,12 +130,12 @@ def _without_defaults(named: Sequence[str]) -> list[str]:
 
 
 def _method_texts(
-    name: str, operation: Operation, args: Sequence[str], named: Sequence[str]
+    name: str, operation: TracedOperation, args: Sequence[str], named: Sequence[str]
 ) -> list[str]:
     """Return the call of a method of the first argument, if it is a tensor with such a method."""
     arguments = operation.operator._schema.arguments
     is_self = bool(arguments) and arguments[0].name == "self"
-    is_tensor = bool(operation.args) and isinstance(operation.args[0], Value)
+    is_tensor = bool(operation.args) and isinstance(operation.args[0], TracedValue)
     if not is_self or not is_tensor or not hasattr(torch.Tensor, name):
         return []
     rest = [*args[1:]]
@@ -176,7 +176,7 @@ def _unless(text: str, default: str) -> str:
     return "" if text == default else text
 
 
-def _attention_text(operation: Operation, names: Names) -> str:
+def _attention_text(operation: TracedOperation, names: Names) -> str:
     """Return attention as the function that chooses the kernel."""
     arguments = [argument.name for argument in operation.operator._schema.arguments]
     given = dict(zip(arguments, operation.args, strict=False))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .trace import Entry, Movement, Operation, Value
+from .trace import Entry, Movement, TracedOperation, TracedValue
 
 _VIEWS = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::_reshape_alias"})
 _TRANSPOSE = frozenset({"aten::t"})
@@ -26,17 +26,17 @@ class LinearLayer:
         view: of the operand as rows; None if it has two dims.
     """
 
-    operations: tuple[Operation, ...]
-    transpose: Operation
-    product: Operation
-    view: Operation | None = None
+    operations: tuple[TracedOperation, ...]
+    transpose: TracedOperation
+    product: TracedOperation
+    view: TracedOperation | None = None
 
 
 @dataclass(slots=True)
 class _Uses:
     """The operations that make values, and the entries that read them, by the id of the value."""
 
-    makers: dict[int, Operation] = field(default_factory=dict)
+    makers: dict[int, TracedOperation] = field(default_factory=dict)
     readers: dict[int, list[Entry]] = field(default_factory=dict)
 
     def note(self, entry: Entry) -> None:
@@ -48,14 +48,14 @@ class _Uses:
         for value in entry.operands:
             self.readers.setdefault(id(value), []).append(entry)
 
-    def maker(self, value: Value, names: frozenset[str]) -> Operation | None:
+    def maker(self, value: TracedValue, names: frozenset[str]) -> TracedOperation | None:
         """Return the operation of one of these names that makes a value for one reader."""
         operation = self.makers.get(id(value))
         if operation is None or operation.operator._schema.name not in names:
             return None
         return operation if len(self.readers[id(value)]) == 1 else None
 
-    def reader(self, value: Value, names: frozenset[str]) -> Operation | None:
+    def reader(self, value: TracedValue, names: frozenset[str]) -> TracedOperation | None:
         """Return the operation of one of these names that is the only one to read a value."""
         readers = self.readers.get(id(value), [])
         if len(readers) != 1 or isinstance(readers[0], Movement):
@@ -70,14 +70,14 @@ def linear_layers(entries: Sequence[Entry]) -> dict[int, LinearLayer]:
         uses.note(entry)
     found = {}
     for entry in entries:
-        if isinstance(entry, Operation) and entry.operator._schema.name in _PRODUCTS:
+        if isinstance(entry, TracedOperation) and entry.operator._schema.name in _PRODUCTS:
             layer = _linear_layer(entry, uses)
             if layer is not None:
                 found[id(layer.operations[-1])] = layer
     return found
 
 
-def _linear_layer(product: Operation, uses: _Uses) -> LinearLayer | None:
+def _linear_layer(product: TracedOperation, uses: _Uses) -> LinearLayer | None:
     """Return the layer of a product; None if it is not of one."""
     has_numbers = len(product.operands) != len(product.args)
     if product.kwargs or product.cuts_gradient or has_numbers:

@@ -10,7 +10,7 @@ import keyword
 from collections.abc import Sequence
 
 from .statements import Statement
-from .trace import Trace, Value, values_in
+from .trace import Trace, TracedValue, values_in
 
 _NOUNS = {
     "add": "total",
@@ -58,7 +58,7 @@ class NameTable:
         for name, value in trace.parameters.items():
             self._names[id(value)] = f'weights["{name}"]'
 
-    def of(self, value: Value) -> str:
+    def of(self, value: TracedValue) -> str:
         """Return the name of a value that has been assigned."""
         return self._names[id(value)]
 
@@ -70,7 +70,7 @@ class NameTable:
         """Free the names of values that no later statement reads."""
         self._taken = {name: last for name, last in self._taken.items() if last > self._number}
 
-    def new(self, value: Value, statement: Statement) -> str:
+    def new(self, value: TracedValue, statement: Statement) -> str:
         """Name a value that a statement assigns."""
         wanted = value.hint or self._inherited(statement) or _noun(statement)
         name = wanted

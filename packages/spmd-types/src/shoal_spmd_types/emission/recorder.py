@@ -24,7 +24,7 @@ from shoal_dtensor.internal import (
     pytree,
 )
 
-from .trace import Movement, Operation, Trace, Value, values_in
+from .trace import Movement, Trace, TracedOperation, TracedValue, values_in
 
 _UNRECORDED = frozenset({"prim::device"})
 # the layout of the output of a module, by the path of the module
@@ -47,7 +47,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 class _LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """The mode that records the operators that a local function calls."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ForwardRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self._recorder = recorder
 
@@ -61,7 +61,7 @@ class _LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         return self._recorder.record(func, args, kwargs or {}, is_inside=True)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """The mode that records the local operators and the moves of operators on DTensors.
 
     Attributes:
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.trace = Trace()
-        self._values: dict[int, Value] = {}
+        self._values: dict[int, TracedValue] = {}
         # tensors are kept, so that no id is used again
         self._kept: list[Tensor] = []
         self._path: list[str] = []
@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
                 outputs.append(value)
         takes_gradient = any(value.takes_gradient for value in values_in(operands))
         args, kwargs = operands
-        operation = Operation(
+        operation = TracedOperation(
             func,
             args,
             kwargs,
@@ -208,7 +208,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
             lambda leaf: self.value_of(leaf) if isinstance(leaf, Tensor) else leaf, structure
         )
 
-    def value_of(self, local: Tensor) -> Value:
+    def value_of(self, local: Tensor) -> TracedValue:
         """Return the value of a recorded tensor."""
         found = self._values.get(id(local))
         if found is None:
@@ -219,8 +219,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
             )
         return found
 
-    def _new_value(self, local: Tensor) -> Value:
-        value = Value(tuple(local.shape), local.dtype)
+    def _new_value(self, local: Tensor) -> TracedValue:
+        value = TracedValue(tuple(local.shape), local.dtype)
         self._values[id(local)] = value
         self._kept.append(local)
         return value
@@ -326,7 +326,7 @@ def record(
     Raises:
         EmissionError: if the forward reads values, draws random numbers or writes in place.
     """
-    recorder = Recorder()
+    recorder = ForwardRecorder()
     trace = recorder.trace
     fake = FakeTensorMode(allow_non_fake_inputs=False)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .trace import Entry, Movement, Operation, Value, values_in
+from .trace import Entry, Movement, TracedOperation, TracedValue, values_in
 
 # Operators with one operand whose result may be R in the place of the operand.
 _ONE_OPERAND = frozenset(
@@ -20,7 +20,7 @@ _ONE_OPERAND = frozenset(
 )
 
 
-class Sides:
+class ProgramSides:
     """The choice of R or I for the replicated values of a trace, along every mesh axis."""
 
     def __init__(self, entries: Sequence[Entry], results: Any, axes: int) -> None:
@@ -40,7 +40,7 @@ class Sides:
                 else:
                     self._note_uses(entry, axis)
 
-    def _note_uses(self, operation: Operation, axis: int) -> None:
+    def _note_uses(self, operation: TracedOperation, axis: int) -> None:
         uses = self._needs_r if self.uses_r(operation, axis) else self._needs_i
         for value in operation.operands:
             if value.takes_gradient:
@@ -55,7 +55,7 @@ class Sides:
         is_beside = movement.source.is_replicated(axis) and movement.output.is_replicated(axis)
         return is_beside and self.is_r(movement.output, axis)
 
-    def uses_r(self, operation: Operation, axis: int) -> bool:
+    def uses_r(self, operation: TracedOperation, axis: int) -> bool:
         """Tell whether an operation takes its replicated operands as R along an axis."""
         if (operation.group, axis) in self._mixed:
             return True
@@ -63,12 +63,12 @@ class Sides:
             self.is_r(output, axis) for output in operation.outputs
         )
 
-    def is_r(self, value: Value, axis: int) -> bool:
+    def is_r(self, value: TracedValue, axis: int) -> bool:
         """Tell whether a replicated value is made as R: all its uses need R."""
         key = (id(value), axis)
         return id(value) in self._may_be_r and key in self._needs_r and key not in self._needs_i
 
-    def axes_to_convert(self, operation: Operation, value: Value) -> tuple[int, ...]:
+    def axes_to_convert(self, operation: TracedOperation, value: TracedValue) -> tuple[int, ...]:
         """Return the axes along which an operand is I and the operation needs R."""
         needed = [axis for axis in range(self._axes) if self.uses_r(operation, axis)]
         return self._axes_of_i(value, needed)
@@ -78,7 +78,7 @@ class Sides:
         needed = [axis for axis in range(self._axes) if self.moves_r(movement, axis)]
         return self._axes_of_i(movement.source, needed)
 
-    def _axes_of_i(self, value: Value, needed: Sequence[int]) -> tuple[int, ...]:
+    def _axes_of_i(self, value: TracedValue, needed: Sequence[int]) -> tuple[int, ...]:
         if not value.takes_gradient:
             return ()
         whole = [axis for axis in needed if value.is_replicated(axis)]
@@ -109,7 +109,7 @@ def _ids_that_may_be_r(entries: Sequence[Entry]) -> set[int]:
     return found
 
 
-def _takes_one_operand(operation: Operation) -> bool:
+def _takes_one_operand(operation: TracedOperation) -> bool:
     """Tell whether an operation only looks at its one operand in another way."""
     if len(operation.operands) != 1 or len(operation.outputs) != 1:
         return False

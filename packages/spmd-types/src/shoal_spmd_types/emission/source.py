@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shoal_mesh import DeviceMesh
 
-from .checked_program import CheckedProgram, Line, types_of, types_text
-from .trace import Trace, Value
+from .checked_program import CheckedProgram, ProgramLine, types_of, types_text
+from .trace import Trace, TracedValue
 
 _IMPORTED = (
     "I",
@@ -93,7 +93,7 @@ def _head(module: nn.Module, mesh: DeviceMesh, text: str) -> list[str]:
     return [*lines, "", f"from shoal_spmd_types import {', '.join(names)}"]
 
 
-def _table(name: str, values: Mapping[str, Value], mesh: DeviceMesh) -> list[str]:
+def _table(name: str, values: Mapping[str, TracedValue], mesh: DeviceMesh) -> list[str]:
     lines = [f"{name} = {{"]
     for key, value in values.items():
         types = types_text(types_of(value, mesh))
@@ -113,7 +113,7 @@ def _signature(trace: Trace, inputs: Mapping[str, Any]) -> str:
 
 
 def _annotation(result: Any) -> str:
-    if isinstance(result, Value):
+    if isinstance(result, TracedValue):
         return "Tensor"
     return "dict[str, object]" if isinstance(result, dict) else "object"
 
@@ -158,12 +158,12 @@ def _body(module: nn.Module, program: CheckedProgram) -> list[str]:
     return lines
 
 
-def _line_text(line: Line) -> str:
+def _line_text(line: ProgramLine) -> str:
     return f"    {line.text}  # {line.comment}" if line.comment else f"    {line.text}"
 
 
 def _result_text(result: Any, program: CheckedProgram) -> str:
-    if isinstance(result, Value):
+    if isinstance(result, TracedValue):
         return program.names.of(result)
     if isinstance(result, dict):
         items = [f'"{name}": {_result_text(item, program)}' for name, item in result.items()]

@@ -12,8 +12,8 @@ from shoal_dtensor.internal import Step
 
 from .expressions import Names, move_text, operator_texts
 from .linear_layers import LinearLayer, linear_layers
-from .sides import Sides
-from .trace import Entry, Movement, Operation, Value
+from .sides import ProgramSides
+from .trace import Entry, Movement, TracedOperation, TracedValue
 
 
 @dataclass(slots=True, eq=False)
@@ -30,10 +30,10 @@ class Statement:
         parts: statements that do the same one after the other, if no text does; else empty.
     """
 
-    operands: list[Value]
-    outputs: list[Value]
+    operands: list[TracedValue]
+    outputs: list[TracedValue]
     texts: Callable[[Names], list[str]]
-    operations: tuple[Operation, ...]
+    operations: tuple[TracedOperation, ...]
     path: str
     parts: list[Statement] = field(default_factory=list)
 
@@ -46,12 +46,12 @@ class Statements:
     """
 
     def __init__(
-        self, entries: Sequence[Entry], sides: Sides, names_of_axes: Sequence[str]
+        self, entries: Sequence[Entry], sides: ProgramSides, names_of_axes: Sequence[str]
     ) -> None:
         self._sides = sides
         self._axes = names_of_axes
         # the value that takes the place of a value of type I, by the axes along which it is R
-        self._converted: dict[tuple[int, tuple[int, ...]], Value] = {}
+        self._converted: dict[tuple[int, tuple[int, ...]], TracedValue] = {}
         self.found: list[Statement] = []
         layers = linear_layers(entries)
         inner = {id(part) for layer in layers.values() for part in layer.operations[:-1]}
@@ -63,7 +63,7 @@ class Statements:
             elif id(entry) not in inner:
                 self.found.append(self._operation(entry))
 
-    def _operation(self, operation: Operation) -> Statement:
+    def _operation(self, operation: TracedOperation) -> Statement:
         in_place_of = self._conversions(operation)
 
         def texts(names: Names) -> list[str]:
@@ -75,7 +75,7 @@ class Statements:
         operands = [in_place_of.get(value, value) for value in operation.operands]
         return Statement(operands, operation.outputs, texts, (operation,), path=operation.path)
 
-    def _conversions(self, operation: Operation) -> dict[Value, Value]:
+    def _conversions(self, operation: TracedOperation) -> dict[TracedValue, TracedValue]:
         """Add the conversions to R that an operation needs; return the new values."""
         in_place_of = {}
         for value in operation.operands:
@@ -84,7 +84,7 @@ class Statements:
                 in_place_of[value] = self._convert(value, axes, operation.path)
         return in_place_of
 
-    def _convert(self, value: Value, axes: tuple[int, ...], path: str) -> Value:
+    def _convert(self, value: TracedValue, axes: tuple[int, ...], path: str) -> TracedValue:
         key = (id(value), axes)
         if key not in self._converted:
             source = value if len(axes) == 1 else self._convert(value, axes[:-1], path)
@@ -117,7 +117,9 @@ class Statements:
             source = output
         return statements
 
-    def _move_texts(self, step: Step, source: Value, target: Value) -> Callable[[Names], list[str]]:
+    def _move_texts(
+        self, step: Step, source: TracedValue, target: TracedValue
+    ) -> Callable[[Names], list[str]]:
         """Return the text of one step towards a target."""
         if step.name == "Reshape":
             shape = ", ".join(map(str, step.dst.local_shape))

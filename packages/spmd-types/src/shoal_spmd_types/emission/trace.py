@@ -16,7 +16,7 @@ from shoal_dtensor.internal import Plan
 
 
 @dataclass(slots=True, eq=False)
-class Value:
+class TracedValue:
     """A local tensor of the recorded forward.
 
     Attributes:
@@ -48,12 +48,12 @@ class Value:
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class TracedOperation:
     """An operator on local tensors.
 
     Attributes:
         operator: the overload.
-        args: its positional arguments, with a `Value` in place of each tensor.
+        args: its positional arguments, with a `TracedValue` in place of each tensor.
         kwargs: its keyword arguments, likewise.
         outputs: the tensors among its results.
         group: a number that the operations of one local function share.
@@ -64,13 +64,13 @@ class Operation:
     operator: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    outputs: list[Value]
+    outputs: list[TracedValue]
     group: int
     path: str
     cuts_gradient: bool = False
 
     @property
-    def operands(self) -> list[Value]:
+    def operands(self) -> list[TracedValue]:
         """The values among the arguments, in order."""
         return [*values_in((self.args, self.kwargs))]
 
@@ -87,8 +87,8 @@ class Movement:
     """
 
     plan: Plan
-    source: Value
-    output: Value
+    source: TracedValue
+    output: TracedValue
     path: str
 
     @property
@@ -97,7 +97,7 @@ class Movement:
         return self.source.takes_gradient and not self.output.takes_gradient
 
 
-Entry = Operation | Movement
+Entry = TracedOperation | Movement
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +112,8 @@ class Trace:
     """
 
     entries: list[Entry] = field(default_factory=list)
-    parameters: dict[str, Value] = field(default_factory=dict)
-    inputs: dict[str, Value] = field(default_factory=dict)
+    parameters: dict[str, TracedValue] = field(default_factory=dict)
+    inputs: dict[str, TracedValue] = field(default_factory=dict)
     results: Any = None
 
     def without_dead_entries(self) -> list[Entry]:
@@ -130,9 +130,9 @@ class Trace:
         return kept[::-1]
 
 
-def values_in(structure: Any) -> Iterator[Value]:
+def values_in(structure: Any) -> Iterator[TracedValue]:
     """Yield the values in nested lists, tuples and mappings, in order."""
-    if isinstance(structure, Value):
+    if isinstance(structure, TracedValue):
         yield structure
     elif isinstance(structure, Mapping):
         yield from values_in([*structure.values()])

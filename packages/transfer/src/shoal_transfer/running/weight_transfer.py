@@ -19,7 +19,7 @@ from ..manifest.records import merge_manifests
 from ..manifest.weights import Model, own_rank
 from ..planning.plan import plan_transfer
 from ..planning.transfer_plan import TransferPlan
-from .computations import Computations, Function
+from .computed_elements import Computations, Function
 from .memories import LocalMemories, Place, kept_places, parts_of_rank, second_copy
 from .program import ProgramStep, Seat, compile_program
 from .runner import Runner

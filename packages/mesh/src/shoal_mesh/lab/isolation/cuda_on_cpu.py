@@ -153,7 +153,7 @@ class _CudaState:
         return self.count
 
 
-class Stream:
+class StreamOnCpu:
     """A stream on which all work is done when it is submitted."""
 
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
@@ -162,15 +162,15 @@ class Stream:
         self.cuda_stream = 0
         self.stream_id = 0
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: StreamOnCpu) -> None:
         """Do nothing: the work of the other stream is done."""
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: EventOnCpu) -> None:
         """Do nothing: an event that was recorded has happened."""
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: EventOnCpu | None = None) -> EventOnCpu:
         """Record an event, or a new one, and return it."""
-        recorded = event or Event()
+        recorded = event or EventOnCpu()
         recorded.record(self)
         return recorded
 
@@ -182,17 +182,17 @@ class Stream:
         """Do nothing: no work is in flight."""
 
 
-class Event:
+class EventOnCpu:
     """An event that happens when it is recorded."""
 
     def __init__(self, enable_timing: bool = False, **options: Any) -> None:
         self._seconds: float | None = None
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: StreamOnCpu | None = None) -> None:
         """Note the time."""
         self._seconds = time.perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: StreamOnCpu | None = None) -> None:
         """Do nothing: an event that was recorded has happened."""
 
     def query(self) -> bool:
@@ -202,18 +202,18 @@ class Event:
     def synchronize(self) -> None:
         """Do nothing: an event that was recorded has happened."""
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: EventOnCpu) -> float:
         """Return the milliseconds between two recorded events."""
         if self._seconds is None or end._seconds is None:
             raise MeshError("elapsed_time needs two events that were recorded: call record() first")
         return 1000.0 * (end._seconds - self._seconds)
 
 
-_ONLY_STREAM = Stream()
+_ONLY_STREAM = StreamOnCpu()
 
 
 @contextmanager
-def _on_stream(stream: Stream | None) -> Iterator[None]:
+def _on_stream(stream: StreamOnCpu | None) -> Iterator[None]:
     yield
 
 
@@ -296,8 +296,8 @@ def _map_torch_cuda(state: _CudaState) -> None:
         "set_device": state.set_device,
         "device": _on_device,
         "device_of": _on_device,
-        "Stream": Stream,
-        "Event": Event,
+        "Stream": StreamOnCpu,
+        "Event": EventOnCpu,
         "stream": _on_stream,
         "StreamContext": _on_stream,
         "current_stream": _return(_ONLY_STREAM),
