@@ -58,8 +58,8 @@ from .parameters.sharded_parameters import (
     Site,
     make_whole,
     shard_parameter,
-    start_to_gather,
 )
+from .parameters.shards_to_send import start_to_gather
 from .units.unit import Unit, UnitSettings
 
 _STATE = "_shoal_replicated"

@@ -65,10 +65,9 @@ from ..parameters.sharded_parameters import (
     ShardedParameter,
     Site,
     make_whole,
-    parts_to_send,
     shard_parameter,
-    start_to_gather,
 )
+from ..parameters.shards_to_send import parts_to_send, start_to_gather
 from .forward_scope import ForwardScope
 from .gathered import Gathered, Versions, Views
 from .schedule import Schedule
@@ -349,9 +348,6 @@ class Unit(Group):
         if self.current.versions != versions:
             # whose values are older
             self.current.shards = []
-            # a unit that is gathered ahead has not adopted a change of the leaves' dtype yet
-            for parameter in self.parameters:
-                parameter.set_dtypes()
         # without a version before the first gather
         if not self.current.versions:
             self._check_materialized()
@@ -376,11 +372,10 @@ class Unit(Group):
 
     def _send_shards(self, versions: Versions) -> _InFlight:
         all_gather = self.communication.all_gather
-        is_inside = self.axes_inside is not None and bool(self.current.shards)
+        axes_inside = self.axes_inside if self.current.shards else None
         with purpose(f"fully_shard gathers {self.name}"):
-            axes = self.axes
-            if is_inside:
-                axes = self.axes_inside or self.axes
+            axes = axes_inside or self.axes
+            if axes_inside is not None:
                 sent = self.current.shards
                 moves = [parameter.moves_after_forward() for parameter in self.parameters]
             else:
