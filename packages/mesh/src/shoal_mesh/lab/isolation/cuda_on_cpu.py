@@ -213,12 +213,8 @@ _ONLY_STREAM = StreamOnCpu()
 
 
 @contextmanager
-def _on_stream(stream: StreamOnCpu | None) -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _on_device(device: Any) -> Iterator[None]:
+def _without_effect(stream_or_device: Any) -> Iterator[None]:
+    """Stand for `torch.cuda.stream` and `torch.cuda.device`, which choose where work is done."""
     yield
 
 
@@ -285,51 +281,72 @@ _COUNTERS_OF_MEMORY = [
 
 def _map_torch_cuda(state: _CudaState) -> None:
     """Replace the functions of `torch.cuda` that have a meaning on the CPU; the others refuse."""
-    functions: dict[str, Any] = {
-        "is_available": _return(True),
-        "is_initialized": _return(True),
-        "is_bf16_supported": _return(True),
-        "is_tf32_supported": _return(False),
-        "is_current_stream_capturing": _return(False),
-        "device_count": state.device_count,
-        "current_device": state.current_device,
-        "set_device": state.set_device,
-        "device": _on_device,
-        "device_of": _on_device,
-        "Stream": StreamOnCpu,
-        "Event": EventOnCpu,
-        "stream": _on_stream,
-        "StreamContext": _on_stream,
-        "current_stream": _return(_ONLY_STREAM),
-        "default_stream": _return(_ONLY_STREAM),
-        "get_device_name": _return(_properties().name),
-        "get_device_capability": _return((0, 0)),
-        "get_device_properties": _properties,
-        "get_arch_list": _return([]),
-        "mem_get_info": lambda device=None: (_properties().total_memory,) * 2,
-        "memory_stats": lambda device=None: defaultdict(int),
-        "memory_summary": _return(""),
-        "memory_snapshot": _return([]),
-        # torch.manual_seed calls manual_seed_all, so that cannot be torch.manual_seed
-        "manual_seed": torch.default_generator.manual_seed,
-        "manual_seed_all": torch.default_generator.manual_seed,
-        "seed": torch.default_generator.seed,
-        "seed_all": torch.default_generator.seed,
-        "initial_seed": torch.initial_seed,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()] * state.count,
-        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
-        "set_rng_state_all": lambda states: torch.set_rng_state(states[state.current]),
-        "default_generators": (torch.default_generator,) * state.count,
-    }
+    functions = _device_functions(state) | _stream_functions() | _memory_functions()
+    functions |= _generator_functions(state)
     functions |= dict.fromkeys(_NO_EFFECT, _return(None))
-    functions |= dict.fromkeys(_COUNTERS_OF_MEMORY, _return(0))
     for name, function in functions.items():
         if hasattr(torch.cuda, name):
             setattr(torch.cuda, name, function)
     # c10d writes it to its log when a collective fails
     torch.cuda.nccl.version = _return((0, 0, 0))
     _torch.set_cuda_initialization(_refuse)
+
+
+def _device_functions(state: _CudaState) -> dict[str, Any]:
+    return {
+        "is_available": _return(True),
+        "is_initialized": _return(True),
+        "is_bf16_supported": _return(True),
+        "is_tf32_supported": _return(False),
+        "device_count": state.device_count,
+        "current_device": state.current_device,
+        "set_device": state.set_device,
+        "device": _without_effect,
+        "device_of": _without_effect,
+        "get_device_name": _return(_properties().name),
+        "get_device_capability": _return((0, 0)),
+        "get_device_properties": _properties,
+        "get_arch_list": _return([]),
+    }
+
+
+def _stream_functions() -> dict[str, Any]:
+    return {
+        "Stream": StreamOnCpu,
+        "Event": EventOnCpu,
+        "stream": _without_effect,
+        "StreamContext": _without_effect,
+        "current_stream": _return(_ONLY_STREAM),
+        "default_stream": _return(_ONLY_STREAM),
+        "is_current_stream_capturing": _return(False),
+    }
+
+
+def _memory_functions() -> dict[str, Any]:
+    functions: dict[str, Any] = {
+        "mem_get_info": lambda device=None: (_properties().total_memory,) * 2,
+        "memory_stats": lambda device=None: defaultdict(int),
+        "memory_summary": _return(""),
+        "memory_snapshot": _return([]),
+    }
+    return functions | dict.fromkeys(_COUNTERS_OF_MEMORY, _return(0))
+
+
+def _generator_functions(state: _CudaState) -> dict[str, Any]:
+    generator = torch.default_generator
+    return {
+        # torch.manual_seed calls manual_seed_all, so that cannot be torch.manual_seed
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": generator.manual_seed,
+        "seed": generator.seed,
+        "seed_all": generator.seed,
+        "initial_seed": torch.initial_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()] * state.count,
+        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
+        "set_rng_state_all": lambda states: torch.set_rng_state(states[state.current]),
+        "default_generators": (generator,) * state.count,
+    }
 
 
 def _map_methods_of_tensors() -> None:
