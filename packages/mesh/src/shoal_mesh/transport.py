@@ -61,7 +61,7 @@ class Pending(Generic[V]):
     def __init__(
         self, value: Any, work: Handle | None, then: Callable[[Any], V] | None = None
     ) -> None:
-        self.value = value
+        self.value: Any = value
         self.work = work
         self._then = then
 

@@ -285,7 +285,7 @@ class Packer:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
+        self._tensors: list[Tensor] = list(tensors)
         self.ends = [*accumulate([tensor.numel() for tensor in tensors])]
         self.length: int = self.ends[-1]
 

@@ -59,11 +59,11 @@ class Wait:
     __slots__ = ("awaited", "looks", "serial", "text")
 
     def __init__(self, text: str, awaited: Callable[[], Sequence[Address]]) -> None:
-        self.serial = next(_SERIALS)
-        self.text = text
-        self.awaited = awaited
+        self.serial: int = next(_SERIALS)
+        self.text: str = text
+        self.awaited: Callable[[], Sequence[Address]] = awaited
         # how often the thread has seen that it has to wait on
-        self.looks = 0
+        self.looks: int = 0
 
 
 # Declared mutable state: of this process, the waits by thread, its board and the boards of others.

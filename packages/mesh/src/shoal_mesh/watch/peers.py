@@ -78,7 +78,7 @@ class Peers:
     ) -> None:
         self.rank: int = group.rank()
         self.size: int = group.size()
-        self.words = memory.cast("Q")
+        self.words: memoryview = memory.cast("Q")
         # global ranks
         self.ranks: list[int] = _torch.ranks_in_order(group)
         self.name: str = group.group_name
