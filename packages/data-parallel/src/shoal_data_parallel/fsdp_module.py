@@ -114,7 +114,7 @@ class FSDPModule(ReducingModule):
             handle.wait()
             return None
         for unit in handle.unit.peers:
-            unit.start_gathering()
+            unit.gather_ahead()
         return handle
 
     def reshard(self) -> None:

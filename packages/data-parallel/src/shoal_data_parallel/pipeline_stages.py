@@ -207,7 +207,7 @@ def _add_gradients(gradients: Sequence[tuple[Any, Tensor]]) -> None:
 def _unshard(units: dict[int, list[Unit]], action: Any, context: Any) -> None:
     """Start to gather a stage's units; its next forward or backward waits for them."""
     for unit in units.get(action.stage_index, ()):
-        unit.start_gathering()
+        unit.gather_ahead()
 
 
 def _reshard(units: dict[int, list[Unit]], action: Any, context: Any) -> None:

@@ -37,9 +37,6 @@ def parts_to_send(parameters: Sequence[ShardedParameter]) -> tuple[list[Tensor],
 
     That is one shard for each parameter, unless its class decides what is gathered.
     """
-    # a unit that is gathered ahead has not adopted a change of the leaves' dtype yet
-    for parameter in parameters:
-        parameter.set_dtypes()
     plain = iter(shards_to_send([p for p in parameters if p.extension is None]))
     tensors: list[Tensor] = []
     moves: list[Move] = []

@@ -338,6 +338,13 @@ class Unit(Group):
         world = dist.group.WORLD
         return [(world and ref(world),), *(p.version() for p in self.parameters)]
 
+    def gather_ahead(self) -> None:
+        """Send the shards before modules need the values."""
+        # the unit has not adopted a change of its leaves' dtypes yet
+        for parameter in self.parameters:
+            parameter.set_dtypes()
+        self.start_gathering()
+
     def start_gathering(self) -> None:
         """Send the shards, unless the values of the leaves are here or in flight."""
         versions = self.versions

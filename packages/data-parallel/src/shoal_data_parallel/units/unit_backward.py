@@ -79,7 +79,7 @@ class UnitBackward:
         for other in [peer for following in upcoming for peer in following.peers]:
             is_freed = other.used is not None and other.frees_after_forward
             if is_freed and other.settings.unshard_in_backward:
-                other.start_gathering()
+                other.gather_ahead()
         if self._reductions:
             self._reductions[-1].poll()
 

@@ -224,7 +224,7 @@ def _begin(unit: Unit) -> Forward:
         following = schedule.next_last_time(unit)
     for other in following:
         for peer in other.peers:
-            peer.start_gathering()
+            peer.gather_ahead()
     return forward
 
 
