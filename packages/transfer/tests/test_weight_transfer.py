@@ -437,6 +437,115 @@ def test_memory_of_both_sides_is_only_written_from_a_second_copy() -> None:
     assert (first.tolist(), second.tolist()) == ([1, 1, 1], [0, 0, 0])
 
 
+OVERLAPS: list[tuple[list[int], list[int], bool]] = [
+    ([1, 2, 3, 4], [3, 4, 5, 6], True),
+    ([1, 2, 3, 4], [3, 9, 5, 6], False),
+]
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize(("first", "second", "agree"), OVERLAPS)
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_targets_that_share_memory_get_equal_elements_or_an_error(
+    first: list[int], second: list[int], agree: bool, mode: Any, receiver: int
+) -> None:
+    memory = torch.zeros(6)
+    source = {"x": torch.tensor(first).float(), "y": torch.tensor(second).float()}
+    target = {"x": memory[:4], "y": memory[2:]}
+    rank = dist.get_rank()
+    described: list[Any] = [None, None]
+    dist.all_gather_object(described, (describe_rank(source), describe_rank(target)))
+    plan = plan_transfer(
+        merge_manifests([described[0][0]]), merge_manifests([described[receiver][1]])
+    )
+    if rank > receiver:
+        return
+    transfer = WeightTransfer(
+        plan,
+        source=source if rank == 0 else None,
+        target=target if rank == receiver else None,
+        mode=mode,
+    )
+    version = 1 if rank == 0 else None
+    if agree:
+        transfer.run(version)
+        if rank == receiver:
+            assert memory.tolist() == [1, 2, 3, 4, 5, 6]
+        return
+    with pytest.raises(TransferError, match=r"different (digest|elements).*(x|y)"):
+        transfer.run(version)
+    assert transfer.is_valid == (mode == "staged")
+    if mode == "staged":
+        assert memory.tolist() == [0] * 6
+
+
+def test_elements_that_are_kept_may_share_memory_with_others() -> None:
+    memory = torch.zeros(4)
+    served = {"w": memory[:3], "all": memory}
+    source = {"w": torch.ones(3)}
+    mapping = WeightMapping.same_names({"w": (3,)}).add_filled({"all": (4,)})
+    plan = plan_transfer(describe(source), describe(served), mapping)
+    WeightTransfer(plan, source=source, target=served).run(1)
+    assert memory.tolist() == [1, 1, 1, 0]
+
+
+@on_ranks(2, timeout=200)
+def test_a_second_copy_without_memory_is_named_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, target = nn.Linear(3, 4), nn.Linear(3, 4)
+    plan = plan_transfer(describe(source), describe(target))
+    transfer = WeightTransfer(plan, source=source, target=target)
+
+    def fail(*_: Any) -> dict[str, Tensor]:
+        raise MemoryError("no memory")
+
+    if dist.get_rank() == 1:
+        monkeypatch.setattr("shoal_transfer.running.weight_transfer.second_copy", fail)
+    with pytest.raises(TransferError, match="member 1: MemoryError: no memory; no data"):
+        transfer.run(1)
+    monkeypatch.undo()
+    assert transfer.run(1).version == 1
+
+
+@on_ranks(2, timeout=200)
+def test_a_model_that_cannot_be_described_again_is_named_on_all_ranks() -> None:
+    source, target = {"w": torch.ones(4, 3)}, {"w": torch.zeros(4, 3)}
+    transfer = WeightTransfer(
+        plan_transfer(describe(source), describe(target)), source=source, target=target
+    )
+    transfer.run(1)
+    target["w"] = torch.zeros(3, 4).t()
+    if dist.get_rank() == 1:
+        target["w"] = target["w"].to_sparse()
+    with pytest.raises(TransferError, match="member 1: "):
+        transfer.run(2)
+
+
+def test_weights_are_invalid_after_a_finish_that_raised() -> None:
+    source, target = nn.Linear(3, 4), nn.Linear(3, 4)
+    broken = True
+
+    def finish(names: list[str]) -> None:
+        if broken:
+            raise RuntimeError(f"cannot quantize {names[0]}")
+
+    transfer = WeightTransfer(
+        plan_transfer(describe(source), describe(target)),
+        source=source,
+        target=target,
+        finish=finish,
+    )
+    with pytest.raises(RuntimeError, match="cannot quantize weight"):
+        transfer.run(1)
+    assert not transfer.is_valid
+    assert transfer.version is None
+    broken = False
+    transfer.run(1)
+    assert transfer.is_valid
+
+
 def test_a_step_waits_for_sends_that_still_read_the_weights(tmp_path: Path) -> None:
     """The server is late: the trainer computes its next gradients, and its step waits."""
     trained, served = build(TRAINED, 0), build(TRAINED, 1)

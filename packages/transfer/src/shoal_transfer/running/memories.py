@@ -108,23 +108,64 @@ class Place(NamedTuple):
         return tensor.as_strided(self.sizes, self.strides, offset)
 
 
-def kept_places(plan: TransferPlan, rank: int) -> list[Place]:
-    """Return where a rank of the target keeps the elements that it has."""
-    places = []
+def written_places(plan: TransferPlan, rank: int) -> dict[str, list[Place]]:
+    """Return the places that a transfer writes, by local tensor, of tensors that it writes in part.
+
+    The other elements of these tensors are the target's own: the mapping says "keep".
+    """
+    places = dict[str, list[Place]]()
+    partly_written = set[str]()
     for copy in plan.regions(receiver=rank):
+        memory = copy.receiver
+        of_part = places.setdefault(memory.part, [])
         if copy.sender is None and copy.fill is None:
-            memory = copy.receiver
-            places.append(Place(memory.part, copy.sizes, memory.strides, memory.offset))
-    return places
+            partly_written.add(memory.part)
+        else:
+            of_part.append(Place(memory.part, copy.sizes, memory.strides, memory.offset))
+    return {part: places[part] for part in partly_written}
+
+
+def group_by_memory(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[list[str]]:
+    """Group local tensors whose ranges of bytes meet in one storage; most groups are one tensor.
+
+    Example:
+        >>> buffer = torch.zeros(6)
+        >>> group_by_memory({"a": buffer[:3], "b": buffer[2:4], "c": buffer[4:]}, "abc")
+        [['a', 'b'], ['c']]
+    """
+    in_storage = defaultdict[int, list[tuple[int, int, str]]](list)
+    for name in names:
+        first, last = _bytes_in_storage(tensors[name])
+        storage = tensors[name].untyped_storage().data_ptr()
+        in_storage[storage].append((first, last, name))
+    groups = list[list[str]]()
+    for ranges in in_storage.values():
+        end = -1
+        for first, last, name in sorted(ranges):
+            if first >= end:
+                groups.append([])
+            groups[-1].append(name)
+            end = max(end, last)
+    return groups
 
 
 def second_copy(tensors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return copies of local tensors with the same strides, so that one plan fits both."""
-    copies = {}
-    for name in names:
-        live = tensors[name]
-        copies[name] = torch.empty_strided(
-            live.shape, live.stride(), dtype=live.dtype, device=live.device
-        )
-        copies[name].copy_(live)
+    """Return copies of local tensors with the same strides, so that one plan fits both.
+
+    Tensors that share memory have copies that share memory in the same way.
+    """
+    copies = dict[str, Tensor]()
+    for group in group_by_memory(tensors, names):
+        ranges = [_bytes_in_storage(tensors[name]) for name in group]
+        # the widest elements have 16 bytes, so that each tensor begins at a whole element
+        first = min(start for start, _ in ranges) // 16 * 16
+        last = max(stop for _, stop in ranges)
+        memory = torch.empty(last - first, dtype=torch.uint8, device=tensors[group[0]].device)
+        for name, (start, _) in zip(group, ranges, strict=True):
+            live = tensors[name]
+            copy = torch.empty(0, dtype=live.dtype, device=live.device)
+            offset = (start - first) // live.itemsize
+            copy.set_(memory.untyped_storage(), offset, live.shape, live.stride())
+            copy.copy_(live)
+            copies[name] = copy
     return copies

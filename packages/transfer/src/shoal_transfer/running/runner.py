@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransferError
-from .messages import Incoming, Outgoing, apply_delta, digest_of, encode_delta
+from .messages import Incoming, Outgoing, apply_delta, as_integers, digest_of, encode_delta
 from .program import Exchange, ProgramStep
 from .wires import Wire
 
@@ -61,19 +61,25 @@ class Runner:
         self._reads_are_over.wait()
 
     @torch.no_grad()
-    def run(self, steps: list[ProgramStep], is_delta: bool) -> Counts:
+    def run(
+        self, steps: list[ProgramStep], is_delta: bool, *, targets_overlap: bool = False
+    ) -> Counts:
         """Run a program.
+
+        Digests are of the elements that the memory holds when everything is written, so an element
+        that a later message has overwritten is found.
 
         Args:
             steps: of this rank.
             is_delta: whether both sides have the elements of the last run.
+            targets_overlap: whether target tensors of this rank share memory. Elements that are
+                copied and filled inside this process are then compared at the end, too.
 
         Raises:
             TransferError: the elements that arrived differ from the elements that were sent.
         """
         counts = Counts()
         sent = dict[_MessageKey, int]()
-        arrived = dict[_MessageKey, int]()
         for number, step in enumerate(steps):
             for view, value in step.fills:
                 view.fill_(value)
@@ -82,17 +88,19 @@ class Runner:
             for stage, exchange in enumerate(step.exchanges):
                 place = 2 * number + stage
                 flats = self._pack(exchange, step.dtype)
-                if step is steps[-1] and exchange is step.exchanges[-1]:
+                is_last = step is steps[-1] and exchange is step.exchanges[-1]
+                if is_last and not targets_overlap:
                     self.finish_reading()
                 self._note_sent(sent, exchange, flats, place)
                 if is_delta:
                     self._exchange_deltas(exchange, flats, counts)
                 else:
                     self._exchange_whole(exchange, flats, step.dtype, counts)
-                self._note_arrived(arrived, exchange, place)
             for target, source in step.repeats:
                 target.copy_(source)
-        self._compare_digests(steps, sent, arrived)
+        if self._digests:
+            overwritten = _overwritten(steps) if targets_overlap else []
+            self._compare_digests(steps, sent, self._digests_in_memory(steps), overwritten)
         return counts
 
     def _pack(self, exchange: Exchange, dtype: torch.dtype) -> list[Tensor]:
@@ -111,14 +119,16 @@ class Runner:
         for one, flat in zip(exchange.outgoing, flats, strict=True):
             sent[_MessageKey(self._wire.member, one.member, place)] = digest_of(flat)
 
-    def _note_arrived(
-        self, arrived: dict[_MessageKey, int], exchange: Exchange, place: int
-    ) -> None:
-        """Note digests of the elements in the memory, not of the elements in the message."""
-        if not self._digests:
-            return
-        for one in exchange.incoming:
-            arrived[_MessageKey(one.member, self._wire.member, place)] = digest_of(one.read())
+    def _digests_in_memory(self, steps: list[ProgramStep]) -> dict[_MessageKey, int]:
+        """Return digests of all elements that arrived, as the memory holds them now."""
+        arrived = dict[_MessageKey, int]()
+        for number, step in enumerate(steps):
+            for stage, exchange in enumerate(step.exchanges):
+                place = 2 * number + stage
+                for one in exchange.incoming:
+                    key = _MessageKey(one.member, self._wire.member, place)
+                    arrived[key] = digest_of(one.read())
+        return arrived
 
     def _exchange_whole(
         self, exchange: Exchange, flats: list[Tensor], dtype: torch.dtype, counts: Counts
@@ -190,12 +200,19 @@ class Runner:
         steps: list[ProgramStep],
         sent: dict[_MessageKey, int],
         arrived: dict[_MessageKey, int],
+        overwritten: list[str],
     ) -> None:
-        """Raise on all ranks if some message arrived with another digest."""
-        every = self._wire.gather((sent, arrived))
-        of_senders = {pair: digest for one, _ in every for pair, digest in one.items()}
+        """Raise on all ranks if some message arrived with another digest, or was overwritten."""
+        every = self._wire.gather((sent, arrived, overwritten))
+        for member, (_, _, names) in enumerate(every):
+            if names:
+                raise TransferError(
+                    f"target tensors of member {member} share memory and get different elements; "
+                    f"they are among {', '.join(names)}"
+                )
+        of_senders = {pair: digest for one, _, _ in every for pair, digest in one.items()}
         wrong = []
-        for _, of_receiver in every:
+        for _, of_receiver, _ in every:
             wrong += [pair for pair, value in of_receiver.items() if of_senders.get(pair) != value]
         if wrong:
             pair = min(wrong, key=lambda one: one.place)
@@ -204,6 +221,20 @@ class Runner:
                 f"elements from member {pair.sender} to member {pair.receiver} arrived with a "
                 f"different digest; the tensors are {names}"
             )
+
+
+def _overwritten(steps: list[ProgramStep]) -> list[str]:
+    """Return the target tensors of rounds whose local copies and fills were overwritten."""
+    names = dict[str, None]()
+    for step in steps:
+        pairs = [*step.copies, *step.repeats]
+        for view, value in step.fills:
+            pairs.append((view, torch.full_like(view, value)))
+        for target, source in pairs:
+            expected = source.to(target.dtype).reshape(-1)
+            if not torch.equal(as_integers(target.reshape(-1)), as_integers(expected)):
+                names.update(dict.fromkeys(step.names))
+    return list(names)
 
 
 def _keep(outgoing: Outgoing, flat: Tensor) -> None:

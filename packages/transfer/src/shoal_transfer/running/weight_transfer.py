@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,25 @@ from torch.optim import Optimizer
 
 from ..errors import MappingError, TransferError
 from ..manifest.describe import describe_rank
-from ..manifest.records import merge_manifests
+from ..manifest.records import Manifest, merge_manifests
 from ..manifest.weights import Model, own_rank
 from ..planning.plan import plan_transfer
 from ..planning.transfer_plan import TransferPlan
 from .computed_elements import Computations, Function
-from .memories import LocalMemories, Place, kept_places, parts_of_rank, second_copy
+from .memories import (
+    LocalMemories,
+    Place,
+    group_by_memory,
+    parts_of_rank,
+    second_copy,
+    written_places,
+)
 from .program import ProgramStep, Seat, compile_program
 from .runner import Runner
 from .wires import GroupWire, LocalWire, Roster, Wire
 
 Mode = Literal["staged", "in_place"]
+Result = TypeVar("Result")
 
 
 class Sync(NamedTuple):
@@ -91,7 +99,8 @@ class WeightTransfer:
         plan: the plan; made again when shapes or strides of local tensors have changed.
         version: of the weights that the target has, or that the source sent; None before the
             first transfer.
-        is_valid: whether all of the target's weights have the same version.
+        is_valid: whether all of the target's weights have the same version; False while they are
+            committed, and after `finish` or a function of `compute` has raised.
 
     Raises:
         TransferError: no wire is given for two worlds, or the mode does not exist.
@@ -137,7 +146,9 @@ class WeightTransfer:
         self._functions = dict(compute or {})
         self._computations = Computations(plan, self._seat.target_rank, self._functions)
         self._staging: dict[str, Tensor] = {}
-        self._kept: list[Place] = []
+        # of the local tensors that a transfer writes in part
+        self._written: dict[str, list[Place]] = {}
+        self._targets_overlap = False
         self._steps: list[ProgramStep] | None = None
         self._base: int | None = None
         self._runner = Runner(self._wire, digests=True, deltas=deltas)
@@ -152,8 +163,8 @@ class WeightTransfer:
         """Move the weights; all ranks of both sides call this.
 
         Args:
-            version: number of the weights, larger than the last version; needed on ranks of the
-                source.
+            version: number of the weights, not smaller than the last version; needed on ranks of
+                the source.
 
         Returns:
             The version that arrived, and the bytes that this rank sent.
@@ -286,14 +297,12 @@ class WeightTransfer:
     def _receive(self, version: int | None) -> Sync:
         """Move the elements of a version, into the second copy where there is one."""
         version, is_delta = self._agree(version)
-        if self._steps is None:
-            self._compile()
-        assert self._steps is not None, "compiled above"
+        assert self._steps is not None, "compiled before the ranks agreed"
         self._base = None
         if self._mode == "in_place":
             self.is_valid = False
         try:
-            counts = self._runner.run(self._steps, is_delta)
+            counts = self._runner.run(self._steps, is_delta, targets_overlap=self._targets_overlap)
         except Exception as error:
             raise TransferError(
                 f"version {version} did not arrive ({error}); {self._state()}"
@@ -302,28 +311,45 @@ class WeightTransfer:
         return Sync(version, is_delta, counts.sent, counts.whole)
 
     def _agree(self, version: int | None) -> tuple[int, bool]:
-        """Compare what the members report; make the plan again if local tensors have changed."""
-        sides = (self._source, self._target)
-        # lists, because each call also notes the present addresses and shapes
-        moved = [memories.refresh() for memories in sides]
-        changed = [memories.shapes_changed() for memories in sides]
-        if any(moved):
-            self._forget_program()
-        digest = self.plan.digest
-        error = self._refuse(version)
-        report = _Report(digest, version, self._base, any(changed), error=error)
-        try:
-            reports: list[_Report] = self._wire.gather(report)
-        except Exception as error:
-            raise TransferError(
-                f"a member does not answer ({error}); no data was transferred"
-            ) from error
+        """Compare what the members report; make the plan again if local tensors have changed.
+
+        Returns:
+            The version that all send, and whether only changed elements are to be sent.
+        """
+        reports = self._gather(self._report(version))
         agreed = _compare(reports)
         if any(one.shapes_changed for one in reports):
             self._plan_again()
             return agreed, False
         bases = {one.base for one in reports}
         return agreed, self._deltas and len(bases) == 1 and None not in bases
+
+    def _gather(self, report: _Report) -> list[_Report]:
+        try:
+            return self._wire.gather(report)
+        except Exception as error:
+            raise TransferError(
+                f"a member does not answer ({error}); no data was transferred"
+            ) from error
+
+    def _report(self, version: int | None) -> _Report:
+        """Prepare this rank for a transfer; a failure is part of the report."""
+        report = _Report(self.plan.digest, version, None, shapes_changed=False, error=None)
+        sides = (self._source, self._target)
+        try:
+            # lists, because each call also notes the present addresses and shapes
+            moved = [memories.refresh() for memories in sides]
+            changed = [memories.shapes_changed() for memories in sides]
+            if any(moved):
+                self._forget_program()
+            report = report._replace(
+                base=self._base, shapes_changed=any(changed), error=self._refuse(version)
+            )
+            if report.error is None and not report.shapes_changed:
+                self._compile()
+        except Exception as error:  # raised by all members
+            return report._replace(error=f"{type(error).__name__}: {error}")
+        return report
 
     def _refuse(self, version: int | None) -> str | None:
         """Return why this rank refuses a version."""
@@ -391,54 +417,80 @@ class WeightTransfer:
         self._base = None
 
     def _compile(self) -> None:
+        """Make the program, and the second copy that it writes to in mode "staged"."""
+        if self._steps is not None:
+            return
         target = self._target.tensors
         if self._mode == "staged" and self._seat.target_rank is not None:
             self._staging = second_copy(target, self._parts["target"])
-            self._kept = kept_places(self.plan, self._seat.target_rank)
+            self._written = written_places(self.plan, self._seat.target_rank)
             target = self._staging
+        groups = group_by_memory(self._target.tensors, self._parts["target"])
+        self._targets_overlap = any(len(group) > 1 for group in groups)
         self._steps = compile_program(self.plan, self._seat, self._source.tensors, target)
 
     def _plan_again(self) -> None:
-        """Describe both models again, and plan with the new manifests."""
+        """Describe both models again, plan with the new manifests, and compile the plan."""
         self._forget_program()
-        own = []
-        for model, manifest in zip(self._models, (self.plan.source, self.plan.target), strict=True):
-            described = None
-            if model is not None:
-                described = describe_rank(
-                    model,
-                    world=manifest.world,
-                    rename=manifest.rename,
-                    per_rank=manifest.per_rank,
-                )
-            own.append(described)
-        gathered = self._wire.gather(own)
+        gathered = self._all_of(self._describe_again)
         manifests = []
         for side, old in enumerate((self.plan.source, self.plan.target)):
-            parts = [one[side] for one in gathered if one[side] is not None]
-            manifests.append(replace(old, tensors=merge_manifests(parts).tensors))
+            parts = [one[side] for one in gathered]
+            merged = merge_manifests([part for part in parts if part is not None])
+            manifests.append(replace(old, tensors=merged.tensors))
         self.plan = plan_transfer(
             manifests[0], manifests[1], self.plan.mapping, max_bytes=self.plan.max_bytes
         )
         self._parts = self._find_parts()
         self._computations = Computations(self.plan, self._seat.target_rank, self._functions)
+        self._all_of(self._compile)
+
+    def _all_of(self, work: Callable[[], Result]) -> list[Result]:
+        """Do this rank's work; return all ranks' results, or raise the first failure on all."""
+        result: Result | None = None
+        failure: str | None = None
+        try:
+            result = work()
+        except Exception as error:  # raised by all members
+            failure = f"{type(error).__name__}: {error}"
+        reports = self._wire.gather((result, failure))
+        _raise_first([failed for _, failed in reports])
+        return [one for one, _ in reports]
+
+    def _describe_again(self) -> list[Manifest | None]:
+        """Return this rank's part of both manifests; None for a model that it does not have."""
+        described: list[Manifest | None] = []
+        for model, manifest in zip(self._models, (self.plan.source, self.plan.target), strict=True):
+            if model is None:
+                described.append(None)
+                continue
+            part = describe_rank(
+                model,
+                world=manifest.world,
+                rename=manifest.rename,
+                per_rank=manifest.per_rank,
+            )
+            described.append(part)
+        return described
 
     @torch.no_grad()
     def _commit(self, version: int) -> None:
         """Use the elements that arrived on all ranks."""
-        for place in self._kept:
-            # the target may have changed elements that it keeps
-            place.view(self._staging).copy_(place.view(self._target.tensors))
-        for name, arrived in self._staging.items():
-            self._target.tensors[name].copy_(arrived)
         target = self._target.tensors
+        # until the functions of the user below have returned
+        self.is_valid = False
+        for name, arrived in self._staging.items():
+            if name not in self._written:
+                target[name].copy_(arrived)
+                continue
+            for place in self._written[name]:
+                place.view(target).copy_(place.view(self._staging))
         self._computations.apply(self._staging or target, target)
+        if self._finish is not None and self._seat.target_rank is not None:
+            for names in _layers(self.plan).values():
+                self._finish(names)
         self.version = version
         self.is_valid = True
-        if self._finish is None or self._seat.target_rank is None:
-            return
-        for names in _layers(self.plan).values():
-            self._finish(names)
 
     def _differences(self) -> list[str]:
         """Return, by tensor, how many elements arrived that the target has in other bits."""
@@ -498,12 +550,7 @@ def _bytes_of(view: Tensor) -> Tensor:
 
 def _compare(reports: list[_Report]) -> int:
     """Return the version that all members agree on."""
-    errors = []
-    for member, one in enumerate(reports):
-        if one.error is not None:
-            errors.append(f"member {member}: {one.error}")
-    if errors:
-        raise TransferError(f"{errors[0]}; no data was transferred")
+    _raise_first([one.error for one in reports])
     if len({one.digest for one in reports}) > 1:
         raise TransferError(
             "the members have different plans: make them from the same manifests and mapping; no "
@@ -516,6 +563,13 @@ def _compare(reports: list[_Report]) -> int:
             "transferred"
         )
     return versions.pop()
+
+
+def _raise_first(errors: list[str | None]) -> None:
+    """Raise the first member's error."""
+    for member, error in enumerate(errors):
+        if error is not None:
+            raise TransferError(f"member {member}: {error}; no data was transferred")
 
 
 def _layers(plan: TransferPlan) -> dict[str, list[str]]:
