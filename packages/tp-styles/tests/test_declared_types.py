@@ -73,6 +73,19 @@ def test_sequence_parallelism_has_shards_between_the_linears(mesh: DeviceMesh) -
         assert type_over(block(normed), mesh) is S(0)
 
 
+def test_norms_keep_any_shard_of_tokens(mesh: DeviceMesh) -> None:
+    norm = parallelize_module(nn.RMSNorm(8), mesh, SequenceParallel(use_local_output=True))
+    with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+        heads = norm(typed(mesh, S(2), 2, 6, 4, 8))
+        assert type_over(heads, mesh) is S(2)
+        assert type_over(norm(typed(mesh, S(0), 2, 6, 4, 8)), mesh) is S(0)
+        # features belong to one token
+        with pytest.raises(SpmdTypeError, match=r"is S\(3\) .* source type is S\(1\)"):
+            norm(typed(mesh, S(3), 2, 6, 4, 8))
+        with pytest.raises(SpmdTypeError, match=r"is I .* source type is S\(1\)"):
+            norm(typed(mesh, I, 2, 6, 4, 8))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_lowering_raises_a_false_alarm(name: str, mesh: DeviceMesh) -> None:
     case = CASES[name]

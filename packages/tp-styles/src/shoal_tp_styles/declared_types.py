@@ -90,6 +90,7 @@ class _LoweredBoundary:
     """The declared types of a lowered module: those of its ports."""
 
     def __init__(self, lowered: Lowered) -> None:
+        self.lowered = lowered
         self.sharding = lowered.sharding
         self.axis = spmd.normalize_axis(lowered.comm)
 
@@ -99,6 +100,8 @@ class _LoweredBoundary:
             return
         for value, port in zip(args, self.sharding.inputs or (), strict=False):
             if port is None or spmd.type_of(value) is None:
+                continue
+            if self._shards_tokens(value):
                 continue
             wanted = _type_of_layout(port.layout, value.ndim)
             if wanted is not V:
@@ -115,11 +118,22 @@ class _LoweredBoundary:
                 kind = self._output_type(index, output, typed[0])
                 spmd.set_type(output, _type_beside(typed[0], output, self.axis, kind))
 
+    def _shards_tokens(self, value: Tensor) -> bool:
+        """Tell whether a tensor is a shard of a dim along which the module computes tokens alone."""
+        present = spmd.type_of(value)
+        kind = None if present is None else present.by_axis.get(self.axis)
+        return isinstance(kind, Shard) and kind.dim in self.lowered.dims_of_tokens(value.ndim)
+
     def _output_type(self, index: int, output: Tensor, entered: Tensor) -> AxisType:
-        """Return the type of a plain output; without a declared layout, that of the input."""
+        """Return the type of a plain output; without a declared layout, that of the input.
+
+        A module that computes tokens alone keeps any shard of them: the norms of queries and keys
+        get shards of heads, S(2), where their style names positions, S(1).
+        """
         ports = self.sharding.outputs or ()
         port = ports[index] if index < len(ports) else None
-        if port is not None:
+        keeps_tokens = self._shards_tokens(entered) and output.shape == entered.shape
+        if port is not None and not keeps_tokens:
             return _type_of_layout(port.desired, output.ndim)
         present = spmd.type_of(entered)
         kind = V if present is None else present.by_axis.get(self.axis, V)

@@ -133,6 +133,9 @@ class Tokenwise(OnLocalTokens):
         shape = global_shape if out.shape == input.shape else None
         return from_local(out, self.port_in.desired, self.mesh, shape)
 
+    def dims_of_tokens(self, ndim: int) -> range:
+        return range(ndim - self.features)
+
     def compute_tokens(self, local: Tensor) -> Tensor:
         """Return the module's output for this rank's tokens."""
         names = self.params if self.read is None else self.read
