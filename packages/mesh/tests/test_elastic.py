@@ -21,6 +21,7 @@ from shoal_mesh import ElasticWorld, MeshError, PeerError, all_reduce, init_devi
 from shoal_mesh._torch import TCPStore
 from shoal_mesh.errors import BackendError, MeshTypeError, RankError
 from shoal_mesh.local_ranks.pool import RankPool
+from shoal_mesh.shared_memory.channel import Stream
 
 STEPS = 6
 
@@ -167,6 +168,31 @@ def _waits_in_vain(process: _Process) -> None:
 
 def test_too_few_ranks_give_up(tmp_path: Path) -> None:
     assert "no world accepted this rank" in _results(tmp_path, 1, _waits_in_vain)[0]
+
+
+def _enters_while_the_other_reads(port: int) -> int:
+    """Rank 0 reads the result of a collective late, when rank 1 has gone on to the elastic world."""
+    mesh = init_device_mesh("cpu", (2,))
+    stream_wait = Stream.wait
+
+    def late(stream: Stream, awaited: int) -> None:
+        time.sleep(1.0)
+        stream_wait(stream, awaited)
+
+    ones = torch.ones(1)
+    all_reduce(ones, (mesh, 0))
+    if dist.get_rank() == 0:
+        Stream.wait = late  # type: ignore[method-assign]  # of this process, for one call
+    total = all_reduce(ones, (mesh, 0))
+    Stream.wait = stream_wait  # type: ignore[method-assign]  # as above
+    world = ElasticWorld(TCPStore("127.0.0.1", port, is_master=False), 2)
+    return world.run(lambda: int(total))
+
+
+def test_a_rank_leaves_the_first_world_when_all_have_read() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with RankPool(2) as pool:
+        assert pool.run(_enters_while_the_other_reads, store.port, timeout=60.0) == [2, 2]
 
 
 def test_wrong_arguments() -> None:

@@ -140,14 +140,15 @@ class ElasticWorld:
         failure: Exception | None = None
         while True:
             before = self.members() if self.round >= 0 else []
-            reason = "continues in another world"
-            if failure is not None:
-                reason = f"raised {failure!r:.200}"
-            self._leave(reason)
-            members = self._next_members(wait)
             is_error = failure is not None and not isinstance(failure, NewcomerError)
+            if is_error:
+                # others may wait for this rank in a collective
+                self._leave(f"raised {failure!r:.200}")
+            members = self._next_members(wait)
             if failure is not None and is_error and members == before:
                 raise failure
+            # all have registered, so none is in a collective of the world before
+            self._leave("continues in another world")
             if not self._begin(members):
                 failure = None
                 continue
