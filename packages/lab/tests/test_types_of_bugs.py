@@ -80,7 +80,7 @@ class WholeLatent(hand.Latent):
     """The latent projection with both parts copied into the column-parallel layers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, rope = call(CopyToAxis, self.down(x), self._tp).split([6, 2], -1)
+        hidden, rope = torch.split(call(CopyToAxis, self.down(x), self._tp), [6, 2], -1)
         heads = torch.cat([rope] * (self.rope.in_features // 2), -1)
         mixed = self.out(torch.tanh(self.up(hidden))) + self.rope(heads)
         return call(ReduceFromAxis, mixed, self._tp)
