@@ -178,6 +178,30 @@ def test_one_axis_may_be_local_in_global_mode() -> None:
         assert kinds(x.softmax(0)) == "{dp: V, tp: S(1)}"
 
 
+def test_an_expanded_tensor_is_a_shard_beside_shards() -> None:
+    def run() -> list[str]:
+        # (batch, heads, positions, features): 4 heads of each rank
+        heads = typed(2, 4, 6, 8, tp=S(1))
+        rotary = typed(2, 1, 6, 4).expand(-1, 4, -1, -1)
+        whole = heads.new_empty(2, 4, 6, 12)
+        whole[..., :8].copy_(heads)
+        whole[..., 8:].copy_(rotary)
+        longer = heads.new_empty(2, 5, 6, 12)
+        return [kinds(whole), kinds(torch.cat([heads, rotary], -1)), kinds(longer)]
+
+    of_heads = "{dp: R, tp: S(1)}"
+    assert checked(run) == [of_heads, of_heads, "{dp: R, tp: R}"]
+
+
+def test_an_expanded_tensor_with_a_complete_gradient_is_refused() -> None:
+    def run() -> Tensor:
+        heads = typed(2, 4, 6, 8, tp=S(1))
+        return torch.cat([heads, typed(2, 1, 6, 4, tp=I).expand(-1, 4, -1, -1)], -1)
+
+    with pytest.raises(SpmdTypeError, match="I cannot be combined"):
+        checked(run)
+
+
 def test_two_axes_of_one_dim_keep_their_order() -> None:
     def run() -> str:
         x = torch.empty(4, 8, device="meta")

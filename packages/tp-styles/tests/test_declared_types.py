@@ -73,6 +73,12 @@ def test_sequence_parallelism_has_shards_between_the_linears(mesh: DeviceMesh) -
         assert type_over(block(normed), mesh) is S(0)
 
 
+def test_inputs_that_are_passed_by_name_give_outputs_their_types(mesh: DeviceMesh) -> None:
+    norm = parallelize_module(nn.RMSNorm(8), mesh, SequenceParallel(use_local_output=True))
+    with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+        assert type_over(norm(input=typed(mesh, S(1), 2, 6, 8)), mesh) is S(1)
+
+
 def test_norms_keep_any_shard_of_tokens(mesh: DeviceMesh) -> None:
     norm = parallelize_module(nn.RMSNorm(8), mesh, SequenceParallel(use_local_output=True))
     with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):

@@ -13,6 +13,8 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 from ..dispatch.assign import Sharding, ShardingProblem, assign, assign_without_moves
@@ -46,6 +48,7 @@ from .tensor_types import TensorType
 
 # Arguments that are lists of sizes: a program on shards passes local sizes.
 _SIZES = frozenset({"size", "normalized_shape", "output_size"})
+_NEW_EMPTY = torch.ops.aten.new_empty.default
 
 
 def infer_types(
@@ -66,6 +69,8 @@ def infer_types(
     Raises:
         SpmdTypeError: if the types do not fit the operator.
     """
+    if call.op is _NEW_EMPTY:
+        return [_type_of_memory(call)]
     found: dict[MeshAxis, list[AnyAxisType]] = {}
     by_rule: list[MeshAxis] = []
     for axis in axes:
@@ -84,6 +89,26 @@ def infer_types(
     outcomes = _results_by_rule(call, tuple(by_rule), leading)
     typed = [_types_of_outcome(found, outcome, by_rule, axes) for outcome in outcomes]
     return [_common_type(readings) for readings in zip(*typed, strict=True)]
+
+
+def _type_of_memory(call: LocalOperatorCall) -> TensorType:
+    """Return the type of memory without values: that of the operand where its size is the same.
+
+    What is written to it must have this type. Elsewhere it is R.
+    """
+    (operand,) = call.operands
+    assert operand.tensor_type is not None, "a call on types"
+    shape = call.outputs[0].shape
+    found = operand.tensor_type
+    for axis, kind in operand.tensor_type.by_axis.items():
+        if not isinstance(kind, Shard):
+            found = found.with_axis(axis, V if kind is V else R)
+            continue
+        dim = kind.dim
+        keeps_size = dim < len(shape) and shape[dim] == operand.meta.shape[dim]
+        if not keeps_size:
+            found = found.with_axis(axis, R)
+    return found
 
 
 def _types_of_outcome(
@@ -302,9 +327,40 @@ def _results_by_rule(
             outcomes.setdefault(outcome, multiplied)
     if outcomes:
         return _likely_outcomes(call, axes, leading, outcomes)
+    expanded = _with_expanded_shards(call, axes)
+    if expanded is not None:
+        return _results_by_rule(expanded, axes, leading)
     refusal = next((refusal for refusal in refusals if refusal.wanted), refusals[0])
     moves = ways_out(call, axes, [*operands.values()], refusal.wanted)
     raise SpmdTypeError(f"{describe_call(call, *axes)}: {refusal.reason}{moves}")
+
+
+def _with_expanded_shards(
+    call: LocalOperatorCall, axes: tuple[MeshAxis, ...]
+) -> LocalOperatorCall | None:
+    """Return the call with expanded R operands as shards; None if there are none.
+
+    A program expands a tensor to the local size of a shard: (2, 1, 6, 8) of type R to (2, 4, 6, 8)
+    beside 4 of 8 heads, S(1). All its elements along that dim are equal, so it is also the shard of
+    the tensor that one process expands to 8 heads. Its gradient is partial either way.
+    """
+    replaced: dict[Operand, Operand] = {}
+    for axis in axes:
+        shards = {operand.on(axis) for operand in call.operands}
+        for kind in shards:
+            if not isinstance(kind, Shard):
+                continue
+            for operand in call.operands:
+                present = replaced.get(operand, operand)
+                if operand.on(axis) is R and present.is_expanded_along(kind.dim):
+                    replaced[operand] = present.with_type_on(axis, kind)
+    if not replaced:
+        return None
+    args, kwargs = mapped(
+        (call.args, {**call.kwargs}), Operand, lambda operand: replaced.get(operand, operand)
+    )
+    operands = tuple([replaced.get(operand, operand) for operand in call.operands])
+    return call._replace(args=args, kwargs=kwargs, operands=operands)
 
 
 def _likely_outcomes(

@@ -27,7 +27,7 @@ class Boundary(Protocol):
         """Compare the types of positional inputs; raise SpmdTypeError if one is another."""
 
     def declare_outputs(self, args: tuple[Any, ...], outputs: Any) -> None:
-        """Give the outputs their types."""
+        """Give the outputs their types; `args` are all inputs, keyword arguments last."""
 
 
 class _ModuleCall(NamedTuple):
@@ -65,13 +65,16 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
     _CALLS.running[-1] = _ModuleCall(found[0], pause)
 
 
-def _after(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+def _after(module: nn.Module, args: tuple[Any, ...], *kwargs_and_outputs: Any) -> None:
+    """Give the outputs of a call their types; after an error torch passes no keyword arguments."""
     call = _CALLS.running.pop() if _CALLS.running else _ModuleCall()
     if call.boundary is None or call.pause is None:
         return
     call.pause.__exit__(None, None, None)
+    *named, outputs = kwargs_and_outputs
     if outputs is not None:
-        call.boundary.declare_outputs(args, outputs)
+        inputs = [value for kwargs in named for value in kwargs.values()]
+        call.boundary.declare_outputs((*args, *inputs), outputs)
 
 
 @contextmanager
@@ -81,7 +84,7 @@ def module_boundaries() -> Iterator[None]:
         yield
         return
     before = register_module_forward_pre_hook(_before)
-    after = register_module_forward_hook(_after, always_call=True)
+    after = register_module_forward_hook(_after, with_kwargs=True, always_call=True)
     try:
         yield
     finally:

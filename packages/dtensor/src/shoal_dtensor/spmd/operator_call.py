@@ -31,6 +31,17 @@ class Operand(NamedTuple):
         """Return its type on an axis; R for a constant."""
         return R if self.tensor_type is None else self.tensor_type.by_axis[axis]
 
+    def is_expanded_along(self, dim: int) -> bool:
+        """Tell whether one element is repeated along a dim, by a stride of 0."""
+        if self.tensor_type is None or dim >= len(self.meta.shape):
+            return False
+        return self.meta.shape[dim] > 1 and self.meta.stride[dim] == 0
+
+    def with_type_on(self, axis: MeshAxis, kind: AnyAxisType) -> Operand:
+        """Return the operand with another type on an axis."""
+        assert self.tensor_type is not None, "a constant has no type"
+        return self._replace(tensor_type=self.tensor_type.with_axis(axis, kind))
+
 
 class LocalOperatorCall(NamedTuple):
     """A call of an operator on local tensors.
