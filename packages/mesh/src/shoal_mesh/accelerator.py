@@ -22,6 +22,7 @@ def accelerator() -> str | None:
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     backends = dist.Backend.default_device_backend_map
+    # without a backend of its own, or with the CPU's, ranks cannot exchange tensors of the device
     if device is None or backends.get(device.type) in (None, backends["cpu"]):
         return None
     return device.type
@@ -74,7 +75,7 @@ def own_device(device_type: str) -> torch.device:
         >>> own_device("cpu"), own_device("meta")
         (device(type='cpu'), device(type='cpu'))
     """
-    # a rank of a lab may map CUDA to the CPU: torch's device says what the type means here
+    # A simulated rank (`lab`) may map CUDA to the CPU; then `torch.device("cuda")` is a CPU device.
     if torch.device(device_type).type in {"cpu", "meta"}:
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

@@ -1,6 +1,6 @@
-"""For authors of layers: names of this package that the packages above use beside its facade.
+"""Names of this package for authors of layers: the packages above use them beside the public names.
 
-They may change with any release; all packages are released together.
+The names may change with any release. All packages are released together.
 
 May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades,
 groups, mesh, notebook_html, observers, scoped_value, topology, transport, watch.

@@ -1,9 +1,10 @@
 """Decisions and collectives as records of `logging` under `shoal`, or as ranges of a profile.
 
-`SHOAL_LOG=plans,collectives python train.py`, or `log_to_stderr("plans")`. Topics are loggers:
-`shoal.collectives` (each collective with its mesh axes, bytes and time), `shoal.plans` (each
-redistribution, before it first runs) and `shoal.decisions` (each operator, when it is decided).
-Programs that configure `logging` themselves use these names.
+Switch topics on by `SHOAL_LOG=plans,collectives python train.py`, or by `log_to_stderr("plans")` in
+the program. Topics are loggers: `shoal.collectives` (each collective with its mesh axes, bytes and
+time), `shoal.plans` (each redistribution, before it first runs) and `shoal.decisions` (each
+operator, when its result placements are decided). Programs that configure `logging` themselves use
+these names.
 
 May import: errors, events.
 """
@@ -27,6 +28,7 @@ _collectives = logging.getLogger("shoal.collectives")
 
 
 def _log(event: Event) -> None:
+    """Log a collective that has returned."""
     collective = f"{event.op} {event.reduce_op}".rstrip()
     shapes = " ".join(str(tuple(tensor.shape)) for tensor in event.tensors)
     axes = "x".join(event.comm.axes)
@@ -65,7 +67,7 @@ def log_to_stderr(*topics: str) -> None:
     root = logging.getLogger("shoal")
     if not any(handler.name == "shoal" for handler in root.handlers):
         handler = logging.StreamHandler(sys.stderr)
-        # The name marks the handler as this function's.
+        # a later call finds the handler by this name
         handler.name = "shoal"
         rank = os.environ.get("RANK", "-")
         handler.setFormatter(logging.Formatter(f"[rank {rank}] %(name)s: %(message)s"))

@@ -1,6 +1,7 @@
-"""Values for the length of a block, separate for each task and thread.
+"""Values that hold inside a `with` block, separate for each thread and each asyncio task.
 
-A backward pass has the values of its caller.
+A `ScopedValue` is like a context variable, except that autograd's threads read the value of the
+thread that called `backward`.
 
 May import: _torch.
 """
@@ -25,12 +26,12 @@ class OpenBlock(Generic[T]):
     """A block that is open in some context.
 
     Attributes:
-        change: from the value outside of the block to the one inside.
+        change: computes the value inside the block from the value outside.
         outside: the value outside.
-        task: the thread and the task that opened it.
-        inherited: the value that the thread held for its backward pass before the block, None
-            outside of one.
-        is_closed: whether it was closed in another context than it was opened in.
+        task: the thread and the asyncio task that opened the block.
+        inherited: the object (thread, value) of the thread that called `backward`, if the block was
+            opened on a thread of autograd during that backward pass; None otherwise.
+        is_closed: whether the block has ended in a context other than the one that opened it.
     """
 
     change: Callable[[T], T]
@@ -41,7 +42,7 @@ class OpenBlock(Generic[T]):
 
 
 class _LastStashed(threading.local):
-    """The value that this thread holds for backward passes that it starts."""
+    """The value that this thread stored last for the backward passes that it starts."""
 
     value: object = None
 
@@ -53,10 +54,11 @@ class ScopedValue(Generic[T]):
     have ended before. A task that is started in a block keeps the value, as with any context
     variable.
 
-    Autograd may run a backward pass on its own threads, which do not have the context variables of
-    the caller, but have the objects that the caller's thread holds: a value is kept in both. The
-    object of the thread also names the task that has stored it, since the tasks of a thread share
-    the object.
+    Autograd may run a backward pass on its own threads. These threads do not inherit the context
+    variables of the caller, but they inherit the objects that torch holds for the caller's thread
+    (`thread_object`). The value is therefore kept in both places. The object is a pair (thread,
+    value). A thread that finds the number of another thread in its object is running a backward
+    pass for that other thread.
     """
 
     __slots__ = (
@@ -79,12 +81,13 @@ class ScopedValue(Generic[T]):
         self.default: T = default
         self._variable = ContextVar(name, default=default)
         self._open: ContextVar[tuple[OpenBlock[T], ...]] = ContextVar(f"{name}_open", default=())
-        # the value of this context alone, without a call in Python; `default` also on autograd's
-        # threads
+        # Reads the context variable, without a call in Python. On autograd's threads it returns
+        # `default`.
         self.own: Callable[[], T] = self._variable.get
-        # not empty while some thread is in a block
+        # One entry for each open block of any thread. The entries of `set`, and of blocks that end
+        # in another context, stay. While the list is empty, all contexts have `default`.
         self.blocks: list[None] = []
-        # not empty once a block was closed in another context than it was opened in
+        # not empty once a block has ended in a context other than the one that opened it
         self._closed: list[None] = []
         self._last = _LastStashed()
 
@@ -118,7 +121,8 @@ class ScopedValue(Generic[T]):
     def entered(self, value: T) -> Iterator[None]:
         """Set `value` inside the block.
 
-        It is for blocks inside of one call, which end before the blocks around them.
+        The block must end in the context that opened it, and before the blocks around it. `changed`
+        does not have this limit.
         """
         token = self._variable.set(value)
         before = thread_object(self._key)
@@ -134,9 +138,9 @@ class ScopedValue(Generic[T]):
 
     @contextmanager
     def changed(self, change: Callable[[T], T]) -> Iterator[None]:
-        """Apply a change to the outer value inside the block.
+        """Set the value inside the block to `change(value outside)`.
 
-        It is applied again if an enclosing block ends first.
+        If an enclosing block ends first, the value outside changes, and `change` is applied again.
         """
         outside = self.get()
         inside = change(outside)
@@ -155,7 +159,7 @@ class ScopedValue(Generic[T]):
         """Undo the change of a block, and leave the changes of other blocks."""
         is_elsewhere = _current_task() != block.task or block not in self._open.get()
         if is_elsewhere:
-            # contexts that have it drop it as soon as they ask for the value
+            # a context in which the block is open drops the block when it next reads the value
             block.is_closed = True
             self._closed.append(None)
         else:
@@ -170,6 +174,7 @@ class ScopedValue(Generic[T]):
             return
         first = next(i for i, block in enumerate(opened) if block in blocks)
         value = opened[first].outside
+        # of open blocks a, b, c without b: c
         for block in kept[first:]:
             block.outside = value
             value = block.change(value)
@@ -177,7 +182,7 @@ class ScopedValue(Generic[T]):
         if kept or opened[0].inherited is None:
             self._put(value)
             return
-        # a thread of autograd has the value of its caller again
+        # this thread of autograd reads the value of its caller again
         self._variable.set(value)
         set_thread_object(self._key, opened[0].inherited)
         self._last.value = None
@@ -202,9 +207,9 @@ class ScopedValue(Generic[T]):
         self._last.value = value
 
     def _foreign_object(self) -> Any:
-        """Return the object that this thread holds if another thread has stored it.
+        """Return the object of this thread if another thread has stored it, else None.
 
-        That is the thread that called the backward pass.
+        The other thread has called the backward pass that this thread runs.
         """
         held = thread_object(self._key) if self._in_backward else None
         return None if held is None or held[0] == threading.get_ident() else held
@@ -216,7 +221,8 @@ class ScopedValue(Generic[T]):
             value: T = held[1]
             return value
         if self._last.value is not self.default:
-            # another task of this thread is in a block, and a backward pass may begin in this one
+            # Another task of this thread is in a block and has stored its value. This task may
+            # start a backward pass.
             self._stash(self.default)
         return self.default
 
@@ -229,8 +235,8 @@ def value_when_traced(scoped: ScopedValue[T]) -> T:
     return scoped.get()
 
 
-# torch.compile calls it while it traces. `assume_constant_result` does the same, and imports the
-# compiler.
+# torch.compile calls a function with this attribute while it traces, and takes the result as a
+# constant. The decorator `assume_constant_result` sets the attribute too, but imports the compiler.
 value_when_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch looks for it
 
 

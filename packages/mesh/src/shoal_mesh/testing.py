@@ -114,6 +114,7 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
         @wraps(body)
         def run(*args: Any, **kwargs: Any) -> None:
             state = None
+            # `TestSums.test_mean`, but not `test_sums.<locals>.test_mean`
             is_method = "." in body.__qualname__ and "<locals>" not in body.__qualname__
             if is_method and args:
                 instance, *rest = args
@@ -141,7 +142,7 @@ def _attributes(instance: object) -> dict[str, Any]:
 def fake_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
     """Open a default process group of `size` ranks in this process alone.
 
-    Groups and meshes are real, and nothing is sent.
+    Groups and meshes are real, but collectives send nothing.
 
     Args:
         size: number of ranks.

@@ -1,7 +1,8 @@
 """Transports between the ranks of a group: the interface of shared memory and c10d backends.
 
-A communicator has one transport: `shared_memory.exchange` between CPU ranks of one host, and
-`collectives.c10d_transport` for the process group's own backend. A started collective is a
+There are two kinds: `shared_memory.exchange` for CPU tensors between ranks of one host, and
+`collectives.c10d_transport`, which calls the backend of the process group. A communicator has one
+transport, whose `carrier` chooses the transport of each message. A collective in flight is a
 `Pending`.
 """
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    # with a default, which Python has from 3.13 on
+    # `typing.TypeVar` takes a default only from Python 3.13 on
     from typing_extensions import TypeVar
 
     R = TypeVar("R")
@@ -27,13 +28,13 @@ else:
 
 # sizes of blocks, one per rank
 Sizes = Sequence[int]
-# flat tensors, or a matrix of which they are the rows
+# a sequence of 1-D tensors, or a matrix with these tensors as rows
 Flat = Sequence[Tensor] | Tensor
 Receive = Callable[[Flat], None]
 
 
 class Handle(Protocol):
-    """A collective under way; c10d's Work is one."""
+    """A collective in flight, as the transport returns it. c10d's `Work` fits this protocol."""
 
     def wait(self) -> object: ...
 
@@ -41,12 +42,12 @@ class Handle(Protocol):
 
 
 class Pending(Generic[V]):
-    """A collective under way; `wait()` returns its result, the same tensor every time.
+    """A collective in flight; `wait()` returns its result, the same tensor every time.
 
     Attributes:
-        value: the tensors that the backend writes to, before they have been passed through
-            functions; the result once it has been waited for.
-        work: the work that the transport has started; None when it is complete.
+        value: until `wait`, the tensors that the backend writes to; afterwards the result, which is
+            these tensors passed through the functions of `then`.
+        work: the handle that the transport returned; None when the collective is complete.
 
     Example:
         >>> def example() -> list[float]:
@@ -68,7 +69,8 @@ class Pending(Generic[V]):
     def wait(self) -> V:
         """Return the result.
 
-        On the CPU it has arrived. On CUDA the current stream waits for it, and the host does not.
+        On the CPU the result has arrived. On CUDA the current stream waits for it, and the host
+        continues.
         """
         if self.work is not None:
             self.work.wait()
@@ -76,7 +78,7 @@ class Pending(Generic[V]):
         if self._then is not None:
             self.value = self._then(self.value)
             self._then = None
-        return self.value  # type: ignore[no-any-return]  # of the functions, or of the backend
+        return self.value  # type: ignore[no-any-return]  # `value` may be tensors or the result
 
     def then(self, function: Callable[[V], R]) -> Pending[R]:
         """Pass the result through `function`; return the collective to use from now on."""
@@ -89,9 +91,9 @@ class Pending(Generic[V]):
         return pending
 
     def lend(self, tensors: Flat) -> None:
-        """Set a result that is overwritten afterwards.
+        """Set the result from tensors whose memory the transport overwrites after this call.
 
-        It is passed through the functions now, or else copied.
+        The functions of `then` are applied now. Without such functions the tensors are copied.
         """
         if self._then is not None:
             self.value = self._then(tensors)
@@ -108,7 +110,7 @@ class Transport(Protocol):
     """The collectives of a group.
 
     Blocks are contiguous and in the order of the group, along dim 0. Each function returns a handle
-    to wait for. With `background` the caller goes on before it waits.
+    to wait for. With `background` the caller computes between the start and the wait.
     """
 
     __slots__ = ()
@@ -116,9 +118,9 @@ class Transport(Protocol):
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
         """Return the transport of a message: this one, or the one of the group's backend.
 
-        The message is reduced with `op` if given. The result is the same on all ranks: it depends
-        on group, device, dtype and reduction, and in the background also on the size, and on
-        whether blocks are `uneven`.
+        `op` is the reduction, or '' for a message that is only moved. All ranks choose the same
+        transport, because the choice depends on group, device, dtype and reduction only; for a
+        message in the background also on its size, and on whether blocks are `uneven`.
         """
         return self
 
@@ -146,7 +148,7 @@ class Transport(Protocol):
         """
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
-        """Overwrite with the tensor of the group's rank `root`, `one rank -> R`."""
+        """Overwrite `tensor` with the one of the group's rank `root`, `one rank -> R`."""
 
     def packed(
         self,
@@ -181,7 +183,7 @@ def split_divisor(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
 
     In float16 the first factor is about the root of the number of ranks, so that neither large sums
     nor small terms leave the range. It is a power of two, which changes no digits. bfloat16 has the
-    range of float32: it is divided after the sum, which needs no copy of the terms.
+    range of float32: the sum is divided afterwards, which needs no copy of the terms.
 
     Example:
         >>> split_divisor(torch.float16, 64), split_divisor(torch.bfloat16, 64)
