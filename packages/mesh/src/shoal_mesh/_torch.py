@@ -43,8 +43,8 @@ from .errors import BackendError, MeshTypeError
 
 Result = TypeVar("Result")
 BackendOptions = Backend.Options
-# Base class of groups in Python. The stubs have the overloads of C++ for its methods, of which
-# c10d calls one.
+# Base class of groups that are written in Python. Its type is Any because the stubs declare all
+# overloads of a method, while such a group only needs the overload that c10d calls.
 PythonGroup: Any = ProcessGroup
 functional = torch.ops._c10d_functional
 c10d_ops = torch.ops.c10d
@@ -57,16 +57,16 @@ backend_config = dist.get_backend_config
 ranks_in_order = dist.get_process_group_ranks
 # the store of the default group
 default_store = _c10d._get_default_store
-# the timeout of a backend
+# the timeout of a backend for groups without a timeout of their own
 default_timeout = _c10d._get_default_timeout
 
 
 def is_traced(tensor: torch.Tensor | None = None) -> bool:
     """Return whether a collective must be recorded as an operator of torch instead of being called.
 
-    This is the case under a compiler, under make_fx, and for fake tensors. Tracers of operators do
-    not see a direct call, and a fake `tensor`, which stays fake outside of its mode, has no memory
-    to send.
+    This is the case under a compiler, under make_fx, and for fake tensors. A compiler or make_fx
+    records operators and would miss a direct call. A fake `tensor` has no memory to send, and stays
+    fake outside of its mode.
     """
     if is_compiling() or _is_included(_BEFORE_DISPATCH):
         return True
@@ -98,29 +98,34 @@ def unseen() -> Iterator[None]:
     """Open a block in which modes and Python's dispatcher do not see operators.
 
     Tracers with symbolic sizes run in Python's dispatcher, which keeps the interpreter's lock
-    during the calls that it makes. A thread of gloo that drops the tensors of its last collective
-    waits for that lock and holds the mutex under which the next collective is enqueued: a deadlock.
+    during the calls that it makes. A thread of gloo that frees the tensors of its last collective
+    waits for this lock and holds gloo's mutex meanwhile. If the caller enqueues the next collective
+    with the lock held, it waits for the mutex: a deadlock.
     """
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 
-# Its `_default_pg` is the default group: a read of 10 ns, where the public property takes 100.
+# `WORLDS._default_pg` is the default group. A read takes 10 ns; the public property takes 100 ns.
 WORLDS = _c10d._world
 
 
 def kept_in_order(collective: Any, directly: str) -> None:
     """Have inductor, if it is loaded, run an operator in the order of the graph.
 
-    Inductor runs torch's own collectives in that order. It runs independent operators in the order
-    that needs the least memory for the sizes of this rank's tensors. The code that inductor writes
-    calls the function of the operator `directly`: the path through torch's dispatcher takes 12 us,
-    as long as a small all-reduce.
+    Inductor keeps this order for torch's own collectives. It runs other independent operators in
+    the order that needs the least memory for the sizes of this rank's tensors, so ranks could run
+    collectives in different orders.
+
+    Args:
+        collective: the operator.
+        directly: the expression that inductor's generated code calls instead of the operator. The
+            path through torch's dispatcher takes 12 us, as long as a small all-reduce.
     """
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is None or collective in inductor.lowerings:
         return
-    # a module that is not imported here
+    # an import here would load all of inductor
     ir: Any = sys.modules["torch._inductor.ir"]
 
     class DirectCall(ir._CollectiveKernel):  # type: ignore[misc]  # its base is Any
@@ -151,14 +156,15 @@ _MADE_FOR_ITS_OWN_MESH = {
 
 
 def refuse_its_own_mesh(mesh: object) -> None:
-    """Raise MeshTypeError if a part of torch that needs its own mesh calls the caller.
+    """Raise MeshTypeError if the caller was called by a part of torch that needs torch's own mesh.
 
     Such a part of torch accepts any mesh, and fails later, in C++.
     """
+    # frame 0 is this function, frame 1 its caller, frame 2 the caller of that
     name = sys._getframe(2).f_globals.get("__name__", "")
     if not name.startswith("torch.distributed."):
         return
-    # `torch.distributed.tensor.parallel.api`: torch.distributed.tensor
+    # torch.distributed.tensor.parallel.api -> torch.distributed.tensor
     part = ".".join(name.split(".")[:3])
     replacement = _MADE_FOR_ITS_OWN_MESH.get(part)
     if replacement is not None:
@@ -171,12 +177,15 @@ def refuse_its_own_mesh(mesh: object) -> None:
 def constant_when_compiled(cls: Class) -> Class:
     """Have torch.compile treat instances of the decorated class as constants of its graph.
 
-    Instances are created, read and called while it traces, guarded by equality, and may be
-    arguments of functions that the graph calls. The class needs `__eq__` and `__hash__`. Its
-    `__fx_repr__` returns the expression for an instance in generated code, and the names that the
-    expression needs; without it each instance has its own name. Traced code may read attributes
-    that the class itself has: slots, properties and methods. Methods that return process groups are
-    named in `_TRACED`: a group is an input of a graph, so they are traced into.
+    While torch.compile traces, it creates, reads and calls instances itself. Its guards compare
+    them by equality, so the class needs `__eq__` and `__hash__`. An instance may be an argument of
+    a function that the graph calls.
+
+    The method `__fx_repr__` returns the expression for an instance in generated code, and the names
+    that the expression needs. If the class does not have the method, it gets one that gives each
+    instance a name of its own. Traced code may read attributes that the class itself has: slots,
+    properties and methods. A class lists its methods that return process groups in `_TRACED`: the
+    compiler traces into these methods, because a group is an input of the graph.
 
     Raises:
         MeshTypeError: it is not a class of Python, or its instances have no hash.
@@ -206,17 +215,18 @@ def constant_when_compiled(cls: Class) -> Class:
     traced_names = getattr(cls, "_TRACED", ())
     members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
     members |= dict.fromkeys(traced_names, opaque_object.MemberType.INLINED)
-    # its name in torch 2.15, where the old one logs
-    newer = getattr(opaque_object, "register_custom_class", None)
+    # torch 2.15 renames `register_opaque_type`; a call by the old name logs
+    register = getattr(opaque_object, "register_custom_class", None)
     try:
-        if newer is not None:
-            newer(cls, typ="constant", members=members)
+        if register is not None:
+            register(cls, typ="constant", members=members)
         else:
             opaque_object.register_opaque_type(cls, typ="value", members=members)
     except TypeError:
-        # torch 2.11 asks for a metaclass, which only types that are passed by reference need
+        # torch 2.11 demands a metaclass that only types passed by reference need. Register the
+        # class as `register_opaque_type` would, without this demand.
         name = f"{cls.__module__}.{cls.__qualname__}"
-        # the arguments of 2.11
+        # Any: the stub may have the arguments of another version
         make_info: Any = opaque_object._OpaqueTypeInfo
         info = make_info(name, "value", None, members, False)
         opaque_object._OPAQUE_TYPES[cls] = info
@@ -250,6 +260,7 @@ def on_plain_kernels(function: Callable[..., Result], *args: Any) -> Result:
 
 
 _Key = torch._C.DispatchKey
+# the keys of modes, of autograd, and of version counters
 _ABOVE_KERNELS = torch._C.DispatchKeySet(_Key.Python)
 for _key in (_Key.PythonDispatcher, _Key.PythonTLSSnapshot, _Key.AutogradCPU, _Key.ADInplaceOrView):
     _ABOVE_KERNELS = _ABOVE_KERNELS.add(_key)
@@ -315,8 +326,8 @@ def new_group(
     """Make a process group over `ranks` (global, in group order); its members alone call this.
 
     The public `new_group(use_local_synchronization=True)` derives the name from the number of
-    groups this rank has, which differs between members as soon as one of them belongs to another
-    group; here the caller gives the name.
+    groups that this rank has. Members would derive different names if one of them belongs to more
+    groups than the others, so the caller gives the name here.
     """
     world = _c10d._get_default_group()
     default_backend, store = _c10d._world.pg_map[world]
@@ -324,12 +335,13 @@ def new_group(
     bound = world.bound_device_id
     device_id = bound
     config = full_backend_config(str(backend))
-    if device_id is not None and f"{device_id.type}:gloo" in f"{config},":
+    if device_id is not None and f"{device_id.type}:gloo" in config:
+        # gloo exchanges through the host, so its group is not bound to a device
         device_id = None
     own_timeout = getattr(options, "_timeout", None)
     timeout = own_timeout or timeout_of_any(world) or default_timeout(backend)
-    # If the default group is bound to a device, c10d splits it, which is collective over all of its
-    # ranks.
+    # If the default group is bound to a device, c10d makes the new group by splitting it. A split
+    # is a collective of all ranks, and only the members call this function.
     world.bound_device_id = None
     try:
         group, _ = _c10d._new_process_group_helper(
@@ -351,9 +363,9 @@ def new_group(
 
 
 def timeout_of_any(group: ProcessGroup) -> dt.timedelta | None:
-    """Return the timeout of the first backend of a group that has one.
+    """Return the timeout of the first backend of a group that has a timeout, or None.
 
-    Groups of a mesh time out together with the default group.
+    The groups of a mesh take the timeout of the default group.
     """
     for options in backend_options(group):
         timeout: dt.timedelta | None = getattr(options, "_timeout", None)
@@ -362,10 +374,10 @@ def timeout_of_any(group: ProcessGroup) -> dt.timedelta | None:
     return None
 
 
-# Call -> names with one output and one input, and names with a list of each; the first is torch's
-# own. torch 2.13 renamed three. Its own groups have both names, but a group written in Python has
-# the old names, the new ones, or only the names that functional collectives call, which take lists
-# of tensors.
+# Collective -> (names of its methods with one output and one input, names of its methods with lists
+# of outputs and inputs). The first name is the one that torch's own groups override. torch 2.13
+# renamed three methods; torch's own groups have both names. A group that is written in Python has
+# the old names, the new names, or only the methods with lists, which functional collectives call.
 _CALLS = {
     "all_gather": (
         ("_allgather_base", "all_gather_single"),
@@ -391,7 +403,8 @@ def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
     method_of_torch: Callable[..., Work] = getattr(kind, single[0])
     for method_name in single + many:
         method: Any = getattr(kind, method_name, None)
-        if method is getattr(ProcessGroup, method_name, None):
+        is_overridden = method is not getattr(ProcessGroup, method_name, None)
+        if not is_overridden:
             continue
         if method_name in single:
             overriding: Callable[..., Work] = method
@@ -438,8 +451,8 @@ def number_of_running_node() -> int | None:
 def without_importing_dynamo(mode: Class) -> Class:
     """Let the decorated dispatch mode run without an import of torch.compile.
 
-    Torch imports all of torch.compile (six seconds) to exclude a mode from it. Once something else
-    has imported torch.compile, torch excludes the mode as usual.
+    Torch imports all of torch.compile (six seconds) to exclude a mode from compilation. After
+    another part of the program has imported torch.compile, torch excludes the mode as usual.
     """
     handler = cast(Any, mode).__torch_dispatch__
     raw = getattr(handler, "__wrapped__", None)
@@ -453,6 +466,8 @@ def without_importing_dynamo(mode: Class) -> Class:
         del raw.__dict__["__dynamo_disable"]
         return handler(*args, **kwargs)
 
+    # torch's wrapper calls the function in this attribute. Only if the attribute is missing, the
+    # wrapper imports torch.compile and sets it.
     raw.__dict__["__dynamo_disable"] = call
     return mode
 
@@ -485,7 +500,7 @@ def thread_object(key: str) -> Any:
 
 def set_thread_object(key: str, value: Any) -> None:
     """Store an object of this thread under a name."""
-    # the compiler would look into the object, all that it refers to, and this
+    # the compiler would trace this function, and look into the object and all that it refers to
     if torch.compiler.is_dynamo_compiling():
         _uncompiled(key, value)
         return
@@ -499,13 +514,17 @@ _uncompiled: Callable[[str, Any], None] = _disable_dynamo(set_thread_object)
 
 @cache
 def _stash_takes_over() -> bool:
-    """Return whether torch releases stashed objects without counting a reference (as 2.11 does)."""
+    """Return whether torch releases a stashed object that it has not counted a reference to.
+
+    Torch 2.11 does.
+    """
     key = "shoal_mesh.probe"
     probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(key, probe)
     is_uncounted = sys.getrefcount(probe) == before
     if is_uncounted:
+        # torch will release both: the probe in the next call, None at some later time
         for stashed in (probe, None):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(stashed))
     torch._C._stash_obj_in_tls(key, None)
@@ -525,7 +544,7 @@ def run_at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-# --- the creation of groups, which a lab takes over -----------------------------------------------
+# --- functions of c10d that create groups; the simulated ranks of `lab` replace them --------------
 
 
 def c10d_function(name: str) -> Callable[..., Any]:
@@ -559,7 +578,7 @@ def device_types() -> list[str]:
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
-# --- CUDA, which a rank of a lab may map to the CPU ------------------------------------------------
+# --- CUDA; the simulated ranks of `lab` may map it to the CPU -------------------------------------
 
 
 def device_mesh_class() -> type:

@@ -63,7 +63,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    names = list[str]()
+    names: list[str] = []
     for run in runs:
         if len(run) > 2:
             names.append(f"{run[0]}-{run[-1]}")
@@ -75,7 +75,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def by_ranks(texts: Mapping[int, str]) -> dict[str, str]:
-    """Group ranks by their texts: from the text of each rank, return name of ranks -> text."""
+    """Group ranks with equal texts: from rank -> text, return name of ranks -> text.
+
+    Example:
+        >>> by_ranks({0: "lost", 1: "lost", 2: "waits"})
+        {'ranks 0, 1': 'lost', 'rank 2': 'waits'}
+    """
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         ranks_by_text.setdefault(text, []).append(rank)

@@ -33,8 +33,10 @@ from .mesh.rank_order import RankOrder
 from .topology import Link, measure
 from .watch.recorder import LIBRARIES, folder
 
+# the environment variables that `env` prints, by prefix and by name
 PREFIXES = ("NCCL_", "GLOO_", "SHOAL", "TORCH_", "OMP_", "MKL_", "CUDA_", "SLURM_JOB_NUM")
 NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+# rank -> the content of the file that it wrote (`watch.recorder`)
 Dumps = Mapping[int, Mapping[str, Any]]
 _LIBRARY = re.compile(f"/{LIBRARIES}/")
 
@@ -76,12 +78,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--bytes", type=int, default=1 << 22, help="of the larger message (default: 4 MiB)")
     options = parser.parse_args(argv)
     printed: CommandReport = options.run(options)
-    sys.stdout.writelines(f"{line}\n" for line in printed.lines)
+    for line in printed.lines:
+        sys.stdout.write(f"{line}\n")
     return printed.status
 
 
 def env(options: argparse.Namespace) -> CommandReport:
-    """CommandReport versions, devices, backends, memory and environment variables for a bug report."""
+    """Report versions, devices, backends, memory and environment variables for a bug report."""
     values = {"shoal_mesh": __version__}
     for name in ("shoal-dtensor", "shoal-tp-styles", "shoal-shard-api", "numpy"):
         module = name.replace("-", "_")
@@ -119,7 +122,7 @@ def _device_name(index: int) -> str:
 
 
 def postmortem(options: argparse.Namespace) -> CommandReport:
-    """CommandReport where ranks stopped, from the files that they wrote when a rank was lost."""
+    """Report where ranks stopped, from the files that they wrote when a rank was lost."""
     dumps = {}
     lines = []
     for path in sorted(Path(options.folder).glob("rank*.json")):
@@ -128,7 +131,6 @@ def postmortem(options: argparse.Namespace) -> CommandReport:
             dumps[int(dump["rank"])] = dump
         except (OSError, ValueError, KeyError, TypeError) as error:
             lines.append(f"{path.name} cannot be read: {error!r}")
-    # there is nothing to read: status 1
     if not dumps:
         searched = options.folder or "no folder"
         return CommandReport([*lines, f"no files of ranks found in {searched}"], status=1)
@@ -138,8 +140,8 @@ def postmortem(options: argparse.Namespace) -> CommandReport:
 def report(dumps: Dumps, last: int = 3) -> list[str]:
     """Return the lines of a report about lost ranks.
 
-    It names the ranks that other ranks hold at fault, the ranks without a file, and the line and
-    collective at which each rank stopped.
+    The report names the ranks that other ranks hold at fault, the ranks without a file, and, for
+    each rank with a file, its last collectives and the line at which it stopped.
     """
     world = max(dump["world"] for dump in dumps.values())
     silent = [rank for rank in range(world) if rank not in dumps]
@@ -183,8 +185,10 @@ def topology(options: argparse.Namespace) -> CommandReport:
 
 
 def _measure(shape: tuple[int, ...], largest: int) -> tuple[tuple[Link, ...], RankOrder]:
-    has_devices = device_count() >= math.prod(shape)
-    device = (accelerator() if has_devices else None) or "cpu"
+    """Return the links of a mesh over local ranks, and the order of ranks that suits them best."""
+    device = "cpu"
+    if device_count() >= math.prod(shape):
+        device = accelerator() or "cpu"
     measured = measure(init_device_mesh(device, shape), largest=largest)
     return measured.links, measured_order(shape, device)
 

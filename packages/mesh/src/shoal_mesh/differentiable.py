@@ -1,10 +1,11 @@
 """Collectives with gradients: the backward of each is its adjoint, which is another collective.
 
-The gradient is taken of the sum of the ranks' losses: if every rank continues with its own
-computation, `all_reduce` sums the ranks' gradients. If all ranks continue with one replicated
-computation, that sum counts it once per rank: use the pair `all_reduce_replicated` and
-`sum_gradients` there (g and f of Megatron). Only linear collectives are here, so reductions are
-"sum" and "avg". Arguments, results and errors are those of the collectives of the same names.
+The gradient is taken of the sum of the ranks' losses. If every rank continues with a computation of
+its own, use `all_reduce`, whose backward sums the ranks' gradients. If all ranks continue with one
+replicated computation, this sum would count its gradient once for each rank: use the pair
+`all_reduce_replicated` and `sum_gradients` instead (g and f of Megatron). Only linear collectives
+are here, so reductions are "sum" and "avg". Arguments, results and errors are those of the
+collectives of the same names.
 
 May import: argument_types, collectives, errors, groups.
 """
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 Map = tuple[Callable[..., Tensor], *tuple[Any, ...]]
-"""A linear collective with its arguments but tensor and communicator: `(even.all_gather, dim)`."""
+"""A linear collective, and its arguments after tensor and communicator: `(even.all_gather, dim)`."""
 
 
 class _Linear(torch.autograd.Function):
@@ -60,8 +61,12 @@ class _Linear(torch.autograd.Function):
         return _apply(grads[0], ctx.comm, ctx.adjoint, ctx.run), None, None, None
 
     @staticmethod
-    # see shoal_dtensor.dispatch.plain_tensors
+    # `shoal_dtensor.dispatch.plain_tensors` calls it
     def gradient_shares(ctx: Any) -> Sequence[int] | None:
+        """Return the global ranks that each pass a share of the gradient.
+
+        Returns None if each rank passes the whole gradient.
+        """
         return None if ctx.adjoint == (_copy,) else ctx.comm.ranks
 
 
@@ -70,7 +75,11 @@ linear_collective = _Linear
 
 
 def adjoint_types(run: Map, adjoint: Map) -> tuple[str, str] | None:
-    """Return the types of the argument and the result of `_Linear.apply`; None if they have none.
+    """Return the SPMD types of a collective's argument and result, such as ("P", "S(0)").
+
+    Returns None for a collective without such types. They are those of `shoal_spmd_types`: I and R
+    are replicated values, with equal gradients on all ranks (I) or gradients that are partial sums
+    (R); P is a partial sum, S(dim) is sharded, V differs by rank.
 
     Args:
         run: the collective with its arguments.
@@ -98,14 +107,15 @@ def adjoint_types(run: Map, adjoint: Map) -> tuple[str, str] | None:
 def _apply(tensor: Tensor, comm: Along, run: Map, adjoint: Map) -> Tensor:
     comm = resolve(comm)
     if type(tensor) is not Tensor or not is_dense(tensor):
-        # the check refuses tensors that require a gradient, which these collectives have
+        # check_operand refuses tensors that require a gradient, for collectives without gradients
         with torch.no_grad():
             check_operand(tensor)
     result = _Linear.apply(tensor, comm, run, adjoint)  # type: ignore[no-untyped-call]  # of torch
     return cast(Tensor, result)
 
 
-def _linear_op(op: str) -> None:
+def _check_linear(op: str) -> None:
+    """Raise unless a reduction is linear."""
     require(op, str, "a differentiable reduction is 'sum' or 'avg'", CollectiveTypeError)
     if op not in {"sum", "avg"}:
         raise CollectiveError(
@@ -124,7 +134,7 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
         >>> launch(example, 2)
         [[2.0, 2.0], [2.0, 2.0]]
     """
-    _linear_op(op)
+    _check_linear(op)
     return _apply(tensor, comm, (even.all_reduce, op), (even.all_reduce, op))
 
 
@@ -169,7 +179,7 @@ def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0
 
 def reduce_scatter(tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum") -> Tensor:
     """`P -> S(dim)`, backward `S(dim) -> R`: return this rank's block of the reduction."""
-    _linear_op(op)
+    _check_linear(op)
     adjoint = (_gather_shares, op, even.all_gather, dim)
     return _apply(tensor, comm, (even.reduce_scatter, dim, op), adjoint)
 
@@ -178,7 +188,7 @@ def reduce_scatter_v(
     tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0, op: str = "sum"
 ) -> Tensor:
     """`P -> S(dim)`, backward `S(dim) -> R`: return this rank's `sizes[comm.rank]` of the sum."""
-    _linear_op(op)
+    _check_linear(op)
     adjoint = (_gather_shares, op, uneven.all_gather_v, sizes, dim)
     return _apply(tensor, comm, (uneven.reduce_scatter_v, sizes, dim, op), adjoint)
 
@@ -254,8 +264,9 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
     The gradient goes back to the source.
     """
     check_targets(targets, resolve(comm))
-    back = sorted(range(len(targets)), key=targets.__getitem__)
-    return _apply(tensor, comm, (uneven.permute, targets), (uneven.permute, back))
+    # the inverse: targets (1, 2, 0) give (2, 0, 1)
+    sources = sorted(range(len(targets)), key=targets.__getitem__)
+    return _apply(tensor, comm, (uneven.permute, targets), (uneven.permute, sources))
 
 
 def _copy(tensor: Tensor, comm: Comm) -> Tensor:
@@ -265,7 +276,7 @@ def _copy(tensor: Tensor, comm: Comm) -> Tensor:
 def _gather_shares(
     grad: Tensor, comm: Comm, op: str, gather: Callable[..., Tensor], *arguments: object
 ) -> Tensor:
-    """Gather the gradient of a reduction: of an average, the share of each rank."""
+    """Gather the gradient of a reduction; for an average, divide it by the number of ranks."""
     share = grad / comm.size if op == "avg" else grad
     return gather(share, comm, *arguments)
 

@@ -1,9 +1,18 @@
-"""ElasticWorld: after a loss the remaining ranks go on in the same processes, and newcomers join.
+"""ElasticWorld: ranks that survive a loss continue in a smaller world, and newcomers join.
 
-Ranks agree on the members of the next world in a store that outlives them: round after round, each
-a list of members that is written once. Every process that arrives registers. The first one that
-sees that all members of the last world have arrived or are gone writes the list. A process that is
-not on the list waits for the next round.
+Worlds are numbered by rounds. The ranks agree on the members of the next world in a store that
+outlives them. Every process that arrives registers for the round. The first process that sees that
+all members of the last world have arrived or are gone writes the list of members, which does not
+change afterwards. A process that is not on the list registers for the next round. The keys of round
+3 in the store:
+
+    3/registered        the number of registrations
+    3/1, 3/2, ...       the members that have registered, in the order of their arrival
+    3/members           the list of members of the world, in the order of their ranks
+    3/here/0, ...       set by rank 0 when it has read the list
+    3/connected/0, ...  set by rank 0 when it has made the default group
+
+The key `left/ID` is set by a member that has finished the program.
 
 May import: _torch, argument_types, collectives, errors, groups, shared_memory,
 watch.
@@ -46,23 +55,25 @@ class ElasticWorld:
     """The successive worlds of a process: smaller after a loss, larger when newcomers wait.
 
     Every process calls `run`, at the start or at any time later. If ranks of a world are lost,
-    `run` releases the groups of the old world and calls its function again in the next one.
-    Processes of the same machine are seen at once to have ended; other processes count as lost if
-    they do not arrive in `patience` seconds.
+    `run` releases the groups of the old world and calls its function again in the next world. The
+    end of a process on the same machine is seen at once. A process on another machine counts as
+    lost if it does not arrive within `patience` seconds.
 
     Args:
         store: the store in which ranks meet; it has to outlive them. It may be a TCPStore in the
             launcher.
-        size: ranks of the first world, which begins when so many have come.
-        backend: of the default group: gloo. Others, such as NCCL, do not notify a rank that another
-            rank is lost, so a host would wait forever in a collective that it has started.
-        at_least: ranks of any later world; with fewer, ranks wait for newcomers.
-        patience: seconds that the others wait for a member that is alive, or cannot be seen, and
-            does not come.
-        timeout: seconds after which collectives give up.
+        size: the number of ranks of the first world, which begins when so many processes have
+            registered.
+        backend: the backend of the default group; only gloo is supported. Other backends, such as
+            NCCL, do not notify a rank that another rank is lost, so a host would wait forever in a
+            collective that it has started.
+        at_least: the least number of ranks of a later world; with fewer, ranks wait for newcomers.
+        patience: seconds that ranks wait for a member of the last world that does not arrive,
+            although it runs or is on another machine.
+        timeout: seconds after which collectives fail.
 
     Attributes:
-        round: number of the present world; -1 before the first.
+        round: number of the present world; -1 before the first world.
 
     Raises:
         MeshTypeError: an argument of a wrong type.
@@ -122,12 +133,12 @@ class ElasticWorld:
     def run(self, function: Callable[[], R], *, wait: float = 600.0) -> R:
         """Return the result of `function` in the first world in which it returns.
 
-        It is called once in each world. The groups of the world before are gone then, and meshes
-        over them cannot be used; tensors still exist.
+        `function` is called once in each world. The groups of the previous world have been
+        destroyed by then, and meshes over them cannot be used; tensors still exist.
 
         Args:
-            function: all of the program that communicates.
-            wait: seconds that this rank waits for a world that takes it.
+            function: the whole part of the program that communicates.
+            wait: seconds that this rank waits for a world that includes it.
 
         Raises:
             Exception: the error of the function, if no rank is lost: on all ranks that raised.
@@ -145,6 +156,7 @@ class ElasticWorld:
                 # others may wait for this rank in a collective
                 self._leave(f"raised {failure!r:.200}")
             members = self._next_members(wait)
+            # the world has lost no rank, so the function itself has failed
             if failure is not None and is_error and members == before:
                 raise failure
             # all have registered, so none is in a collective of the world before
@@ -155,7 +167,7 @@ class ElasticWorld:
             try:
                 result = function()
             except Exception as error:
-                # their frames keep groups alive
+                # the variables of the frames would keep groups alive
                 for chained in (error, error.__cause__, error.__context__):
                     if chained is not None:
                         traceback.clear_frames(chained.__traceback__)
@@ -174,6 +186,7 @@ class ElasticWorld:
             PeerError: a rank is lost.
         """
         world = require_world()
+        # the first registration for the next round
         has_newcomer = world.rank() == 0 and self._store.check([f"{self.round + 1}/1"])
         flag = torch.tensor([int(has_newcomer)], device=device_of(world))
         everyone = comm_over(range(world.size()))
@@ -193,7 +206,8 @@ class ElasticWorld:
             forget_groups()
             settle(self._timeout.total_seconds())
             dist.destroy_process_group()
-            # ranks that wait for this one over gloo see that it is gone when its groups are freed
+            # gloo closes its connections when the group is freed, and ranks that wait for this rank
+            # notice it
             gc.collect()
 
     def _finish(self, members: list[Member]) -> None:
@@ -205,21 +219,24 @@ class ElasticWorld:
                 time.sleep(_POLL)
 
     def _next_members(self, wait: float) -> list[Member]:
-        """Register for the next world, until one includes this rank."""
+        """Register for one world after the other, until a world includes this rank."""
         deadline = time.monotonic() + wait
         while True:
             self.round += 1
             if self._store.check([f"{self.round}/members"]):
-                # this one began without us
+                # this world has begun without this rank
                 continue
             place = self._store.add(f"{self.round}/registered", 1)
             self._store.set(f"{self.round}/{place}", json.dumps(self._member))
-            members = self._agreed(deadline)
+            members = self._await_members(deadline)
             if self._member in members:
                 return members
 
-    def _agreed(self, deadline: float) -> list[Member]:
-        """Return the members of this round, once a process has written them."""
+    def _await_members(self, deadline: float) -> list[Member]:
+        """Wait until a process has written the members of this round, and return them.
+
+        The process may be this one.
+        """
         begin = time.monotonic()
         key = f"{self.round}/members"
         last = self.members(self.round - 1) if self.round else []
@@ -233,7 +250,7 @@ class ElasticWorld:
                     f"round {self.round}"
                 )
             if self._is_complete(last, arrived, now - begin):
-                # newcomers follow, as they came
+                # former members keep their order; newcomers follow in the order of their arrival
                 arrived.sort(key=lambda member: rank_of_id.get(member["id"], len(last)))
                 self._store.compare_set(key, "", json.dumps(arrived))
             time.sleep(_POLL)
@@ -256,7 +273,8 @@ class ElasticWorld:
     def _is_complete(self, last: list[Member], arrived: list[Member], waited: float) -> bool:
         """Return whether the round need not wait for any other process.
 
-        It waits for the members of the last world, or for the number of ranks of the first one.
+        The first world waits for `size` processes. Any other world waits for the members of the
+        last one.
         """
         if not last:
             return len(arrived) >= self._size
@@ -269,7 +287,7 @@ class ElasticWorld:
         return len(arrived) >= self._at_least
 
     def _is_gone(self, member: Member) -> bool:
-        """Return whether a member has ended, as far as this machine shows, or has left for good."""
+        """Return whether a member has finished the program, or has ended on this machine."""
         machine_of_member = member["machine"]
         is_local = machine_of_member and machine_of_member == self._member["machine"]
         if is_local and state_of(member["process"]) == "ended":
@@ -290,17 +308,20 @@ class ElasticWorld:
                 timeout=self._timeout,
             )
         except RuntimeError:
-            # of the backend, which did not reach a rank
+            # the backend did not reach a rank
             return False
-        # a rank that leaves before would break groups that others still make
+        # if this rank left earlier, it would break the group that other ranks are still making
         return self._all_set("connected", own_rank, members)
 
-    def _all_set(self, word: str, own_rank: int, members: list[Member]) -> bool:
-        """Set a key in the store, and wait until all members have; return False if one is gone."""
-        self._store.set(f"{self.round}/{word}/{own_rank}", "1")
+    def _all_set(self, stage: str, own_rank: int, members: list[Member]) -> bool:
+        """Report a stage in the store, and wait until all members have reported it.
+
+        Returns False if a member is gone, or takes too long.
+        """
+        self._store.set(f"{self.round}/{stage}/{own_rank}", "1")
         deadline = time.monotonic() + self._patience
         for rank, member in enumerate(members):
-            while not self._store.check([f"{self.round}/{word}/{rank}"]):
+            while not self._store.check([f"{self.round}/{stage}/{rank}"]):
                 if self._is_gone(member) or time.monotonic() > deadline:
                     return False
                 time.sleep(_POLL)

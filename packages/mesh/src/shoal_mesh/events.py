@@ -1,8 +1,8 @@
-"""Observers of collectives: a list that is empty unless a debug mode or a profile is on.
+"""Observers of collectives, and the events that they get before and after each collective.
 
-CommDebugMode, `lockstep` and profiler annotations are observers. They are called once for each
-collective, however many calls of the backend it takes: calls inside of an observed collective are
-not reported again (`in_observed`).
+CommDebugMode, `lockstep` and profiler annotations are observers. The list of observers is empty
+unless one of them is on. Observers are called once for each collective, however many calls of the
+backend it takes: calls inside of an observed collective are not reported again (`in_observed`).
 
 May import: _torch, argument_types, errors, transport, watch.
 """
@@ -28,7 +28,7 @@ from .watch.recorder import PURPOSES, Text
 R = TypeVar("R")
 
 
-# used as a function, as contextlib's suppress is
+# lower case because programs call it like a function, as they do contextlib's suppress
 class purpose:
     """Context manager that states the purpose of the collectives inside.
 
@@ -69,7 +69,7 @@ class purpose:
         if texts and texts[-1] is self._text:
             PURPOSES.set(texts[:-1])
             return
-        # a block around this one has ended first
+        # a block around this one has ended first: remove this text from the middle
         for position, text in enumerate(texts):
             if text is self._text:
                 PURPOSES.set((*texts[:position], *texts[position + 1 :]))
@@ -91,17 +91,17 @@ class Event:
         comm: the communicator (a `Comm`).
         tensors: the tensors that this rank puts in.
         reduce_op: `sum`, ... or '' for collectives that only move data.
-        same: what must be equal on all ranks for the collective to be right: shapes, dims, sizes,
-            the root, by name.
-        sends: elements for each rank, in index order, if ranks send different amounts; None if
-            `same` has them.
-        receives: elements from each rank, likewise.
+        same: values by name that must be equal on all ranks for the collective to be right, such as
+            shapes, dims, sizes, the root.
+        sends: the numbers of elements for each rank of the communicator, in its order, if ranks
+            send different amounts; None if the values in `same` determine these numbers.
+        receives: likewise the numbers of elements from each rank.
         purpose: the purpose that the program states (`purpose`), innermost first; '' if it states
             none.
         started: seconds of `time.perf_counter`.
         seconds: duration on the host; 0.0 until the collective has returned.
-        waits: for a collective that was started with `async_op`, when this rank waited for it: from
-            and to, as `started`.
+        waits: begin and end of each wait of this rank, for a collective that was started with
+            `async_op`; in seconds of `time.perf_counter`.
     """
 
     op: str
@@ -130,8 +130,8 @@ class Observer(Protocol):
     def after(self, event: Event) -> None: ...
 
 
-# Declared mutable state: the observers, and threads inside of a collective that was reported to
-# observers.
+# Declared mutable state: the observers, and the threads that run a collective that was reported to
+# observers already.
 observers: list[Observer] = []
 _inside: set[int] = set()
 
@@ -139,8 +139,8 @@ _inside: set[int] = set()
 def in_observed() -> bool:
     """Return whether backend calls that run now must not be reported to observers.
 
-    Such calls belong to a collective that has been reported already, or are traced by a compiler:
-    operators of `graph_operators` report themselves when they run.
+    Such calls belong to a collective that has been reported already, or a compiler traces them. A
+    traced call becomes an operator of `graph_operators`, which is reported when it runs.
     """
     return is_compiling() or threading.get_ident() in _inside
 
@@ -229,8 +229,8 @@ def unobserved() -> Iterator[None]:
             _inside.discard(thread)
 
 
-class _Timed:
-    """The work of a collective, which records from when to when it is waited for."""
+class _TimedHandle:
+    """The handle of a collective in flight; it records the begin and the end of each wait."""
 
     def __init__(self, work: Handle, waits: list[tuple[float, float]]) -> None:
         self._work = work
@@ -254,18 +254,18 @@ def observed(  # noqa: PLR0913  # the fields of an event
 ) -> R:
     """Run a collective with reports to observers, and return its result.
 
-    It is not reported if it is over one rank, or part of another collective. The other arguments
-    are fields of the `Event`; `flow` is its `sends` and `receives`, and `same` may hold any
-    sequences.
+    A collective over one rank, or inside of another observed collective, is not reported. `run`
+    runs the collective. The other arguments are fields of the `Event`: `flow` is its `sends` and
+    `receives`, and sequences in `same` become tuples.
     """
     if not observers or comm.size == 1 or in_observed():
         return run()
-    facts: dict[str, object] = {}
+    same_values: dict[str, object] = {}
     for name, value in same.items():
-        facts[name] = value
+        same_values[name] = value
         if isinstance(value, Sequence) and not isinstance(value, str):
-            facts[name] = tuple(value)
-    event = Event(op, comm, tuple(tensors), reduce_op, same=facts)
+            same_values[name] = tuple(value)
+    event = Event(op, comm, tuple(tensors), reduce_op, same=same_values)
     if flow is not None:
         sends, receives = flow
         event.sends = tuple(sends)
@@ -276,9 +276,9 @@ def observed(  # noqa: PLR0913  # the fields of an event
     _inside.add(thread)
     try:
         result = run()
-        # a collective under way
+        # the result is the `Pending` of a collective in flight
         if hasattr(result, "work") and result.work is not None:
-            result.work = _Timed(result.work, event.waits)
+            result.work = _TimedHandle(result.work, event.waits)
         return result
     finally:
         _inside.discard(thread)

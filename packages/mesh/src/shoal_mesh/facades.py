@@ -1,4 +1,7 @@
-"""Hints for names that a package does not have: the package that has them, or their replacement."""
+"""Hints for names that a package does not have.
+
+A hint says which package has the name, or what replaces it.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,10 @@ def facade(
 ) -> tuple[Callable[[], list[str]], Callable[[str], Never]]:
     """Return the functions `__dir__` and `__getattr__` of a package.
 
-    The latter always raises, with a hint where the name is elsewhere: an AttributeError, so that
-    `hasattr` is False. For `from package import name` it is an ImportError, because the import
-    system would replace an AttributeError by an error without the hint.
+    `__getattr__` always raises. The error says where the name is, if that is known. It is an
+    AttributeError, so that `hasattr` returns False. Only for `from package import name` it is an
+    ImportError, because the import system would replace an AttributeError by an error without the
+    hint.
 
     Args:
         package: the name of its module.
@@ -62,7 +66,7 @@ def facade(
         instead: names of torch's stack that no package of shoal has, and their replacements.
     """
 
-    def attribute(name: str) -> Never:
+    def raise_with_hint(name: str) -> Never:
         hint = _hint(package, name, instead)
         if not hint:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -72,15 +76,15 @@ def facade(
             raise ImportError(text, name=package)
         raise AttributeError(text)
 
-    return lambda: names, attribute
+    return lambda: names, raise_with_hint
 
 
 def _hint(package: str, name: str, instead: Mapping[str, str]) -> str:
-    """Tell where a name is, or its replacement; '' if nothing is known."""
+    """Return a text that says where a name is, or its replacement; '' if nothing is known."""
     if name in instead:
         return instead[name]
     if name in HOMES:
-        # Where the layers are vendored, their names have a prefix.
+        # "project.vendor.shoal_mesh": "project.vendor.", where the packages are vendored
         prefix = package.rpartition("shoal_")[0]
         return f"it is in {prefix}{HOMES[name]}"
     if name.startswith("_"):

@@ -2,9 +2,9 @@
 
 Load it by `%load_ext shoal_mesh`. The ranks stay up between cells, a pool for each number of ranks,
 and `launch` uses them too. A cell sees the variables of earlier `%%ranks` cells of the same number.
-If it reads a name that no such cell has set, it gets the notebook's own value of the name. Outputs
-of ranks are shown with the numbers of the ranks, equal texts once; so are the values of the last
-line.
+If it reads a name that no such cell has set, it gets the notebook's own value of the name. The
+notebook shows the output and the value of the last line of each rank, with the number of the rank.
+Ranks with equal texts share one entry.
 
 May import: argument_types, errors, local_ranks.
 """
@@ -24,8 +24,8 @@ from .local_ranks.launch import keep_ranks
 from .local_ranks.pickle_functions import dump
 from .local_ranks.pool import kept_pool
 
-# Declared mutable state, on a rank: the variables of its cells, and the values that came from the
-# notebook, unchanged.
+# Declared mutable state of a rank: the variables of its cells, and the values that the notebook has
+# sent. A variable that is still the value in `_SENT` was not set by a cell.
 _VARIABLES: dict[str, Any] = {"__name__": "__main__"}
 _SENT: dict[str, Any] = {}
 
@@ -44,9 +44,9 @@ def register_magics(shell: Any) -> None:
 def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None:
     """Run a cell on as many ranks as the line says, and show outputs and last values.
 
-    The notebook's variables that the cell reads and that ranks lack are sent. `show` is called with
-    a text or HTML that ranks have shown, and with the ranks. After a RankError the next cell gets
-    new ranks, without variables.
+    The notebook's variables that the cell reads and that no cell has set are sent. For each output,
+    `show` is called with its kind ("text" or "html"), the output, and the ranks that printed it.
+    After a RankError the next cell gets new ranks, without variables.
     """
     if not line.strip().isdigit():
         raise MeshError(f"%%ranks takes a number of ranks, as in `%%ranks 4`, got {line.strip()!r}")
@@ -63,7 +63,7 @@ def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None
     for rank, outputs in enumerate(pool.run(_run_on_rank, cell, sent, unsent, timeout=None)):
         for output in outputs:
             ranks_by_output.setdefault(output, []).append(rank)
-    # first the texts, then HTML, each in the order of its arrival
+    # first the texts, then the HTML, each in the order of the ranks
     outputs_in_order = sorted(ranks_by_output, key=lambda output: output[0] == "html")
     for kind, text in outputs_in_order:
         show(kind, text, ranks_by_output[kind, text])
@@ -80,9 +80,10 @@ def _run_on_rank(
 ) -> list[tuple[str, str]]:
     """Run a cell, and return its output and the value of its last line, each as (kind, text)."""
     for name, data in sent.items():
-        # A cell of these ranks that has set the variable goes before the notebook.
-        is_unset = name not in _VARIABLES or _VARIABLES[name] is _SENT.get(name, data)
-        if is_unset:
+        # a value that a cell of these ranks has set takes precedence over the notebook's
+        is_unset = name not in _VARIABLES
+        was_sent = name in _SENT and _VARIABLES.get(name) is _SENT[name]
+        if is_unset or was_sent:
             value = pickle.loads(data)
             _VARIABLES[name] = value
             _SENT[name] = value

@@ -1,8 +1,8 @@
 """Costs of communication along mesh axes: latency in seconds, bandwidth in bytes per second.
 
-Planners use them. The user sets the numbers of a mesh with `set_topology`, for instance to the
-result of `measure`. Otherwise they are defaults for the device type and for whether the axis
-crosses hosts. All ranks get the same numbers.
+Planners estimate the time of collectives with these numbers. The user sets the numbers of a mesh
+with `set_topology`, for instance to the result of `measure`. Otherwise a mesh has defaults, which
+depend on the device type, and on whether the axis crosses hosts. All ranks get the same numbers.
 
 May import: accelerator, argument_types, collectives, errors, mesh.
 """
@@ -125,7 +125,7 @@ _VERSION = [0]
 
 
 def topology_of(mesh: DeviceMesh) -> Topology:
-    """Return the link of every axis of a mesh: those that were set, or else defaults.
+    """Return the links of a mesh, one per axis: those of `set_topology`, or else defaults.
 
     Args:
         mesh: a mesh, also an abstract one.
@@ -204,10 +204,11 @@ def _ranks_per_host(device_type: str, kind: str) -> int:
 
     Without a launcher all ranks of a CPU mesh are on this host.
     """
-    of_launcher = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if of_launcher:
-        return of_launcher
+    launched = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if launched:
+        return launched
     if kind == "cpu":
+        # more than any world has
         return 1 << 30
     module = module_of(device_type)
     if module is None or not module.is_available():
@@ -221,8 +222,8 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
     Args:
         mesh: a mesh with process groups.
         largest: bytes of the larger message per rank, more than 64.
-        repeats: runs of which the fastest is the time of a rank. The slowest rank of the mesh
-            counts.
+        repeats: timed runs of each all-gather. The fastest run is the time of a rank, and the time
+            of the slowest rank is taken.
 
     Returns:
         One link per axis, the same on all ranks; axes of one rank keep their default.
@@ -244,11 +245,12 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
         )
     defaults = _default(mesh)
     device = own_device(mesh.device_type)
+    # 4 bytes for each float32
     blocks = [torch.zeros(nbytes // 4, device=device) for nbytes in (64, largest)]
     times = []
     for axis in range(mesh.ndim):
         gathers = [partial(even.all_gather, block, mesh.comm(axis)) for block in blocks]
-        # The first run connects, so there is one more.
+        # one run more, because the first one also connects the ranks
         times.append([fastest(gather, repeats + 1, device) for gather in gathers])
     everyone = mesh.comm(tuple(range(mesh.ndim)))
     # The default dtype, float32: some devices do not have float64.
