@@ -1,10 +1,12 @@
-"""Blocks of a tensor that ranks exchange, and their exchange.
+"""Blocks of a tensor that ranks exchange, and the exchange itself.
 
-A rank receives each block that it needs and does not have from a rank that has it. Several ranks
-that have the block take turns.
+`exchange_blocks` computes the blocks that one rank sends, receives and keeps; `move_blocks` copies
+them. A rank receives each block that it needs and does not have from a rank that has it. If several
+ranks have the block, they send in turn.
 
-    S(0) -> S(1) of a 4 x 4 tensor on 2 ranks          rank 0 has rows 0 and 1, rank 1 rows 2 and 3
-    rank 0 wants columns 0 and 1: it keeps rows 0 and 1 of them, rank 1 sends rows 2 and 3: 4 elements, not 8
+Example: S(0) -> S(1) of a 4 x 4 tensor on 2 ranks. Rank 0 has rows 0 and 1, rank 1 has rows 2
+and 3. Rank 0 wants columns 0 and 1. It has two of their rows, and rank 1 sends it the other two:
+4 elements instead of the 8 elements of both columns.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 
 
 Block = tuple[int, Box]
+"""(member, box): the other member of an exchange, and the global box that it sends or receives."""
 Flow = tuple[int, int, Box]
+"""(sender, receiver, box): one block of an exchange."""
 Holdings = Sequence[Sequence[Box]]
-"""The boxes of each member; two boxes of any members are the same or share no element."""
+"""The boxes of each member. Any two boxes, also of different members, are equal or disjoint."""
 Shards = Sequence[tuple[Box, Tensor]]
 """This rank's boxes of a global tensor, each with the local tensor or view that holds it."""
 
@@ -54,14 +58,15 @@ def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
     receives: list[Block] = []
     kept: list[Box] = []
     for box, holders in _holders(before).items():
-        # drawing above, rank 0: of rows 2:4 columns 0:2
+        # In the example above, rank 0 needs columns 0:2 of the box of rows 2:4.
         needed = _parts(box, after[me])
         if me in holders:
             kept += needed
             turns = _turns(box, holders, after)
             sends += [(taker, part) for giver, taker, part in turns if giver == me]
         elif len(holders) == 1:
-            receives += [(holders[0], part) for part in needed]  # from rank 1 ((2, 4), (0, 2))
+            # In the example above: ((2, 4), (0, 2)) from rank 1.
+            receives += [(holders[0], part) for part in needed]
         elif needed:
             turns = _turns(box, holders, after)
             receives += [(giver, part) for giver, taker, part in turns if taker == me]
@@ -80,19 +85,20 @@ def _holders(before: Holdings) -> dict[Box, list[int]]:
     for member, boxes in enumerate(before):
         for box in boxes:
             if volume(box):
-                # 4 rows S(0), R on (2, 2): rows 0:2 by [0, 1]
+                # Example: 4 rows with [S(0), R] on a mesh of (2, 2). [0, 1] hold rows 0:2.
                 holders.setdefault(box, []).append(member)
     return holders
 
 
 def _turns(box: Box, holders: Sequence[int], after: Holdings) -> Iterator[Flow]:
-    """Yield the flows of the parts of a box; its holders take turns."""
+    """Yield the flows of one box to the members that want parts of it; its holders send in turn."""
     turn = 0
     for taker, wanted in enumerate(after):
         if taker in holders:
             continue
         for part in _parts(box, wanted):
-            yield holders[turn % len(holders)], taker, part  # holders [0, 1]: 0, 1, 0, ...
+            # For holders [0, 1] the senders are 0, 1, 0, ...
+            yield holders[turn % len(holders)], taker, part
             turn += 1
 
 
@@ -147,5 +153,5 @@ def _part(shards: Shards, box: Box) -> Tensor:
     """Return a view of the box in the shard that contains it."""
     containing = [(outer, local) for outer, local in shards if intersect(outer, box) == box]
     outer, local = containing[0]
-    # rows 5:7 of the shard with 4:8: local[1:3]
+    # Example: rows 5:7 of the shard of rows 4:8 are local[1:3].
     return local[slices_of(box, outer)]

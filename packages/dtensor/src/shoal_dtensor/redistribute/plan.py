@@ -62,9 +62,9 @@ def plan(
 
 
 def _moves_equal_blocks(step: Step) -> bool:
-    """Tell whether a step depends only on the symbolic size of a rank's shard.
+    """Tell whether this rank can compute all block sizes from its own shard's symbolic sizes.
 
-    It does not if blocks differ by rank.
+    It cannot if blocks differ by rank.
     """
     if step.src.example is None or step.dst.example is None:
         return False
@@ -85,9 +85,9 @@ def _moves_equal_blocks(step: Step) -> bool:
 def _plan(
     src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None, version: int
 ) -> Plan:
-    """Return the plan over the given links, else over the links of the meshes.
+    """Return the plan for the given topology, or for the topologies of the meshes if it is None.
 
-    `version` stands for the links of the meshes in the cache's key.
+    `version` is only a part of the cache's key: it changes when the topology of a mesh does.
     """
     _check(src, dst)
 
@@ -172,23 +172,25 @@ def _check(src: Spec, dst: Spec) -> None:
 
 # --- to and from strided dims ---------------------------------------------------------------------
 #
-# Under the shape before the reshape that made them, every rank holds a box:
+# A reshape that folds several dims into one can make a strided dim. A rank's shard of it is several
+# runs of elements, but under the shape before the reshape it is one box:
 #
-#     (batch 4, sequence 6), the sequence over 2 ranks, as one dim of 24:
-# rank 0 holds elements 0 1 2, 6 7 8, 12 13 14, 18 19 20; as (4, 6) one box: rows 0 to 3, columns 0
-# to 2
+#     (batch 4, sequence 6), with the sequence sharded over 2 ranks, folded into one dim of 24:
+#     rank 0 holds elements 0 1 2, 6 7 8, 12 13 14, 18 19 20
+#     as (4, 6) these are one box: rows 0 to 3, columns 0 to 2
 #
-# So such a tensor gets that shape, is redistributed as any other, and gets its own shape again.
-# Where the other end has no boxes under that shape, the strided dims are gathered on the way.
+# Therefore the tensor is viewed under that shape, redistributed like any other tensor, and viewed
+# under its own shape again. If ranks do not hold boxes of that shape at the other end, the strided
+# dims are gathered first.
 
 # for every dim the sizes of the dims that it is viewed as
 UnfoldedShape = list[tuple[int, ...]]
 
 
 def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> Plan:
-    """Return the plan between two specs on one mesh of which one at least is folded.
+    """Return the plan between two specs on one mesh, at least one of which has a strided dim.
 
-    `within` plans between any two specs.
+    `within` plans between any two specs on the mesh.
     """
     for spec in (src, dst):
         if not spec.is_strided:
@@ -251,9 +253,9 @@ def _unfolded_shape(spec: Spec) -> UnfoldedShape:
 
 
 def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
-    """Return the same placement of the same elements under the view's shape.
+    """Return the spec of the same memory under the shape of `view`.
 
-    None if ranks would not hold boxes there.
+    Return None if ranks would not hold boxes of that shape.
     """
     by_dim: dict[int, AnyDimSharding] = {}
     stride: list[int] = []
@@ -264,7 +266,7 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
         elif sharding.axes:
             levels = {1: sharding}
         for i in range(len(sizes)):
-            # columns of (4, 6) are sharded in 4 runs
+            # Example: a shard of the columns of (4, 6) consists of 4 runs.
             runs = prod(sizes[:i])
             inner = prod(sizes[i + 1 :])
             if runs in levels:
@@ -272,9 +274,9 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
                 if divided is None:
                     return None
                 by_dim[len(stride)] = divided
-            # 24 elements as (4, 6): [6, 1]
+            # Example: 24 contiguous elements as (4, 6) have the strides [6, 1].
             stride.append(step * inner)
-        # 3 runs are not a dim of (4, 6)
+        # Example: shards of 3 runs are not shards of a dim of (4, 6).
         if levels:
             return None
     placements: dict[int, Placement] = dict(enumerate(spec.placements))
@@ -287,11 +289,11 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
 
 # --- from one mesh to another ---------------------------------------------------------------------
 #
-# Partial values are reduced on the source mesh; then one `Transfer` carries every block from a rank
-# that has it to ranks that need it; replicas may each receive a part and gather the rest, if links
-# are better used so.
+# Partial values are reduced on the source mesh. Then one `Transfer` sends every block from a rank
+# that has it to the ranks that need it. Replicas of the destination may each receive a part and
+# gather the rest, if this is faster.
 
-# up to so many ranks a transfer is priced by its exact blocks (32 ranks: about 2 ms)
+# Up to this many ranks a transfer is priced by its exact blocks, which takes about 2 ms for 32.
 EXACT_RANKS = 32
 
 
@@ -357,7 +359,7 @@ def _transfer(src: Spec, dst: Spec) -> Plan:
     if len(ranks) <= EXACT_RANKS:
         moved = _busiest_rank_bytes(src, dst, ranks)
     else:
-        # 16 ranks to 64: each sends 4
+        # Example: from 16 ranks to 64, each rank sends 4 boxes.
         moved = max(received, received * dst.mesh.size() // src.mesh.size())
     links = [*topology_of(src.mesh).links, *topology_of(dst.mesh).links]
     latency = max(link.latency for link in links)

@@ -1,4 +1,8 @@
-"""Distribution of one rank's plain tensors as shards on every rank."""
+"""Distribution of one rank's plain tensors as shards on every rank.
+
+`scattering` opens a block in which `Scatter.shard` returns shards that are filled later. Tensors
+with the same mesh and sharding axes are sent in one collective.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from ..layout.spec import Spec
 from .execution.rank_steps import members
 from .plan import unfold_spec
 
-# of the tensors that are sent together, which are alive until then
+# Tensors are sent as soon as they have more bytes than this together; they stay alive until then.
 BUCKET_BYTES = 1 << 24
 # the tensor, its spec, and the shard to fill
 _Entry = tuple[torch.Tensor, "Spec", torch.Tensor]
@@ -26,7 +30,7 @@ _Entry = tuple[torch.Tensor, "Spec", torch.Tensor]
 def shard_of(tensor: torch.Tensor, spec: Spec, source: int | None) -> torch.Tensor:
     """`V -> placements`: return this rank's shard of the plain tensor that one rank has.
 
-    The arguments are those of `Scatter`.
+    See `Scatter` for the arguments.
     """
     with scattering(source) as scatter:
         return scatter.shard(tensor, spec)
@@ -48,8 +52,8 @@ class Scatter:
     All ranks pass tensors of the same shapes in the same order.
 
     Args:
-        source: the rank at this coordinate of every mesh axis; None: every rank slices its own
-            tensors, nothing is sent.
+        source: the coordinate, equal on all mesh axes, of the rank that has the values. If it is
+            None, every rank slices its own tensors and nothing is sent.
 
     Example:
         >>> from shoal_dtensor import Shard, Spec
@@ -69,8 +73,8 @@ class Scatter:
     def __init__(self, source: int | None) -> None:
         self._source = source
         self._bytes = 0
-        # Tensors that travel together: one mesh, the same sharding and copying axes, one dtype and
-        # device.
+        # The tensors to send, by mesh, sharding axes, dtype and device. The tensors of one entry
+        # are sent together.
         self._waiting: dict[
             tuple[object, tuple[int, ...], torch.dtype, torch.device], list[_Entry]
         ] = {}
@@ -80,7 +84,7 @@ class Scatter:
 
         The shard has its values once `send` has been called.
 
-        On other ranks than the source the tensor is anything of its shape and dtype. Raise
+        On ranks other than the source only the shape and dtype of the tensor are used. Raise
         PlacementError if values are to be partial, or the source is not a coordinate of the mesh.
         """
         if spec.partials:
@@ -89,7 +93,7 @@ class Scatter:
             )
         tensor = tensor.resolve_conj().resolve_neg()
         stays = tensor.device.type == spec.mesh.device_type or tensor.is_meta
-        # the mesh's current device
+        # A device without an index is the current device of its type.
         device = tensor.device if stays else torch.device(spec.mesh.device_type)
         if spec.coordinate is None:
             return tensor.new_empty((0,), device=device)
@@ -131,9 +135,9 @@ class Scatter:
 
 
 def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> None:
-    """Scatter exact boxes over the axes that shard, then broadcast to the other planes.
+    """Scatter boxes to the ranks of the source's plane, then broadcast them to the other planes.
 
-    The boxes are scattered in the plane of the source.
+    A plane is a set of ranks that differ only along the sharding axes.
     """
     spec = entries[0][1]
     mesh = spec.mesh

@@ -1,4 +1,8 @@
-"""Redistributions that travel together: of local shards in flight, and of DTensors in a batch."""
+"""Redistributions of many tensors together, in as few collectives as possible.
+
+`ShardsInFlight` redistributes local shards asynchronously. `CoalescedBatch` collects the
+redistributions of DTensors in a `coalesce()` block and runs them as one `ShardsInFlight`.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ from .steps import Plan
 
 
 class ShardsInFlight:
-    """Local tensors in flight to other layouts; `wait()` returns them, the same ones every time.
+    """Redistributions of local tensors that are in flight; `wait()` returns the new local tensors.
 
-    With `copies` the shards may be written to in the meantime: shards that are read later are sent
-    from a copy. The constructor starts the first round of collectives (the only one for most
-    plans). Later rounds need its results, so they run in `wait()`.
+    With `copies` the shards may be written to in the meantime: a shard that a collective would read
+    later is copied first. The constructor starts the first round of collectives (the only one for
+    most plans). Later rounds need its results, so they run in `wait()`.
     """
 
     __slots__ = ("_copies", "_messages", "_remaining", "_results", "_rounds", "_tensors")
@@ -51,7 +55,7 @@ class ShardsInFlight:
         if self._rounds:
             messages = self._rounds[0]
             self._rounds = self._rounds[1:]
-            # later rounds send data that the first round has received
+            # Only the first round sends shards of the caller.
             copies = self._copies
             self._copies = False
             self._messages = [
@@ -63,7 +67,7 @@ class ShardsInFlight:
                 self._tensors[i] = stage(self._tensors[i])
 
     def _finish_round(self, destinations: Destinations) -> None:
-        # each message is freed with its received data before the next is unpacked
+        # Each message is freed together with its received data before the next one is unpacked.
         while self._messages:
             message, pending = self._messages[0]
             message.receive(pending, self._tensors, destinations)
@@ -89,8 +93,9 @@ class ShardsInFlight:
         """Return the local tensors in their new layouts, in the order in which they were given.
 
         Args:
-            memory: returns the tensors to write the results to, of their shapes and dtypes, each
-                with memory of its own; called when all data has arrived. New tensors when left out.
+            memory: returns one tensor to write each result to, with the shape and dtype of the
+                result, none of which share memory. It is called when all data has arrived. New
+                tensors when left out.
         """
         if self._results is None:
             destinations: Destinations = tuple if memory is None else cache(memory)
@@ -117,7 +122,8 @@ def redistribute_shards(
         shards: this rank's local tensors, each of its source's local shape. They must not be
             written to before the results have arrived. Shards of an iterator are released when they
             have been sent.
-        moves: for each shard, its present spec and its wanted spec: of one global shape and dtype.
+        moves: for each shard, its present spec and its wanted spec, which have the same global
+            shape and dtype.
 
     Raises:
         RedistributeError: if a move is impossible.
@@ -245,10 +251,10 @@ def current_batch() -> CoalescedBatch | None:
 
 @contextmanager
 def coalesce() -> Iterator[CoalescedBatch]:
-    """Let the redistributions of a block travel together, in as few collectives as possible.
+    """Run the redistributions of a block together, in as few collectives as possible.
 
-    They run when the block ends, or as soon as a result is used. Like everything collective, all
-    ranks must do the same in the same order.
+    They run when the block ends, or as soon as a result is used. All ranks must request the same
+    redistributions in the same order.
 
     Raises:
         RedistributeError: a source was written to before it was sent.

@@ -40,19 +40,21 @@ class Step:
     name: str
     src: Spec
     dst: Spec
-    # mesh axes it works over; of a collective, in the order of its blocks
+    # mesh axes that it works over; for a collective, in the order of its blocks
     axes: tuple[int, ...] = ()
     dims: tuple[int, ...] = ()  # tensor dims whose sharding changes
     seconds: float = 0.0  # expected time
     bytes: int = 0  # received by the busiest rank
     # expected memory at its worst moment, input and output included
     peak_bytes: int = 0
-    op: str = ""  # of a reduction
-    # P(sum) -> P(avg) over 2 ranks: 2, as the average of 2a and 2b is a + b
+    op: str = ""  # the reduction, if the step reduces
+    # A Scale multiplies by it. P(sum) -> P(avg) over 2 ranks: 2, because the average of 2a and 2b
+    # is a + b.
     factor: int = 1
-    # avg -> sum over 2 ranks: 2; of a reduction of sum over 2 and avg over 4 at once: sum / 4
+    # A Scale or a reduction divides by it. P(avg) -> P(sum) over 2 ranks: 2. A reduction of sums
+    # over 2 ranks and averages over 4 ranks at once adds up all 8 values and divides by 4.
     divisor: int = 1
-    # of a transfer: global ranks that take part, ascending
+    # global ranks that take part in a transfer, ascending
     ranks: tuple[int, ...] = ()
 
     @property
@@ -95,26 +97,26 @@ _COMMUNICATING = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The steps from `src` to `dst`."""
+    """The steps that redistribute `src` to `dst`, and their expected cost."""
 
     src: Spec
     dst: Spec
-    # in order of execution; empty when `src` already is as `dst`
+    # in order of execution; empty if no rank has to change its local tensor
     steps: tuple[Step, ...]
     seconds: float  # expected time
     # received by the busiest rank, over all steps
     bytes_sent: int
     # expected memory at the worst moment, the source shard included
     peak_bytes: int
-    # Seconds that any sequence of these steps takes at least in the cost model; `seconds` if none
-    # takes less, 0.0 if nothing is known (between meshes, and where a strided dim is gathered
-    # first).
+    # Lower bound, in the cost model, on the seconds of every plan from `src` to `dst`. It is
+    # `seconds` if no plan is faster. It is 0.0 if no bound was computed: between meshes, and
+    # where a strided dim is gathered first.
     floor: float = 0.0
     collectives: int = field(init=False, repr=False)  # number of steps that communicate
     purpose: str = field(init=False, repr=False)  # the purpose of its collectives, in words
-    # the purpose and their number, if any, for the recorder
+    # for the recorder: `purpose` and `collectives`; None if no step communicates
     note: tuple[str, int] | None = field(init=False, repr=False)
-    # not None where sizes are symbols (see `Spec`)
+    # `src.example`: not None if sizes are symbols (see `Spec`)
     example: Spec | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

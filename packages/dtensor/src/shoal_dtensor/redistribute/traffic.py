@@ -1,7 +1,7 @@
 """Exact numbers of bytes between ranks, for reports, pictures and lower bounds.
 
-Ring and tree algorithms route the same bytes over other links; the total that a rank has to receive
-does not depend on the links, so blocks are counted as if sent directly.
+Blocks are counted as if they were sent directly. Ring and tree algorithms route the bytes over
+other links, but a rank receives the same total.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .steps import Plan, Step
 def plan_traffic(plan: Plan) -> dict[tuple[int, int], float]:
     """Return the bytes by (sender, receiver) over all steps of a plan.
 
-    Ranks of the mesh are counted row-major.
+    Ranks of the mesh are numbered in row-major order.
     """
     traffic: dict[tuple[int, int], float] = {}
     for step in filter(attrgetter("communicates"), plan.steps):
         itemsize = wire_itemsize(step.op, step.src.dtype)
         coordinates = product(*map(range, step.src.mesh.shape))
-        # (1, 0): 2
+        # Example: on a mesh of (2, 2) the rank at (1, 0) has the number 2.
         numbers = {coordinate: number for number, coordinate in enumerate(coordinates)}
         for coordinate, receiver in numbers.items():
             for sender, elements in _received(step, coordinate).items():
@@ -67,14 +67,14 @@ def least_bytes(src: Spec, dst: Spec) -> float:
     ranges = map(range, sizes)
     for coordinate in product(*ranges):
         wanted = dst.box(coordinate)
-        # of any rank that may hold the values that the others then do not
+        # Along axes that become partial one rank holds the values, and this can be any rank.
         held = {src.box(member) for member in members(dst, axes.made, coordinate)}
         common = 0
         for box in held:
             both = intersect(box, wanted)
             if both is not None:
                 common += volume(both)
-        # 4 x 4, S(0) -> S(1) on 2: 8 - 4
+        # Example: 4 x 4 from S(0) to S(1) on 2 ranks. A rank wants 8 elements and has 4 of them.
         lacking += max(0, volume(wanted) - common)
     return src.dtype.itemsize * lacking / mesh.size()
 
@@ -83,8 +83,8 @@ class _PartialAxes(NamedTuple):
     """The axes that are partial in a source or a destination and need work.
 
     Attributes:
-        reduced: axes whose values are added up.
-        made: axes that become partial.
+        reduced: axes to reduce.
+        made: axes to make partial.
     """
 
     reduced: list[int]
@@ -92,7 +92,10 @@ class _PartialAxes(NamedTuple):
 
 
 def _partial_axes(src: Spec, dst: Spec) -> _PartialAxes:
-    """Return the axes to reduce and to make partial; sums and averages turn into each other freely."""
+    """Return the axes to reduce and to make partial.
+
+    An axis that only changes between sum and average is neither, because no bytes are sent for it.
+    """
     reduced = []
     made = []
     for axis, (before, after) in enumerate(zip(src.placements, dst.placements, strict=True)):
@@ -110,7 +113,7 @@ def _partial_axes(src: Spec, dst: Spec) -> _PartialAxes:
 
 
 def _least_bytes_of_reduction(src: Spec, dst: Spec, axes: _PartialAxes) -> float:
-    """Return the lower bound for adding up p values and leaving the result on q ranks.
+    """Return the lower bound for adding up p terms and leaving the result on q ranks.
 
     Every element is transferred p - 1 times to be added and q - 1 times to be held.
     """

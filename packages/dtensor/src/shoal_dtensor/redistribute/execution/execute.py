@@ -6,7 +6,8 @@ Plans that do the same kind of step over the same ranks travel as one message, i
 of all tensors for a member follow one another. The plans alone determine which tensors travel
 together, so all ranks send the same messages.
 
-    all-gather of a and b, whose shards have 2 and 3 elements, over 2 ranks:   [a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1]
+    all-gather over 2 ranks of a, with shards of 2 elements, and b, with shards of 3 elements:
+    [a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1]
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _program(plan: Plan) -> tuple[Stage, ...]:
 
 @remembered(REMEMBERED)
 def rank_steps_of(plan: Plan) -> tuple[RankStep, ...]:
-    """Return the part of each step of a plan on this rank; it does nothing outside the mesh."""
+    """Return this rank's part of each step of a plan; outside the mesh the parts do nothing."""
     _LOG.debug("%s", plan)
     return tuple(rank_step(step, step.src.coordinate) for step in plan.steps)
 
@@ -81,11 +82,12 @@ def rank_steps_of(plan: Plan) -> tuple[RankStep, ...]:
 def closing(plan: Plan) -> tuple[Stage, ...]:
     """Return the stages after the last step.
 
-    A slice becomes a tensor of its own, and the memory order follows the global stride.
+    They copy a slice to memory of its own, and give the result the memory order of the global
+    stride.
     """
     if not plan.steps or plan.dst.coordinate is None:
         return ()
-    # a slice must not keep the whole alive
+    # A slice would keep the memory of the whole tensor alive.
     if plan.slices:
         copy = partial(torch.clone, memory_format=torch.contiguous_format)
         return (in_memory_order(plan.dst, copy),)
@@ -136,7 +138,7 @@ def comm_of(collective: CollectiveCall, mesh: DeviceMesh) -> Comm:
     return comm_over(collective.ranks) if collective.ranks else mesh.comm(collective.axes)
 
 
-# --- the order in memory of a local tensor's dims: that of the global stride ----------------------
+# --- local tensors in the memory order of the global stride ---------------------------------------
 
 
 def in_memory_order(spec: Spec, row_major: Stage = torch.Tensor.contiguous) -> Stage:
@@ -153,15 +155,16 @@ def in_memory_order(spec: Spec, row_major: Stage = torch.Tensor.contiguous) -> S
 
 # --- partial norms --------------------------------------------------------------------------------
 
-# A partial norm is read several times (is it finite? the divisor, its backward), so it is
-# reduced once. The most elements of a cached norm: a total, or one for each row of a small weight
+# A partial norm is read several times (to test whether it is finite, as a divisor, in its
+# backward), so its reduced value is cached. A cached norm has at most this many elements: a total norm, or one
+# norm for each row of a small weight.
 MAX_ELEMENTS = 256
 
 
 def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> Tensor:
-    """Return the result of `run`; the DTensor `owner` caches the result for a small partial norm.
+    """Return the result of `run`; if it is a small partial norm, cache it on the DTensor `owner`.
 
-    The cache is dropped at a write to `owner`. With `fresh`, return a copy.
+    A write to `owner` invalidates the cache. With `fresh`, return a copy of the cached value.
     """
     is_norm = plan.src.partials and _is_norm(plan.src, owner)
     if not is_norm or prod(plan.src.shape) > MAX_ELEMENTS:
@@ -205,14 +208,14 @@ _RELEASED = torch.empty(0, device="cpu")
 class CollectiveLeg(NamedTuple):
     """The local steps of a plan up to and including its next collective."""
 
-    # of the plan among the plans that advance together
+    # position of the plan among the plans that run together
     position: int
     before: tuple[Stage, ...]  # the local steps
     # the step that communicates; `rank_step` and `call` are this rank's part of it
     step: Step
     rank_step: RankStep
     call: CollectiveCall
-    # whether the collective gives the result of the plan as it is
+    # whether the result of the collective is the result of the plan
     gives_result: bool
 
 
@@ -220,7 +223,7 @@ class PackedSchedule(NamedTuple):
     """The collectives that plans start together, and the local steps after them.
 
     Attributes:
-        rounds: the collectives that are in flight at the same time, round by round.
+        rounds: for each round the collectives that are in flight at the same time.
         remaining: for each plan the local steps that remain after the last round.
     """
 
@@ -239,7 +242,7 @@ def schedule_of(
     return (_schedule_of.__wrapped__ if symbolic else _schedule_of)(plans, devices, packs)
 
 
-# parameters and gradients, again and again the same ones
+# Cached, because a training step redistributes the same parameters and gradients each time.
 @lru_cache(maxsize=256)
 def _schedule_of(
     plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool
@@ -285,9 +288,10 @@ def _legs(index: int, plan: Plan) -> tuple[list[CollectiveLeg | None], tuple[Sta
 
 
 def _key(leg: CollectiveLeg, device: torch.device) -> object:
-    """Return the key that steps of one message share.
+    """Return the key that is equal for legs of one message.
 
-    Meshes of other shapes may have the same communicator.
+    It contains ranks instead of a mesh, because meshes of different shapes may have the same
+    communicator.
     """
     step = leg.step
     name = "Exchange" if step.name in ("AllToAll", "Transfer") else step.name
@@ -330,9 +334,9 @@ class PackedCollective:
     def send(self, tensors: list[Tensor], *, copies: bool = False) -> Pending[Flat] | Pending:
         """Start the collective with the local tensors of all plans.
 
-        Tensors that are gathered or reduced are removed from the list.
+        Tensors that are gathered or reduced are removed from the list, so that they can be freed.
 
-        With `copies` the tensors may be written to as soon as this returns.
+        With `copies` the tensors may be written to as soon as `send` returns.
         """
         buffers = []
         for leg in self._legs:
@@ -362,7 +366,7 @@ class PackedCollective:
         by_leg = []
         for buffer, sizes in zip(buffers, self._blocks, strict=True):
             by_leg.append(buffer.reshape(-1).split_with_sizes(list(sizes)))
-        # all for the first member, then for the second
+        # all blocks for the first member, then all blocks for the second
         return [*chain.from_iterable(zip(*by_leg, strict=True))]
 
     def _is_read_at_start(self, local: Tensor) -> bool:
@@ -378,7 +382,7 @@ class PackedCollective:
     def receive(
         self, pending: Pending[Flat] | Pending, tensors: list[Tensor], destinations: Destinations
     ) -> None:
-        """Wait, and store each leg's result in `tensors`, in place of its plan's local tensor."""
+        """Wait, then replace the local tensor of each leg in `tensors` by the leg's result."""
 
         def unpack(arrived: Sequence[Tensor] | Tensor) -> None:
             results = self._results(arrived, destinations)
@@ -403,9 +407,9 @@ class PackedCollective:
         return [flat.view(leg.call.shape) for flat, leg in zip(arrived, self._legs, strict=True)]
 
     def _join(self, arrived: Sequence[Tensor] | Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """Return the blocks from all members for each leg, joined.
+        """Return for each leg the joined blocks of all members.
 
-        If they are the result of the plan, they are joined in the wanted tensor.
+        If they are the result of the leg's plan, they are written to the wanted tensor.
         """
         outs: list[Tensor | None] = []
         for leg in self._legs:

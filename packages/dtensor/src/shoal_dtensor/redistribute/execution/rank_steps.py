@@ -1,8 +1,8 @@
 """The part of each step on one rank: preparation of a buffer, one collective, and a conclusion.
 
 `rank_step(step, coordinate)` resolves a step to integers once. `prepare` and `finish` work on plain
-local tensors; the collective between them is data: the same rank steps run over process groups,
-merged with others, and simulated.
+local tensors. The collective between them is data, so that the same rank steps run alone over a
+process group, merged with others, and in a simulation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RankStep(NamedTuple):
     """A step on one rank."""
 
     prepare: Callable[[Tensor], Tensor] = unchanged  # local tensor -> buffer to communicate
-    # None for a local step: then `finish` does all
+    # None for a local step, which `finish` does alone
     collective: CollectiveCall | None = None
     # (result of the collective, local tensor) -> new local tensor
     finish: Callable[[Tensor, Tensor], Tensor] = received
@@ -85,7 +85,8 @@ def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coo
 
     They are row-major in the order of `axes`.
     """
-    # On (2, 2, 2), over axes 2 and 0 from (0, 1, 0): (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1).
+    # Example: on a mesh of (2, 2, 2), over axes 2 and 0 from (0, 1, 0): (0, 1, 0), (1, 1, 0),
+    # (0, 1, 1), (1, 1, 1).
     positions = [range(spec.mesh.shape[axis]) for axis in axes]
     coordinates = []
     for position in product(*positions):
@@ -106,7 +107,7 @@ def blocks_of(step: Step, coordinate: Coordinate) -> Blocks:
     blocks = exchange_blocks(group.index(coordinate), sources, targets)
     if src is step.src:
         return blocks
-    # along dims of symbolic sizes, which do not move, every block is as long as that
+    # Dims of symbolic sizes do not move, so along them every block has the length of this box.
     own = step.src.box(coordinate)
 
     def with_symbols(box: Box) -> Box:
@@ -121,7 +122,7 @@ def blocks_of(step: Step, coordinate: Coordinate) -> Blocks:
 def _slice(step: Step, coordinate: Coordinate) -> RankStep:
     before = step.src.box(coordinate)
     after = step.dst.box(coordinate)
-    # (dim, start, length): rows 4:8 -> 6:8 are (0, 2, 2)
+    # (dim, start, length). Example: from rows 4:8 to rows 6:8 it is (0, 2, 2).
     narrowed = []
     for dim, (whole, part) in enumerate(zip(before, after, strict=True)):
         if whole != part:
@@ -157,11 +158,11 @@ def _make_partial(step: Step, coordinate: Coordinate) -> RankStep:
     if own is None:
         return RankStep(finish=lambda local, _: bound(local.new_full(shape, neutral), local))
     averaged, counted_once = _axes_of_terms(step.src, ops)
-    # R -> P(avg) changes nothing, S -> P(avg) over 2 ranks doubles: (2x + 0) / 2
+    # R -> P(avg) changes no values. S -> P(avg) over 2 ranks doubles them: x = (2x + 0) / 2.
     factor = prod([mesh.shape[axis] for axis in averaged])
-    # R -> P(sum): x on coordinate 0, else 0
+    # R -> P(sum): x on coordinate 0, and 0 elsewhere
     this_rank_contributes = not any(coordinate[axis] for axis in counted_once)
-    # columns 2:4 -> 0:4: local 0:2 to 2:4
+    # Example: from columns 2:4 to columns 0:4, local columns 0:2 are copied to 2:4.
     source = slices_of(own, before)
     target = slices_of(own, after)
     is_whole = own == after
@@ -187,7 +188,7 @@ def _make_partial(step: Step, coordinate: Coordinate) -> RankStep:
 
 
 def _axes_of_terms(src: Spec, ops: Mapping[int, str]) -> tuple[list[int], list[int]]:
-    """Return the axes whose shards become terms of an average, and those of one rank's replicas.
+    """Return the axes that need a factor, and the axes along which one rank alone keeps its values.
 
     Args:
         src: the layout before.
@@ -208,7 +209,7 @@ def _axes_of_terms(src: Spec, ops: Mapping[int, str]) -> tuple[list[int], list[i
 
 
 def _is_traced(local: Tensor) -> bool:
-    """Tell whether a tracer or another subclass stands for the values of a local tensor."""
+    """Tell whether a local tensor is of a subclass, such as the tensors of a tracer."""
     return type(local) is not Tensor
 
 
@@ -221,12 +222,13 @@ class _BlockGrid(NamedTuple):
     """The boxes of the ranks along some axes, as blocks of a larger box in a flat buffer.
 
     Attributes:
-        shape: of the larger box.
-        boxes: of the ranks, in the order of the axes; one stands for all if all shards are even.
+        shape: the shape of the larger box.
+        boxes: the boxes of the ranks, in the order of the axes; one box if all shards are even.
         places: the slices of each box in the larger box.
         is_regular: whether all boxes have the same shape.
-        sizes: of the grid and then of a block, if it is regular.
-        order: the position of each of `sizes` in the tensor.
+        sizes: the sizes of the grid and then of a block. They are used if the grid is regular.
+        order: the dim that each of `sizes` has in the larger box, when the box is viewed with a dim
+            for each of them.
     """
 
     shape: tuple[int, ...]
@@ -241,7 +243,7 @@ class _BlockGrid(NamedTuple):
         """Return the grid that the shards of `fine` form in the box of `coarse` at a coordinate."""
         all_even = all(fine.dim_sharding(dim).even for dim in step.dims)
         group = [coordinate] if all_even else members(fine, step.axes, coordinate)
-        # 5 rows on 2 ranks: boxes 0:3 and 3:5, whole 0:5
+        # Example: 5 rows on 2 ranks have the boxes 0:3 and 3:5, and the larger box 0:5.
         boxes = [fine.box(member) for member in group]
         whole = coarse.box(coordinate)
         places = [slices_of(box, whole) for box in boxes]
@@ -254,7 +256,7 @@ class _BlockGrid(NamedTuple):
         """Return the length of each block along dim 0; () if all are equally long."""
         if self.is_regular:
             return ()
-        # (3, 2)
+        # In the example of `of`: (3, 2).
         return tuple(stop - start for (start, stop), *_ in self.boxes)
 
     def elements(self) -> tuple[int, ...]:
@@ -265,7 +267,8 @@ class _BlockGrid(NamedTuple):
         """Return the elements of the larger box block by block, flat."""
         if not self.is_regular:
             return pack_blocks([local[place] for place in self.places])
-        # (4, 6) as (2, 2, 2, 3) to 4 blocks of (2, 3)
+        # Example: (4, 6) in 4 blocks of (2, 3) is viewed as (2, 2, 2, 3), and its dims are permuted
+        # to the two dims of the grid and the two dims of a block.
         interleaved = [self.sizes[i] for i in self.order]
         blocks_first = sorted(range(len(self.order)), key=self.order.__getitem__)
         return local.reshape(interleaved).permute(blocks_first).reshape(-1)
@@ -273,7 +276,7 @@ class _BlockGrid(NamedTuple):
     def join(self, flat: Tensor) -> Tensor:
         """Return the larger box, given its elements block by block."""
         if self.is_regular:
-            # 2 x 2 blocks of (2, 3): (4, 6)
+            # Example: 2 x 2 blocks of (2, 3) make up (4, 6).
             return flat.view(self.sizes).permute(self.order).reshape(self.shape).contiguous()
         out = flat.new_empty(self.shape)
         unpack_blocks(flat, [out[place] for place in self.places])
@@ -320,7 +323,7 @@ def _all_reduce(step: Step, coordinate: Coordinate) -> RankStep:
 
 
 def _reducing(step: Step, coordinate: Coordinate) -> RankStep:
-    """Return the rank step of a reduction; for a norm, a sum of powers, of which the root is taken."""
+    """Return the rank step of a reduction; a norm is the root of a sum of powers."""
     rank_step_of = _reduce_scatter if step.name == "ReduceScatter" else _all_reduce
     order = norm_order(step.op)
     dtype = step.src.dtype
@@ -348,7 +351,7 @@ def _all_to_all(step: Step, coordinate: Coordinate) -> RankStep:
     ranks = prod(step.src.mesh.shape[axis] for axis in step.axes)
     if not volume(before):
         return RankStep(finish=lambda local, _: local.new_empty(after))
-    # (2, 8) S(0) -> S(1) on 4 ranks: blocks of (2, 2), which make (8, 2)
+    # Example: S(0) -> S(1) on 4 ranks, from boxes of (2, 8) to boxes of (8, 2). Blocks are (2, 2).
     block = shape_of(before)
     block[dst_dim] = after[dst_dim]
 
@@ -400,7 +403,7 @@ def _move_blocks(
     """Return a rank step that packs, exchanges blocks among `size` members, and unpacks."""
     sends = [0] * size
     for member, box in blocks.sends:
-        # to member 1 a (2, 2) block: sends [0, 4]
+        # Example: [0, 4] for a block of (2, 2) to member 1 of 2.
         sends[member] += volume(box)
     receives = [0] * size
     for member, box in blocks.receives:
@@ -422,6 +425,7 @@ def _move_blocks(
         for source, target in kept:
             out[target] = local[source]
         unpack_blocks(got, [out[place] for place in places])
+        # Without received blocks, a compiler would not see that `out` depends on the collective.
         return out if places else bound(out, got)
 
     collective = CollectiveCall(
@@ -431,9 +435,9 @@ def _move_blocks(
 
 
 def _are_consecutive_rows(boxes: Sequence[Box], whole: Box) -> bool:
-    """Tell whether boxes are full rows that follow each other.
+    """Tell whether boxes are full rows that follow each other, for example rows 4:5, then 5:7.
 
-    Rows 4:5, then 5:7, are in memory as they travel, so they need not be copied.
+    Such boxes are received in the order of the result, so they need not be copied.
     """
     if any(box[1:] != whole[1:] for box in boxes):
         return False
@@ -444,18 +448,18 @@ def _are_consecutive_rows(boxes: Sequence[Box], whole: Box) -> bool:
 def _grid_of_blocks(
     fine: Spec, coarse: Spec, dims: Sequence[int], block: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the sizes of a regular grid over `dims`, then of a block, and their order.
+    """Return the sizes of a regular grid over `dims` and of a block, and their order in the tensor.
 
-    The order is the position of each of these sizes in the tensor.
+    Example: 2 x 3 blocks of (4, 5, 6) over dims 0 and 1. The sizes are [2, 3, 4, 5, 6]. In the
+    larger box of (8, 15, 6), viewed as (2, 4, 3, 5, 6), the order is that of the entries
+    [0, 2, 1, 3, 4] of the sizes.
     """
-    # 2 x 3 blocks of (4, 5, 6) over dims 0 and 1: [2, 3, 4, 5, 6], and in the tensor they are dims
-    # [0, 2, 1, 3, 4].
-    # from 2 shards to 8: 4 blocks
+    # Example: from 2 shards to 8 shards of a dim, its grid has 4 blocks.
     grid = [fine.dim_sharding(d).shards // coarse.dim_sharding(d).shards for d in dims]
     order: list[int] = []
     for dim in range(len(block)):
         if dim in dims:
-            # number of its block, then position inside of that
+            # The number of the block comes before the position inside the block.
             order.append(list(dims).index(dim))
         order.append(len(grid) + dim)
     return [*grid, *block], order

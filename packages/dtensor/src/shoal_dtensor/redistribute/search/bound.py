@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 
 class Bound:
-    """Admissible lower bound on the seconds from a state to the goal: never above the true rest.
+    """Admissible lower bound on the seconds from a state to the goal.
 
-    It accounts for the slowest latency and for the bytes received over links of each speed.
+    It is never above the true remaining cost. It accounts for the slowest latency and for the bytes
+    received over links of each speed.
     """
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        # (8, 6) of f32: 192
+        # bytes of the whole tensor: 192 for (8, 6) of float32
         self.whole = space.itemsize * prod(sharded.longest for sharded in space.whole)
         axes = axes_of(space.multi_rank_axes)
         links = space.links
@@ -40,7 +41,8 @@ class Bound:
         moving = self.space.moving(here)
         leaving = here.to_reduce | here.must_leave & ~here.to_make_partial
         seconds = links.seconds(leaving, 0)
-        # local steps make values partial as in the destination: of the finest shard at least
+        # Local steps make values partial as in the destination. Each copies the finest shard at
+        # least.
         if not here.partials_done:
             finest = self.whole / links.ranks(moving & ~here.to_make_partial)
             local_steps = bool(here.to_make_partial) + bool(here.to_rescale)
@@ -62,7 +64,7 @@ class Bound:
         common = self.space.itemsize
         for old, new in zip(here.dims, self.space.wanted, strict=True):
             common *= min(old.longest, new.longest)
-        # 64 / 2 - 4 * 4 = 16 elements
+        # In the example: 64 / 2 - 4 * 4 = 16 elements.
         lacking = self.whole / links.ranks(self.space.goal.sharding_axes) - common
         in_one_collective = links.seconds(leaving, 0) + lacking / self._fastest
         return max(seconds, in_one_collective)
@@ -70,28 +72,30 @@ class Bound:
     def _volume(self, here: State, moving: int, level: int) -> float:
         """Return a lower bound on the average bytes that a rank receives over axes of a level.
 
-        These axes divide the mesh into islands, and the other axes are faster.
+        The axes of the level divide the mesh into islands. The other axes, inside an island, are
+        faster.
 
-        Gathering: 4 islands of 2 ranks, 8 rows, S(0) over the islands -> R: an island has 2 rows
-        and needs 8; 6 come to its 2 ranks, 3 rows to each.
+        Gathering, for example 8 rows from S(0) over 4 islands of 2 ranks to R: an island has 2 rows
+        and needs 8. It receives 6 rows, which are 3 rows for each of its 2 ranks.
 
-        Reducing: to add up p values on different islands and leave the result on q of them, every
-        element has to come p - 1 times to be added (reduce copies) and q - 1 times to be held
-        (spread copies). P -> R over 4 ranks: 3 + 3 times, 6 / 4 of it to each rank.
+        Reducing: to add up p terms on different islands and leave the result on q of them, every
+        element is received p - 1 times to be added (`reduce_copies`) and q - 1 times to be held
+        (`spread_copies`). For example P -> R over 4 ranks: every element is received 3 + 3 times,
+        so each rank receives 6 / 4 of the elements.
         """
         ranks = self.space.links.ranks
         wanted = self.space.goal.sharding_axes
-        # axes that still become partial are on one island with their sum
+        # Making values partial needs no communication, so these axes do not divide islands.
         between = level & ~here.to_make_partial
         if here.to_reduce:
             reduce_copies = ranks(here.to_reduce & level) - 1
             spread_copies = ranks(between & ~wanted) - 1
             if not reduce_copies:
                 return 0.0
-            # on 4: 1/4 * (3 + 3)
+            # In the example: 1/4 * (3 + 3) of the elements.
             return self.whole / ranks(moving) * (reduce_copies + spread_copies)
         shards = ranks(here.sharding_axes & ~wanted & between)
         island = self.whole / ranks(wanted & between)
-        # 4 islands of 2: (8 - 8 / 4) / 2 = 3 rows
+        # In the example: (8 - 8 / 4) / 2 = 3 rows.
         lacking = island - island / shards
         return lacking / ranks(moving & ~between)

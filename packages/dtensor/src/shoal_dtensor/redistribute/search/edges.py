@@ -1,9 +1,10 @@
 """The edges of the search: one function per kind, which computes its time, bytes and memory.
 
-Time is latency + received bytes / bandwidth. Boxes are the largest, ranks the busiest. A collective
-over several axes runs at the pace of its slowest axis. Copies on the device (packing blocks,
-gathering along an inner dim) are counted too, at `COPY_SPEEDUP` times the fastest link, so that
-among plans of equal time the plan that copies less wins.
+The time of a collective is latency + received bytes / bandwidth, for the busiest rank and the
+largest box. A collective over several axes has the latency and bandwidth of its slowest axis.
+Copies on the device (packing blocks, gathering along an inner dim) are counted too, at
+`COPY_SPEEDUP` times the bandwidth of the fastest link, so that among plans that are otherwise equal
+the one with fewer copies is cheaper.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def reshard(space: Space, before: State, after: State) -> list[Edge]:
 
 
 def _slice_first(space: Space, before: State, after: State) -> list[Edge]:
-    """Return the edges that slice by all axes that are free, and those on from there."""
+    """Return the edge that slices by all free axes, and the edges from there to `after`."""
     sliced = _slice_towards(space, before, after.dims)
     return [_local(space, "Slice", before, sliced), *reshard(space, sliced, after)]
 
@@ -77,8 +78,7 @@ def _all_gather(
     space: Space, before: State, after: State, changed: list[int], received: int
 ) -> Edge:
     """Return the edge that gathers the shards of some dims along the axes that leave them."""
-    # Shards of dim 0 arrive one after the other as they belong; of any other dim they are copied
-    # into place.
+    # Shards of dim 0 arrive in the order of the result. Shards of other dims are copied into place.
     copied = 0 if changed == [0] else after.box_bytes
     axes = _finer_axes(after.dims, before.dims, changed)
     communication = space.links.seconds(mask_of(axes), received)
@@ -99,7 +99,8 @@ def _exchange(
     kind = "Exchange"
     dims = tuple(changed)
     axes = axes_of(involved)
-    # S(0), R -> S(1), S(0): axis 0, 0b01 of 0b11
+    # The axes that shard the source. Ranks along the other axes hold replicas.
+    # Example: [S(0), R] -> [S(1), S(0)] involves 0b11 and is held along 0b01.
     holding = involved & before.sharding_axes
     ends = _transposed_dims(before, after, changed) if holding == involved else None
     if ends is not None:
@@ -108,6 +109,7 @@ def _exchange(
         dims = ends
         axes = _finer_axes(after.dims, before.dims, [source])
     elif holding != involved:
+        # Each replica can make the exchange without the others.
         copies = links.ranks(holding & ~after.sharding_axes)
         sent = sent_among(links.ranks(holding), copies, held, received)
         seconds_among_holders = links.seconds(holding, sent)
@@ -115,7 +117,7 @@ def _exchange(
             axes = axes_of(holding)
             received = sent
             seconds = seconds_among_holders
-    # rows of dim 0 are in memory as they travel
+    # Rows of dim 0 are contiguous in memory, so they are not packed.
     copied = 0 if changed == [0] else min(received, held) + wanted
     seconds += links.copy(copied)
     peak = 2 * (held + wanted)
@@ -123,22 +125,25 @@ def _exchange(
 
 
 def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
-    """Return the bytes of the busiest rank, which lacks `received`, in an exchange.
+    """Return the bytes that the busiest rank sends or receives in an exchange inside a replica.
 
-    The exchange stays among `ranks` ranks with different parts.
+    Args:
+        ranks: the ranks of the replica, which hold different shards.
+        copies: how many of these ranks want the same data.
+        before: bytes that a rank holds.
+        received: bytes that a rank lacks.
     """
-    # Each replica serves itself, so a rank may send all it has, `before` bytes, to the `copies`
-    # ranks that want it.
-    # 4 ranks, 2 * 16 wanted, 8 lacked: 24
+    # A rank sends at most all that it holds to each rank that wants it, and at most all that the
+    # other ranks lack. Example: 4 ranks, 2 * 16 bytes wanted, 3 * 8 bytes lacked: 24.
     wanted_of_one = before * copies
     lacked_by_others = (ranks - 1) * received
     return max(received, min(wanted_of_one, lacked_by_others))
 
 
 def _transposed_dims(before: State, after: State, changed: list[int]) -> tuple[int, int] | None:
-    """Return (from, to) if the innermost axes of one dim move to the only other changed dim.
+    """Return (from, to) if the innermost axes of one dim become the innermost axes of another dim.
 
-    They become its innermost axes, and all shards are even.
+    No other dim may change, and all shards must be even. Otherwise return None.
     """
     if len(changed) != 2:
         return None
@@ -147,7 +152,7 @@ def _transposed_dims(before: State, after: State, changed: list[int]) -> tuple[i
     if not all(old[dim].even and new[dim].even for dim in changed):
         return None
     for source, target in (changed, changed[::-1]):
-        # S(0) -> S(1): dim 0 by axis 0, then whole: (0,), which enters dim 1
+        # Example: S(0) -> S(1). Axis (0,) leaves dim 0 and enters dim 1.
         moved = old[source].axes[len(new[source].axes) :]
         is_left = new[source] in old[source].outers
         is_entered = old[target] in new[target].outers
@@ -162,11 +167,11 @@ def all_reduce(space: Space, before: State) -> Edge:
     axes = before.to_reduce
     ranks = space.links.ranks(axes)
     box_on_wire = space.accumulate_factor * before.box_bytes
-    # 64 bytes on 4 ranks: 2 * 64 * 3 // 4 = 96
+    # Example: 64 bytes on 4 ranks: 2 * 64 * 3 // 4 = 96.
     received = 2 * box_on_wire * (ranks - 1) // ranks
     after = space.state(before.dims, 0, before.to_make_partial, before.to_rescale)
     seconds = space.links.seconds(axes, received)
-    # norm2 of bf16 is summed in f32: the factor is 2, so 3 boxes
+    # Example: norm2 of float32 is summed in float64. The factor is 2, so the peak is 3 boxes.
     peak = before.box_bytes + box_on_wire
     return Edge(
         "AllReduce", axes_of(axes), (), after, seconds=seconds, received=received, peak=peak
@@ -185,7 +190,7 @@ def reduce_scatter(space: Space, before: State, after: State) -> Edge:
     if all(after.dims[dim].even for dim in changed):
         received = space.accumulate_factor * (before.box_bytes * (ranks - 1) // ranks)
     else:
-        # 5 rows as 3 + 2: 3 * 1
+        # Example: 5 rows on 2 ranks are 3 and 2. A rank receives 3 rows from 1 other rank.
         received = space.accumulate_factor * after.box_bytes * (ranks - 1)
     packed = 0 if changed == (0,) else box_on_wire
     communication = space.links.seconds(reduced, received)
@@ -204,10 +209,11 @@ def join_pending(space: Space, before: State) -> Iterator[Edge]:
     """
     if not space.joinable_op:
         return
-    # mesh (2, 2), P, S(1) -> S(0), S(0) of a small tensor: one reduce-scatter over both axes
-    # instead of one and an all-to-all: half the latency for twice the bytes.
+    # Example: a small tensor on a mesh of (2, 2), [P, S(1)] -> [S(0), S(0)]. One reduce-scatter
+    # over both axes replaces a reduce-scatter and an all-to-all. It has half the latency and twice the
+    # bytes.
     reduced = space.start.to_reduce | space.partial_at_both_ends & before.to_make_partial
-    # P, S(0): not axis 0, but 1
+    # Example: for [P, S(0)], axis 1 only.
     axes = axes_of(before.sharding_axes & ~reduced)
     for chosen in subsets(axes):
         joined = mask_of(chosen)
@@ -227,11 +233,11 @@ def subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def convert_partials(space: Space, before: State) -> list[Edge]:
     """Return the local edges R or S -> P, then P(sum) <-> P(avg); [] if they are not possible yet.
 
-    The values become partial as in the destination.
+    After them, the values are partial as in the destination.
 
-    Axes that become partial must be innermost: then the shards of their ranks fill the coarser
-    shard, and the rest of it has the neutral value of the reduction. Only the part of a coarser
-    shard that the goal's replicated axes leave is kept:
+    Axes that become partial must be innermost on their dim. Each rank then holds its old shard
+    inside the coarser shard, and the neutral value of the reduction in the rest. If a replicated
+    axis is to shard the same dim in the goal, only its part of the coarser shard is kept:
 
         mesh (2, 2), 8 columns: R, S(1) -> S(1), P         rank      (0, 0)    (0, 1)    (1, 0)    (1, 1)
         it has columns                                               0 1 2 3   4 5 6 7   0 1 2 3   4 5 6 7
@@ -260,7 +266,7 @@ def convert_partials(space: Space, before: State) -> list[Edge]:
 def _local(
     space: Space, kind: str, before: State, after: State, axes: tuple[int, ...] = ()
 ) -> Edge:
-    """Return a step without communication, which writes the new local tensor."""
+    """Return the edge of a step without communication; its cost is writing the new local tensor."""
     changed = _changed_dims(before, after)
     axes = axes or _finer_axes(before.dims, after.dims, changed)
     seconds = space.links.copy(after.box_bytes)
@@ -269,7 +275,7 @@ def _local(
 
 
 def _slice_towards(space: Space, before: State, goal: Dims) -> State:
-    """Return the state with dims sharded towards `goal` by axes not used and not pending."""
+    """Return the state with dims sharded towards `goal` by axes that are replicated so far."""
     occupied = before.sharding_axes | before.to_reduce
     dims = []
     for old, new in zip(before.dims, goal, strict=True):
@@ -278,7 +284,8 @@ def _slice_towards(space: Space, before: State, goal: Dims) -> State:
             continue
         end = len(old.axes)
         while end < len(new.axes) and not occupied >> new.axes[end] & 1:
-            # a whole dim towards axes 0 and 1, axis 1 occupied: by axis 0
+            # Example: a whole dim is to be sharded by axes 0 and 1. If axis 1 is occupied, it is
+            # sharded by axis 0 only.
             end += 1
         dims.append(new.lineage[end])
     return space.state(tuple(dims), before.to_reduce, before.to_make_partial, before.to_rescale)
@@ -290,7 +297,8 @@ def _coarsen(dims: Dims, axes: int) -> Dims | None:
     for sharded in dims:
         remaining = sharded.mask & ~axes
         coarse += [outer for outer in sharded.lineage if outer.mask == remaining]
-    # by 0, then 1: without axis 1 by 0; without axis 0 None
+    # Example: a dim sharded by axes (0, 1). Without axis 1 it is sharded by (0,); without axis 0
+    # the result is None.
     return tuple(coarse) if len(coarse) == len(dims) else None
 
 
@@ -301,7 +309,10 @@ def _changed_dims(before: State, after: State) -> tuple[int, ...]:
 
 
 def _finer_axes(coarse: Dims, fine: Dims, dims: Sequence[int]) -> tuple[int, ...]:
-    """Return the axes that shard some dims further: by axis 0, and by 0, 1 and 2: (1, 2)."""
+    """Return the axes that shard some dims in `fine` but not in `coarse`.
+
+    For example (1, 2) for a dim that is sharded by axis 0 and by axes 0, 1 and 2.
+    """
     axes: tuple[int, ...] = ()
     for dim in dims:
         axes += fine[dim].axes[len(coarse[dim].axes) :]

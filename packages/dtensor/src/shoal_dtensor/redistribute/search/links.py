@@ -1,4 +1,4 @@
-"""Links of a mesh, and sets of its axes."""
+"""Speed of communication along the axes of a mesh, and sets of axes as bit masks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Iterable
 from functools import lru_cache
 from math import inf
 
-# device memory against the fastest link: about 4.8 TB/s against 450 GB/s on an H200
+# Bandwidth of device memory relative to the fastest link. On an H200 these are about 4.8 TB/s and
+# 450 GB/s.
 COPY_SPEEDUP = 10.0
 
 
 class Links:
-    """The links of a mesh in the form that the search uses; for masks of axes, see `mask_of`."""
+    """The size, latency and bandwidth of the groups of ranks along every set of mesh axes.
+
+    Sets of axes are bit masks (see `mask_of`).
+    """
 
     def __init__(
         self, sizes: tuple[int, ...], latency: tuple[float, ...], bandwidth: tuple[float, ...]
@@ -23,8 +27,8 @@ class Links:
         self.bandwidth = bandwidth
         self._copy_bandwidth = COPY_SPEEDUP * max(bandwidth, default=1.0)
         self._negligible = min(latency, default=0.0) / 100
-        # Ranks, latency and bandwidth of the group over every set of axes: entry 5 is that over
-        # axes 0 and 2. mesh (2, 4): of no axis 1 rank, then 2, then 4 and 8
+        # Ranks, latency and bandwidth of a group over a set of axes, at the position of its mask:
+        # entry 5 is for axes 0 and 2. On a mesh of (2, 4) the entries have 1, 2, 4 and 8 ranks.
         self._groups = [(1, 0.0, inf)]
         for size, axis_latency, axis_bandwidth in zip(sizes, latency, bandwidth, strict=True):
             for ranks, start, rate in [*self._groups]:
@@ -45,7 +49,8 @@ class Links:
 
         Return 0.0 if it is less than a hundredth of the latency of a collective.
         """
-        # below, of two ways with equal collectives the direct one is taken
+        # Paths that differ only in negligible copies cost the same, and the search then prefers the
+        # direct path.
         seconds = copied / self._copy_bandwidth
         return seconds if seconds > self._negligible else 0.0
 

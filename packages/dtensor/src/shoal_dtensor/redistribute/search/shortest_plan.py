@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ...layout.spec import Spec
 
 
-# Hops priced, about 8 us each, before the search settles for the best way so far.  A third of them
-# where it looks at some layouts only.
+# After it has priced this many hops (about 8 us each), the search ends with the best path so far.
+# It prices a third of them if it does not consider all layouts.
 MOST_PRICED = 1200
 # a path must be faster by more than rounding errors to be preferred
 EPSILON = 1e-9
@@ -65,6 +65,7 @@ def cheapest_plans(
     search = _Search(space, memory_limit, wanted)
     floor = search.run()
     if not search.found:
+        # For the message, search many paths without the limit.
         leanest = _Search(space, None, 32)
         leanest.run()
         least = min([leanest.peak(found.edges) for found in leanest.found])
@@ -99,7 +100,7 @@ def cheapest_plans(
 def _steps(src: Spec, dst: Spec, space: Space, edges: Edges) -> tuple[Step, ...]:
     """Return the steps for the edges of a path."""
     between = [_spec(src, dst, space, edge.after) for edge in edges[:-1]]
-    # without edges there is no spec between
+    # A path without edges has no steps.
     ends = zip((src, *between), (*between, dst), edges, strict=False)
     return tuple([_step(before, after, edge) for before, after, edge in ends])
 
@@ -107,7 +108,7 @@ def _steps(src: Spec, dst: Spec, space: Space, edges: Edges) -> tuple[Step, ...]
 def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
     """Return the spec of a state."""
     placements: dict[int, Placement] = dict.fromkeys(range(src.mesh.ndim), Replicate())
-    # P, R -> R, P at first: axis 0
+    # Axes that are still partial as in the source: at the start of [P, R] -> [R, P], axis 0.
     of_source = state.to_reduce | state.to_rescale
     for axis in axes_of(state.to_reduce | space.partial & ~state.to_make_partial):
         spec = src if of_source >> axis & 1 else dst
@@ -175,14 +176,14 @@ class _Search:
         cost_to_beat: the seconds that a path has to beat in order to be kept.
         heap: trails to extend, by the lower bound on the cost of paths through them.
         priced: hops priced so far.
-        nearest_states: the states that differ in their dims only, nearest to the goal first, by
-            their other axes.
+        nearest_states: by (axes to reduce, to make partial, to rescale), all states with these axes
+            and the bound of each, nearest to the goal first.
     """
 
     def __init__(self, space: Space, memory_limit: int | None, plans_wanted: int) -> None:
         self.space = space
         self.limit = memory_limit
-        # several complete paths may be made of the same edges
+        # Several paths may have the same edges, so more paths are kept than plans are wanted.
         self.most_found = 1 if plans_wanted == 1 else 8 * plans_wanted
         bound = Bound(space)
         self.bound = cache(bound.seconds)
@@ -200,13 +201,13 @@ class _Search:
         return min([self.search(_Trail(0.0, start, ())) for start in self.starts()])
 
     def starts(self) -> Iterator[State]:
-        """Yield the source, and states where axes partial at both ends are reduced first.
+        """Yield the source, and states in which axes that are partial at both ends are reduced too.
 
         These axes are made partial again at the end.
         """
-        # mesh (4 fast, 2 slow), P, S(0) -> P, R: to reduce-scatter over the fast axis first leaves
-        # a quarter to gather over the slow one, and making values partial again costs no
-        # communication.
+        # Example: mesh (4 fast, 2 slow), [P, S(0)] -> [P, R]. After a reduce-scatter over the fast
+        # axis, only a quarter has to be gathered over the slow one. Making values partial again
+        # needs no communication.
         space = self.space
         start = self.space.start
         yield start
@@ -214,7 +215,7 @@ class _Search:
         if not space.reductions_commute:
             return
         if has_to_move or start.to_reduce or start.to_make_partial:
-            # (0, 1): reduced and made again are 0b01, 0b10 or 0b11
+            # Example: for axes 0 and 1 the masks are 0b01, 0b10 and 0b11.
             for chosen in subsets(axes_of(space.partial_at_both_ends)):
                 axes = mask_of(chosen)
                 to_reduce = start.to_reduce | axes
@@ -255,7 +256,7 @@ class _Search:
         return self.priced >= self.most and bool(self.found)
 
     def push_plain_reduction(self, trail: _Trail) -> _Trail:
-        """Push the path of the plain reduction to the goal's axes, often the best path."""
+        """Push the path that reduces at once, to the goal's sharding; it is often the best path."""
         space = self.space
         here = trail.here
         if not here.to_reduce:
@@ -291,7 +292,7 @@ class _Search:
         """Push the path that moves one group of axes after the other to its place in the goal."""
         settled = 0
         for group in groups:
-            # axes one by one: 0b01, 0b11
+            # Example: one axis after the other: 0b01, then 0b11.
             settled |= mask_of(group)
             here = trail.here
             dims = self.candidates.settled(here, settled, nested=nested)
@@ -309,8 +310,8 @@ class _Search:
                 return
             if self.reached.get(after, inf) <= seconds or after is here:
                 continue
-            # Axes that leave a dim all take part in the collective. 2 axes of 2 ranks: of its new
-            # shard a rank had a quarter at most.
+            # All axes that leave a dim take part in the collective. Example: if 2 axes of 2 ranks
+            # leave, a rank has at most a quarter of its new shard.
             leaving = 0
             for old, new in zip(here.dims, after.dims, strict=True):
                 leaving += old.mask & ~new.mask
@@ -324,12 +325,13 @@ class _Search:
         """Push the states that reductions lead to."""
         space = self.space
         here = trail.here
-        # An all-reduce takes all axes that are left: two in a row could leave replicas that differ
+        # One all-reduce reduces all axes that are left. After two in a row, replicas could differ
         # in the last bit.
         self.push(trail.extended_by([all_reduce(space, here)]))
         for edge in join_pending(space, here):
             self.push(trail.extended_by([edge]))
-        # P, P on one dim: by 1, 0, 0 and 1, 1 and 0
+        # All layouts but the first one, which is the present layout. Example: for [P, P] and one
+        # dim, it is sharded by axes (1,), (0,), (0, 1) or (1, 0).
         _, *layouts = self.candidates.inside(here.dims, here.to_reduce)
         for dims in layouts:
             after = space.scattered(here, dims)
@@ -352,13 +354,17 @@ class _Search:
         return nearest
 
     def push(self, trail: _Trail) -> _Trail:
-        """Push a path to a state; record its conversion or, if nothing is pending, the path on."""
+        """Push a path to a state, unless it cannot lead to one of the best paths.
+
+        Also push the path after its conversion to the destination's partials. If nothing is
+        pending, record the complete path that goes straight to the goal.
+        """
         seconds, here, edges = trail
         bound = seconds + self.bound(here)
-        # no path through it beats the ones found
+        # No path through this state beats the paths found.
         if bound >= self.cost_to_beat:
             return trail
-        # a path to the state is known that is not slower
+        # A path to this state that is not slower has been pushed before.
         if self.reached.get(here, inf) <= seconds:
             return trail
         if self.exceeds_memory(edges):
@@ -398,7 +404,8 @@ class _Search:
     def peak(self, edges: Edges) -> int:
         """Return the bytes at the worst moment of some edges.
 
-        The caller holds the source box throughout; it is counted once while it is the input.
+        The caller holds the source box throughout. It is also the input of the first edge, whose
+        peak already includes it.
         """
         box = self.space.start.box_bytes
         peaks = [edge.peak + box for edge in edges]

@@ -6,8 +6,8 @@ partial at both ends.
 
 The shardings of a dim form a tree. The children of a sharding divide its shards by one more axis:
 like torch.chunk, or with explicit sizes of the source or the destination. Equal shardings are one
-object. A set of axes is a mask, one bit for each. Axes of size 1 are left out: nothing ever happens
-on them.
+object. A set of axes is a bit mask. Axes of size 1 are left out, because nothing is sharded or
+reduced along them.
 
     mesh (2, 4), shape (8, 6)           dim 0                 dim 1
     src (S(0), S(0))                    by axis 0, by axis 1  whole                             (1, 6) elements a rank
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from ...layout.spec import Spec
 
 
-# that are all looked at: 3 axes on 3 dims have 106, 4 axes on 2 dims 261
+# The search considers all layouts if there are at most this many. 3 axes on 3 dims have 106
+# layouts, 4 axes on 2 dims have 261.
 MOST_LAYOUTS = 300
 _LINEAR = frozenset({"sum", "avg"})
 
@@ -42,8 +43,8 @@ _LINEAR = frozenset({"sum", "avg"})
 class ShardedDim:
     """One sharding of a dim: the shards of `outer` divided by one more axis.
 
-    They are divided like torch.chunk, or as in `sharding`. If `outer` is None, the whole dim is
-    divided.
+    They are divided as in `sharding`, or like torch.chunk if it is None. If `outer` is None, the
+    dim is not sharded.
     """
 
     __slots__ = ("_ranks", "_sharding", "axes", "even", "longest", "mask", "outers")
@@ -57,19 +58,19 @@ class ShardedDim:
     ) -> None:
         self._ranks = ranks
         self._sharding = sharding
-        # that shard the dim, outermost first
+        # axes that shard the dim, outermost first
         self.axes: tuple[int, ...] = (*outer.axes, axis) if outer else ()
         self.mask: int = mask_of(self.axes)
-        # the coarser ones: the dim whole, by one axis, and so on
+        # the coarser shardings: of the whole dim, by one axis, and so on
         self.outers: Dims = outer.lineage if outer else ()
-        # Elements of the longest shard, and whether all are that long.
-        # elements of the longest shard, and whether all are that long
+        # `longest` is the number of elements of the longest shard. `even` tells whether all shards
+        # have that length.
         if sharding is not None:
             self.longest = sharding.step
             self.even = sharding.even
         elif outer is not None:
-            # 7 elements over 2 ranks, then 2: shards of up to 4, then of up to 2, which are not all
-            # that long
+            # Example: 7 elements over 2 ranks, then over 2 more. The longest shards have 4, then 2
+            # elements, and not all shards are that long.
             self.longest = -(-outer.longest // ranks)
             self.even = outer.even and outer.longest % ranks == 0
 
@@ -82,7 +83,7 @@ class ShardedDim:
 
     @property
     def lineage(self) -> tuple[ShardedDim, ...]:
-        """The coarser shardings and this sharding; entry n is by n axes."""
+        """The coarser shardings and this sharding; entry n is sharded by n axes."""
         return *self.outers, self
 
 
@@ -100,7 +101,7 @@ class Change(NamedTuple):
 
 
 class State:
-    """A layout on the path: the sharding of each tensor dim, and changes due on other axes."""
+    """A node of the search: the sharding of each tensor dim, and the changes that are still due."""
 
     __slots__ = (
         "box_bytes",
@@ -129,14 +130,15 @@ class State:
         must_leave = 0
         box_bytes = space.itemsize
         for sharded, wanted in zip(dims, space.wanted, strict=True):
-            # dim 0 by axes 0 and 1: 0b11
+            # Example: 0b11 if dim 0 is sharded by axes 0 and 1.
             sharding_axes |= sharded.mask
             must_leave |= space.change(sharded, wanted).leaving
-            # 4 bytes, at most 1 x 6 elements: 24
+            # Example: 24 bytes for boxes of at most 1 x 6 elements of 4 bytes.
             box_bytes *= sharded.longest
         # axes that shard a dim
         self.sharding_axes: int = sharding_axes
-        # axes that take part in a collective on every path to the goal, if not `to_make_partial`
+        # axes that have to stop sharding a dim; unless they are in `to_make_partial`, they take
+        # part in a collective on every path to the goal
         self.must_leave: int = must_leave
         # bytes of the largest local box
         self.box_bytes: int = box_bytes
@@ -180,7 +182,7 @@ class Space:
         joinable_op: the reduction as which sharded axes may be made partial, to be reduced with the
             pending ones; "" if no reduction fits.
         accumulate_factor: how much wider elements are while they are reduced.
-        finer: the shardings that divide the shards of one by one more axis.
+        finer: the shardings that divide the shards of a given sharding by one more axis.
         whole: the dims without any sharding.
         wanted: the shardings of the dims in `dst`.
     """
@@ -193,15 +195,15 @@ class Space:
         self.multi_rank_axes = mask_of([axis for axis, n in enumerate(links.sizes) if n > 1])
         self._read_partials(src, dst)
         self.change = cache(_change)
-        # The state, always the same object: shardings of dims, and the axes to reduce, to make
-        # partial and to rescale.
+        # Returns the state of these dims and of these axes to reduce, to make partial and to
+        # rescale. It is one object for equal arguments.
         self.state: Callable[[Dims, int, int, int], State] = cache(partial(State, self))
         self.finer = FinerShardings(links.sizes)
         whole_dims = [ShardedDim(None, sharding=DimSharding.whole(n)) for n in src.shape]
         self.whole: Dims = tuple(whole_dims)
         start = self._dims_of(src)
         self.wanted = self._dims_of(dst)
-        # P, R -> R, P: 0b01, 0b10
+        # Example: for [P, R] -> [R, P] the masks are 0b01 and 0b10.
         to_reduce = mask_of(dict(src.partials)) & ~self.partial_at_both_ends
         to_make_partial = self.partial & ~self.partial_at_both_ends
         if to_reduce or to_make_partial:
@@ -238,12 +240,12 @@ class Space:
 
     def moving(self, here: State) -> int:
         """Return the axes that may still change: all but those that are partial as in `dst`."""
-        # P, S(0) -> P, R: axis 1, 0b10
+        # Example: for [P, S(0)] -> [P, R] it is axis 1, 0b10.
         final = self.partial & ~(here.to_reduce | here.to_make_partial)
         return self.multi_rank_axes & ~final
 
     def scattered(self, before: State, dims: Dims) -> State:
-        """Return the state after the reduction of the pending axes that shard a dim now."""
+        """Return the state with `dims` after a reduce-scatter over pending axes that shard them."""
         sharding_axes = sum(sharded.mask for sharded in dims)
         to_reduce = before.to_reduce & ~sharding_axes
         return self.state(dims, to_reduce, before.to_make_partial, before.to_rescale)
@@ -287,7 +289,7 @@ def _over_large_axes(spec: Spec) -> Spec:
 def _change(old: ShardedDim, new: ShardedDim) -> Change:
     pairs = zip(old.lineage, new.lineage, strict=False)
     *_, common = [outer for outer, other in pairs if outer is other]
-    # by axes 0 and 1 -> by 0 and 2: axis 1 leaves and axis 2 enters
+    # Example: from axes (0, 1) to axes (0, 2), axis 1 leaves and axis 2 enters.
     leaving = old.mask & ~common.mask
     entering = new.mask & ~common.mask
     return Change(leaving, entering, _held(old, new) if leaving else 1.0)
@@ -296,14 +298,14 @@ def _change(old: ShardedDim, new: ShardedDim) -> Change:
 def _held(old: ShardedDim, new: ShardedDim) -> float:
     """Return the smallest fraction of a rank's new interval of a dim that is in its old one."""
     if new in old.outers:
-        # 8 on (2, 2), by both axes -> by one: 2 / 4
+        # Example: 8 elements on a mesh of (2, 2), from both axes to one: 2 / 4.
         return old.longest / max(1, new.longest) if old.even else 0.0
     if old.axes != new.axes:
-        # axes 0, 1 -> 1, 0: some rank has nothing of its new shard
+        # Example: from axes (0, 1) to axes (1, 0), some rank has nothing of its new shard.
         return 0.0
-    # 12 elements over 4 ranks as (3, 3, 3, 3), then as (4, 4, 2, 2): rank 1 has [3, 6) and needs
-    # [4, 8), so 2 / 4 is there already; ranks 0, 2 and 3 have 3 / 4, 1 / 2 and 1. The smallest is
-    # 0.5.
+    # Example: 12 elements over 4 ranks, from sizes (3, 3, 3, 3) to (4, 4, 2, 2). Rank 1 has [3, 6)
+    # and needs [4, 8), so it has 2 / 4. Ranks 0, 2 and 3 have 3 / 4, 1 / 2 and 1. The smallest
+    # fraction is 0.5.
     fractions = []
     intervals = zip(spans(old.sharding.sizes), spans(new.sharding.sizes), strict=True)
     for (old_start, old_stop), (start, stop) in intervals:
@@ -326,35 +328,35 @@ def _commute(ops: set[str]) -> bool:
     return len(ops) < 2 or ops <= _LINEAR
 
 
-# --- what to look at ------------------------------------------------------------------------------
+# --- the layouts to consider ----------------------------------------------------------------------
 
 
 class Candidates:
     """The layouts that one hop of the search may lead to, on paths from one start.
 
     For few axes these are all layouts: every order of every subset of the axes on every tensor dim.
-    If these are too many, an axis is replicated or shards one of a few dims:
+    If these are too many, an axis is replicated or shards one of at most three dims:
 
     1. the dim that it shards at the start,
     2. the dim that it shards in the goal,
-    3. a parking dim, on which it may shard meanwhile: an axis can be moved there and back without
-       being in the way of the others, and its ranks keep different parts.
+    3. a parking dim, which it may shard meanwhile. The axis is then out of the way of other axes on
+       its own dim, while its ranks still keep different shards.
 
-    On a dim the axes are in the order of the source or of the destination.
+    In that case the axes of a dim are in the order of the source or of the destination.
     """
 
     def __init__(self, space: Space, start: State) -> None:
         self.space = space
         self.ends = list(zip(start.dims, space.goal.dims, strict=True))
-        # By k of n axes, in any order, on d dims: 2 axes on 2 have 1 + 2 * 2 layouts by none or one
-        # and 2 * 3 by both.
+        # Choose k axes in any order, and divide this sequence among the dims. Example: 2 axes on 2
+        # dims have 1 layout without sharding, 2 * 2 layouts by one axis and 2 * 3 by both.
         axes = space.moving(start).bit_count()
         dims = max(1, len(self.ends))
         layouts = 0
         for k in range(axes + 1):
             orders = perm(axes, k)
             layouts += orders * comb(k + dims - 1, k)
-        # whether all of them are looked at
+        # whether all layouts are considered
         self.complete = layouts <= MOST_LAYOUTS
 
     def inside(self, outer: Dims, axes: int) -> list[Dims]:
@@ -374,8 +376,7 @@ class Candidates:
         return found
 
     def scattered(self, here: State) -> Dims:
-        """Return the layout with pending axes where the goal has them, inside the other axes."""
-        # S(1): [[], [0]]
+        """Return the layout with pending axes on their dims of the goal, inside the other axes."""
         dims = []
         for old, (_, goal) in zip(here.dims, self.ends, strict=True):
             pending = [axis for axis in goal.axes if here.to_reduce >> axis & 1]
@@ -385,13 +386,14 @@ class Candidates:
     def settled(self, here: State, axes: int, *, nested: bool) -> Dims:
         """Return the layout with these axes as in the goal and the other axes as they are.
 
-        The axes are inside the others (`nested`) or ascending.
+        On one dim, the other axes are inside these axes (`nested`), or all axes are in ascending
+        order.
         """
         dims = []
         for whole, old, (_, goal) in zip(self.space.whole, here.dims, self.ends, strict=True):
-            # goal by axis 0, here by 1, axis 0 settled: [0]
+            # Example: the dim is sharded by axis 1, in the goal by axis 0, and axis 0 is settled.
+            # The order is [0], then [0, 1].
             order = [axis for axis in goal.axes if axes >> axis & 1]
-            # and then [0, 1]
             order += [axis for axis in old.axes if not axes >> axis & 1]
             if not nested:
                 order.sort()
@@ -410,9 +412,9 @@ class Candidates:
         return list(found)
 
     def _divide(self, outer: ShardedDim, order: Iterable[int]) -> list[ShardedDim]:
-        """Return shards divided by these axes in order, like torch.chunk or with explicit sizes.
+        """Return the shardings that divide the shards of `outer` by these axes in order.
 
-        The sharding with explicit sizes is last.
+        The first one divides like torch.chunk; shardings with explicit sizes follow.
         """
         finer = self.space.finer
         found = [outer]
@@ -431,7 +433,7 @@ class Candidates:
                 parking.append(d)
                 if not (start.axes or goal.axes):
                     unsharded.append(d)
-        # S(0) -> S(2), 1 to park on: (0, 1, 2)
+        # Example: for S(0) -> S(2) with dim 1 as the parking dim, the dims are (0, 1, 2).
         first = (unsharded or parking)[:1]
         return tuple(sorted([*own, *first]))
 
