@@ -103,8 +103,8 @@ def _turns(box: Box, holders: Sequence[int], after: Holdings) -> Iterator[Flow]:
 
 
 def _parts(box: Box, wanted: Sequence[Box]) -> list[Box]:
-    """Return the parts that a box has in common with others."""
-    return [common for each in wanted if (common := intersect(box, each)) is not None]
+    """Return the parts of a box that are in the wanted boxes."""
+    return [common for other in wanted if (common := intersect(box, other)) is not None]
 
 
 def boxes_of_rank(spec: Spec, rank: int) -> list[Box]:

@@ -71,9 +71,9 @@ def _moves_equal_blocks(step: Step) -> bool:
     if step.name == "Exchange":
         moved = []
         sizes = zip(step.src.shape, step.src.dim_shardings, step.dst.dim_shardings, strict=True)
-        for n, before, after in sizes:
+        for size, before, after in sizes:
             if {*before.axes, *after.axes} & {*step.axes}:
-                moved.append(n)
+                moved.append(size)
         return not has_symbols(moved)
     if step.name not in ("AllGather", "ReduceScatter"):
         return True
@@ -94,9 +94,10 @@ def _plan(
     is_across = src.mesh != dst.mesh
     is_strided = src.is_strided or dst.is_strided
 
-    def plan_within(one: Spec, other: Spec) -> Plan:
+    def plan_within(start: Spec, end: Spec) -> Plan:
+        # A given topology describes the axes of one mesh.
         known_topology = None if is_across else topology
-        return _plan(one, other, known_topology, memory_limit, version=version)
+        return _plan(start, end, known_topology, memory_limit, version=version)
 
     if is_across and is_strided:
         between = _gather_strided(src if src.is_strided else dst)
@@ -196,23 +197,24 @@ def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) ->
         if not spec.is_strided:
             continue
         shape = _unfolded_shape(spec)
-        one = _viewed(src, shape)
-        two = _viewed(dst, shape)
-        if one is not None and two is not None:
-            inner = within(one, two)
-            before: tuple[Step, ...] = () if one is src else (Step("Reshape", src, one),)
-            after: tuple[Step, ...] = () if two is dst else (Step("Reshape", two, dst),)
-            return replace(inner, src=src, dst=dst, steps=(*before, *inner.steps, *after))
+        viewed_src = _viewed(src, shape)
+        viewed_dst = _viewed(dst, shape)
+        if viewed_src is None or viewed_dst is None:
+            continue
+        inner = within(viewed_src, viewed_dst)
+        before = [] if viewed_src is src else [Step("Reshape", src, viewed_src)]
+        after = [] if viewed_dst is dst else [Step("Reshape", viewed_dst, dst)]
+        return replace(inner, src=src, dst=dst, steps=(*before, *inner.steps, *after))
     between = _gather_strided(src, dst)
     return _concatenated(within(src, between), within(between, dst))
 
 
 def _gather_strided(spec: Spec, *others: Spec) -> Spec:
-    """Return `spec` with dims that are folded, in it or in `others`, held whole by every rank."""
+    """Return `spec` with every dim unsharded that is strided in `spec` or in one of `others`."""
     axes: set[int] = set()
     for dim, sharding in enumerate(spec.dim_shardings):
         shardings = [sharding, *(other.dim_shardings[dim] for other in others)]
-        if any(isinstance(folded, StridedDimSharding) for folded in shardings):
+        if any(isinstance(each, StridedDimSharding) for each in shardings):
             axes.update(sharding.axes)
     return _with_replicated(spec, axes)
 
@@ -226,7 +228,7 @@ def _with_replicated(spec: Spec, axes: Collection[int]) -> Spec:
 def unfold_spec(spec: Spec) -> Spec:
     """Return the spec of the same memory with its dims unfolded, so that every rank holds a box."""
     unfolded = _viewed(spec, _unfolded_shape(spec))
-    assert unfolded is not None, "a strided dim is sharded as the dims that it was folded of"
+    assert unfolded is not None, "a strided dim is sharded like the dims that it was folded from"
     return unfolded
 
 
@@ -310,10 +312,12 @@ def _plan_across(
     for axis, placement in enumerate(dst.placements):
         if not placement.is_shard() and dst.mesh.shape[axis] > 1:
             copies.append(axis)
-    # Replicas of the destination are made there, or sent ready.
-    targets = dict.fromkeys([*_reduced(dst, partials_of_dst), *_reduced(dst, copies)])
+    # Replicas of the destination are sent as they are, or gathered on the destination mesh.
+    targets = dict.fromkeys(
+        [*_transfer_layouts(dst, partials_of_dst), *_transfer_layouts(dst, copies)]
+    )
     plans = []
-    for sent, received in product(_reduced(src, partials_of_src), targets):
+    for sent, received in product(_transfer_layouts(src, partials_of_src), targets):
         reduce = within(src, sent)
         transfer = _transfer(sent, received)
         plans.append(_concatenated(reduce, transfer, within(received, dst)))
@@ -327,10 +331,10 @@ def _plan_across(
     return min(fitting, key=attrgetter("seconds"))
 
 
-def _reduced(spec: Spec, axes: list[int]) -> Iterator[Spec]:
+def _transfer_layouts(spec: Spec, axes: list[int]) -> Iterator[Spec]:
     """Yield the spec with `axes` and partials replicated, then the spec with `axes` sharding a dim.
 
-    It is the first dim that the axes shard evenly.
+    They shard the first dim that they divide evenly; without such a dim there is no second spec.
     """
     whole = _with_replicated(spec.without_partials(), axes)
     yield whole
@@ -340,14 +344,14 @@ def _reduced(spec: Spec, axes: list[int]) -> Iterator[Spec]:
     order = dict(spec.shard_order)
     for dim in range(spec.ndim):
         sharding = spec.dim_sharding(dim)
-        # steps of 4 over 2 ranks more: 4 % 2 = 0
+        # Example: shards of 4 elements can be divided over 2 more ranks, because 4 % 2 = 0.
         if sharding.even and sharding.step and sharding.step % ranks == 0:
-            # rows over axis 0, then 1: {0: (0, 1)}
+            # Example: rows over axis 0 and then over axis 1 are {0: (0, 1)}.
             order[dim] = (*sharding.axes, *axes)
-            inner = [*whole.placements]
+            placements = [*whole.placements]
             for axis in axes:
-                inner[axis] = Shard(dim)
-            yield spec.with_(placements=inner, shard_order=tuple(sorted(order.items())))
+                placements[axis] = Shard(dim)
+            yield spec.with_(placements=placements, shard_order=tuple(sorted(order.items())))
             return
 
 

@@ -98,17 +98,14 @@ class Scatter:
         if spec.coordinate is None:
             return tensor.new_empty((0,), device=device)
         if spec.is_strided:
-            opened = unfold_spec(spec)
-            return self.shard(tensor.reshape(opened.shape), opened).reshape(spec.local_shape)
+            unfolded = unfold_spec(spec)
+            return self.shard(tensor.reshape(unfolded.shape), unfolded).reshape(spec.local_shape)
         if self._source is None or tensor.is_meta:
             shard = tensor[slices_of(spec.box(spec.coordinate))]
-            is_whole = shard.shape == tensor.shape
-            own = (
-                shard.contiguous()
-                if is_whole
-                else shard.clone(memory_format=torch.contiguous_format)
-            )
-            return own.to(device)
+            if shard.shape == tensor.shape:
+                return shard.contiguous().to(device)
+            # A slice would keep the memory of the whole tensor alive.
+            return shard.clone(memory_format=torch.contiguous_format).to(device)
         for name, size in zip(spec.mesh.axis_names, spec.mesh.shape, strict=True):
             if not 0 <= self._source < size:
                 raise PlacementError(
@@ -146,12 +143,12 @@ def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> 
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
     shards = [local for _, _, local in entries]
     origin = (source,) * mesh.ndim
-    # The rank of the source's plane that has this rank's shards: source 0, sharded over axis 1: (0,
-    # 2) for (1, 2).
-    place_of_first = [*origin]
+    # The coordinate of the rank in the source's plane that has the same shards as this rank.
+    # Example: source 0, sharded over axis 1: (0, 2) for (1, 2).
+    coordinate_of_first = [*origin]
     for axis in sharding:
-        place_of_first[axis] = here[axis]
-    first = tuple(place_of_first)
+        coordinate_of_first[axis] = here[axis]
+    first = tuple(coordinate_of_first)
     in_plane = here == first
     if in_plane and not sharding:
         for tensor, _, local in entries:

@@ -48,9 +48,9 @@ class ShardsInFlight:
         self._rounds, self._remaining = schedule_of(tuple(plans), devices, packs)
         self._messages: list[tuple[PackedCollective, Pending[Flat] | Pending]] = []
         self._results: list[Tensor] | None = None
-        self._go_on()
+        self._start_round()
 
-    def _go_on(self) -> None:
+    def _start_round(self) -> None:
         """Start the next round of collectives; after the last one, do the remaining local steps."""
         if self._rounds:
             messages = self._rounds[0]
@@ -72,17 +72,17 @@ class ShardsInFlight:
             message, pending = self._messages[0]
             message.receive(pending, self._tensors, destinations)
             del self._messages[0], pending
-        self._go_on()
+        self._start_round()
 
     def reach_last_round(self) -> bool:
-        """Wait for all rounds but the last; return whether there were any.
+        """Wait for all rounds but the last; return whether there were rounds to wait for.
 
         After that, `wait` does not start a collective that other ranks wait for.
         """
-        waits = bool(self._rounds)
+        had_later_rounds = bool(self._rounds)
         while self._rounds:
             self._finish_round(tuple)
-        return waits
+        return had_later_rounds
 
     def poll(self) -> None:
         """Process arrived data if that needs no waiting; `wait` returns the results."""
@@ -149,24 +149,24 @@ def given_away(shards: list[Tensor]) -> Iterator[Tensor]:
         yield shards.pop(0)
 
 
-# --- asked for one by one, for DTensors -----------------------------------------------------------
+# --- redistributions of DTensors, requested one by one --------------------------------------------
 
 
-# a tensor, and the versions of it and of its local tensor; None where a copy is sent
+# a DTensor, with its version and the version of its local tensor; None if a copy is sent
 _Source = tuple[Tensor, tuple[int, int]] | None
 
 
 class CoalescedBatch:
     """Requested redistributions, and the DTensors that wait for them."""
 
-    __slots__ = ("_asked", "_in_flight", "_waiting")
+    __slots__ = ("_in_flight", "_requests", "_waiting")
 
     def __init__(self) -> None:
         # The plan, the local tensor, and the source of each request.
-        self._asked: list[tuple[Plan, Tensor, _Source]] = []
-        # A DTensor, which may have been freed, the position of the redistribution that it
-        # waits for, and the local tensor to which the result is added in place; None if the
-        # result itself becomes the local tensor.
+        self._requests: list[tuple[Plan, Tensor, _Source]] = []
+        # For each waiting DTensor: a reference to it (it may have been freed), the position of the
+        # request that it waits for, and the local tensor to which the result is added in place
+        # (None if the result itself becomes the local tensor).
         self._waiting: list[tuple[ReferenceType[Any], int, Tensor | None]] = []
         self._in_flight: ShardsInFlight | None = None
 
@@ -175,23 +175,26 @@ class CoalescedBatch:
 
         `local` is the local tensor of `source`.
         """
-        self.wait_for(len(self._asked), result)
+        self.wait_for(len(self._requests), result)
         if source.is_inference() or local.is_inference():
-            # nothing would show a write to it
-            self._asked.append((plan, local.clone(), None))
+            # An inference tensor has no version, so a write to it could not be detected.
+            self._requests.append((plan, local.clone(), None))
         else:
             versions = (source._version, local._version)
-            self._asked.append((plan, local, (source, versions)))
+            self._requests.append((plan, local, (source, versions)))
 
-    def wait_for(self, at: int, result: Any, present: Tensor | None = None) -> None:
-        """Let another DTensor wait for a redistribution, or for its sum with `present`."""
-        self._waiting.append((ref(result), at, present))
+    def wait_for(self, at: int, result: Any, addend: Tensor | None = None) -> None:
+        """Let the DTensor `result` wait for request `at`, or for its sum with `addend`."""
+        self._waiting.append((ref(result), at, addend))
 
     def position_of(self, tensor: Any) -> int | None:
-        """Return the position of the redistribution that a DTensor waits for; None for a sum."""
+        """Return the position of the request whose result a DTensor waits for.
+
+        Return None if it does not wait, or waits for a sum.
+        """
         position: int
-        for of, position, present in reversed(self._waiting):
-            if of() is tensor and present is None:
+        for reference, position, addend in reversed(self._waiting):
+            if reference() is tensor and addend is None:
                 return position
         return None
 
@@ -201,17 +204,17 @@ class CoalescedBatch:
         Raises:
             RedistributeError: a source has been written to since its redistribution was requested.
         """
-        for i, (asked, local, source) in enumerate(self._asked):
+        for i, (requested, local, source) in enumerate(self._requests):
             if source is not None and (source[0]._version, local._version) != source[1]:
                 raise RedistributeError(
-                    f"the source of redistribution {i} ({asked.src!r} to {asked.dst!r}) in a "
-                    "batch was written to before it was sent; use the result first, or leave the "
+                    f"the source of redistribution {i} ({requested.src!r} to {requested.dst!r}) in "
+                    "a batch was written to before it was sent; use the result first, or leave the "
                     "coalesce() block before writing; gradients of leaves are sent at the end of "
                     "a backward pass"
                 )
-        plans = [plan for plan, *_ in self._asked]
-        shards = [local for _, local, _ in self._asked]
-        self._asked = []
+        plans = [plan for plan, *_ in self._requests]
+        shards = [local for _, local, _ in self._requests]
+        self._requests = []
         self._in_flight = ShardsInFlight(plans, shards, copies=copies)
         self._in_flight.reach_last_round()
 
@@ -220,8 +223,8 @@ class CoalescedBatch:
 
         It raises the same errors as `start`.
         """
-        if self._asked:
-            with purpose("; ".join([plan.purpose for plan, *_ in self._asked])):
+        if self._requests:
+            with purpose("; ".join([plan.purpose for plan, *_ in self._requests])):
                 self.start()
         if self._in_flight is None:
             assert not self._waiting, "the redistributions that these tensors wait for have failed"
@@ -230,11 +233,11 @@ class CoalescedBatch:
         waiting = self._waiting
         self._waiting = []
         self._in_flight = None
-        for of, at, present in waiting:
+        for reference, at, addend in waiting:
             local = arrived[at]
-            tensor = of()
-            if present is not None:
-                local = present.add_(local)
+            tensor = reference()
+            if addend is not None:
+                local = addend.add_(local)
             if tensor is not None:
                 tensor.arrive(local)
 

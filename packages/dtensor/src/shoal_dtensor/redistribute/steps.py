@@ -128,10 +128,10 @@ class Plan:
 
     @property
     def slices(self) -> bool:
-        """True if the result of the last step is a part of the tensor before it."""
-        # AllReduce, Slice, Reshape: yes
-        kept = [step for step in self.steps if step.name != "Reshape"]
-        return not kept or kept[-1].name == "Slice"
+        """True if the result of the steps may be a view of an earlier tensor."""
+        # Only Slice and Reshape return views. Example: AllReduce, Slice, Reshape.
+        without_reshapes = [step for step in self.steps if step.name != "Reshape"]
+        return not without_reshapes or without_reshapes[-1].name == "Slice"
 
     def _repr_html_(self) -> str:
         return html_text(str(self))

@@ -38,28 +38,29 @@ def plan_traffic(plan: Plan) -> dict[tuple[int, int], float]:
     return traffic
 
 
-def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-    """Return the elements that the rank at `c` receives from each other rank of its group."""
-    group = members(step.src, step.axes, c)
+def _received(step: Step, coordinate: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+    """Return the elements that the rank at `coordinate` receives from each rank of its group."""
+    group = members(step.src, step.axes, coordinate)
     match step.name:
         case "ReduceScatter":
-            return dict.fromkeys(group, float(volume(step.dst.box(c))))
+            return dict.fromkeys(group, float(volume(step.dst.box(coordinate))))
         case "AllReduce":
-            # reduce one's part of it, then get the parts of the others
-            # 8 elements, 4 ranks: 4 each
-            elements = volume(step.src.box(c))
+            # Each rank reduces its part of the box, then receives the reduced parts of the others.
+            # Example: 8 elements on 4 ranks are 2 + 2 elements from each rank.
+            elements = volume(step.src.box(coordinate))
             return dict.fromkeys(group, 2 * elements / len(group))
-    return {group[m]: float(volume(box)) for m, box in blocks_of(step, c).receives}
+    blocks = blocks_of(step, coordinate)
+    return {group[member]: float(volume(box)) for member, box in blocks.receives}
 
 
 def least_bytes(src: Spec, dst: Spec) -> float:
     """Return a lower bound on the bytes that a rank receives on average with any algorithm."""
     mesh = src.mesh
     axes = _partial_axes(src, dst)
-    values = prod(mesh.shape[axis] for axis in axes.reduced)
-    if values > 1:
+    terms = prod(mesh.shape[axis] for axis in axes.reduced)
+    if terms > 1:
         return _least_bytes_of_reduction(src, dst, axes)
-    # the elements of boxes under `dst` that are not in boxes under `src`
+    # elements that ranks hold under `dst` and do not hold under `src`, over all ranks
     lacking = 0
     sizes = [*mesh.shape]
     for axis in axes.made:
@@ -119,13 +120,13 @@ def _least_bytes_of_reduction(src: Spec, dst: Spec, axes: _PartialAxes) -> float
     """
     mesh = src.mesh
     ranks = mesh.size()
-    values = prod(mesh.shape[axis] for axis in axes.reduced)
-    # groups of ranks that stay partial, each with values of its own
+    terms = prod(mesh.shape[axis] for axis in axes.reduced)
+    # Along axes that stay partial, every rank reduces terms of its own.
     partial_axes = [axis for axis, _ in src.partials]
     groups = prod(mesh.shape[axis] for axis in partial_axes if axis not in axes.reduced)
     shards = prod(mesh.shape[axis] for sharding in dst.dim_shardings for axis in sharding.axes)
     made = prod(mesh.shape[axis] for axis in axes.made)
     holders = max(1, ranks // groups // shards // made)
-    transfers = (values - 1) + (holders - 1)
-    # 64 * 6 / 4
+    transfers = (terms - 1) + (holders - 1)
+    # Example: 64 elements, P -> R over 4 ranks. 64 * (3 + 3) / 4 = 96 elements for each rank.
     return src.dtype.itemsize * prod(src.shape) * groups * transfers / ranks

@@ -67,8 +67,8 @@ def run(plan: Plan, local: Tensor) -> Tensor:
 @remembered(REMEMBERED)
 def _program(plan: Plan) -> tuple[Stage, ...]:
     """Return the stages of a plan on this rank."""
-    works = zip(rank_steps_of(plan), plan.steps, strict=True)
-    stages = [stage_of(one_step, step.src.mesh) for one_step, step in works]
+    pairs = zip(rank_steps_of(plan), plan.steps, strict=True)
+    stages = [stage_of(one_step, step.src.mesh) for one_step, step in pairs]
     return (*stages, *closing(plan))
 
 
@@ -156,8 +156,8 @@ def in_memory_order(spec: Spec, row_major: Stage = torch.Tensor.contiguous) -> S
 # --- partial norms --------------------------------------------------------------------------------
 
 # A partial norm is read several times (to test whether it is finite, as a divisor, in its
-# backward), so its reduced value is cached. A cached norm has at most this many elements: a total norm, or one
-# norm for each row of a small weight.
+# backward), so its reduced value is cached. A cached norm has at most this many elements:
+# a total norm, or one norm for each row of a small weight.
 MAX_ELEMENTS = 256
 
 
@@ -307,7 +307,7 @@ class PackedCollective:
         "_blocks",
         "_comm",
         "_in_rows",
-        "_is_call",
+        "_is_unpacked",
         "_kind",
         "_legs",
         "_received",
@@ -321,9 +321,11 @@ class PackedCollective:
         self._kind: str = calls[0].kind
         # equal blocks are the rows of a matrix
         self._in_rows: bool = not any(call.sizes for call in calls)
-        self._is_call: bool = len(legs) == 1 and (self._kind == "all_to_all" or not packs)
-        # For each leg the elements sent to each member (in a gather, of each) and received from it;
-        # and the totals of all legs.
+        # whether the leg's own collective is called, with its buffer as it is
+        self._is_unpacked: bool = len(legs) == 1 and (self._kind == "all_to_all" or not packs)
+        # For each leg and each member, the number of elements sent to the member (for an
+        # all-gather, the number that the member sends) and received from it. Then the totals over
+        # all legs.
         self._blocks = [_block_sizes(leg, self._comm.size) for leg in legs]
         self._arrivals = []
         for call, sizes in zip(calls, self._blocks, strict=True):
@@ -347,9 +349,9 @@ class PackedCollective:
                 local = local.clone()
             tensors[leg.position] = local if self._kind == "all_to_all" else _RELEASED
             buffers.append(leg.rank_step.prepare(local))
-        if self._is_call:
+        if self._is_unpacked:
             leg = self._legs[0]
-            return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
+            return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # `bind` returns any collective
         blocks = self._blocks_to_send(buffers)
         buffers.clear()
         comm = self._comm
@@ -372,12 +374,12 @@ class PackedCollective:
     def _is_read_at_start(self, local: Tensor) -> bool:
         """Tell whether a local tensor is not read after `send` has returned."""
         if self._kind == "all_reduce" or is_traced(local):
-            # it reduces a copy; a compiler orders reads and writes
+            # An all-reduce reduces a copy. A compiler keeps reads before later writes.
             return True
-        # In an exchange the blocks that stay are read together with the blocks that arrive.
-        is_kept = self._kind == "all_to_all"
+        # The blocks that a rank keeps in an exchange are read when the other blocks have arrived.
+        is_read_later = self._kind == "all_to_all"
         op = "" if self._kind == "all_gather" else self._legs[0].call.op
-        return self._is_call and not is_kept and is_read_at_start(local, self._comm, op)
+        return self._is_unpacked and not is_read_later and is_read_at_start(local, self._comm, op)
 
     def receive(
         self, pending: Pending[Flat] | Pending, tensors: list[Tensor], destinations: Destinations
@@ -395,12 +397,12 @@ class PackedCollective:
         self, arrived: Sequence[Tensor] | Tensor, destinations: Destinations
     ) -> Sequence[Tensor]:
         """Return for each leg the result that its own collective would return."""
-        if self._is_call:
+        if self._is_unpacked:
             assert isinstance(arrived, Tensor), "a call gives one tensor"
             return [arrived]
         if self._kind in ("all_gather", "all_to_all"):
             return self._join(arrived, destinations())
-        # one flat tensor in all; of an all-reduce one for each leg
+        # A reduce-scatter brings one flat tensor for all legs, an all-reduce one for each leg.
         if self._kind == "reduce_scatter":
             sizes_of_legs = [sizes[self._comm.rank] for sizes in self._arrivals]
             arrived = torch.split(arrived[0], sizes_of_legs)

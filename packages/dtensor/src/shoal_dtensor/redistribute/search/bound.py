@@ -24,10 +24,10 @@ class Bound:
         self.whole = space.itemsize * prod(sharded.longest for sharded in space.whole)
         axes = axes_of(space.multi_rank_axes)
         links = space.links
-        # Seconds of the fastest start of a collective.
-        self.start: float = min([links.latency[a] for a in axes], default=0.0)
-        # The axes that are not faster than each speed.  Axis 0 slow, axis 1 fast: (0b01, slow),
-        # (0b11, fast)
+        # seconds that any collective takes at least
+        self.least_latency: float = min([links.latency[a] for a in axes], default=0.0)
+        # For each speed, slowest first, the axes that are not faster. Example: axis 0 slow, axis 1
+        # fast: [(0b01, slow), (0b11, fast)].
         speeds = sorted({links.bandwidth[a] for a in axes})
         self._levels: list[tuple[int, float]] = []
         for speed in speeds:
@@ -48,14 +48,14 @@ class Bound:
             local_steps = bool(here.to_make_partial) + bool(here.to_rescale)
             seconds += local_steps * links.copy(finest)
         if leaving:
-            # 10 bytes over slow links, 30 in all: 10 of them at the slow speed, the other 20 at the
-            # fast one
-            before = 0.0
+            # Example: of 30 bytes, 10 must come over slow links. These 10 bytes are counted at the
+            # slow speed, the other 20 at the fast speed.
+            counted = 0.0
             for axes, speed in self._levels:
                 volume = self._volume(here, moving, moving & axes)
-                if volume > before:
-                    seconds += (volume - before) / speed
-                    before = volume
+                if volume > counted:
+                    seconds += (volume - counted) / speed
+                    counted = volume
         if here.to_reduce or here.to_make_partial:
             return seconds
         # The part that two shards have in common has at most the shorter length

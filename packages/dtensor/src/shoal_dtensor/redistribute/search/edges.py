@@ -43,7 +43,7 @@ def reshard(space: Space, before: State, after: State) -> list[Edge]:
     changed: list[int] = []
     leaving = 0
     entering = 0
-    held = 1.0
+    held_fraction = 1.0
     for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
         if old is new:
             continue
@@ -56,12 +56,13 @@ def reshard(space: Space, before: State, after: State) -> list[Edge]:
         changed.append(dim)
         leaving |= change.leaving
         entering |= change.entering
-        # S(0) -> S(1) over 2 ranks: 4 of 8 rows, 1 / 2; of columns 1
-        held *= change.held
+        # Example: (8, 8), S(0) -> S(1) over 2 ranks. A rank has 1/2 of the rows of its new box, and
+        # all of the columns.
+        held_fraction *= change.held
     if not changed:
         return []
-    # (8, 8) f32, S(0) -> S(1) on 2 ranks: 128 - 64 = 64 bytes
-    received = after.box_bytes - int(after.box_bytes * held)
+    # In the example with float32: 128 - 64 = 64 bytes.
+    received = after.box_bytes - int(after.box_bytes * held_fraction)
     if entering:
         involved = leaving | entering
         return [_exchange(space, before, after, changed, involved=involved, received=received)]
@@ -210,8 +211,8 @@ def join_pending(space: Space, before: State) -> Iterator[Edge]:
     if not space.joinable_op:
         return
     # Example: a small tensor on a mesh of (2, 2), [P, S(1)] -> [S(0), S(0)]. One reduce-scatter
-    # over both axes replaces a reduce-scatter and an all-to-all. It has half the latency and twice the
-    # bytes.
+    # over both axes replaces a reduce-scatter and an all-to-all. It has half the latency
+    # and twice the bytes.
     reduced = space.start.to_reduce | space.partial_at_both_ends & before.to_make_partial
     # Example: for [P, S(0)], axis 1 only.
     axes = axes_of(before.sharding_axes & ~reduced)
@@ -246,8 +247,8 @@ def convert_partials(space: Space, before: State) -> list[Edge]:
     """
     edges = []
     here = before
-    is_in_the_way = before.to_reduce & before.to_make_partial or not space.reductions_commute
-    if before.to_reduce and is_in_the_way:
+    reduces_first = before.to_reduce & before.to_make_partial or not space.reductions_commute
+    if before.to_reduce and reduces_first:
         return []
     if before.to_make_partial:
         coarse = _coarsen(before.dims, before.to_make_partial)

@@ -127,17 +127,18 @@ def _step(before: Spec, after: Spec, edge: Edge) -> Step:
     sizes = before.mesh.shape
     summed = prod([sizes[axis] for axis in edge.axes if ops.get(axis) == "sum"])
     averaged = prod([sizes[axis] for axis in edge.axes if ops.get(axis) == "avg"])
-    more: dict[str, Any] = {}
+    arithmetic: dict[str, Any] = {}
     if edge.kind == "Scale":
-        # sum -> avg on 2 ranks: by 2; avg -> sum: by 1/2
-        more = {"factor": summed, "divisor": averaged}
+        # Example: sum -> avg on 2 ranks multiplies by 2, avg -> sum by 1/2.
+        arithmetic = {"factor": summed, "divisor": averaged}
     elif edge.kind in ("AllReduce", "ReduceScatter"):
         ops_of_edge = {ops[axis] for axis in edge.axes}
         if len(ops_of_edge) == 1:
-            more = {"op": ops_of_edge.pop()}
+            arithmetic = {"op": ops_of_edge.pop()}
         else:
-            # a mixture of sums and averages is a sum, divided afterwards; avg over 4: sum / 4
-            more = {"op": "sum", "divisor": averaged}
+            # A reduction of sums and averages is a sum that is divided afterwards by the number of
+            # averaged ranks.
+            arithmetic = {"op": "sum", "divisor": averaged}
     return Step(
         edge.kind,
         before,
@@ -147,7 +148,7 @@ def _step(before: Spec, after: Spec, edge: Edge) -> Step:
         seconds=edge.seconds,
         bytes=edge.received,
         peak_bytes=edge.peak,
-        **more,
+        **arithmetic,
     )
 
 
@@ -187,7 +188,7 @@ class _Search:
         self.most_found = 1 if plans_wanted == 1 else 8 * plans_wanted
         bound = Bound(space)
         self.bound = cache(bound.seconds)
-        self.fastest_start = bound.start
+        self.least_latency = bound.least_latency
         self.heap: list[tuple[float, int, _Trail]] = []
         # favors the first of several trails of equal cost, so that trails are never compared
         self.tie_breaker = count()
@@ -378,11 +379,12 @@ class _Search:
             self.priced += 1
             to_goal = reshard(self.space, here, self.space.goal)
             self.record_plan(trail.extended_by(to_goal))
-            # It takes two collectives to go on, unless something else can be sliced before the one.
-            # Where not all layouts are looked at, paths of one collective are not varied.
+            # The path with one more collective has just been recorded. Other paths need at least
+            # two, unless they slice by free axes before the one collective. Slices are varied in
+            # this way only if all layouts are considered.
             free_axes = self.space.moving(here) & ~here.sharding_axes
             if not (self.candidates.complete and free_axes):
-                bound += self.fastest_start
+                bound += self.least_latency
         if bound < self.cost_to_beat:
             heappush(self.heap, (bound, next(self.tie_breaker), trail))
         return trail

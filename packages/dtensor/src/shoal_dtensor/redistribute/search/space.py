@@ -215,13 +215,13 @@ class Space:
     def _read_partials(self, src: Spec, dst: Spec) -> None:
         old = dict(src.partials)
         new = dict(dst.partials)
-        # sum at one end, avg at the other
+        # An axis stays partial if its reduction is the same, or changes between sum and average.
         at_both_ends = [axis for axis in old if axis in new]
-        both = [axis for axis in at_both_ends if _commute({old[axis], new[axis]})]
+        staying = [axis for axis in at_both_ends if _commute({old[axis], new[axis]})]
         self.partial = mask_of(new)
-        self.partial_at_both_ends = mask_of(both)
+        self.partial_at_both_ends = mask_of(staying)
         # axes that change between sum and average
-        self.rescaled = mask_of([axis for axis in both if old[axis] != new[axis]])
+        self.rescaled = mask_of([axis for axis in staying if old[axis] != new[axis]])
         ops = {*old.values()}
         self.reductions_commute = _commute({*ops, *new.values()})
         self.joinable_op = _joinable_op(ops)
