@@ -1,7 +1,8 @@
-"""The order of the mesh axes that shard one dim, from the shards that each makes, in integers only.
+"""The order of the mesh axes that shard one tensor dim, in integers only.
 
-Placements have one entry per mesh axis, so they cannot say which axis of a dim is the outer one. An
-axis that shards a dim after axes to its right says how many shards these make before it.
+Placements have one entry per mesh axis. If several axes shard a dim, they do so from left to right,
+the leftmost axis outermost. An axis that shards the dim after axes to its right has a placement
+with the number of its outer shards: the shards that these axes make before it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ def order_of_axes(
 ) -> tuple[int, ...]:
     """Return the axes of a dim, outermost first.
 
-    They are ascending, but each axis comes after axes to its right that make its number of outer
-    shards.
+    The order is ascending, except that an axis with n > 1 outer shards follows axes to its right
+    that make n shards. Axes of one rank come as late as possible.
 
-    `{0: 2, 1: 1}` on a mesh (4, 2) is (1, 0). Axes of one rank come as late as possible.
+    For example, `{0: 2, 1: 1}` on a mesh of (4, 2) gives (1, 0).
+
+    Args:
+        dim: the tensor dim, for messages.
+        outer_shards: the number of outer shards of each axis that shards the dim.
+        mesh_shape: the ranks along each axis.
 
     Raises:
         PlacementError: if no leading part of the axes to the right makes this number of shards.
@@ -50,8 +56,8 @@ def order_of_axes(
 def shards_before(axes: Sequence[int], axis_sizes: Sequence[int]) -> dict[int, int]:
     """Return for each axis of a dim the number of shards that axes to its right make before it.
 
-    Axes (2, 0, 1) of sizes (3, 2, 2): axis 2 makes 3 shards before axes 0 and 1, so {2: 1, 0: 3,
-    1: 3}.
+    For example, in axes (2, 0, 1) of sizes (3, 2, 2), axis 2 makes 3 shards before axes 0 and 1, so
+    the result is {2: 1, 0: 3, 1: 3}.
     """
     counts: dict[int, int] = {}
     for position, axis in enumerate(axes):

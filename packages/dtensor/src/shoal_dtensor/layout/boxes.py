@@ -82,17 +82,15 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     dims = range(len(boxes[filled[0]]))
     if not dims:
         return filled[0], filled[1]
-    # A sweep along the dim with most distinct starts (rows 0, 2; columns 0: rows): n boxes in a row
-    # cost n log n.
+    # Sweep along the dim with the most distinct starts, so that n boxes in a row cost n log n.
     starts_of = []
     for dim in dims:
         starts = {boxes[i][dim][0] for i in filled}
         starts_of.append(starts)
     sweep = max(dims, key=lambda dim: len(starts_of[dim]))
-    # boxes that reach beyond the present start
+    # boxes that end after the start of the present box
     active: list[int] = []
     for i in sorted(filled, key=lambda i: boxes[i][sweep]):
-        # rows 0:2 end before row 2
         first = boxes[i][sweep][0]
         active = [j for j in active if boxes[j][sweep][1] > first]
         for j in active:
@@ -105,10 +103,10 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 def edges(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return for every dim the sorted positions at which some non-empty box begins or ends.
 
-    0 and the size of the dim are among them.
+    0 and the size of the dim are among them. For example, rows 0:2 and 2:5 of (5, 3) give
+    ((0, 2, 5), (0, 3)).
     """
     filled = [box for box in boxes if volume(box) > 0]
-    # rows 0:2 and 2:5 of (5, 3): ((0, 2, 5), (0, 3))
     positions = []
     for dim, size in enumerate(shape):
         borders = {position for box in filled for position in box[dim]}
@@ -118,20 +116,22 @@ def edges(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], 
 
 def gap(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:
     """Return a box of elements in none of the disjoint boxes; None if they cover the shape."""
-    # 2 * 3 and 3 * 3 of (5, 3): 15
+    # Disjoint boxes cover the shape if they have as many elements.
     if sum(map(volume, boxes)) == prod(shape):
         return None
     intervals = [pairwise(positions) for positions in edges(boxes, shape)]
     for cell in product(*intervals):
-        # only rows 0:2 of 5: rows 2:5
+        # Example: the box of rows 0:2 leaves the cell of rows 2:5.
         if all(intersect(cell, box) is None for box in boxes):
             return cell
     return None
 
 
 def grid(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-    """Return shard sizes per dim if the non-empty boxes are all cells of a grid, else None."""
-    # For (5, 3) as rows 0:2 and 2:5 they are ((2, 3), (3,)).
+    """Return shard sizes per dim if the non-empty boxes are all cells of a grid, else None.
+
+    For example, rows 0:2 and 2:5 of (5, 3) give ((2, 3), (3,)).
+    """
     sizes = []
     for positions in edges(boxes, shape):
         lengths = [stop - start for start, stop in pairwise(positions)]

@@ -1,12 +1,14 @@
 """Shardings of one tensor dim over mesh axes, in integers only.
 
 A `DimSharding` lists the mesh axes that shard the dim, outermost first, and the start and end of
-every shard. Whatever the sharding (nested, uneven, ragged, any order of axes), shard `k` is one
-contiguous interval, so every rank holds one box of the global tensor: redistribution, random
-numbers, checkpoints and views build on that. `(batch, sequence) -> (batch * sequence)` with the
-sequence sharded leaves every rank one run of elements for each batch entry instead of one interval.
-The result is a `StridedDimSharding`, like torch's `_StridedShard`, but uneven and nested shardings
-fold too. Operators that do not depend on the order along a dim work on it as on any sharded dim.
+every shard. In every such sharding (nested, uneven, ragged, with any order of axes) shard `k` is
+one contiguous interval, so every rank holds one box of the global tensor. Redistribution, random
+numbers, checkpoints and views depend on this.
+
+A reshape `(batch, sequence) -> (batch * sequence)` with the sequence sharded gives every rank one
+run of elements for each batch entry instead of one interval. Its result is a `StridedDimSharding`,
+which corresponds to torch's `_StridedShard` but allows uneven and nested shardings. Operators that
+do not depend on the order of elements along a dim treat it like any sharded dim.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def chunk_sizes(length: int, shards: int, unit: int = 1) -> tuple[int, ...]:
-    """Return the sizes of the `shards` of `torch.chunk`, divided only at multiples of `unit`."""
-    # 10 over 4: (3, 3, 3, 1); 2 over 4: (1, 1, 0, 0)
+    """Return the sizes of the `shards` of `torch.chunk`, divided only at multiples of `unit`.
+
+    For example, 10 elements in 4 shards have the sizes (3, 3, 3, 1), and 2 elements (1, 1, 0, 0).
+    """
     return _sizes(length, _step(length, shards, unit), shards)
 
 
@@ -40,25 +44,25 @@ def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[
     """
     if isinstance(placement, StridedShard):
         assert placement.sizes is not None, "styles say the sizes of strided shards"
-        # 3 runs, each as 2 + 1: 6 + 3
+        # Example: 3 runs, each sharded as 2 + 1, give 6 and 3 elements.
         return [placement.split_factor * size for size in placement.sizes]
     return list(placement.sizes or chunk_sizes(size, ranks, placement.multiple_of))
 
 
 def _step(length: int, shards: int, unit: int) -> int:
-    """Return the elements of the first shard: ceil-sized in units of `unit`."""
-    # 10 elements in units of 4: 3
+    """Return the number of elements of the first shard, a multiple of `unit`."""
+    # Example: 10 elements are 3 units of 4.
     units = -(-length // unit)
-    # 3 units over 2 shards: 2, which are 8 elements
+    # Of 3 units over 2 shards, the first shard has 2, which are 8 elements.
     units_of_first = -(-units // shards)
     return units_of_first * unit
 
 
 def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
-    """Return the sizes of the shards: full ones of `step`, the rest, and empty ones."""
+    """Return the sizes of the shards: full shards of `step`, a shorter one, and empty ones."""
     full = int(length // step) if step else 0
     rest = length - full * step
-    # 7 in steps of 3: (3, 3) + (1, 0, 0, 0, 0), up to 4
+    # Example: 7 elements in 4 shards of up to 3 are the first 4 of (3, 3, 1, 0, 0, 0, 0).
     sizes = (step,) * full + (rest, *(0,) * shards)
     return sizes[:shards]
 
@@ -68,14 +72,15 @@ def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
 class DimSharding:
     """One tensor dim, sharded over mesh axes.
 
-    7 elements over axes (0, 1) of sizes (2, 2): shard k = 2 * coordinate[0] + coordinate[1]
+    Example: 7 elements over axes (0, 1) of sizes (2, 2). The rank at `coordinate` holds shard
+    2 * coordinate[0] + coordinate[1]:
 
         element     0 1 | 2 3 || 4 5 | 6
         coordinate  0,0   0,1    1,0   1,1
 
-    It is made of the sizes of all shards, row-major over the axes: (2, 2, 2, 1), which are steps of
-    2, not ragged. Shards of `torch.chunk` are two integers, length and step, for any number of
-    ranks.
+    The constructor gets the sizes of all shards, row-major over the axes: here (2, 2, 2, 1). If all
+    shards have `step` elements up to the end of the dim, as here, only length and step are stored,
+    for any number of ranks. Otherwise the sharding is ragged and stores all sizes.
     """
 
     # mesh axes that shard the dim, outermost first; empty when it is replicated
@@ -83,10 +88,10 @@ class DimSharding:
     axis_sizes: tuple[int, ...]
     length: int  # global number of elements
     step: int  # elements of the longest shard
-    # elements of every shard if they are not `step` up to the end; None otherwise
+    # elements of every shard if the sharding is ragged; None otherwise
     ragged: tuple[int, ...] | None
-    # number of shards, empty ones too
-    # compiled code reads the default from the class
+    # number of shards, empty shards included
+    # (compiled code reads the default from the class)
     shards: int = field(default=1, compare=False, repr=False)
     # whether all shards are equally large
     even: bool = field(default=True, compare=False, repr=False)
@@ -95,11 +100,11 @@ class DimSharding:
         self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], sizes: tuple[int, ...]
     ) -> None:
         assert len(sizes) == prod(axis_sizes), "one size for each coordinate of the axes"
-        # symbols are for even shards
+        # Listed sizes become constants; `chunks` keeps symbols.
         sizes = tuple(map(int, sizes))
         length = sum(sizes)
         step = sizes[0]
-        # (3, 3, 1) is uniform; (1, 3, 3) is ragged
+        # Example: (3, 3, 1) is not ragged, (1, 3, 3) is.
         if sizes == _sizes(length, step, len(sizes)):
             self._set(axes, axis_sizes, length, step, ragged=None)
         else:
@@ -109,9 +114,9 @@ class DimSharding:
     def chunks(
         cls, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int
     ) -> DimSharding:
-        """Return the sharding in shards of `step` elements, the last non-empty one shorter.
+        """Return the sharding in shards of `step` elements; the last non-empty one may be shorter.
 
-        For example 5 in steps of 2 are 2, 2, 1.
+        For example, 5 elements in steps of 2 have the sizes (2, 2, 1).
         """
         sharding: DimSharding = object.__new__(cls)
         sharding._set(axes, axis_sizes, length, min(step, length), ragged=None)
@@ -122,7 +127,7 @@ class DimSharding:
         """Return the sharding of a dim that every rank holds whole."""
         if type(length) is int:
             return _whole(length, length)
-        # a symbol, which cannot be a key of a cache
+        # A symbol cannot be the key of a cache.
         return DimSharding.chunks((), (), length, length)
 
     def _set(
@@ -134,7 +139,7 @@ class DimSharding:
         ragged: tuple[int, ...] | None,
     ) -> None:
         shards = prod(axis_sizes)
-        # 4 shards of 2 are 8, not 7
+        # Example: 4 shards of 2 elements are not filled by 7 elements.
         is_filled = bool(step * shards == length)
         self.__dict__.update(
             axes=axes,
@@ -152,7 +157,7 @@ class DimSharding:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The elements of every shard: an entry per rank, so prefer one interval if possible."""
+        """The elements of every shard; prefer `interval_of` if one shard is enough."""
         if self.ragged is not None:
             return self.ragged
         return _sizes(self.length, self.step, self.shards)
@@ -166,19 +171,19 @@ class DimSharding:
         """Return the shard that the rank at a mesh coordinate holds."""
         shard = 0
         for axis, size in zip(self.axes, self.axis_sizes, strict=True):
-            # coordinate (1, 1) on (2, 2): 1, then 1 * 2 + 1 = 3
+            # Example: for coordinate (1, 1) on (2, 2) it is 1, then 1 * 2 + 1 = 3.
             shard = shard * size + coordinate[axis]
         return shard
 
     def interval_of(self, shard: int) -> tuple[int, int]:
         """Return the global `[start, stop)` of a shard."""
         if self.ragged is not None:
-            # (1, 3, 3): shard 1 is (1, 4)
+            # Example: shard 1 of sizes (1, 3, 3) is (1, 4).
             start = self.offsets[shard]
             return start, start + self.ragged[shard]
-        # `shard and`: 0 times a symbol would be a symbol
+        # Shard 0 starts at the integer 0, because 0 times a symbol would be a symbol.
         start = shard and min(shard * self.step, self.length)
-        # 7 in steps of 2: shard 3 is (6, 7)
+        # Example: of 7 elements in steps of 2, shard 3 is (6, 7).
         stop = min((shard + 1) * self.step, self.length)
         return start, stop
 
@@ -211,17 +216,17 @@ class DimSharding:
         """Return the same sharding with `unit` elements in place of every element."""
         if unit == 1:
             return self
-        # (1, 3) * 2: (2, 6)
+        # Example: sizes (1, 3) in units of 2 are (2, 6).
         return self._resized(lambda size: size * unit)
 
     def divided(self, unit: int) -> DimSharding | None:
         """Return the same sharding counted in units of `unit` elements.
 
-        None if a shard is not a whole number of units.
+        Return None if a shard is not a whole number of units.
         """
         if unit == 1:
             return self
-        # 12 in steps of 6 by 4: 6 % 4 = 2
+        # Example: steps of 6 are not whole units of 4.
         sizes = self.ragged or (self.step, self.length)
         if any(size % unit for size in sizes):
             return None
@@ -243,18 +248,21 @@ class DimSharding:
         axis_sizes = self.axis_sizes[:count]
         inner = prod(self.axis_sizes[count:])
         if self.ragged is None:
-            # 2, 2, 2, 1 by the outer: 4, 3
+            # Example: sizes (2, 2, 2, 1) over axes of (2, 2) are (4, 3) by the outer axis.
             return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)
-        # (2, 2, 2, 1) over (2, 2), by the outer axis: (2 + 2, 2 + 1)
+        # Example: sizes (1, 2, 2, 2) over axes of (2, 2) are (1 + 2, 2 + 2) by the outer axis.
         starts = range(0, self.shards, inner)
         sizes = [sum(self.ragged[start : start + inner]) for start in starts]
         return DimSharding(axes, axis_sizes, tuple(sizes))
 
     def chunked(self, axis: int, ranks: int, unit: int = 1) -> DimSharding:
-        """Return every shard sharded by one more axis, as `torch.chunk` at multiples of `unit`."""
+        """Return the sharding in which one more axis divides every shard like `torch.chunk`.
+
+        Shards are divided only at multiples of `unit`.
+        """
         axes = (*self.axes, axis)
         axis_sizes = (*self.axis_sizes, ranks)
-        # a symbol stays one where the shards are even
+        # A symbolic length stays a symbol if the shards are even.
         if type(self.length) is not int:
             if self.even and not self.step % (ranks * unit):
                 return DimSharding.chunks(axes, axis_sizes, self.length, self.step // ranks)
@@ -263,20 +271,20 @@ class DimSharding:
         if self._is_uniform_chunked(ranks, unit):
             step = _step(self.step, ranks, unit)
             return DimSharding.chunks(axes, axis_sizes, self.length, step)
-        # of thousands of shards few differ
+        # Thousands of shards have only a few different sizes.
         inner = {size: chunk_sizes(size, ranks, unit) for size in {*self.sizes}}
         sizes = chain.from_iterable([inner[size] for size in self.sizes])
         return DimSharding(axes, axis_sizes, tuple(sizes))
 
     def _is_uniform_chunked(self, ranks: int, unit: int) -> bool:
-        """Tell whether the shards stay steps of one length when each is chunked over `ranks`."""
-        # 7 elements over (2, 2): shards of 4 and 3, both in steps of 2, so every boundary is a
-        # multiple of 2.
-        # 10 elements: shards of 5 in steps of 3, with boundaries at 0, 3, 5 and 8, which is ragged.
+        """Tell whether the sharding is not ragged after each shard is chunked over `ranks`."""
+        # Example: 7 elements over (2, 2) are shards of 4 and 3, both in steps of 2, so every
+        # boundary is a multiple of 2. But 10 elements are shards of 5 in steps of 3, with
+        # boundaries at 0, 3, 5 and 8, which is ragged.
         if self.ragged is not None:
             return False
         step = _step(self.step, ranks, unit)
-        # steps of 4, then 2: 2 * 2 == 4
+        # Example: shards of 4, divided over 2 ranks in steps of 2: 2 * 2 == 4.
         is_aligned = self.step == self.length or step * ranks == self.step
         if not is_aligned:
             return False
@@ -287,9 +295,9 @@ class DimSharding:
         return min(step_of_last, last) == min(step, last)
 
     def in_written_order(self) -> DimSharding:
-        """Return the same shards with the axes in the order that placements imply.
+        """Return the same shards with the axes in the order that their placements determine.
 
-        Placements do not give the position of axes of one rank.
+        Only axes of one rank move, because placements do not determine their position.
         """
         if 1 not in self.axis_sizes:
             return self
@@ -311,7 +319,7 @@ class DimSharding:
     def resharded(self, before: Callable[[int], int], length: int) -> DimSharding:
         """Return `length` elements sharded over the same axes.
 
-        `before(n)` of them are in the shards before the shard that began at `n`.
+        `before` maps the first index of an old shard to the first index of the new shard.
         """
         bounds = [0, *map(before, self.offsets[1:]), length]
         sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -335,9 +343,9 @@ class DimSharding:
 
 
 def in_order(placement: Shard | StridedShard, outer_shards: int) -> Shard | StridedShard:
-    """Return the placement of an axis that shards a dim after axes to its right.
+    """Return `placement` for an axis that shards its dim after axes to its right.
 
-    These axes make `outer_shards` shards of the dim.
+    These axes make `outer_shards` shards of the dim; for 1, `placement` is returned as it is.
     """
     if outer_shards == 1:
         return placement
@@ -371,7 +379,7 @@ def shard_dim(
             continue
         sizes = placement.sizes
         shards = sharding.sizes
-        # (3, 1, 2, 2) inside of 4 + 4
+        # Example: sizes (3, 1, 2, 2) divide shards of 3 + 1 and 2 + 2 elements.
         starts = range(0, len(sizes), ranks)
         sums = tuple([sum(sizes[start : start + ranks]) for start in starts])
         expected = len(shards) * ranks
@@ -390,15 +398,15 @@ def shard_dim(
 class StridedDimSharding:
     """One tensor dim that several dims were folded into, each sharded by itself.
 
-    (2, 6), its second dim over 2 ranks, as one dim of 12: one level of 2 runs, each sharded as 3 +
-    3
+    Example: (2, 6), with the second dim sharded over 2 ranks, is folded into one dim of 12. It has
+    one level of 2 runs, each sharded as 3 + 3:
 
         element  0 1 2 | 3 4 5 || 6 7 8 | 9 10 11
         rank       0       1        0       1
     """
 
-    # pairs (runs, sharding), runs ascending: the dim is `runs` equal runs, and each is sharded so;
-    # shards of a level are multiples of the next level's runs.
+    # Pairs (runs, sharding), ascending by runs. The dim consists of `runs` equal runs, and each run
+    # is sharded by `sharding`. Shards of a level are whole numbers of the next level's runs.
     levels: tuple[tuple[int, DimSharding], ...]
     length: int  # elements of the dim
 
@@ -414,18 +422,19 @@ class StridedDimSharding:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The dims that were folded; dims that are not sharded are joined to the dim before."""
+        """The dims that were folded; an unsharded dim is joined to the dim before it."""
         runs = [count for count, _ in self.levels]
-        # 12 elements in 2 runs: [1, 2]
+        # Example: [1, 2] for 12 elements in 2 runs.
         starts = runs if runs[0] == 1 else [1, *runs]
-        # [1, 2, 12]: dims of (2, 6)
+        # In the example, [1, 2, 12] gives the dims (2, 6).
         counts = [*starts, self.length]
         return tuple(inner // outer for outer, inner in pairwise(counts))
 
     @cached_property
     def _folded(self) -> list[tuple[int, DimSharding | None]]:
-        """The size and sharding of each of the dims in `shape`; None for replicated ones."""
-        # 12, levels of 1 and 4 runs: [3, 1]
+        """The size and the sharding of each dim in `shape`; the sharding is None if unsharded."""
+        # Elements of a unit in which each level's sharding is counted.
+        # Example: [3, 1] for 12 elements in levels of 1 and 4 runs.
         inner = [self.length // runs for runs, _ in self.levels[1:]]
         inner.append(1)
         shardings: list[DimSharding | None] = []
@@ -437,7 +446,6 @@ class StridedDimSharding:
 
     def size(self, coordinate: Sequence[int]) -> int:
         """Return the number of elements that the rank at a mesh coordinate holds."""
-        # 2 * 3 = 6
         sizes = []
         for n, sharding in self._folded:
             sizes.append(n if sharding is None else sharding.size(coordinate))
@@ -449,13 +457,13 @@ class StridedDimSharding:
 
     def intervals(self, coordinate: Sequence[int]) -> list[tuple[int, int]]:
         """Return the global `[start, stop)` of every run of the rank at a coordinate, in order."""
-        # of the slower dims: (2, 6), its rows whole and columns 3..5, are 0..1, then 3..5 and 9..11
+        # The runs along the folded dims so far. Example: for all rows and columns 3:6 of (2, 6),
+        # they are [(0, 2)] after the rows, then [(3, 6), (9, 12)].
         runs = [(0, 1)]
         for n, sharding in self._folded:
             whole = (0, n)
             start, stop = whole if sharding is None else sharding.interval(coordinate)
             if (start, stop) == whole:
-                # the 2 rows of (2, 6): (0, 2)
                 runs = [(first * n, last * n) for first, last in runs]
             else:
                 rows = [row for first, last in runs for row in range(first, last)]
@@ -464,7 +472,7 @@ class StridedDimSharding:
         return [(start, stop) for start, stop in runs if start < stop]
 
     def level(self, runs: int) -> DimSharding | None:
-        """Return the sharding of one of `runs` runs of the dim; None if no axis shards it so."""
+        """Return the sharding of the level of `runs` runs; None if there is no such level."""
         return dict(self.levels).get(runs)
 
     def runs_of(self, axis: int) -> int:
@@ -495,7 +503,7 @@ class StridedDimSharding:
 
 
 def runs_of(placement: Placement) -> int:
-    """Return the number of runs of a dim in which a placement shards it."""
+    """Return the number of equal runs of a dim that a placement shards; 1 for a whole dim."""
     return placement.split_factor if isinstance(placement, StridedShard) else 1
 
 
@@ -503,7 +511,7 @@ AnyDimSharding = DimSharding | StridedDimSharding
 
 
 def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimSharding | None:
-    """Return a dim of `length` elements with these shardings; None if they do not fit.
+    """Return the sharding of a dim of `length` elements by `levels`; None if they do not fit.
 
     `levels` maps a number of runs to the sharding of one run.
     """
@@ -511,11 +519,11 @@ def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimShardin
     first_runs, first_sharding = ascending[0]
     if len(ascending) == 1 and first_runs == 1:
         return first_sharding
-    # 12 in 1 and 4 runs: [12, 3]
+    # Example: for 12 elements in levels of 1 and 4 runs, a run has [12, 3] elements.
     lengths = [length // runs for runs, _ in ascending]
     inner_lengths = [*lengths[1:], 1]
     for (runs, sharding), n, inner in zip(ascending, lengths, inner_lengths, strict=True):
-        # 7 + 5: no whole rows of 3
+        # Example: shards of 7 and 5 elements are not whole numbers of rows of 3.
         has_whole_rows = sharding.divided(inner) is not None
         if runs * n != length or sharding.length != n or not has_whole_rows:
             return None
@@ -538,11 +546,11 @@ def shard_any_dim(
     if list(by_runs) == [1]:
         return shard_dim(length, axes, placements, mesh_shape)
     levels: dict[int, DimSharding] = {}
-    # a symbol becomes a constant, because folding depends on its divisors
+    # A symbol becomes a constant, because folding depends on its divisors.
     length = int(length)
     plain = [Shard(0, sizes=p.sizes) if isinstance(p, StridedShard) else p for p in placements]
     for runs, axes_of_level in by_runs.items():
-        # 12 in 2 runs: 6, as 3 + 3
+        # Example: a run of 12 elements in 2 runs has 6, sharded as 3 + 3.
         levels[runs] = shard_dim(length // runs, axes_of_level, plain, mesh_shape)
     sharding = fold_levels(levels, length)
     if sharding is None:

@@ -1,14 +1,15 @@
 """The order of a tensor's dims in memory, from its shape and stride.  Integers only.
 
-A dense tensor is described by its shape and an order of dims: (2, 3) of stride (1, 2) has the order
-(1, 0), because a step along dim 1 is the longer one.
+The shape and an order of dims determine the stride of a dense tensor. For example, a tensor of
+shape (2, 3) and stride (1, 2) has the order (1, 0), because dim 1 has the larger stride.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# dims, slowest first, `~dim` where it is expanded; empty for row-major
+# Dims from the largest stride to the smallest, with `~dim` for an expanded dim. Empty for a
+# row-major tensor.
 MemoryOrder = tuple[int, ...]
 
 
@@ -27,6 +28,7 @@ def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
     for dim in reversed(order or range(len(shape))):
         if dim >= 0:
             stride[dim] = step
+            # As in torch, an empty dim counts as a dim of one element.
             step *= shape[dim] or 1
     return tuple(stride)
 
@@ -36,7 +38,7 @@ def dims_by_stride(stride: Sequence[int], shape: Sequence[int] | None = None) ->
 
     Dims of equal stride are ordered by descending size if there is a shape, then by number.
     """
-    # stride (1, 8, 2): (1, 2, 0)
+    # Example: (1, 2, 0) for the stride (1, 8, 2).
     sizes = stride if shape is None else shape
     dims = range(len(stride))
     return tuple(sorted(dims, key=lambda dim: (-stride[dim], -sizes[dim])))
@@ -47,7 +49,7 @@ def walking_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...
 
     The position of a dim of one element does not matter.
     """
-    # (2, 1, 4) of stride (1, 9, 2): (1, 2, 0)
+    # Example: (1, 2, 0) for the shape (2, 1, 4) and the stride (1, 9, 2).
     short = [dim for dim, n in enumerate(shape) if n <= 1]
     long = [dim for dim in dims_by_stride(stride) if shape[dim] > 1]
     return (*short, *long)
@@ -56,7 +58,7 @@ def walking_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...
 def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | None:
     """Return the order of a dense tensor's dims in memory.
 
-    None if the tensor has gaps or overlaps, apart from expanded dims.
+    Return None if elements have gaps between them or overlap, except along expanded dims.
     """
     if tuple(stride) == contiguous_stride(shape):
         return ()
@@ -68,11 +70,11 @@ def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | No
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder:
     """Return the dims from the largest stride to the smallest.
 
-    Empty for a row-major or an expanded tensor.
+    Return () for a row-major or an expanded tensor.
     """
     if tuple(stride) == contiguous_stride(shape):
         return ()
-    # shards of an expanded tensor are plain
+    # Shards of an expanded tensor are row-major.
     if is_expanded(shape, stride):
         return ()
     order = dims_by_stride(stride)
@@ -82,7 +84,7 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder:
 
 
 def is_expanded(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether several elements along a dim share their memory: stride 0."""
+    """Tell whether the elements along some dim share their memory, because its stride is 0."""
     pairs = zip(shape, stride, strict=True)
     return any(n > 1 and step == 0 for n, step in pairs)
 
@@ -94,7 +96,6 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """
     if 0 in shape:
         return True
-    # (2, 3, 4): 12, 4, 1
     dense = contiguous_stride(shape)
     triples = zip(shape, stride, dense, strict=True)
     return all(n == 1 or step == dense_step for n, step, dense_step in triples)

@@ -1,10 +1,11 @@
 """Placements in the forms that users write, and in the form that a spec stores.
 
-`PartitionSpec("dp", None)` gives the placements and the shard order per tensor dim, like JAX's
-partition specs; it is translated on entry. Users also write `Shard(-1)`, plain shards with a shard
-order beside them, or sizes that are `torch.chunk`'s. In a spec one layout has one spelling, so
-equal layouts are equal specs. The placements of a spec determine the whole layout, including the
-order of axes: an axis that shards a dim after axes to its right is a `StridedShard`.
+`PartitionSpec("dp", None)` lists mesh axes for each tensor dim, like JAX's partition specs, and
+`read_placements` translates it to placements and a shard order. Users also write `Shard(-1)`,
+`Shard` placements together with a shard order, or explicit sizes that are the default sizes.
+`resolved_layout` brings all of these to one normal form, so that equal layouts are equal specs. The
+placements of the normal form determine the whole layout, including the order of axes: an axis that
+shards a dim after axes to its right has a `StridedShard`.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def read_placements(
 
     None stands for all replicated.
     """
-    # at once: an abstract class takes 0.3 us to ask
+    # These are tested first, because `isinstance` with an abstract class takes 0.3 us.
     if type(placements) in (list, tuple):
         return tuple(placements), shard_order  # type: ignore[arg-type]  # a list or tuple
     if placements is None:
@@ -140,7 +141,7 @@ def read_placements(
     return placements.resolve(mesh)
 
 
-# --- as a spec keeps them -------------------------------------------------------------------------
+# --- the normal form that a spec stores -----------------------------------------------------------
 
 
 def normalize_placements(
@@ -150,10 +151,10 @@ def normalize_placements(
     shard_order: ShardOrder | None = None,
     shape: Sequence[int] | None = None,
 ) -> tuple[tuple[Placement, ...], ShardOrder]:
-    """Return placements with non-negative dims and without order, and the order of axes per dim.
+    """Return placements that do not imply an order of axes, and the order of axes per dim.
 
-    Placements that imply an order must agree with `shard_order`. `Shard`s follow `shard_order` if
-    it is given.
+    The dims of the placements are not negative. If `shard_order` is given, it determines the order,
+    and placements that imply an order must agree with it.
     """
     count = len(placements)
     if count != len(mesh_shape):
@@ -204,9 +205,9 @@ def _class_name(value: object) -> str:
 
 
 def _without_order(placement: StridedShard) -> tuple[Shard | StridedShard, int]:
-    """Return a placement without its order, and the number of shards made before it.
+    """Return a placement that does not imply an order, and the number of its outer shards.
 
-    Axes to its right make these shards.
+    Outer shards are the shards that axes to the right of its axis make before it.
     """
     dim = placement.dim
     sizes = placement.sizes
@@ -258,9 +259,10 @@ def _in_runs(
     mesh_shape: Sequence[int],
     shape: Sequence[int] | None,
 ) -> StridedShard:
-    """Return the placement with the sizes of its runs if all axes of the dim have equally many.
+    """Return the placement with sizes if its factor counts runs, else the placement as it is.
 
-    Then the placements do not mean an order.
+    A factor without sizes counts runs if the dim is a multiple of it and all axes that shard the
+    dim have the same factor. Otherwise it counts outer shards, so it implies an order of axes.
     """
     dim = placement.dim
     runs = placement.split_factor
@@ -309,7 +311,7 @@ class ResolvedLayout(NamedTuple):
     """A layout in its one normal form.
 
     Attributes:
-        placements: without needless sizes.
+        placements: one per mesh axis, without sizes that are the default sizes.
         shard_order: the order of the axes of each sharded dim.
         dim_shardings: the sharding of every dim.
     """
@@ -338,7 +340,7 @@ def resolved_layout(
         if len(sharding.axes) > 1:
             sharding = sharding.in_written_order()
         if has_sizes:
-            # sizes equal to those of `torch.chunk` are dropped
+            # Sizes that `torch.chunk` would give are dropped.
             canonical |= sharding.placements(dim)
         else:
             canonical |= _placements_in_order(sharding, normal)

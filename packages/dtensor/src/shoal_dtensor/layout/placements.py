@@ -1,7 +1,7 @@
 """Placements along one mesh axis: `Shard`, `Replicate` or `Partial`.
 
-Placements are data: immutable, interned (equal placements are the same object, so equality and
-hashing cost nothing) and free of any arithmetic; `dim_sharding` computes the sizes of shards.
+Placements are immutable and interned: equal placements are the same object, so they are compared
+and hashed by identity. They do no arithmetic; `dim_sharding` computes the sizes of shards.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Interned:
     """Base of immutable values whose equal instances are one object and hash by identity."""
 
     __slots__ = ()
-    # where there is a way to get another value
+    # the end of the error at an assignment: how to get a changed value
     _CHANGED_BY: ClassVar[str] = ""
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -85,7 +85,8 @@ class Interned:
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    __hash__ = object.__hash__  # in C
+    # `__eq__` would remove the inherited hash, which is by identity.
+    __hash__ = object.__hash__
 
     def __copy__(self) -> Self:
         return self
@@ -226,10 +227,10 @@ class StridedShard(Placement):
     Without `sizes` it expresses an order of axes, like torch's `_StridedShard`: mesh axes to its
     right whose sizes multiply to `split_factor` shard the dim before it does. A parameter of
     `fully_shard` on top of tensor parallelism has the placements `(StridedShard(0, split_factor=2),
-    Shard(0))`: the second axis shards dim 0 into 2, the first axis each of these.
+    Shard(0))`: the second axis shards dim 0 into 2 shards, then the first axis shards each of them.
 
     With `sizes` the dim is `split_factor` equal runs, and coordinate `i` holds the `i`-th shard of
-    each run. A reshape makes this of a sharded dim behind another one:
+    each run. A reshape that folds a sharded dim into the dim before it gives this placement:
     `(batch, sequence) -> (batch * sequence)` with the sequence sharded gives `StridedShard(0,
     split_factor=batch, sizes=...)`.
 
@@ -341,7 +342,7 @@ class StridedShard(Placement):
 class Replicate(Placement):
     """The placement of equal values on every rank along the axis.
 
-    The values are all that other axes leave of the tensor.
+    The values are the whole tensor, or the part of it that the placements of other axes determine.
 
     Example:
         >>> Replicate() is Replicate()
@@ -414,6 +415,7 @@ def norm_order(reduce_op: str) -> float | None:
     return float(reduce_op[4:]) if str(reduce_op).startswith("norm") else None
 
 
+# Orders whose norm is another reduction.
 _SIMPLER = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}
 
 
@@ -423,6 +425,7 @@ def _norm_op(name: str) -> str:
         order = float(name.removeprefix("norm")) if str(name).startswith("norm") else None
     except ValueError:
         order = None
+    # NaN differs from itself.
     if order is None or order != order:
         raise PlacementError(
             f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, or norm and an order "

@@ -1,8 +1,8 @@
 """`Spec`: all properties of a DTensor except its values.
 
-Specs are immutable and interned: equal specs are the same object, so a cache keyed by specs hashes
-by identity, and all that follows from a spec (shardings of dims, local shape, ...) is computed
-once.
+Specs are immutable and interned: equal specs are the same object. Therefore a cache keyed by specs
+hashes by identity, and everything that a spec determines (shardings of dims, local shape, ...) is
+computed once.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ class Spec(Interned):
             determine the order: ascending, except where one is a `StridedShard`.
 
     Attributes:
-        placements: one per mesh axis, in one spelling for each layout. They determine the whole
-            layout: an axis that shards a dim after axes to its right is a `StridedShard`.
+        placements: one per mesh axis, in a normal form that is unique for each layout. They
+            determine the whole layout: an axis that shards a dim after axes to its right has a
+            `StridedShard`.
         shard_order: for every sharded dim, the mesh axes that shard it, outermost first.
         dim_shardings: for each tensor dim, how the mesh shards it.
-        is_strided: whether a reshape folded a sharded dim behind another one, so that ranks do not
-            hold boxes (`StridedDimSharding`).
+        is_strided: whether some dim is a `StridedDimSharding`, so that ranks do not hold boxes. A
+            reshape makes such a dim when it folds a sharded dim into the dim before it.
         partials: pairs (mesh axis, reduce op) of the axes over which values are still to be
             reduced.
         coordinate: the coordinate of this rank in the mesh; None if it is outside.
         local_shape: the shape of this rank's part; `(0,)` outside the mesh.
         replicated: whether every rank of the mesh holds all of the tensor.
         even: whether every rank's part has the same shape.
-        example: where torch.compile has symbols for sizes, the spec with the sizes that it traces
-            with; None elsewhere.
+        example: if torch.compile keeps sizes as symbols, the spec with the sizes that it traces
+            with; None otherwise.
         tensor_meta: global shape, stride and dtype.
         device_mesh: the mesh, under torch's name.
 
@@ -167,14 +168,18 @@ class Spec(Interned):
         meta: TensorMeta,
         by_dim: Mapping[int, AnyDimSharding],
     ) -> Spec:
-        """Return, quickly, the spec with these shardings of dims.
+        """Return the spec with these shardings of dims, without normalizing its placements.
 
-        `placements` are the placements of the shardings.
+        Args:
+            mesh: the mesh.
+            placements: the placements that belong to the shardings, in normal form.
+            meta: global shape, stride and dtype.
+            by_dim: the shardings; dims that are not listed are unsharded.
         """
         shape = torch.Size(meta.shape)
         stride = meta.stride
         dtype = meta.dtype
-        # ((0, (0, 1)),)
+        # Example: ((0, (0, 1)),) if axes 0 and 1 shard dim 0.
         order = tuple([(dim, by_dim[dim].axes) for dim in sorted(by_dim) if by_dim[dim].axes])
         key = (mesh.identity, placements, shape, stride, dtype, order)
         try:
@@ -193,7 +198,7 @@ class Spec(Interned):
     def _symbolic(
         cls, mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, order: Any
     ) -> Spec:
-        """Return the spec of sizes with symbols; they become constants in dims sharded unevenly."""
+        """Return the spec of symbolic sizes; symbols in unevenly sharded dims become constants."""
         meta = TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype)
         normal, order, dims = resolved_layout(placements, mesh.shape, meta.shape, order)
         shape = settled(meta.shape)
@@ -267,10 +272,10 @@ class Spec(Interned):
         return box
 
     def boxes(self, coordinate: Sequence[int]) -> list[tuple[Box, Box]]:
-        """Return the global boxes of the rank at a coordinate, each with its place in local memory.
+        """Return the global boxes of the rank at a coordinate, each with its box in the local tensor.
 
-        There is one box, unless the spec is strided; then there is one box per run, and empty boxes
-        are left out.
+        There is one box, unless the spec is strided. Then there is one box for each run, without
+        empty boxes.
 
         Example:
             >>> from shoal_mesh import abstract_mesh
@@ -287,7 +292,7 @@ class Spec(Interned):
         return list(zip(product(*by_dim), product(*places), strict=True))
 
     def dim_sharding(self, dim: int) -> DimSharding:
-        """Return the sharding of a tensor dim of which every rank holds one interval.
+        """Return the sharding of a tensor dim that is not strided.
 
         Raises:
             PlacementError: if the dim is strided.
@@ -323,19 +328,17 @@ class Spec(Interned):
 
     @property
     def local_stride(self) -> tuple[int, ...]:
-        """The stride in elements of a dense shard of this rank.
-
-        Its dims have the memory order of the global tensor.
+        """The stride in elements of this rank's shard, in the memory order of the global tensor.
 
         Placeholders on ranks that do not compute a shard have this stride, so that views of them
         succeed as on other ranks.
         """
         if is_expanded(self.shape, self.stride):
-            # an expanded tensor; its shards are plain
+            # Shards of an expanded tensor are row-major.
             return contiguous_stride(self.local_shape)
-        # stride (1, 4): (1, 0)
+        # Example: (1, 0) for the global stride (1, 4).
         order = dims_by_stride(self.stride)
-        # of a (2, 3) shard in order (1, 0): (1, 2)
+        # In the example, a shard of (2, 3) has the stride (1, 2).
         return dense_stride(self.local_shape, order)
 
     @property
@@ -378,7 +381,7 @@ class Spec(Interned):
         )
 
     def in_layout_of(self, other: Spec) -> Spec:
-        """Return the spec with the placements and the order of axes of another one.
+        """Return the spec with the placements and the order of axes of another spec.
 
         Args:
             other: a spec on the same mesh of a tensor with as many dims.
@@ -420,8 +423,8 @@ class Spec(Interned):
         """Return the spec in which these mesh axes replicate; the others stay as before.
 
         Args:
-            axes: indices of mesh axes. Axes that shard a dim after one of them, in sizes of their
-                own, shard it as `Shard(dim)` does.
+            axes: indices of mesh axes. An axis with explicit sizes that shards a dim after one of
+                them becomes a plain `Shard(dim)`.
 
         Example:
             >>> from shoal_mesh import abstract_mesh

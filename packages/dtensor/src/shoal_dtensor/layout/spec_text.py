@@ -32,12 +32,12 @@ def describe(spec: Any) -> str:
 
 
 def _sizes(sharding: Any) -> str:
-    """Return the text of the difference between a sharding and an even one."""
+    """Return the text for the sizes of a sharding; "" if it is even."""
     if hasattr(sharding, "levels"):  # a StridedDimSharding
         return f" strided of {list(sharding.shape)}"
     if sharding.even:
         return ""
-    # all is said by the first, and there may be thousands
+    # The first size determines the others, and there may be thousands.
     if sharding.ragged is None and sharding.shards > 16:
         return f"=[{sharding.step}, ...]"
     return f"={list(sharding.sizes)}"
@@ -64,12 +64,12 @@ def color_of_rank(rank: int) -> str:
 
 
 class RankTable(NamedTuple):
-    """A table of ranks."""
+    """A table of the ranks that hold each part of a tensor of one or two dims."""
 
-    # element ranges of the first dim, as `0:4`
+    # element ranges of the first dim, such as `0:4`
     rows: Sequence[str]
-    columns: Sequence[str]  # of the second
-    cells: Sequence[Sequence[str]]  # the ranks that hold them, as `0,1`
+    columns: Sequence[str]  # element ranges of the second dim
+    cells: Sequence[Sequence[str]]  # the ranks that hold these elements, such as `0,1`
 
     def color(self, cell: str) -> str:
         """Return the color of the first rank of a cell; none for a cell that no rank holds."""
@@ -108,7 +108,7 @@ def rank_table(spec: Any) -> RankTable:
             "visualize_sharding: expected a tensor of one or two dims, got shape "
             f"{tuple(spec.shape)}"
         )
-    # a tensor without dims is one row and one column
+    # Missing dims are filled with (0, 1): one row, or one column.
     ranks_of = {}
     for box, ranks in holders(spec).items():
         cell = ((0, 1), (0, 1), *box)[-2:]

@@ -2,8 +2,8 @@
 
 A `torch.SymInt`, which torch.compile keeps for a size so that one graph serves every length, cannot
 be hashed, and each comparison of it in Python becomes a guard of the graph. Values that are
-interned by their sizes (`Spec`) use the expressions of symbols as keys. Choices by price are made,
-without guards, for the sizes traced with.
+interned by their sizes (`Spec`) use the expressions of symbols as keys. The choice between plans by
+their price uses the sizes that the compiler traces with, because this needs no guards.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ShardOrderEntry(NamedTuple):
         mesh_dims: indices of the mesh axes that shard it, outermost first.
 
     Example:
-        >>> [*ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))]  # axis 1 first, and axis 0 each of its shards
+        >>> [*ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))]  # axis 0 divides the shards of axis 1
         [0, (1, 0)]
     """
 
@@ -60,10 +60,8 @@ class ShardOrderEntry(NamedTuple):
 def flatten(value: Any) -> Iterator[Any]:
     """Yield the tensors or `TensorMeta` values in an argument or result, in order.
 
-    Lists are walked, None is skipped.
-
     Args:
-        value: an argument or result of an operator.
+        value: an argument or result of an operator, or a nested list of them.
     """
     if isinstance(value, Tensor | TensorMeta):
         yield value
@@ -102,7 +100,7 @@ def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any],
 def has_symbols(values: Iterable[Any]) -> bool:
     """Tell whether there is a symbol among some values and their nested tuples and lists.
 
-    For a `Spec` its shape counts.
+    A `Spec` among the values counts if it has an `example`, which means that its sizes are symbols.
     """
     for value in values:
         kind = type(value)
@@ -116,14 +114,14 @@ def has_symbols(values: Iterable[Any]) -> bool:
 
 
 def hashable(value: Any) -> Any:
-    """Return a value with every symbol replaced by its expression and its environment."""
+    """Return a value with every symbol replaced by its expression and its symbolic environment."""
     if type(value) is torch.SymInt:
         return value.node.expr, value.node.shape_env
     return tuple(map(hashable, value)) if isinstance(value, tuple) else value
 
 
 def settled(sizes: Sequence[Any]) -> tuple[int, ...]:
-    """Return sizes in which symbols that guards have made constants are integers."""
+    """Return the sizes with an integer in place of every symbol that guards have made constant."""
     settled_sizes = []
     for size in sizes:
         is_constant = type(size) is torch.SymInt and size.node.expr.is_number
@@ -144,15 +142,15 @@ def _hint_of(size: Any) -> int:
 
 
 def constant(spec: Any) -> Any:
-    """Return a spec with constants in place of symbols: the compiler guards each of them."""
+    """Return a spec with constants in place of symbols; the compiler adds a guard for each."""
     shape = tuple(map(int, spec.shape))
     return spec.with_(shape=shape, stride=tuple(map(int, spec.stride)))
 
 
 def remembered(count: int) -> Callable[[Function], Function]:
-    """Decorate a function to cache its results for a `Spec` or `Plan`.
+    """Decorate a function of a `Spec` or `Plan` to cache its last `count` results.
 
-    A result is not cached if symbols in it would keep their compiler alive.
+    A result for symbolic sizes is not cached, because symbols would keep their compiler alive.
     """
 
     def decorate(function: Function) -> Function:

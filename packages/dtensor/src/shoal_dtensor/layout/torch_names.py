@@ -17,7 +17,7 @@ from .placements import Placement
 from .spec import Spec
 from .tensor_meta import TensorMeta
 
-# Names of torch's stack that are not here, and their replacements.
+# Names of torch's package that this package does not have, and what to use instead.
 _RULES = (
     "register_rule and register_sharding define how an operator is sharded, `explain` and "
     "`cache_info` report decisions"
@@ -142,8 +142,8 @@ def compute_global_tensor_shape(
 
     Args:
         shape: the shape of this rank's local tensor.
-        mesh: with one axis.
-        placements: one, Shard or Replicate.
+        mesh: a mesh with one axis.
+        placements: one placement, Shard or Replicate.
 
     Raises:
         PlacementError: if the mesh has several axes, a placement is partial, or the ranks' shapes
