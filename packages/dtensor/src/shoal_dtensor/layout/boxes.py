@@ -136,8 +136,7 @@ def grid(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], .
     for positions in edges(boxes, shape):
         lengths = [stop - start for start, stop in pairwise(positions)]
         sizes.append(tuple(lengths))
-    # No box reaches over an edge of the grid if there are as many boxes as cells: 2 x 3 edges have
-    # 6 cells.
+    # If there are as many boxes as cells, every box is one cell.
     filled = {box for box in boxes if volume(box) > 0}
-    cells = prod([len(along) for along in sizes])
+    cells = prod([len(sizes_of_dim) for sizes_of_dim in sizes])
     return tuple(sizes) if len(filled) == cells else None

@@ -226,10 +226,13 @@ def _check_agreed(
     outer_shards: Mapping[int, int],
     mesh_shape: Sequence[int],
 ) -> None:
-    """Raise PlacementError if placements imply another order of a dim's axes than a shard order."""
+    """Raise PlacementError if placements imply another order of a dim's axes than a shard order.
+
+    `axes` is the order that the shard order gives, `outer_shards` the order that placements imply.
+    """
     given: dict[int, int] = {}
-    for of_level in _by_runs(axes, placements).values():
-        given |= shards_before(of_level, [mesh_shape[axis] for axis in of_level])
+    for axes_of_level in _by_runs(axes, placements).values():
+        given |= shards_before(axes_of_level, [mesh_shape[axis] for axis in axes_of_level])
     for axis, count in outer_shards.items():
         if axis in given and count not in (1, given[axis]):
             raise PlacementError(
@@ -301,8 +304,8 @@ def _order_of(
     order: dict[int, tuple[int, ...]] = {}
     for dim, axes in axes_of.items():
         order[dim] = ()
-        for of_level in _by_runs(axes, placements).values():
-            counts = {axis: outer_shards.get(axis, 1) for axis in of_level}
+        for axes_of_level in _by_runs(axes, placements).values():
+            counts = {axis: outer_shards.get(axis, 1) for axis in axes_of_level}
             order[dim] += order_of_axes(dim, counts, mesh_shape)
     return order
 
@@ -352,15 +355,15 @@ def resolved_layout(
 def _placements_in_order(
     sharding: AnyDimSharding, placements: Sequence[Placement]
 ) -> dict[int, Placement]:
-    """Return the placements of the axes that shard a dim, each with its place in the order.
+    """Return the placements of the axes that shard a dim, so that they imply the order of axes.
 
-    None of the placements has sizes.
+    `placements` do not have sizes.
     """
     if not isinstance(sharding, DimSharding):
         return {}
-    in_their_order: dict[int, Placement] = {}
+    with_order: dict[int, Placement] = {}
     for axis, count in shards_before(sharding.axes, sharding.axis_sizes).items():
         placement = placements[axis]
         assert isinstance(placement, Shard), "placements with runs have sizes"
-        in_their_order[axis] = in_order(placement, count)
-    return in_their_order
+        with_order[axis] = in_order(placement, count)
+    return with_order

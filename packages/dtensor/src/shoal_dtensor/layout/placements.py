@@ -21,46 +21,33 @@ REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 
 # Methods of torch's placements that move data.
 _TORCH_METHODS = {
-    f"_{name}"
-    for name in (
-        *(
-            "compute_padding_info",
-            "custom_chunk",
-            "get_shard_pad_size",
-            "local_shard_size",
-            "make_replicate_tensor",
-        ),
-        *(
-            "make_shard_tensor",
-            "maybe_pad_tensor",
-            "maybe_unpad_tensor",
-            "maybe_unpad_tensor_with_sizes",
-        ),
-        *(
-            "pad_for_new_shard_dim",
-            "partition_value",
-            "reduce_shard_tensor",
-            "reduce_shard_value",
-            "reduce_value",
-        ),
-        *(
-            "replicate_tensor",
-            "replicate_to_shard",
-            "replicate_to_strided_shard",
-            "select_shard",
-            "shard_tensor",
-        ),
-        *(
-            "select_split_tensor",
-            "split_tensor",
-            "split_tensor_helper",
-            "to_new_shard_dim",
-            "to_replicate_tensor",
-        ),
-        "unpad_for_new_shard_dim",
-    )
+    "_compute_padding_info",
+    "_custom_chunk",
+    "_get_shard_pad_size",
+    "_local_shard_size",
+    "_make_replicate_tensor",
+    "_make_shard_tensor",
+    "_maybe_pad_tensor",
+    "_maybe_unpad_tensor",
+    "_maybe_unpad_tensor_with_sizes",
+    "_pad_for_new_shard_dim",
+    "_partition_value",
+    "_reduce_shard_tensor",
+    "_reduce_shard_value",
+    "_reduce_value",
+    "_replicate_tensor",
+    "_replicate_to_shard",
+    "_replicate_to_strided_shard",
+    "_select_shard",
+    "_select_split_tensor",
+    "_shard_tensor",
+    "_split_tensor",
+    "_split_tensor_helper",
+    "_to_new_shard_dim",
+    "_to_replicate_tensor",
+    "_unpad_for_new_shard_dim",
 }
-_WHO_MOVES = (
+_USE_INSTEAD = (
     "placements are data without methods that communicate; use distribute_tensor, "
     "DTensor.redistribute or the collectives of shoal_mesh, Shard(dim, sizes=...) for other "
     "sizes of shards, and register_rule for custom operators"
@@ -107,7 +94,7 @@ class Placement(Interned):
         if unused:
             raise PlacementError(
                 f"{cls.__name__} overrides {', '.join(unused)}, which would never be called: "
-                f"{_WHO_MOVES}"
+                f"{_USE_INSTEAD}"
             )
 
     @classmethod
@@ -416,6 +403,7 @@ def norm_order(reduce_op: str) -> float | None:
 
 
 # Orders whose norm is another reduction.
+# Orders whose norm is another reduction.
 _SIMPLER = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}
 
 
@@ -425,6 +413,7 @@ def _norm_op(name: str) -> str:
         order = float(name.removeprefix("norm")) if str(name).startswith("norm") else None
     except ValueError:
         order = None
+    # NaN differs from itself.
     # NaN differs from itself.
     if order is None or order != order:
         raise PlacementError(
@@ -475,6 +464,6 @@ class Absent:
 
 
 for _name in _TORCH_METHODS:
-    setattr(Placement, _name, Absent(_WHO_MOVES, _name))
+    setattr(Placement, _name, Absent(_USE_INSTEAD, _name))
 
 PICKLED = (Replicate, Partial, _shard, _strided_shard)  # the globals of pickled placements

@@ -443,10 +443,11 @@ class Spec(Interned):
         for dim, axes_of_dim in whole_order:
             stays = [axis for axis in axes_of_dim if axis not in axes]
             kept_order.append((dim, tuple(stays)))
-            gone = [axes_of_dim.index(axis) for axis in axes if axis in axes_of_dim]
-            if not gone:
+            removed = [axes_of_dim.index(axis) for axis in axes if axis in axes_of_dim]
+            if not removed:
                 continue
-            for axis in axes_of_dim[min(gone) :]:
+            # Explicit sizes list the shards of all outer axes, so they do not fit any more.
+            for axis in axes_of_dim[min(removed) :]:
                 if axis not in axes and isinstance(kept[axis], Shard):
                     kept[axis] = Shard(dim)
         order = tuple(kept_order)

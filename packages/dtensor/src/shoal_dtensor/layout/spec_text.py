@@ -46,8 +46,8 @@ def _sizes(sharding: Any) -> str:
 # --- which ranks hold which elements --------------------------------------------------------------
 
 COLORS = ("#8dd3c7", "#fdb462", "#bebada", "#fb8072", "#b3de69", "#80b1d3", "#fccde5", "#d9d9d9")
-INK = "#222222"  # of text on them
-_LARGEST = 1024  # ranks that a notebook shows as a table
+INK = "#222222"  # the color of text on these colors
+_MOST_RANKS = 1024  # with more ranks a notebook does not show a table
 
 
 def color_of_rank(rank: int) -> str:
@@ -134,7 +134,7 @@ def spec_html(spec: Any) -> str:
     from html import escape  # 2 ms, for notebooks only
 
     head = f"<code>{escape(repr(spec))}</code>"
-    if spec.ndim > 2 or spec.mesh.size() > _LARGEST:
+    if spec.ndim > 2 or spec.mesh.size() > _MOST_RANKS:
         return head
     table = rank_table(spec)
     headings = "".join(f"<th>{name}</th>" for name in table.columns)

@@ -157,8 +157,10 @@ def remembered(count: int) -> Callable[[Function], Function]:
         cached = lru_cache(maxsize=count)(function)
 
         @wraps(function)
-        def call(of: Any, *rest: Any) -> Any:
-            return cached(of, *rest) if of.example is None else function(of, *rest)
+        def call(spec_or_plan: Any, *rest: Any) -> Any:
+            if spec_or_plan.example is None:
+                return cached(spec_or_plan, *rest)
+            return function(spec_or_plan, *rest)
 
         return cast(Function, call)
 
