@@ -1,7 +1,7 @@
-"""Readers of arguments: what each adds to the key of a call, and what the local call gets for it.
+"""Readers of arguments: a reader adds an argument to the key of a call and returns its local value.
 
-The schema says once per operator how each argument is read, so that a call looks at values only: a
-float is a float, a list of tensors is not searched for numbers.
+`readers_of` chooses the readers of an operator once, from the types in its schema. Therefore a call
+does not test for types that the schema excludes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NUMERIC = frozenset(
 )
 _CONSTANT = _NUMERIC - {"NumberType"} | {"StringType", "DeviceObjType"}
 
-# (argument, the key so far, types of the call's tensors as torch hands them over) -> the local
+# (argument, the key so far, types of the call's tensors as torch passes them) -> the local
 # argument.
 Reader = Callable[[Any, list[Any], Any], Any]
-# None where the value itself is the key.
+# By the name of the argument. None if its value is a part of the key as it is.
 Readers = Mapping[str, Reader | None]
 
 
@@ -37,7 +37,8 @@ def readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
 
     Numbers are part of the key with their values (`by_value`), or with their types only.
     """
-    # one decision for all arguments, among which process groups are new objects in every call
+    # A collective has one decision for all arguments. Its process groups are new objects in every
+    # call, so they must not be part of a key.
     if is_collective(op):
         return dict.fromkeys([argument.name for argument in op._schema.arguments], _unkeyed)
     anything = _reader_of_anything(op, cls, by_value=by_value)
@@ -112,7 +113,8 @@ def _reader_of_anything(op: OpOverload, cls: Any, *, by_value: bool) -> Reader:
             if by_value:
                 key.append(arg)
         elif isinstance(arg, cls):
-            # before the class is looked at: the first use of a pending tensor changes it
+            # Read before the class is compared, because the first use of a pending tensor changes
+            # the class.
             local = arg._local_tensor
             key.append(arg._spec)
             if type(arg) is not cls:
@@ -147,9 +149,9 @@ def _reader_of_tensors(cls: Any, anything: Reader) -> Reader:
             try:
                 key.append(tuple(map(_SPEC, arg)))
             except AttributeError:
-                # a plain tensor among them, which torch does not name in `types`
-                # the exception holds a reference to `arg`; it is gone before `is_candidate` counts
-                # references
+                # There is a plain tensor in the list, which torch does not name in `types`. The
+                # list is read after the handler, because the exception holds a reference to `arg`
+                # and `is_candidate` counts references.
                 pass
             else:
                 return list(map(_LOCAL, arg))

@@ -1,10 +1,12 @@
 """Giving each mesh axis one row of a rule: the search behind every sharding decision.
 
-A row is a candidate on an axis only if some input already has the row's placement on it: no new
-sharding is introduced. A combination of rows fixes every operand's sharding, because all sharded
-entries of a row share one factor. If several inputs shard that factor differently, each of their
-shardings is tried. The price of a combination is the price of its inputs' redistribution. If a
-combination exists for which nothing moves and nothing communicates, no other combination is priced.
+A row has one entry (a placement) for each operand. It is a candidate on an axis only if some
+operand already has the row's placement there, so no new sharding is introduced. All sharded entries
+of a row share one factor of the operator, such as `m` in `(m, k) @ (k, n)`, so a combination of
+rows determines the sharding of every operand. If several inputs shard the factor differently, each
+of their shardings is tried. The price of a combination is the time to redistribute its inputs and
+to communicate in the local function. If nothing moves and nothing communicates for some
+combination, no combination is priced.
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ class Operands(NamedTuple):
 class ShardingProblem(NamedTuple):
     """The inputs, outputs and constraints of one search for an assignment of rows to mesh axes."""
 
-    specs: tuple[Spec, ...]  # of every tensor input that is read
+    specs: tuple[Spec, ...]  # specs of the tensor inputs that are read
     # global shape, stride and dtype of every tensor output
     outputs: tuple[TensorMeta, ...]
-    # pairs (input, output or None): this input is written in place, so its layout must stay, and
-    # the output that aliases it has the same
+    # Pairs (input, output or None). The input is written in place, so its layout must stay, and
+    # the output that aliases it must have the same layout.
     fixed: tuple[tuple[int, int | None], ...] = ()
     # specs of `out=` arguments; output `i` must have the layout of `outs[i]`
     outs: tuple[Spec, ...] = ()
@@ -92,7 +94,7 @@ def _cost_of(
     pairs = zip(problem.specs, sharding.inputs, strict=True)
     moves = [(spec, to) for spec, to in pairs if not spec.same_layout(to)]
     cost: float = sum(price(spec, to) for spec, to in moves)
-    # reductions of the local function
+    # collectives of the local function
     reductions: float = 0
     for axis, row in enumerate(combination):
         if row.traffic is not None:
@@ -240,9 +242,9 @@ def _resolve(
 
 
 def _axes_by_row(combination: Sequence[Row]) -> list[tuple[Row, tuple[int, ...]]]:
-    """Return the rows that shard, with the axes that take them.
+    """Return the rows that shard an input, each with the axes to which it is assigned.
 
-    For (m, k) @ (k, n) with m by axes 0 and 2 they are [(row of m, (0, 2))].
+    For (m, k) @ (k, n) with m sharded by axes 0 and 2 they are [(row of m, (0, 2))].
     """
     rows: dict[int, Row] = {}
     axes_of: dict[int, list[int]] = {}
@@ -283,7 +285,7 @@ def _factor_shardings(
     for entry, spec in zip(row.inputs, problem.specs, strict=True):
         if not isinstance(entry, S) or entry.map is not None:
             continue
-        # 24 in 2 runs of units of 3: 4
+        # Example: a dim of 24 elements in 2 runs of units of 3 has a factor of 4.
         length = spec.shape[entry.dim] // (entry.unit * entry.runs)
         sharding = _factor_sharding(entry, spec.dim_shardings[entry.dim], axes, unordered)
         if sharding is not None:
@@ -309,7 +311,7 @@ def _factor_sharding(
         level = sharding if entry.runs == 1 else None
     if level is None:
         return None
-    # By `axes` alone, which must be the outermost ones, in any order.
+    # `axes` must be the outermost axes, in any order; axes inside them are left out.
     outermost = level.axes[: len(axes)]
     if set(outermost) != set(axes):
         return None
@@ -355,8 +357,8 @@ def shard_dims(
 
 
 def _sharding_of_entry(entry: S, factor: AnyDimSharding, length: int) -> AnyDimSharding | None:
-    """Return the sharding of a dim of `length` elements when the factor behind it is sharded so."""
-    # only plain entries get a strided factor
+    """Return the sharding of a dim of `length` elements whose factor has the sharding `factor`."""
+    # Only entries of single elements (see `is_plain`) get a strided factor.
     if isinstance(factor, StridedDimSharding):
         return factor
     if entry.map is not None:
@@ -392,7 +394,8 @@ def _join_shardings(
     if not levels.keys() & other_levels.keys():
         return fold_levels(levels | other_levels, length)
     for outer, inner in ((one, other), (other, one)):
-        # (0, 4) of a selected element, and (3, 1) in it
+        # Example: by one row coordinate 1 has all 4 elements, sizes (0, 4); another row shards the
+        # elements as (3, 1).
         if isinstance(outer, DimSharding) and outer.step == length:
             return _intersect_shardings(outer, inner, length)
     return None
@@ -409,7 +412,7 @@ def _intersect_shardings(
     """Return the sharding by the intersections of two shardings of one dim."""
     if not isinstance(outer, DimSharding) or not isinstance(inner, DimSharding):
         return None
-    # 6 elements as (3, 3) and as (2, 4): ranks have (2, 1, 0, 3)
+    # Example: 6 elements sharded as (3, 3) and as (2, 4). The ranks have (2, 1, 0, 3).
     sizes = []
     pairs = product(spans(outer.sizes), spans(inner.sizes))
     for (start, stop), (other_start, other_stop) in pairs:

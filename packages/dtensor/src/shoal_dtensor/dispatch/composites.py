@@ -1,11 +1,13 @@
-"""Operators that run by other calls: collectives, strides, lists of different elements.
+"""Operators that run by calling other operators, and collectives that run on shards.
 
 A collective runs on shards if each rank of its group holds the same shard. This is the case if the
 group has no other rank of the tensor's mesh, or consists of all ranks along mesh axes along which
 the tensor is replicated. If values are partial along other axes, the collective's reduction must
-commute with their reduction. Everything else is refused. An operator on lists runs mesh by mesh,
-or, if some elements are redistributed, on one element after the other, because it may write to an
-element that is redistributed for another one.
+commute with their reduction. Everything else is refused.
+
+An operator on lists of DTensors on several meshes runs once for each mesh. If some elements are
+redistributed, it runs on one element after the other, because it may write to a tensor that a later
+element reads.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _UNCHANGED = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
     """Return a function that runs a collective of `torch.distributed` on DTensors, or refuses it.
 
-    It refuses on all ranks alike.
+    If it refuses, it raises on all ranks.
     """
     name = op._schema.name.partition("::")[2]
     is_in_place = name.endswith("_")
@@ -89,7 +91,7 @@ def _check_arguments(op: OpOverload, tensors: Sequence[Any], args: Sequence[Any]
 
 
 def _check_tensor(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> None:
-    """Refuse a tensor whose shards a group cannot combine, and writes that no base would see."""
+    """Refuse a tensor whose shards a group cannot combine, and a write to a copied view."""
     spec: Spec | None = getattr(tensor, "_spec", None)
     if spec is None:
         raise MixedTensorError(
@@ -133,7 +135,8 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
     Return no axes if the group has no other rank of the mesh, and None if the group fits neither
     case.
     """
-    # ranks (1, 3) of the grid ((0, 1), (2, 3)): coordinates (0, 1) and (1, 1), along axis 0
+    # Example: in the mesh ((0, 1), (2, 3)), the ranks (1, 3) have the coordinates (0, 1) and (1, 1),
+    # so the group extends along axis 0.
     found = [spec.mesh.coordinate_of(rank) for rank in ranks]
     coordinates = [coordinate for coordinate in found if coordinate is not None]
     if spec.coordinate is None or spec.coordinate not in coordinates:
@@ -155,7 +158,7 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
 def check_strided(op: OpOverload, tensor: Any) -> None:
     """Refuse to address elements by memory position in a view, unless each rank has the whole base."""
     base = tensor if tensor._base is None else tensor._base
-    # there any tensor may be a view of a part
+    # Inference tensors do not expose their base, so any of them may be a view of a part.
     is_part = base.numel() != tensor.numel() or tensor.is_inference()
     if is_part and not (tensor._spec.replicated and base._spec.replicated):
         raise NoRuleError(
@@ -171,7 +174,7 @@ BY_STRIDES = frozenset(
 )
 
 
-# --- results as large as the values say -----------------------------------------------------------
+# --- results whose size depends on values ---------------------------------------------------------
 
 
 def sized_by_values(
@@ -207,18 +210,17 @@ def groups_by_mesh(
 ) -> list[list[int]] | None:
     """Return the positions of a `foreach` call grouped by mesh, such as [[0, 2], [1]].
 
-    Plain tensors with dims form a group of their own.
-
-    An element is the tuple of entries that the lists have at one position; plain tensors without
-    dims go with any kind. The result is None if all elements are of one kind, if an element is of
-    two kinds, or if a tensor with dims is shared by all.
+    An element is the tuple of entries that the lists have at one position. Elements with plain
+    tensors form a group of their own. Plain tensors without dims are allowed in every group. The
+    result is None if all elements belong to one group, if an element belongs to two groups, or if
+    the elements share a tensor with dims.
     """
     values = [*args, *kwargs.values()]
     if any(isinstance(value, Tensor) and value.ndim for value in values):
         return None
     count = len(args[0])
     lists = [value for value in values if _is_walked(value, count)]
-    # by mesh; None: of plain tensors
+    # positions by mesh; the key None is for plain tensors with dims
     groups: dict[Any, list[int]] = {}
     without_dims: list[int] = []
     for i, element in enumerate(zip(*lists, strict=True)):

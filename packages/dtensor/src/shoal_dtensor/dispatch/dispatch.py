@@ -1,8 +1,8 @@
 """The hot path: every operator on DTensors passes through `dispatch`.
 
-Unwrap the arguments into a key of specs and static values, look the decision up, call the local
-function, wrap its result. `propagate` makes every decision that is made once per key; no operator
-is named here. docs/concepts/dispatch.md follows a call through the package.
+It makes a key of the specs and static values of the arguments, looks up the decision for the key,
+calls the local function on local tensors, and wraps its result. `propagate` makes the decision for
+a new key. No operator is named here. docs/concepts/dispatch.md follows a call through the package.
 """
 
 from __future__ import annotations
@@ -109,13 +109,13 @@ class _Call(NamedTuple):
     local_kwargs: Mapping[str, Any]
 
 
-# stands for the number of arguments of a call with keywords, which the fast path does not take
+# The count of arguments for a call with keywords. The fast paths are for counts of 1 and 2.
 _MANY = 3
 
 
 # `types` has the type of every tensor among the arguments that has a `__torch_dispatch__`, each
-# once. One function on purpose: a call takes 60 ns of the microsecond there is; a loop over one or
-# two tensors takes 100.
+# once. This is one function on purpose: an operator takes about 1 us, one more Python call would add
+# 60 ns, and a loop over one or two tensors 100 ns.
 def dispatch(  # noqa: C901, PLR0912  # see above
     cls: Any,
     op: OpOverload,
@@ -124,7 +124,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Run an operator on DTensors; bound to the class, it is `__torch_dispatch__`."""
-    # an overload's own hash is a Python function
+    # The key is `id(op)`, because the hash of an overload is a Python function.
     try:
         cache = (current() if open_blocks else context_scope()).decisions[id(op)]
     except KeyError:
@@ -218,10 +218,11 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     readers = readers_of(op, cls, by_value=rule is None or rule.by_value)
     walks_lists = rule is not None and rule.kind == "each"
     cache = _OpCache(op, scope, readers, walks_lists)
-    # their result depends on the base of a view, which is not part of a key
+    # These results depend on the base of a view, which is not part of a key, so they are decided
+    # in every call.
     if op in BY_STRIDES:
         return cache
-    return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
+    return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # a scope stores any caches
 
 
 def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
@@ -333,7 +334,7 @@ def _wrap(
     if decision.result_kind is ResultKind.DYNAMIC:
         mesh = mesh_of(cls, args, kwargs)
 
-        # every rank has computed the same results; sparse ones stay plain
+        # Every rank has computed the same results. Sparse tensors stay plain.
         def wrap_replicated(local: torch.Tensor) -> Any:
             if local.layout is not torch.strided:
                 return local

@@ -1,10 +1,10 @@
-"""Calls as on global tensors: arguments as specs, metas or examples, outputs, and bindings.
+"""The global outputs of an operator call, computed without the values of its inputs.
 
 The meta kernel determines the outputs. For many operators it is Python code, which takes 0.2 to 2
 ms and imports a compiler. Most operators only depend on which sizes are equal to each other, to 0
-or to 1 (`Rule.sizes`). They are run on tensors of few elements in place of the meta kernel, once
-for all calls with the same equalities. (24, 6) @ (6, 10) is run as (5, 6) @ (6, 7), whose result of
-5 x 7 elements represents a result of 24 x 10.
+or to 1 (`Rule.sizes`). In place of the meta kernel they are run on tensors of few elements (a
+probe), once for all calls with the same equalities. For example, (24, 6) @ (6, 10) is run as (5, 6)
+@ (6, 7), and its result of 5 x 7 elements stands for a result of 24 x 10.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..layout.tensor_meta import TensorMeta, constant, flatten, has_symbols, map
 from ..rules.language.op_call import OpSchema, schema_of
 from ..rules.language.rule import LocalFunction, Rule
 
-# sizes of a run start at 5: a result of 2 elements by nature is not taken for one of an input's
-# size
+# Sizes of a probe start at 5, which is this number plus 2 for the sizes 0 and 1. Then a dim of the
+# result that always has 2 elements is not mistaken for a dim of an input.
 FIRST_PROBE_SIZE = 3
 _NUMBERS = (int, float, bool, complex)
 
@@ -64,7 +64,7 @@ def specs_in(values: Iterable[Any]) -> list[Spec]:
     return specs
 
 
-# --- what it returns ------------------------------------------------------------------------------
+# --- the outputs ----------------------------------------------------------------------------------
 
 
 class GlobalOutputs(NamedTuple):
@@ -141,7 +141,7 @@ def outputs_by_probe(
 
 
 def _fits_probe(schema: OpSchema, values: Sequence[Any]) -> bool:
-    """Tell whether a smaller call may stand for one with these arguments."""
+    """Tell whether a probe may stand for a call with these arguments."""
     if schema.is_random or has_symbols(values):
         return False
     lists = [value for value in values if isinstance(value, list | tuple)]
@@ -166,7 +166,10 @@ class _ProbeSizes:
         return tuple([known[size] for size in sizes])
 
     def sizes_of_call(self, probe_sizes: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the sizes of the call for some sizes of the probe; None if one stands for none."""
+        """Return the sizes of the call for some sizes of the probe.
+
+        Return None if a size of the probe does not stand for a size of the call.
+        """
         size_of = {probe_size: size for size, probe_size in self._probe_size_of.items()}
         if not size_of.keys() >= {*probe_sizes}:
             return None
@@ -185,7 +188,7 @@ def run_probe(
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
     has_indices = any(map(_is_of_integers, tensors))
     if has_indices and any(0 in meta.shape for meta in tensors):
-        # no index is one of a dim of no elements, and some kernels do not check
+        # A dim of no elements does not have valid indices, and some kernels do not check them.
         return None
     has_values = device_type == "cpu"
     build = _builder(args, kwargs, has_values=has_values)
@@ -200,7 +203,7 @@ def run_probe(
             return None
         binding = direct(op, build, metas)
     except (RuntimeError, ValueError, TypeError, LookupError):
-        # the caller's own run reports errors, if any
+        # The caller then runs the meta kernel, which reports errors.
         return None
     return GlobalOutputs(metas, lambda: binding)
 
@@ -213,14 +216,14 @@ def _builder(args: Sequence[Any], kwargs: Mapping[str, Any], *, has_values: bool
             if isinstance(value, torch.device):
                 return device
             if isinstance(value, torch.Generator):
-                # shapes do not depend on it, and kernels without memory refuse one
+                # Shapes do not depend on a generator, and meta kernels refuse one.
                 return None
             place = torch.device("cpu") if has_values else device
             empty = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=place)
             if not has_values:
                 return empty
-            # 0 is an index of every dim with elements; 1 is behind a dim of one, where
-            # nll_loss_backward would write
+            # 0 is a valid index of every dim with elements. 1 is out of range in a dim of one
+            # element, and nll_loss_backward would write there.
             return empty.fill_(0 if _is_of_integers(value) else 1)
 
         kinds = (Spec, TensorMeta, torch.device, torch.Generator)
@@ -244,10 +247,11 @@ def _metas_of(result: Any) -> tuple[TensorMeta, ...]:
 
 # --- sizes that torch.compile keeps as symbols ----------------------------------------------------
 #
-# One graph serves every length.  What moves is chosen for the sizes that the compiler traces with:
-# any choice is right, so it needs no guard.  Whether the operator may then run on the shards is
-# asked of the rule with the symbols themselves: each of its comparisons becomes a guard of the
-# graph.  What cannot be answered so is decided for constants; the next length is another graph.
+# One graph serves every length. Redistributions are chosen for the sizes that the compiler traces
+# with. Any choice is correct, so it needs no guard. Then the rule decides with the symbols
+# themselves whether the operator may run on the shards, and each of its comparisons becomes a guard
+# of the graph. A call that cannot be decided in this way is decided for constant sizes, and the next
+# length needs another graph.
 
 
 class NeedsConstantsError(Exception):

@@ -22,8 +22,8 @@ class ShardedCall(NamedTuple):
     Attributes:
         rule: the rule that offered the shardings.
         call: the call with a `TensorMeta` for each tensor.
-        specs: of its inputs as they are, followed by those of its `out=` arguments.
-        sharding: of its inputs and outputs.
+        specs: the present specs of its inputs, followed by the specs of its `out=` arguments.
+        sharding: the chosen specs of its inputs and outputs.
     """
 
     rule: Rule
@@ -37,8 +37,8 @@ class InputMove(NamedTuple):
 
     Attributes:
         position: flat index among the inputs and `out=` arguments.
-        plan: from its own layout to the layout that the call requires.
-        write_back: from there to its own layout; None if the call does not write to it.
+        plan: the plan from its own layout to the layout that the call requires.
+        write_back: the plan back to its own layout; None if the call does not write to it.
     """
 
     position: int
@@ -63,7 +63,7 @@ class CommunicationTexts(NamedTuple):
 def plan_moves(sharded: ShardedCall, copies: frozenset[int]) -> list[InputMove]:
     """Plan the redistributions of inputs and `out=` arguments; refuse writes that cannot be made."""
     _, call, specs, sharding = sharded
-    # `out=` takes a result in its own layout, if that can be
+    # An `out=` argument is written in the layout of its output.
     outs = specs[len(sharding.inputs) :]
     results = (*sharding.outputs, *outs[len(sharding.outputs) :])
     wanted_outs = [out.in_layout_of(to) for out, to in zip(outs, results, strict=False)]

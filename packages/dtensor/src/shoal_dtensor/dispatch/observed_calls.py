@@ -1,8 +1,8 @@
 """Operators on DTensors that an observer runs in the place of `dispatch`.
 
 The decision is the decision of `dispatch`: the same local function on the same shards. The observer
-redistributes the inputs and calls the local function itself, so that a program without process
-groups, on tensors without memory, sees all that a rank would do.
+redistributes the inputs and calls the local function itself. In this way it sees everything that a
+rank would do, without process groups and with tensors that do not have memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def dispatch_observed(
 def _move(
     decision: Decision, args: list[Any], kwargs: dict[str, Any], observer: CallObserver
 ) -> None:
-    """Redistribute the inputs of a call, in the place of the local tensors that are given."""
+    """Replace the local tensors of a call by the redistributed inputs that the decision requires."""
     for place, plan in decision.moves.items():
         tensors, at = container_of(place, args, kwargs)
         tensors[at] = observer.move(tensors[at], plan)

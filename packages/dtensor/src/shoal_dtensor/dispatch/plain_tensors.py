@@ -57,19 +57,19 @@ class Plain(NamedTuple):
 
 
 def _elements_spanned(tensor: torch.Tensor) -> int:
-    """Return the number of elements from the first to the last one of a tensor in its storage.
+    """Return the number of places in storage from the first to the last element of a tensor.
 
-    A DTensor counts as on one device.
+    For a DTensor, this is the number for the global tensor on one device.
     """
     if not tensor.numel():
         return 0
-    # (2, 3) with strides (8, 2): 1 + 1 * 8 + 2 * 2 = 13
+    # Example: shape (2, 3) with strides (8, 2) spans 1 + 1 * 8 + 2 * 2 = 13 places.
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     distances = [(size - 1) * stride for size, stride in steps]
     return 1 + sum(distances)
 
 
-# Operators that only read shapes or local memory: plain tensors beside DTensors need not be
+# Operators that only read shapes or local memory. Plain tensors among their arguments need not be
 # replicated, and nothing is sent. Forward AD calls the first two.
 OF_SHAPES: Mapping[Any, Any] = {
     torch.ops.aten.is_same_size.default: lambda one, other: one.shape == other.shape,
@@ -86,7 +86,7 @@ OF_SHAPES: Mapping[Any, Any] = {
 def verify_replicated(
     mesh: DeviceMesh, operation: str, tensors: Sequence[torch.Tensor], *, candidates: bool
 ) -> None:
-    """`R -> check`: refuse plain tensors unless all ranks hold the same ones as candidates.
+    """`R -> check`: refuse plain tensors, unless they are equal candidates on all ranks.
 
     Values that do not exist yet (while tracing) are not compared; tensors on the meta device do not
     have values and pass. `operation` is the operator; `candidates` is True if this rank takes all of the
@@ -136,8 +136,8 @@ def _way_out() -> str:
     )
 
 
-# What to say of operators that another function calls, which users are to replace.
-# Over the gradients of a model that has plain ones too, or some of other meshes: what takes all.
+# Operators that are mostly called by a function of torch that a function of this package replaces,
+# by the start of the operator's name.
 _CLIP = "; for gradients of both kinds or of several meshes, shoal_dtensor.clip_grad_norm_"
 _INSTEAD = {
     **dict.fromkeys(("mul_.Tensor", "_foreach_mul_", "_foreach_norm", "stack"), _CLIP),
@@ -145,8 +145,7 @@ _INSTEAD = {
     "options=StateDictOptions(full_state_dict=True))",
     "_transformer_encoder_layer_fwd": "; parallelize the TransformerEncoderLayer, not its children one by one: a layer "
     "with a plan computes without the kernel that fuses it",
-    # How DistributedDataParallel's constructor compares the ranks' parameters: all of them in one
-    # flat tensor.
+    # The constructor of DistributedDataParallel joins all parameters to one flat tensor.
     "cat.default": (
         "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate"
     ),
@@ -197,7 +196,7 @@ def _digest_of_one(tensor: torch.Tensor) -> torch.Tensor:
     # a dim of one element may have any stride
     flat = dense.as_strided((dense.numel(),), (1,))
     for block in torch.split(flat.view(torch.uint8), _DIGESTED):
-        # of a copy, which is aligned
+        # Padding returns a copy, which is aligned for a view as int64.
         padded = torch.constant_pad_nd(block, (0, -len(block) % 8))
         words = padded.view(torch.int64)
         positions = torch.arange(len(words), device=words.device)
@@ -207,14 +206,14 @@ def _digest_of_one(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scramble(x: torch.Tensor) -> torch.Tensor:
-    """Scramble integers of 64 bits as splitmix64 does: every bit of the result depends on all bits."""
+    """Scramble integers of 64 bits, with the constants of splitmix64."""
     x = (x + _GOLDEN) * _FIRST
     x = (x ^ (x >> 29)) * _SECOND
     return x ^ (x >> 32)
 
 
-_DIGESTED = 1 << 24  # bytes at once
-# odd, as signed numbers
+_DIGESTED = 1 << 24  # bytes that are digested at once
+# odd integers of 64 bits, written as signed numbers
 _GOLDEN = -7046029254386353131
 _FIRST = -4658895280553007687
 _SECOND = -7723592293110705685
@@ -282,9 +281,9 @@ def _check_takes_whole(node: Any, spec: Spec) -> None:
 
 
 def _shares_of(node: Any) -> Sequence[int] | None:
-    """Return the ranks that a node takes shares from: `()` if it passes gradients on.
+    """Return the ranks that a node takes gradient shares from; `()` if it passes gradients on.
 
-    None: it takes a whole gradient, or does not declare what it takes.
+    Return None if it takes a whole gradient, or does not declare `gradient_shares`.
     """
     function = getattr(node, "_forward_cls", None)
     if function is None:
@@ -375,7 +374,7 @@ class _Probe(torch.Tensor):
         def count(tensor: torch.Tensor) -> None:
             cls.counted.append(sys.getrefcount(tensor))
 
-        # as the function that calls `is_candidate`
+        # Passes the tensor on like the caller of `is_candidate`, so that references are equal.
         def read(arg: torch.Tensor) -> None:
             count(arg)
 
@@ -393,9 +392,9 @@ def _references_of_temporary() -> int:
     return _Probe.counted.pop() if _Probe.counted else -1
 
 
-# Modules of torch whose functions compose operators in Python. They contain no modules or
-# optimizers that hold tensors: every tensor that such a function did not get as an argument, it has
-# made.
+# Modules of torch whose functions compose operators in Python. They do not contain modules or
+# optimizers that hold tensors, so such a function has made every tensor that is not one of its
+# arguments.
 _COMPOSING = frozenset(
     {
         "torch._jit_internal", "torch._linalg_utils", "torch._lowrank", "torch.functional", "torch.masked._ops",

@@ -1,6 +1,7 @@
-"""Decisions: the specs that each input of an operator must get and that its outputs have.
+"""Decisions about operators: the spec that each input must get, and the spec of each output.
 
-This module does not access values, and it does not refer to operators by name.
+`decide` computes the global outputs, asks the operator's rule for possible shardings, and chooses
+the cheapest one. This module does not access values, and it does not refer to operators by name.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
     The innermost overlay comes first, then the tables, then the pointwise rule for operators that
     torch tags as pointwise.
     """
-    # here: the first operator pays 0.15 s for the tables, not `import`
+    # Imported here, so that the tables take their 0.15 s at the first operator, not at import.
     from ..rules.all_rules import TABLE
 
     for table in (*scope.overlays, TABLE):
@@ -96,7 +97,7 @@ def decide(
     try:
         return _decide(op, args, kwargs, scope, copies=copies)
     except (NeedsConstantsError, TypeError):
-        # code that hashes sizes, or counts with them, does not support symbols
+        # Code that hashes sizes, or uses them as counts, does not support symbols.
         if not has_symbols((*args, *kwargs.values())):
             raise
         args, kwargs = without_symbols((args, kwargs), as_traced=False)
@@ -175,12 +176,14 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
     if has_symbols((*problem.specs, *problem.outs, *problem.outputs)):
         return _symbolic_sharding(rule, call, problem, mesh)
     rows = rule.rows_of(call)
-    # ranks' results would not fit together
+    # An output whose shape depends on data cannot be sharded: the ranks' results would not fit
+    # together.
     if call.has_data_dependent_shape and rule.kind != "dynamic":
         rows = [row for row in rows if row.outputs and _replicates_outputs(row)]
     sharding = assign(rows, problem, mesh)
     written = {index for index, _ in problem.fixed}
-    # the written tensors' layouts: reduced, or replicated; the result is sent back
+    # If a written tensor cannot keep its layout, it is reduced or replicated for the call, and the
+    # result is sent back to its own layout.
     for relax in (Spec.without_partials, Spec.all_replicated):
         if sharding is not None:
             break
@@ -251,8 +254,10 @@ class ListElement(NamedTuple):
 
 
 def elements_of(call: OpCall) -> Iterator[ListElement]:
-    """Yield the elements of a `foreach` call."""
-    # Lists are walked in step, other arguments are shared.
+    """Yield the elements of a `foreach` call.
+
+    Element i has the i-th entry of each list; it shares the other arguments with all elements.
+    """
     values = (*call.args, *call.kwargs.values())
     count = max(len(value) for value in values if is_list(value))
     for i in range(count):
@@ -343,7 +348,7 @@ def _choose_local_function(
     local_call = LocalCall(call, sharding.inputs, sharding.outputs)
     is_outside = specs[0].coordinate is None
     run: LocalFunction | None
-    # ranks outside of the mesh draw too: generators keep step
+    # Ranks outside the mesh draw random numbers too, so that all generators advance equally.
     if is_outside and not is_dynamic and not call.schema.is_random:
         run = nothing_of(local_call)
     else:
@@ -354,7 +359,10 @@ def _choose_local_function(
 
 
 def _with_reads_first(sharded: ShardedCall, run: LocalFunction) -> LocalFunction:
-    """Return the local function, prepared for overlaps that kernels refuse on some ranks only."""
+    """Return the local function, with a fallback for overlaps that only some ranks' kernels refuse.
+
+    All kernels agree if the written tensors have even shards and no dims of one element.
+    """
     _, call, specs, sharding = sharded
     outs = specs[len(sharding.inputs) :]
     writes_first = result_kind(call) is ResultKind.FIRST and not outs
@@ -422,6 +430,7 @@ def _argument_positions(call: OpCall) -> list[ArgumentPosition]:
 
 
 _ELEMENT_BY_ELEMENT = pointwise()
+# the rules for unknown_ops("replicate") and unknown_ops("local"); `_LOCAL` is compared by identity
 _REPLICATE = Rule(replicated)
 _LOCAL = Rule(replicated)
 
@@ -444,7 +453,7 @@ def _without_rule(op: OpOverload, scope: Scope) -> Rule:
 
 
 def _as_first_input(call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
-    """Return the `unknown_ops("local")` sharding: no input moves, outputs follow the first input."""
+    """Return the sharding for unknown_ops("local"): inputs stay, outputs are as the first input."""
     first = inputs[0]
     for meta in call.outputs:
         if meta.shape != first.shape:

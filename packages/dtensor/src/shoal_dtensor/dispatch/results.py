@@ -42,7 +42,8 @@ class ResultKind(IntEnum):
     COMPOSITE = 6  # DTensors already
 
 
-# of a tensor: the position or name of its argument; its index if that is a list
+# The place of a tensor among arguments: the position or name of the argument, and the index of the
+# tensor if the argument is a list.
 ArgumentPosition = tuple[int | str, int | None]
 
 
@@ -57,22 +58,22 @@ def container_of(place: ArgumentPosition, args: Any, kwargs: Any) -> tuple[Any, 
 class Decision:
     """A decided call: redistribute inputs, call a function on local tensors, wrap its result."""
 
-    call: Callable[..., Any]  # the function
-    result_kind: ResultKind  # what becomes of its result
+    call: Callable[..., Any]  # the function of local tensors
+    result_kind: ResultKind  # the form of its result
     # the spec of every tensor output, flattened
     outputs: tuple[Spec, ...] = ()
     # for each output the flat index of the input that it is (in-place and `out=` forms), or None
     aliased: tuple[int | None, ...] = ()
-    # the arguments that an operator without result writes to, which torch does not count
+    # arguments that an operator without a result writes to; torch does not count these writes
     unreported_writes: tuple[int | str, ...] = ()
-    # whether there is more to do, as given by the following fields
+    # whether a call needs more than `call`, as the following fields describe
     slow_path: bool = False
     # how inputs must be redistributed first
     moves: Mapping[ArgumentPosition, Plan] = field(default_factory=dict)
-    # functions that refuse wrong values of an input before it is sliced, while all ranks have all
-    # values
+    # functions that refuse wrong values of an input before it is sliced, while every rank has all
+    # of them, so that all ranks raise
     checks: Mapping[ArgumentPosition, Callable[[Tensor], None]] = field(default_factory=dict)
-    # the written ones among them, from where they were written to their own layout
+    # for each moved input that the call writes to, the plan back to its own layout
     write_backs: Mapping[ArgumentPosition, Plan] = field(default_factory=dict)
     # whether a view operator's output does not alias its input, because that was redistributed
     view_copied: bool = False
@@ -82,7 +83,7 @@ class Decision:
     verifies_plain: bool = False
     # the purpose of the collectives, which debug modes and errors of the mesh layer repeat
     reason: str = ""
-    notice: str = ""  # what to warn of when it runs
+    notice: str = ""  # the warning when the call runs
     # the operator with its inputs, if the communication policy holds for its local function; else
     # empty
     watched: str = ""
@@ -236,7 +237,8 @@ def _overlaps_itself(spec: Spec) -> bool:
     dims = [(step, n) for step, n in strided_dims if n > 1]
     if has_symbols(spec.stride):
         return any(step == 0 for step, _ in dims)
-    # of the dims with smaller strides: shape (2, 3), strides (3, 1) reach 2, then 5
+    # The largest offset of an element along the dims with smaller strides. Example: shape (2, 3)
+    # with strides (3, 1) reaches 2, then 5.
     reach = 0
     for step, n in sorted(dims):
         if step <= reach:
@@ -316,8 +318,8 @@ def bump_versions(
         bump_version(written)
         if not torch.is_grad_enabled() or not isinstance(written, list | tuple):
             continue
-        # A list with a tensor twice, or beside a view of it, would be given one history where there
-        # are two.
+        # If a list contains a tensor twice, or a tensor and a view of it, autograd would record one
+        # write where there are two.
         ids = {*map(id, written)}
         has_doubles = len(ids) < len(written)
         twice = has_doubles or any(id(tensor._base) in ids for tensor in written)
@@ -334,7 +336,7 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
     view = view_of(op)
     if view is None:
         return None
-    # here: only such views need it, and `propagate` waits for this file
+    # Imported here, because only such views need it.
     from .plain_tensors import is_made_inside
 
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -374,7 +376,7 @@ def track_base(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], v
         with torch.no_grad():
             return [*flatten(op(*args, **kwargs))][item]
 
-    # there nothing is written, or nobody counts
+    # While tracing there are no writes, and writes to inference tensors are not counted.
     if not (is_tracing() or base.is_inference()):
         for item, view in enumerate(flatten(views)):
             view._source = base, base._version, partial(take, item)

@@ -272,7 +272,7 @@ class Spec(Interned):
         return box
 
     def boxes(self, coordinate: Sequence[int]) -> list[tuple[Box, Box]]:
-        """Return the global boxes of the rank at a coordinate, each with its box in the local tensor.
+        """Return the global boxes of the rank at a coordinate, each with its local box.
 
         There is one box, unless the spec is strided. Then there is one box for each run, without
         empty boxes.

@@ -49,7 +49,7 @@ class ShardOrderEntry(NamedTuple):
         mesh_dims: indices of the mesh axes that shard it, outermost first.
 
     Example:
-        >>> [*ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))]  # axis 0 divides the shards of axis 1
+        >>> [*ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))]  # axis 1 shards, then axis 0
         [0, (1, 0)]
     """
 
