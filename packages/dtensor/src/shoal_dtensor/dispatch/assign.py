@@ -179,7 +179,7 @@ def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> lis
         operands = [*zip(row.inputs, problem.specs, strict=True)]
         results = [*zip(row.outputs, problem.outs, strict=False)]
         is_followed = any(
-            _is_placed_so(entry, spec, axis, unordered) for entry, spec in operands + results
+            _follows(entry, spec, axis, unordered) for entry, spec in operands + results
         )
         can_follow = all(_can_be_partial(entry, spec, axis) for entry, spec in operands)
         if is_followed and can_follow:
@@ -208,7 +208,8 @@ def is_plain(row: Row) -> bool:
     return True
 
 
-def _is_placed_so(entry: Entry, spec: Spec, axis: int, unordered: bool) -> bool:
+def _follows(entry: Entry, spec: Spec, axis: int, unordered: bool) -> bool:
+    """Tell whether an operand is sharded or partial on a mesh axis as an entry requires."""
     if not isinstance(entry, S):
         return isinstance(entry, Partial) and spec.placements[axis] is entry
     sharding = spec.dim_shardings[entry.dim]
@@ -418,7 +419,7 @@ def _intersect_shardings(
     for (start, stop), (other_start, other_stop) in pairs:
         common = min(stop, other_stop) - max(start, other_start)
         sizes.append(max(0, common))
-    assert sum(sizes) == length, "shards of one dim by rows and by columns"
+    assert sum(sizes) == length, "the shards of both shardings cover the dim"
     axis_sizes = outer.axis_sizes + inner.axis_sizes
     return DimSharding(outer.axes + inner.axes, axis_sizes, tuple(sizes))
 

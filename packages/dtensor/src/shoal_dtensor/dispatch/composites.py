@@ -233,8 +233,8 @@ def groups_by_mesh(
             without_dims.append(i)
     if len(groups) < 2:
         return None
-    first_of_a_mesh = next(members for mesh, members in groups.items() if mesh is not None)
-    first_of_a_mesh.extend(without_dims)
+    first_group_on_a_mesh = next(group for mesh, group in groups.items() if mesh is not None)
+    first_group_on_a_mesh.extend(without_dims)
     return [*groups.values()]
 
 
@@ -257,12 +257,12 @@ def run_in_groups(
     values = [*args, *kwargs.values()]
     results: list[Any] = [None] * count
     for group in groups:
-        of_group = []
+        values_of_group = []
         for value in values:
             is_list = _is_walked(value, count)
-            of_group.append([value[i] for i in group] if is_list else value)
-        named = dict(zip(kwargs, of_group[len(args) :], strict=True))
-        result = op(*of_group[: len(args)], **named)
+            values_of_group.append([value[i] for i in group] if is_list else value)
+        named = dict(zip(kwargs, values_of_group[len(args) :], strict=True))
+        result = op(*values_of_group[: len(args)], **named)
         if result:
             for i, item in zip(group, result, strict=True):
                 results[i] = item

@@ -132,8 +132,8 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     # outside the handler, so that an error raised here is not chained to the KeyError
     if cache is None:
         cache = _new_op_cache(cls, op)
-    local_kwargs = {} if kwargs is None else kwargs
-    kwargs = local_kwargs
+    kwargs = {} if kwargs is None else kwargs
+    local_kwargs = kwargs
     count = _MANY if kwargs else len(args)
     if count == 1 and type(args[0]) is cls:
         (one,) = args
@@ -238,10 +238,12 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     if groups is not None:
         cache.remember(key, Decision.composite(partial(run_in_groups, op, groups)))
         return run_in_groups(op, groups, *args, **kwargs)
-    plain = [entry.candidate for entry in mixed if entry.shape]
-    is_verified = bool(plain) and (scope.replicas_checked or not scope.plain_is_replicated)
+    are_candidates = [entry.candidate for entry in mixed if entry.shape]
+    checks_plain = scope.replicas_checked or not scope.plain_is_replicated
+    is_verified = bool(are_candidates) and checks_plain
     if is_verified:
-        verify_plain(cls, op, args, kwargs, candidates=scope.plain_is_replicated or all(plain))
+        all_are_candidates = scope.plain_is_replicated or all(are_candidates)
+        verify_plain(cls, op, args, kwargs, candidates=all_are_candidates)
     tensors = flatten([*args, *kwargs.values()])
     copies = [i for i, tensor in enumerate(tensors) if isinstance(tensor, cls.copied_view)]
     specs, named_specs = specs_of(cls, args, kwargs)

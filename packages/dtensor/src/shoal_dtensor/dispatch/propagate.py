@@ -311,8 +311,8 @@ def _decision_of(
     is_dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
     kind = result_kind(call)
     positions = _argument_positions(call) if moves else []
-    is_no_alias = bool(moves or sharding.communicating or copies or rule.kind == "copy")
-    is_copied_view = call.schema.is_view and is_no_alias
+    outputs_have_own_memory = bool(moves or sharding.communicating or copies or rule.kind == "copy")
+    is_copied_view = call.schema.is_view and outputs_have_own_memory
     default_dtype = _deciding_dtype(rule, call)
     has_more_to_do = bool(moves or is_copied_view or communication.notice or communication.watched)
     moves_by_argument = {positions[move.position]: move.plan for move in moves}
