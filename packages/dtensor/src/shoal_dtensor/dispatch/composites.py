@@ -135,8 +135,8 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
     Return no axes if the group has no other rank of the mesh, and None if the group fits neither
     case.
     """
-    # Example: in the mesh ((0, 1), (2, 3)), the ranks (1, 3) have the coordinates (0, 1) and (1, 1),
-    # so the group extends along axis 0.
+    # Example: in the mesh ((0, 1), (2, 3)), the ranks (1, 3) have the coordinates (0, 1) and
+    # (1, 1), so the group extends along axis 0.
     found = [spec.mesh.coordinate_of(rank) for rank in ranks]
     coordinates = [coordinate for coordinate in found if coordinate is not None]
     if spec.coordinate is None or spec.coordinate not in coordinates:

@@ -114,8 +114,8 @@ _MANY = 3
 
 
 # `types` has the type of every tensor among the arguments that has a `__torch_dispatch__`, each
-# once. This is one function on purpose: an operator takes about 1 us, one more Python call would add
-# 60 ns, and a loop over one or two tensors 100 ns.
+# once. This is one function on purpose: an operator takes about 1 us, one more Python call would
+# add 60 ns, and a loop over one or two tensors 100 ns.
 def dispatch(  # noqa: C901, PLR0912  # see above
     cls: Any,
     op: OpOverload,

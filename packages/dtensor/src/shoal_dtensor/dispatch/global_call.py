@@ -250,8 +250,8 @@ def _metas_of(result: Any) -> tuple[TensorMeta, ...]:
 # One graph serves every length. Redistributions are chosen for the sizes that the compiler traces
 # with. Any choice is correct, so it needs no guard. Then the rule decides with the symbols
 # themselves whether the operator may run on the shards, and each of its comparisons becomes a guard
-# of the graph. A call that cannot be decided in this way is decided for constant sizes, and the next
-# length needs another graph.
+# of the graph. A call that cannot be decided in this way is decided for constant sizes, and the
+# next length needs another graph.
 
 
 class NeedsConstantsError(Exception):

@@ -82,7 +82,7 @@ def dispatch_observed(
 def _move(
     decision: Decision, args: list[Any], kwargs: dict[str, Any], observer: CallObserver
 ) -> None:
-    """Replace the local tensors of a call by the redistributed inputs that the decision requires."""
+    """Replace the local tensors of a call by the redistributed ones that a decision requires."""
     for place, plan in decision.moves.items():
         tensors, at = container_of(place, args, kwargs)
         tensors[at] = observer.move(tensors[at], plan)

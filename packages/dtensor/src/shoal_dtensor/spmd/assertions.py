@@ -58,7 +58,7 @@ def type_on(tensor: Any, axis: MeshAxis, where: str) -> AnyAxisType:
 def check_source(tensor: Any, axis: MeshAxis, src: AnyAxisType, where: str) -> None:
     """Compare the type of a tensor on an axis with the source type of a collective.
 
-    V and S(i) count as equal where the axis is local.
+    V and S(i) count as equal on a local axis.
 
     Raises:
         SpmdTypeError: if they differ.
@@ -109,8 +109,8 @@ def moved_type(tensor: Any, axis: MeshAxis, dst: AnyAxisType, ndim: int) -> Tens
 def on_current_mesh(tensor: Any, where: str) -> TensorType:
     """Return the type of a tensor in terms of the axes of the current mesh.
 
-    A type over other axes that join the same ranks is translated, if all axes of each group have
-    one type.
+    If the type is over other axes that join the same ranks, it is translated. This is possible if
+    the tensor has the same type on all axes that are translated together.
 
     Raises:
         SpmdTypeError: if the type lacks axes of the mesh, or cannot be translated.

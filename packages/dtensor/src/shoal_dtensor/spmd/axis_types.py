@@ -90,10 +90,10 @@ def _shard(dim: int) -> Shard:
 
 
 class FoldedShard(Interned):
-    """The type of a shard whose dim a reshape folded behind another one; inferred, never written.
+    """The type of a shard whose dim a reshape folded into the dim before; inferred, never written.
 
-    (batch, heads, length) by heads, reshaped to (batch * heads, length), has such a dim 0: each
-    rank holds one run of it per batch.
+    Example: a tensor of (batch, heads, length) is sharded by heads and reshaped to (batch * heads,
+    length). Each rank holds one run of dim 0 for each batch entry.
 
     Attributes:
         placement: the placement along the axis, which counts the runs.

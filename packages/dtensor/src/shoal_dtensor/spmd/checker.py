@@ -1,4 +1,9 @@
-"""The checker: a mode under which every operator on typed tensors is compared with its rule."""
+"""The checker: a mode that compares every operator on typed tensors with the operator's rule.
+
+`Checker` reads the types of an operator's operands, infers the types of its results (see `infer`),
+and stores them on the results. An autograd function is checked as one operation, by the types that
+it declares (`apply_checked`). `typecheck` is the block in which all of this is active.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +72,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # `prim::device` is how a tensor without memory reads its own device
+        # A tensor without memory reads its own device by `prim::device`.
         if active_checker() is None or func.namespace == "prim":
             return func(*args, **kwargs)
         if any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs))):
@@ -175,14 +180,14 @@ def _frozen(value: Any) -> Any:
         return tuple(map(_frozen, value))
     if isinstance(value, dict):
         return tuple([(name, _frozen(item)) for name, item in value.items()])
-    # 1 and 1.0 and True are equal, and make different dtypes
+    # 1, 1.0 and True are equal but give different dtypes.
     return (type(value), value) if isinstance(value, int | float) else value
 
 
 def _run_untyped(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
 ) -> Any:
-    """Run an operator on tensors without types; what follows from numbers alone is a constant."""
+    """Run an operator on tensors without types; results made of constants alone are constants."""
     result = func(*args, **kwargs)
     schema = schema_of(func)
     made_of_constants = all(map(is_constant, tensors)) or func is torch.ops.aten.lift_fresh.default
@@ -275,13 +280,14 @@ def _refuse_varying(
 
 
 def _run_checkpointed(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-    """Run a checkpointed function as it is recomputed, with gradients, for its types."""
+    """Run a checkpointed function with gradients, as in its recomputation, to infer types."""
     with torch.enable_grad():
         return function(*args)
 
 
 DECOMPOSITIONS[CheckpointFunction] = _run_checkpointed
-# functions whose own `typecheck_forward` is running, and calls `apply` in turn
+# Functions whose own `typecheck_forward` is running. It calls `apply`, which must not start it
+# again.
 _RUNNING_CHECKS: list[type] = []
 
 

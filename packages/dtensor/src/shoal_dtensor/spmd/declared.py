@@ -29,7 +29,7 @@ Declaration = Callable[[Any, tuple[Any, ...]], None]
 """Function that assigns types to the outputs of a function: (outputs, arguments of `apply`)."""
 
 _DECLARATIONS: WeakKeyDictionary[type, Declaration] = WeakKeyDictionary()
-# looked up by a class, for declarations that classes have as methods
+# Functions that return the declaration that a class has as a method, or None.
 FINDERS: list[Callable[[type], Declaration | None]] = []
 LOCAL_FUNCTIONS: WeakSet[type] = WeakSet()
 DECOMPOSITIONS: WeakKeyDictionary[type, Callable[..., Any]] = WeakKeyDictionary()
@@ -62,9 +62,9 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def declare_local(outputs: Any, args: tuple[Any, ...]) -> None:
-    """Give the outputs of a function that every rank computes on its own their types.
+    """Give types to the outputs of a function that every rank computes on its own.
 
-    R and V make V, all R make R, and all I make I.
+    If all arguments are R, or all are I, so are the outputs. R and V arguments give V outputs.
 
     Raises:
         SpmdTypeError: if I is among other types, or an argument is P.
@@ -163,7 +163,7 @@ def _declare_from_local(outputs: Any, args: tuple[Any, ...]) -> None:
 
 
 def _named(name: str) -> AnyAxisType:
-    """Return the type of a text: `"R"`, `"P"`, `"I"`, `"V"` or `"S(1)"`."""
+    """Return the type with a name: `"R"`, `"P"`, `"I"`, `"V"` or `"S(1)"`."""
     if name.startswith("S"):
         return Shard(int(name[2:-1]))
     return {"R": R, "I": I, "P": P, "V": V}[name]

@@ -9,7 +9,7 @@ _LOADERS: list[Callable[[], None]] = []
 
 
 def on_first_check(load: Callable[[], None]) -> None:
-    """Call a function when types are first checked; few programs check them.
+    """Call a function when types are first checked, because few programs check them.
 
     Args:
         load: imports the declarations of a package.
@@ -18,6 +18,6 @@ def on_first_check(load: Callable[[], None]) -> None:
 
 
 def load_declarations() -> None:
-    """Call the functions that wait, each once."""
+    """Call the functions that wait for the first check, each once."""
     while _LOADERS:
         _LOADERS.pop()()

@@ -1,7 +1,8 @@
-"""Facts that torch functions show and the operators inside of them do not.
+"""Facts about calls of torch functions that the operators inside of them do not show.
 
 `linear` merges the leading dims of its operand and divides them again. `reshape` and `unflatten`
-replace the -1 of a program by a local size.
+replace the -1 of a program by a local size. `FunctionHints` notes these facts while the function
+runs, and the checker reads them for the operators.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class FunctionHints(FunctionMode):
 
 
 def _leading(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Leading | None:
-    """Return how a function on batches shards the leading dims of its operand."""
+    """Return the axes that shard the leading dims of the operand of a function on batches."""
     operand = max(tensors_in((args, kwargs)), key=lambda tensor: tensor.ndim)
     present = type_of(operand)
     if present is None:

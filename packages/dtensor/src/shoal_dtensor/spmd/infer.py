@@ -1,8 +1,9 @@
 """Types of an operator's results, from the rule that DTensors follow.
 
-Along one mesh axis the types of the operands select a row of the operator's rule, in which R and I
-are replicated. A call for which the rule would have to move an operand is a type error. The
-gradient sides of R and I decide which of the two a result is, and where they cannot be combined.
+Along one mesh axis the types of the operands select a row of the operator's rule; R and I count as
+replicated there. If the rule would have to redistribute an operand, the call is a type error. R and
+I differ in their gradients. The operands that take gradients decide whether a replicated result is
+R or I, and a mixture of R and I among them is an error.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _types_of_outcome(
 
 
 def _common_type(types: Sequence[TensorType]) -> TensorType:
-    """Return the type that several readings of a result share: V on an axis where they differ."""
+    """Return the type that several possible types of a result share: V on an axis where they differ."""
     first = types[0]
     if all(other == first for other in types):
         return first
@@ -145,7 +146,7 @@ def _common_type(types: Sequence[TensorType]) -> TensorType:
 
 
 def _replicated_result(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType:
-    """Return R or I for operands that are R or I; the ones that take gradients decide."""
+    """Return R or I for operands that are R or I; operands that take gradients decide."""
     typed = [operand for operand in call.operands if operand.tensor_type is not None]
     kinds = {operand.on(axis) for operand in typed}
     if len(kinds) == 1:
@@ -205,7 +206,7 @@ def spec_of_operand(operand: Operand, axes: tuple[MeshAxis, ...]) -> Spec:
     """Return the layout of the global tensor behind a local operand.
 
     Args:
-        operand: whose type is R, I, P or S(i) on each of the axes.
+        operand: an operand whose type is R, I, P or S(i) on each of the axes.
         axes: the mesh axes.
     """
     mesh = mesh_over(axes)
@@ -229,7 +230,8 @@ def spec_of_operand(operand: Operand, axes: tuple[MeshAxis, ...]) -> Spec:
         indices = tuple([axes.index(axis) for axis in sharding if axis in axes])
         if indices:
             order.append((dim, indices))
-    # Contiguous: strides only decide whether a view exists, and on local tensors it did.
+    # The spec is contiguous. A stride only decides whether a view is possible, and the view was
+    # possible for the local tensors.
     dtype = operand.meta.dtype
     spec = Spec(mesh, placements, shape, None, dtype=dtype, shard_order=tuple(order))
     if not folded:
@@ -264,7 +266,7 @@ def _types_of_spec(
 
 
 def _count_runs(specs: Sequence[Spec]) -> int:
-    """Count the axes whose shards are several runs of a dim."""
+    """Return the number of axes whose shards are several runs of a dim."""
     count = 0
     for spec in specs:
         for dim, axes in spec.shard_order:
@@ -293,7 +295,12 @@ class Leading(NamedTuple):
 
 
 class _Refusal(NamedTuple):
-    """Why a call has no row, with the layouts that the rule would move its operands to."""
+    """The reason why no row of a rule fits a call.
+
+    Attributes:
+        reason: the reason, for the error.
+        wanted: the layouts to which the rule would move the operands; None if unknown.
+    """
 
     reason: str
     wanted: tuple[Spec, ...] | None
@@ -315,7 +322,7 @@ def _results_by_rule(
         )
     operands = {operand: spec_of_operand(operand, axes) for operand in call.operands}
     named = dict(call.kwargs)
-    # with the sizes that had to be multiplied
+    # for each outcome, the number of sizes that had to be multiplied
     outcomes: dict[tuple[Spec, ...], int] = {}
     refusals: list[_Refusal] = []
     for args, multiplied in _global_arguments(call, axes):
@@ -371,7 +378,8 @@ def _likely_outcomes(
 ) -> list[tuple[Spec, ...]]:
     """Return the outcomes that the program most likely means.
 
-    They have the fewest runs, and the shardings of leading dims that stay.
+    They have the fewest axes whose shards are several runs, and they keep the sharding of leading
+    dims.
 
     Args:
         call: the call.
@@ -387,7 +395,7 @@ def _likely_outcomes(
             preferred = like or preferred
     has_wildcard = any(-1 in sizes for sizes in _size_lists(call))
     if len(preferred) > 1 and has_wildcard:
-        # Sizes beside a -1 are the program's own numbers, such as the size of a head.
+        # Sizes next to a -1 are the program's own numbers, such as the size of a head.
         fewest = min(outcomes[outcome] for outcome in preferred)
         preferred = [outcome for outcome in preferred if outcomes[outcome] == fewest]
     return preferred
@@ -410,8 +418,8 @@ def _unchanged_dims(call: LocalOperatorCall) -> Leading | None:
 def _local_sizes(call: LocalOperatorCall, sizes: Sequence[int]) -> list[int]:
     """Return the positions of the sizes that may depend on the shard.
 
-    Beside a -1, numbers of the program itself do not, such as the size of a head. Sizes of the
-    operand, and products of consecutive ones, do.
+    Next to a -1, only sizes of the operand and products of its consecutive sizes may. The other
+    sizes are the program's own numbers, such as the size of a head.
     """
     if -1 not in sizes:
         return [dim for dim, size in enumerate(sizes) if size != 0]
@@ -447,12 +455,11 @@ def _size_lists(call: LocalOperatorCall) -> list[Sequence[int]]:
 def _global_arguments(
     call: LocalOperatorCall, axes: Sequence[MeshAxis]
 ) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Yield the positional arguments of global calls whose local call this may be.
+    """Yield the positional arguments of the global calls that this local call may belong to.
 
-    Each comes with the number of sizes that were multiplied.
-
-    A list of local sizes may stand for global sizes in which each sharding axis multiplies one
-    size: (4, 8) on two ranks for (4, 8), (8, 8) or (4, 16).
+    Each comes with the number of sizes that were multiplied. A list of local sizes may stand for
+    global sizes in which each sharding axis multiplies at most one size. For example, (4, 8) on two
+    ranks may stand for (4, 8), (8, 8) or (4, 16).
     """
     sharding = [axis for axis in axes if _is_sharded(call, axis)]
     lists = _size_places(call)

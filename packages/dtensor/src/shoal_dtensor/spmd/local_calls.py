@@ -1,8 +1,8 @@
 """Comparison of an operator with the computation that its rule runs on shards.
 
-A rule may run another function on shards than the operator: a lookup in a shard of a table masks
-the indices of other ranks. Plain code runs the operator itself, which is right only where the
-rule's function does nothing else.
+A rule may run another function on shards than the operator. For example, a lookup in a shard of a
+table masks the indices of other ranks. Plain code runs the operator itself, which is correct only
+if the rule's function does nothing else.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class MeshAxis:
     """A mesh axis: the ranks that it joins, relative to the first.
 
     Attributes:
-        offsets: ascending along the axis, beginning with 0.
+        offsets: the distance of each rank to the first one, ascending, beginning with 0.
 
     Example:
         >>> MeshAxis.of(4, 2).offsets
@@ -110,7 +110,7 @@ def flatten_axes(axes: Iterable[MeshAxis]) -> MeshAxis:
 
 
 def are_orthogonal(axes: Sequence[MeshAxis]) -> bool:
-    """Tell whether every combination of positions on the axes is another rank."""
+    """Tell whether every combination of positions on the axes is a different rank."""
     flat = flatten_axes(axes)
     return len({*flat.offsets}) == prod(axis.size() for axis in axes)
 
@@ -122,9 +122,9 @@ class CurrentMesh:
     Attributes:
         axes: the axes with more than one rank, outermost first.
         names: all axes by name, also axes of one rank.
-        local: axes along which every coordinate is a tensor of its own, also in global mode.
+        local: axes along which every coordinate has a tensor of its own, also in global mode.
         mesh: the device mesh, if the program gave one; it has the communicators.
-        lines: objects that callers keep by the name of an axis.
+        lines: objects that packages above this one store for the name of an axis.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -226,7 +226,7 @@ def set_current_mesh(
     Args:
         axes: a device mesh, axes by name, a set of axes, a sequence of process groups, or None for
             the current mesh.
-        local_axes: axes along which every coordinate is a tensor of its own in global mode.
+        local_axes: axes along which every coordinate has a tensor of its own in global mode.
 
     Raises:
         SpmdTypeError: if the axes are not orthogonal, or None is given without a current mesh.
@@ -291,9 +291,10 @@ def normalize_mesh(axes: Iterable[MeshAxis]) -> frozenset[MeshAxis]:
 def regroup(
     source: Iterable[MeshAxis], target: Iterable[MeshAxis]
 ) -> list[tuple[list[MeshAxis], list[MeshAxis]]] | None:
-    """Return groups of source axes and target axes that join the same ranks; None if some do not.
+    """Return pairs of groups: source axes, and the target axes that join the same ranks.
 
-    Every axis is in one group, and no group can be divided.
+    Every axis is in one group, and no group can be divided. Return None if the axes cannot be
+    grouped in this way.
     """
     groups: list[tuple[list[MeshAxis], list[MeshAxis]]] = []
     left = [*source]
@@ -311,6 +312,7 @@ def regroup(
 def _smallest_group(
     left: Sequence[MeshAxis], right: Sequence[MeshAxis]
 ) -> tuple[list[MeshAxis], list[MeshAxis]] | None:
+    """Return the smallest group of each side that join the same ranks; None if there are none."""
     for count in range(1, len(left) + len(right)):
         for some in _subsets(left, count):
             flat = flatten_axes(some)

@@ -1,4 +1,4 @@
-"""Texts of type errors: the line of the program, the operator, the types met and the way out."""
+"""Texts of type errors: the line of the program, the operator, its types and the way out."""
 
 from __future__ import annotations
 

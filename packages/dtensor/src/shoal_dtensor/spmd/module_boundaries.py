@@ -1,7 +1,7 @@
-"""Modules that declare the types of their inputs and outputs, and whose inside is not checked.
+"""Modules that declare the types of their inputs and outputs and are not checked inside.
 
-While types are checked, global hooks of torch compare the inputs, pause the checker, and give the
-outputs their types.
+While types are checked, torch's global module hooks compare the inputs of such a module, pause the
+checker until the module returns, and give the outputs their types.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Boundary(Protocol):
     """The types of one module's inputs and outputs."""
 
     def check_inputs(self, args: tuple[Any, ...]) -> None:
-        """Compare the types of positional inputs; raise SpmdTypeError if one is another."""
+        """Compare the types of positional inputs; raise SpmdTypeError if one differs."""
 
     def declare_outputs(self, args: tuple[Any, ...], outputs: Any) -> None:
         """Give the outputs their types; `args` are all inputs, keyword arguments last."""
 
 
 class _ModuleCall(NamedTuple):
-    """A running call of a module: its boundary and its pause, or two times None."""
+    """A running call of a module: its boundary and its pause, both None without a boundary."""
 
     boundary: Boundary | None = None
     pause: AbstractContextManager[None] | None = None
@@ -52,7 +52,7 @@ _CALLS = _Calls()
 
 
 def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
-    # first, because the hook after the call also runs if this one raises
+    # Appended first, because `_after` also runs if this hook raises.
     _CALLS.running.append(_ModuleCall())
     if active_checker() is None:
         return

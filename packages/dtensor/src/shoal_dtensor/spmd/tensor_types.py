@@ -93,7 +93,7 @@ class _Note(TensorNote):
         self.tensor_type = tensor_type
 
 
-# of a tensor that follows from numbers of the program alone
+# the note of a tensor that is computed from numbers of the program alone
 _CONSTANT = _Note(None)
 
 
@@ -238,7 +238,7 @@ def _in_mesh_order(by_axis: Mapping[MeshAxis, AnyAxisType]) -> dict[MeshAxis, An
 
 
 def refine(old: TensorType, new: TensorType) -> TensorType:
-    """Return a type that has what both claim; S(i) refines V.
+    """Return the more specific of two types on each axis; S(i) is more specific than V.
 
     Args:
         old: the type that a tensor has.

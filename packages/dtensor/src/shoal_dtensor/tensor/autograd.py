@@ -33,7 +33,7 @@ from ..redistribute.shards_in_flight import CoalescedBatch, current_batch
 from ..redistribute.steps import Plan
 from ..scopes import current, obey
 
-# forward and backward; None for that of the tensor
+# (forward, backward); None for the dtype of the tensor
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
@@ -97,7 +97,7 @@ def pending(cls: Any, batch: CoalescedBatch, spec: Spec, device: torch.device) -
 
 
 def gradient_spec(spec: Spec) -> Spec:
-    """Return the default layout of a tensor's gradient: replicated where the tensor is partial."""
+    """Return the default layout of a tensor's gradient: replicated on axes with partial values."""
     return _reduced(spec) if spec.partials else spec
 
 
@@ -148,7 +148,7 @@ class FromLocal(Function):
             ctx.gradient = gradient_spec(spec)
         else:
             ctx.gradient = spec.with_(placements=grad_placements)
-        # operations inside of a DTensor do not need autograd history
+        # Operations on the local tensor of a DTensor do not need autograd history.
         return wrap_local(cls, local.detach(), spec, False)
 
     @staticmethod
@@ -183,7 +183,7 @@ class ToLocal(Function):
         else:
             ctx.spec = spec.with_(placements=grad_placements)
         ctx.checked = current().replicas_checked
-        # read by crossings
+        # `crossings` reads this attribute.
         ctx.by_default = by_default
         averaged = [axis for axis, op in spec.partials if op == "avg"]
         ctx.scaled = averaged if by_default else []
@@ -204,10 +204,10 @@ class ToLocal(Function):
         spec = ctx.spec if ctx.spec.dtype == grad.dtype else ctx.spec.with_(dtype=grad.dtype)
         if not is_tracing():
             grad, spec = crossings.enter(ctx, grad, spec)
-        # such marks are not looked at below a tensor subclass
+        # Marks for "conjugate (or negate) later" are ignored on a tensor inside a subclass.
         plain = grad.resolve_conj().resolve_neg()
-        # dims are in the memory order of the spec, whose stride determines whether views are
-        # possible
+        # The stride of the spec determines whether views are possible, so the local tensor must
+        # have the memory order of the spec.
         plain = _in_memory_order(spec)(plain)
         if torch.is_grad_enabled():
             return apply(FromLocal, plain, ctx.cls, spec, None), None
@@ -257,9 +257,10 @@ class Redistribute(Function):
 
 
 def moved_gradient(cls: Any, grad: Any, target: Spec, dtypes: Dtypes = (None, None)) -> Any:
-    """Return a gradient in another layout; add a node to the graph where backward is recorded.
+    """Return a gradient in another layout.
 
-    The same node is used if the gradient moves in another dtype.
+    A node is added to the autograd graph if the backward is recorded, or if the gradient moves in
+    another dtype.
     """
     if torch.is_grad_enabled() or dtypes[0] is not None:
         return apply(Redistribute, grad, cls, target, dtypes, False)
@@ -267,7 +268,7 @@ def moved_gradient(cls: Any, grad: Any, target: Spec, dtypes: Dtypes = (None, No
 
 
 def check_differentiable(spec: Spec) -> None:
-    """Refuse gradients through partial values that no local gradient can be computed for."""
+    """Refuse gradients through partial values for which no local gradient can be computed."""
     for axis, op in spec.partials:
         if op not in ("sum", "avg"):
             raise PlacementError(

@@ -94,11 +94,12 @@ class DTensor(torch.Tensor):
         return result.requires_grad_() if requires_grad else result
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # which takes no arguments; __new__ has done everything
+        # The constructor of torch does not take arguments. `__new__` has done everything.
         super().__init__()
 
     spec: Spec = property(  # type: ignore[assignment]  # a property is read as its value
-        # no call in Python: backward passes of lowered modules read it four times per parameter
+        # `attrgetter` needs no Python call. Backward passes of lowered modules read the spec four
+        # times per parameter.
         attrgetter("_spec"),
         doc="Mesh, placements, shard order, global shape, stride and dtype in one interned value.",
     )
@@ -169,7 +170,7 @@ class DTensor(torch.Tensor):
             run_check=run_check,
         )
         if spec.partials and any(norm_order(op) for _, op in spec.partials):
-            # the terms of a norm are not negative
+            # The terms of a norm must not be negative.
             local = local.abs()
         if torch.is_grad_enabled() and local.requires_grad:
             check_differentiable(spec)
@@ -341,16 +342,17 @@ class DTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         target, index, value = with_a_dim(self, with_lists(DTensor, self, index), value)
         if target is not self and isinstance(value, DTensor) and shares_memory(value, self):
-            # `x[0, 1:] += y` writes elements to themselves, seen in two ways: torch refuses
+            # `x[0, 1:] += y` assigns elements to themselves by another view, which torch refuses.
             value = value.clone()
         if torch.is_grad_enabled():
-            # a slice that is all of a view is the view; torch takes it for a leaf until asked
+            # A slice of a whole view is the view itself. torch takes it for a leaf until `grad_fn`
+            # is read.
             _ = target.grad_fn
         super(DTensor, target).__setitem__(index, value)
 
     def __format__(self, wanted: str) -> str:
-        # a number is formatted as a plain number; formatting without a format specification does
-        # not communicate
+        # A DTensor without dims is formatted as a number. Without a format specification this must
+        # not communicate.
         is_number = not self.ndim and type(self._local_tensor) is torch.Tensor and not self.is_meta
         if is_number and (wanted or self._spec.replicated):
             return format(self.item(), wanted)
@@ -473,7 +475,7 @@ def zeros_of_output(shape: Sequence[int], context: Any) -> DTensor:
     return DTensor(local, spec)
 
 
-# Bound rather than called from a method, which would take 0.1 us more.
+# These are bound methods, because a method that calls the function would take 0.1 us more.
 DTensor.__torch_dispatch__ = MethodType(dispatch, DTensor)
 _Pending.__torch_dispatch__ = MethodType(run_on_pending, DTensor)
 DTensor.copied_view = _CopiedView
@@ -506,7 +508,7 @@ def local_shard(tensor: DTensor) -> torch.Tensor:
 def safe_globals() -> list[Any]:
     """Return the classes of a pickled DTensor, for `torch.load(..., weights_only=True)`.
 
-    Importing shoal registers none of them.
+    Importing shoal does not register them.
 
     Example:
         >>> with torch.serialization.safe_globals(safe_globals()):

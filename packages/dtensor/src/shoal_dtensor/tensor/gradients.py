@@ -101,7 +101,7 @@ class BackwardPass:
         while self.parts:
             self.parts.pop().fail()
 
-    # of a pass that has raised, so that it was not finished
+    # If autograd raises, the pass is freed without `finish`.
     __del__ = _fail
 
 
@@ -178,7 +178,7 @@ def first_order_only(why: str = _OF_LOWERED) -> None:
         raise SecondOrderError(why)
 
 
-# --- groups that travel together ------------------------------------------------------------------
+# --- groups of items for one message --------------------------------------------------------------
 
 
 def in_groups(
@@ -209,8 +209,8 @@ _ADD_ = torch.ops.aten.add_.Tensor
 # the operators that autograd calls to keep a gradient, by torch's names
 ACCUMULATION = ("aten::detach", "aten::add_.Tensor")
 
-# Bytes that one collective for several gradients takes: enough to hide its latency, little to pack
-# and to hold.
+# Bytes of one collective for several gradients: enough to hide its latency, and few to pack and to
+# hold in memory.
 BUCKET = 2**22
 
 
@@ -219,15 +219,15 @@ class ParameterGradientHook:
     """A gradient hook that redistributes the gradient to the leaf's layout and reduces partials."""
 
     cls: Any
-    spec: Spec  # of the leaf
+    spec: Spec  # the spec of the leaf
 
     def __call__(self, grad: Any) -> Any:
-        # an autograd function had none to give, or has added it to `.grad` itself
+        # An autograd function did not have a gradient, or has added it to `.grad` itself.
         if grad is None:
             return None
         gradient = grad
         if not isinstance(grad, self.cls):
-            # several gradients at once: nothing is accumulated
+            # A transform computes several gradients at once, so nothing is accumulated.
             if not is_tracing() and is_transformed(grad):
                 return None
             gradient = as_gradient(self.cls, grad, self.spec)
@@ -273,10 +273,8 @@ def _placed(gradient: Any, leaf: Spec) -> Any:
 
 @lru_cache(maxsize=4096)
 def _target(leaf: Spec, grad: Spec) -> Spec | None:
-    """Return the spec that a leaf's gradient must get; None if the gradient already has it.
-
-    `multiple_of` may shard as `Shard` does.
-    """
+    """Return the spec that a leaf's gradient must get; None if the gradient already has it."""
+    # Placements are compared too, because they may differ (in `multiple_of`) for equal shards.
     if grad.mesh is leaf.mesh and grad.placements == leaf.placements and grad.same_layout(leaf):
         return None
     return gradient_spec(laid_out(leaf, grad))
@@ -299,15 +297,16 @@ class GradientBatch(CoalescedBatch):
     bytes: int = 0
 
     def moved(self, cls: Any, grad: Any, plan: Plan) -> Any:
-        """Move a gradient as `plan` says, together with others where messages are small.
+        """Return a gradient that moves by a plan, together with others if its message is small.
 
-        It moves at its first use or at the end of the pass, or at once if it fills a message.
+        It moves at its first use, when the batch is full, or at the end of the pass. A gradient
+        that fills a message alone moves at once.
         """
         if not plan.collectives or plan.bytes_sent > BUCKET:
             return redistributed(cls, grad, plan.dst)
         result = queued(cls, self, plan, grad._local_tensor, source=grad)
         self.bytes += plan.bytes_sent
-        # counted on the busiest rank, so all ranks agree
+        # A plan counts the bytes of its busiest rank, so all ranks flush at the same time.
         if self.bytes >= BUCKET:
             self.flush()
             self.bytes = 0
@@ -318,7 +317,7 @@ class GradientBatch(CoalescedBatch):
         self.flush()
 
     def fail(self) -> None:
-        """Leave the gradients to their users: each has its true value at its first use."""
+        """Do nothing: each gradient still gets its values at its first use."""
 
 
 def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:

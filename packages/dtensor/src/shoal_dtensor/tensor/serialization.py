@@ -309,13 +309,13 @@ def _walk(
     return value if is_same else kind.rebuild(value, made)
 
 
-# --- refused: raw memory, and who shards by other means -------------------------------------------
+# --- refused: raw memory, and sharding by torch's FSDP --------------------------------------------
 
 
 def refuse_fsdp(tensor: Any) -> NoReturn:
     """Refuse `fsdp_pre_all_gather`, by which torch requests a shard.
 
-    `hasattr` would take an AttributeError for "no".
+    The error is not an AttributeError, because `hasattr` would catch it and return False.
     """
     raise ArgumentTypeError(
         "torch's fully_shard and replicate support plain parameters and torch's DTensors only, "
@@ -336,7 +336,7 @@ def refuse_memory(tensor: Any, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-# They distinguish tensors by their storages, and do not read the storages.
+# The modules of torch's compiler distinguish tensors by their storages, and do not read them.
 _COMPILERS = (
     "torch._dynamo",
     "torch._functorch",
@@ -374,7 +374,7 @@ def of_wrapper(
             stride = [int(n) for n in stride]
         for whole, part, sharding in zip(shape, local.shape, spec.dim_shardings, strict=True):
             shards = prod([spec.mesh.shape[axis] for axis in sharding.axes])
-            # the comparison makes the guard
+            # The comparison creates the guard.
             bool(whole == part * shards)
         spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
         sizes = zip(local.shape, spec.local_shape, strict=True)
@@ -387,7 +387,8 @@ def of_wrapper(
 def refuse_graph_cache(tensor: Any) -> NoReturn:
     """Keep graphs with DTensor inputs out of the disk cache that the ranks of a host share.
 
-    Such a graph belongs to one rank: the index of its shard and the name of its group are constants
-    that appear during tracing. The cache's key, which is made before, is the same on all ranks.
+    Such a graph belongs to one rank, because tracing makes constants of the index of its shard and
+    of the name of its group. The cache's key is computed before tracing and is the same on all
+    ranks.
     """
     not_cached("graphs of DTensors belong to one rank, and the cache does not record which")

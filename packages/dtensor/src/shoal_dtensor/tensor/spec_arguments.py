@@ -1,4 +1,4 @@
-"""Reading of method arguments: layouts are checked and become specs; indices become slices."""
+"""Conversion of arguments of DTensor methods: layouts become specs, indices become tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ..scopes import context_scope
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
     """Return the given mesh, or the mesh of the enclosing `with mesh:` block.
 
-    Compiled code could not detect that the block changes.
+    While compiling, the mesh must be given, because compiled code could not detect another block.
     """
     if type(mesh) is DeviceMesh:
         return mesh
@@ -170,10 +170,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
 
 
 def _with_values_of_first(local: torch.Tensor, mesh: DeviceMesh, spec: Spec) -> torch.Tensor:
-    """`V -> R`: return the shard with the values of the first replica.
-
-    This concerns the mesh axes that replicate.
-    """
+    """`V -> R`: return the shard with the values of the first rank along each replicating axis."""
     values = local.detach()
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate):
@@ -207,7 +204,8 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
 ) -> Spec:
     """Return the spec for which this rank has a shard of the given shape.
 
-    Without a global shape, every rank has such a shard, unless explicit sizes say otherwise.
+    Without a global shape, every rank is assumed to have a shard of this shape, except on dims
+    with explicit sizes.
     """
     check_type(
         "DTensor.from_local",
@@ -220,7 +218,7 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
     normal, order = normalize_placements(
         placements, mesh.shape, len(shape), shard_order, shape=shape
     )
-    # dims in memory in the order of the local tensor's
+    # The global tensor gets the memory order of the local tensor.
     if not stride and not is_contiguous(local_shape, local_stride):
         stride = dense_stride(shape, dims_by_stride(local_stride))
     spec = Spec(mesh, normal, shape, stride or None, dtype=dtype, shard_order=order)
@@ -246,7 +244,8 @@ def _global_shape(
             continue
         if not -ndim <= placement.dim < ndim:
             continue
-        # (2, 6) sharded on dims 0 and 1 by axes of 4 and 2: (8, 12)
+        # Example: a local shape of (2, 6), with dims 0 and 1 sharded over 4 and 2 ranks, gives
+        # (8, 12).
         shape[placement.dim] *= ranks
         if placement.sizes:
             lengths[placement.dim] = sum(placement.sizes) * runs_of(placement)
@@ -292,7 +291,7 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
     values = values and bool(replicated) and not isinstance(local, TRACED)
     sizes = [*local.shape[:_MAX_DIMS], *([0] * (_MAX_DIMS - local.ndim))]
     numbers = [0, _facts_of(local, gradients), *sizes]
-    # of modes that would make them fake tensors, or record them
+    # Modes must not record these tensors or make them fake tensors.
     with out_of_sight():
         comm = mesh.comm(tuple(range(mesh.ndim)))
         if values:
@@ -328,11 +327,11 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
     return spec, local
 
 
-# A row of `layout_of_ranks` has the digest, the facts and up to so many sizes: (3, 5) of float32 on
-# every rank are [digest, facts, 3, 5, 0, ...].
+# A row of `layout_of_ranks` has the digest, the facts and this many sizes, filled up with zeros.
+# Example: a shard of (3, 5) is [digest, facts, 3, 5, 0, ...].
 _MAX_DIMS = 16
-# The facts are one number: bits 0 to 7 are the number of dims, 8 to 15 the dtype, bit 16 whether a
-# gradient is recorded, the others a number of the memory order.
+# The facts are one number. Bits 0 to 7 are the number of dims, bits 8 to 15 the dtype, bit 16 tells
+# whether a gradient is recorded, and the other bits are a checksum of the memory order.
 _DIMS = 1 << 8
 _GRADIENT = 1 << 16
 _ORDERS = 1 << 17
@@ -408,8 +407,8 @@ def _layout_of_shapes(
     for dim, axes in order:
         if any(isinstance(normal[axis], StridedShard) for axis in axes):
             continue
-        # sizes 3 and 2 of dim 0, sharded by the first axis of a mesh (2, 2): {(0,): 3, (1,): 2} of
-        # rows 3, 3, 2, 2
+        # Example: dim 0 is sharded by the first axis of a mesh of (2, 2), and the ranks have 3, 3,
+        # 2 and 2 rows. The sizes by coordinate are {(0,): 3, (1,): 2}.
         by_coordinate = {}
         for coordinate, shape in shapes.items():
             by_coordinate[tuple([coordinate[axis] for axis in axes])] = shape[dim]
@@ -430,18 +429,15 @@ def _layout_of_shapes(
     return spec
 
 
-# --- indices: rewritten so that what is assigned to is a view of local storage, for any sharding --
+# --- indices, rewritten so that assignments write to a view of local storage ----------------------
 
 
 def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
-    """Convert each list in an index of a DTensor to a DTensor of class `cls`.
-
-    The program has the list on every rank.
-    """
+    """Convert each list in an index of a DTensor to a replicated DTensor of class `cls`."""
 
     def make_replicated(numbers: list[Any]) -> Any:
         whole = upload(numbers, tensor._local_tensor.device)
-        # `[]` means no index, though `torch.tensor([])` has a floating dtype
+        # `torch.tensor([])` has a floating-point dtype, which is not allowed for an index.
         if not whole.numel():
             whole = whole.long()
         return cls(whole, replicated_spec(tensor._spec.mesh, whole))
@@ -456,10 +452,10 @@ def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
 def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
     """Add a dim to the assignment `tensor[index] = value` if numbers select one element.
 
-    The result is the tensor, the index and the value, the last two with one more dim at the end.
+    The result is the tensor, the index and the value, each with one more dim at the end.
 
-    A single element belongs to one rank only. With a dim left, the selection of a number from a
-    sharded tensor is a view on every rank, empty on the ranks that do not have the element.
+    A single element belongs to one rank only. If a dim is left, selecting a number from a sharded
+    tensor gives a view on every rank, which is empty on ranks that do not have the element.
     """
     entries = index if isinstance(index, tuple) else (index,)
     numbers = [entry for entry in entries if isinstance(entry, int) and not isinstance(entry, bool)]
@@ -467,7 +463,8 @@ def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
     selects_one = bool(numbers) and len(numbers) == tensor.ndim
     if not selects_one or len(numbers) + len(fillers) != len(entries):
         return tensor, index, value
-    # x[2, 1] = value, x of shape (3, 4): of (3, 4, 1) the part [2, 1, :], (1,)
+    # Example: x[2, 1] = value with x of shape (3, 4) becomes x.unsqueeze(-1)[2, 1, :], which has
+    # the shape (1,).
     if isinstance(value, Tensor) and value.ndim:
         value = value.unsqueeze(-1)
     return tensor.unsqueeze(-1), (*entries, slice(None)), value
