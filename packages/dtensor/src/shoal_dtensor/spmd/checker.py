@@ -29,7 +29,7 @@ from ..rules.language.op_call import schema_of
 from ..scopes import current as current_scope
 from ..tensor.dtensor import DTensor
 from .assertions import on_current_mesh
-from .axis_types import V
+from .axis_types import I, R, V
 from .checker_state import CHECKER, TRACE_LOG, TRACES, active_checker, paused, varying_axes
 from .declared import (
     DECOMPOSITIONS,
@@ -96,7 +96,9 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
     ) -> Any:
-        where = f"{user_line()}: {func._schema.name}" if not self._has_types(tensors) else ""
+        where = func._schema.name
+        if not _are_on_current_mesh(tensors):
+            where = f"{user_line()}: {where}"
         untyped = [tensor for tensor in tensors if type_of(tensor) is None]
         if any(not _counts_as_constant(tensor) for tensor in untyped):
             if self.strict:
@@ -115,7 +117,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
                     return decomposed(*args, **kwargs)
         for tensor in tensors:
             if type_of(tensor) is not None:
-                on_current_mesh(tensor, where or func._schema.name)
+                on_current_mesh(tensor, where)
         before = [(tensor, type_of(tensor)) for tensor in _written(func, args, kwargs)]
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
@@ -126,14 +128,6 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
             operands = [type_of(tensor) for tensor in tensors]
             TRACE_LOG.info("%s: %s%s -> %s", user_line(), func, operands, inferred)
         return result
-
-    def _has_types(self, tensors: Sequence[Tensor]) -> bool:
-        mesh = MESH.get()
-        if mesh is None:
-            return True
-        axes = {*mesh.axes}
-        types = [type_of(tensor) for tensor in tensors]
-        return all(found is None or found.by_axis.keys() == axes for found in types)
 
     def _infer(
         self,
@@ -173,7 +167,18 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         return found
 
 
+def _are_on_current_mesh(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether all types of tensors are over the axes of the current mesh, if there is one."""
+    mesh = MESH.get()
+    if mesh is None:
+        return True
+    axes = {*mesh.axes}
+    types = [type_of(tensor) for tensor in tensors]
+    return all(found is None or found.by_axis.keys() == axes for found in types)
+
+
 def _frozen(value: Any) -> Any:
+    """Return a hashable value for the arguments of a call."""
     if isinstance(value, Operand):
         return value
     if isinstance(value, list | tuple):
@@ -221,7 +226,7 @@ def _shape_without_type(untyped: Sequence[Tensor]) -> tuple[int, ...]:
 
 def _all_replicated(tensors: Sequence[Tensor]) -> bool:
     types = [found for tensor in tensors if (found := type_of(tensor)) is not None]
-    return all(repr(kind) in "RI" for found in types for kind in found.by_axis.values())
+    return all(kind in (R, I) for found in types for kind in found.by_axis.values())
 
 
 def _give_type(

@@ -132,7 +132,7 @@ def _types_of_outcome(
 
 
 def _common_type(types: Sequence[TensorType]) -> TensorType:
-    """Return the type that several possible types of a result share: V on an axis where they differ."""
+    """Return the common type of several possible types of a result: V where they differ."""
     first = types[0]
     if all(other == first for other in types):
         return first
@@ -524,8 +524,8 @@ def _unmoved(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _
     sharding = assign_without_moves(rows, problem, mesh)
     if sharding is not None:
         return sharding
-    quiet = [row for row in rows if row.traffic is None]
-    moved = assign(quiet, problem, mesh)
+    without_traffic = [row for row in rows if row.traffic is None]
+    moved = assign(without_traffic, problem, mesh)
     return _Refusal(
         "no row of the operator's sharding rule has these types, so the result is not a tensor of "
         "the global computation",

@@ -106,8 +106,8 @@ def _reduced(spec: Spec) -> Spec:
     return spec.without_partials()
 
 
-def laid_out(layout: Spec, grad: Spec) -> Spec:
-    """Return the spec of a gradient in a layout, with the shape, stride and dtype of the gradient."""
+def in_layout(layout: Spec, grad: Spec) -> Spec:
+    """Return the spec of a gradient in a layout, with the gradient's own shape, stride and dtype."""
     if grad.stride == layout.stride and grad.dtype == layout.dtype and grad.shape == layout.shape:
         return layout
     return layout.with_(shape=grad.shape, stride=grad.stride, dtype=grad.dtype)
@@ -154,7 +154,7 @@ class FromLocal(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = as_gradient(ctx.cls, grads[0], ctx.spec)
-        target = laid_out(ctx.gradient, grad._spec)
+        target = in_layout(ctx.gradient, grad._spec)
         obey("the gradient of from_local of", ctx.spec, find_plan(grad._spec, target))
         moved = moved_gradient(ctx.cls, grad, target)
         local = apply(ToLocal, moved, None) if torch.is_grad_enabled() else moved._local_tensor
@@ -249,7 +249,7 @@ class Redistribute(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = as_gradient(ctx.cls, grads[0], ctx.source)
-        source = laid_out(gradient_spec(ctx.source), grad._spec)
+        source = in_layout(gradient_spec(ctx.source), grad._spec)
         moved = moved_gradient(ctx.cls, grad, source, ctx.dtypes)
         if moved.dtype != ctx.source.dtype:
             moved = moved.to(ctx.source.dtype)

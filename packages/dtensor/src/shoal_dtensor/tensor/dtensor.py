@@ -384,11 +384,11 @@ class DTensor(torch.Tensor):
 
         torch guards the sizes itself.
         """
-        placed = attrgetter("mesh.identity", "placements", "shard_order", "dtype")
+        layout_of = attrgetter("mesh.identity", "placements", "shard_order", "dtype")
         compiled_spec, *compiled_facts = compiled
         given_spec, *given_facts = given
-        is_placed_so = bool(placed(compiled_spec) == placed(given_spec))
-        return is_placed_so and compiled_facts == given_facts
+        has_same_layout = bool(layout_of(compiled_spec) == layout_of(given_spec))
+        return has_same_layout and compiled_facts == given_facts
 
     @staticmethod
     def __tensor_unflatten__(
@@ -396,7 +396,7 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         spec, requires_grad, is_parameter = context
         local = inner["_local_tensor"]
-        spec = serialization.of_wrapper(spec, local, size, stride, is_parameter=is_parameter)
+        spec = serialization.rebuilt_spec(spec, local, size, stride, is_parameter=is_parameter)
         return DTensor(local, spec, requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:

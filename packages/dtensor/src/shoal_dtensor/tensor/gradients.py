@@ -34,7 +34,7 @@ from .autograd import (
     Redistribute,
     as_gradient,
     gradient_spec,
-    laid_out,
+    in_layout,
     pending,
     queued,
     redistributed,
@@ -277,7 +277,7 @@ def _target(leaf: Spec, grad: Spec) -> Spec | None:
     # Placements are compared too, because they may differ (in `multiple_of`) for equal shards.
     if grad.mesh is leaf.mesh and grad.placements == leaf.placements and grad.same_layout(leaf):
         return None
-    return gradient_spec(laid_out(leaf, grad))
+    return gradient_spec(in_layout(leaf, grad))
 
 
 def install_gradient_hook(cls: Any, leaf: Any) -> None:

@@ -29,7 +29,7 @@ from ..layout.tensor_meta import has_symbols
 
 # Per-object caches that a copy must not inherit: the last value of a partial norm, and the base
 # that a copied view follows.
-_OWN = frozenset({"_reduced", "_source"})
+_NOT_COPIED = frozenset({"_reduced", "_source"})
 
 
 def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
@@ -119,7 +119,7 @@ def _place(spec: Spec) -> tuple[int | None, ...]:
 
 
 def _attributes(tensor: Any) -> dict[str, Any]:
-    return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
+    return {name: value for name, value in tensor.__dict__.items() if name not in _NOT_COPIED}
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def storage_for_compilers(tensor: Any) -> Any:
 # --- DTensors that torch.compile takes apart and puts together again ------------------------------
 
 
-def of_wrapper(
+def rebuilt_spec(
     spec: Spec, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], is_parameter: bool
 ) -> Spec:
     """Return the spec of a DTensor that the compiler rebuilds with this shape and stride.
@@ -378,7 +378,7 @@ def of_wrapper(
             bool(whole == part * shards)
         spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
         sizes = zip(local.shape, spec.local_shape, strict=True)
-        assert all(n == m for n, m in sizes), "a shard as its spec says"
+        assert all(n == m for n, m in sizes), "the shard has the local shape of its spec"
     elif tuple(shape) != tuple(spec.shape) or tuple(stride) != spec.stride:
         spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
     return spec

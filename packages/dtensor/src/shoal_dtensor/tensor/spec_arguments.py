@@ -120,9 +120,9 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     """Return the spec of the DTensor with `local` as its shard here, and the local tensor to use."""
     check_type("DTensor.from_local", "local_tensor", local, torch.Tensor, expected="a plain tensor")
     placements, shard_order = read_placements(mesh, placements, shard_order)
-    # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
+    # Marks for "conjugate (or negate) later" are ignored on a tensor inside a subclass.
     local = local.resolve_conj().resolve_neg()
-    takes_even = shape is None and not run_check
+    assumes_even = shape is None and not run_check
     if shape is not None:
         check_type("DTensor.from_local", "shape", shape, (tuple, list), expected="integers")
         shape = tuple(shape)
@@ -142,7 +142,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         placements = agreed.placements
         shape = agreed.shape
         shard_order = agreed.shard_order
-    assert takes_even or shape is not None, "a rank outside the mesh needs the shape"
+    assert assumes_even or shape is not None, "a rank outside the mesh needs the shape"
     layout = (local.shape, local.stride(), local.dtype, shape, stride, shard_order)
     facts = (mesh, mesh.identity, placements, *layout)
     try:
@@ -150,9 +150,9 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     except TypeError as error:
         if isinstance(error, ShoalTensorError):
             raise
-        # symbolic sizes are not hashable, and wrong placements may not be hashable either
+        # Symbolic sizes cannot be hashed, and wrong placements may not be hashable either.
         spec = _spec_of_shard.__wrapped__(*facts)
-    is_compared = takes_even and (context_scope().replicas_checked or in_lockstep())
+    is_compared = assumes_even and (context_scope().replicas_checked or in_lockstep())
     if is_compared and spec.coordinate is not None and not is_tracing():
         description = f"from_local of {spec!r}"
         actual, _ = layout_of_ranks(
