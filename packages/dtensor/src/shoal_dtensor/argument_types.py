@@ -29,7 +29,7 @@ def check_mesh(
 ) -> None:
     """Refuse a value that is not a mesh of shoal, and name the ways to get one.
 
-    Such values are torch's own mesh, or an axis given by its name.
+    The value may be torch's own mesh, for example, or the name of an axis.
     """
     if not isinstance(mesh, DeviceMesh):
         cls = type(mesh)
@@ -108,7 +108,7 @@ def near_miss(got: str, known: Iterable[str]) -> str:
 
 
 def check_keywords(where: str, function: Callable[..., Any], keywords: Iterable[str]) -> None:
-    """Raise StyleTypeError for an unknown keyword argument of a function, with a similar one."""
+    """Raise StyleTypeError for an unknown keyword argument; the error suggests a similar one."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return

@@ -1,8 +1,9 @@
 """Gradients that cross between DTensors and plain tensors.
 
-A DTensor has one gradient, which is sharded over the ranks. A plain tensor has one gradient on each
-rank, which data parallelism sums over its ranks. Only the layer of data parallelism can distinguish
-one loss of all ranks from a loss for each rank, so it is called where gradients cross.
+A DTensor has one gradient, which is sharded over the ranks. A plain tensor has a gradient on each
+rank, and data parallelism sums these over its ranks. Only the layer of data parallelism knows
+whether the ranks have one loss together or a loss each. Therefore it installs a `Crossings` object,
+which is called where a gradient crosses.
 
 May import: layout.
 """
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class Crossings(Protocol):
     """Handler of gradients that cross, for data parallelism.
 
-    `node` is the autograd node that is running.
+    `node` is the autograd node at which a gradient crosses.
     """
 
     def enter(self, node: Any, grad: Tensor, spec: Spec) -> tuple[Tensor, Spec]:

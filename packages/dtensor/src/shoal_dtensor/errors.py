@@ -41,7 +41,7 @@ class RedistributeError(ShoalTensorError, ValueError):
 
 
 class NoRuleError(ShoalTensorError, NotImplementedError):
-    """An operator without a sharding rule or decomposition; the policy forbids to replicate it."""
+    """An operator without a sharding rule or decomposition, whose inputs must not be replicated."""
 
 
 class OptimizerError(ShoalTensorError, TypeError):
@@ -69,9 +69,9 @@ class StateDictError(ShoalTensorError, RuntimeError):
 
 
 class CheckpointError(ShoalTensorError, ValueError, RuntimeError):
-    """A checkpoint that was not saved, is not whole, or is refused.
+    """A checkpoint was not saved, is incomplete, or is refused.
 
-    The error is raised on all ranks, and nothing has been removed.
+    The error is raised on all ranks, and no checkpoint has been removed.
     """
 
 
@@ -79,7 +79,7 @@ class SpmdTypeError(ShoalTensorError, RuntimeError):
     """The types of plain local tensors do not fit an operator, a collective or an assertion."""
 
 
-# --- of parallel modules: raised by the packages above --------------------------------------------
+# --- errors of parallel modules, which the packages above raise -----------------------------------
 
 
 class StyleError(Exception):

@@ -1,7 +1,7 @@
-"""Copies between a device and the memory of the host, for which the host does not wait.
+"""Asynchronous copies between a device and the memory of the host.
 
-The copies go through pinned memory, which torch reuses after the copies from it are done. On the
-CPU they are plain copies.
+The host does not wait for them. The copies go through pinned memory, which torch reuses after the
+copies from it are done. On the CPU they are plain copies.
 
 May import: _torch.
 """
@@ -41,7 +41,7 @@ def upload_packed(
     The host tensors may be written to at once.
     """
     sent = [*tensors]
-    # (2,) and (3, 4) of one dtype: 14 elements in one copy
+    # Example: tensors of (2,) and (3, 4) of one dtype are 14 elements in one copy.
     for members in _positions_by_dtype(dtypes):
         dtype = dtypes[members[0]]
         sizes = [tensors[i].numel() for i in members]
@@ -95,12 +95,12 @@ def arrival_on(device: torch.device) -> torch.Event | None:
 
 
 def device_of_numbers(comm: Comm, device: torch.device | str) -> torch.device:
-    """Return the device for exchanging a few host numbers: the CPU if the backend can send from it."""
+    """Return the device for exchanging a few host numbers: the CPU if the backend sends from it."""
     return torch.device("cpu" if "cpu:" in comm.backend else device)
 
 
 def _positions_by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
-    """Return the positions of each dtype."""
+    """Return lists of positions that have the same dtype."""
     positions: dict[torch.dtype, list[int]] = {}
     for i, dtype in enumerate(dtypes):
         positions.setdefault(dtype, []).append(i)

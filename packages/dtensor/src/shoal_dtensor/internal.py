@@ -1,4 +1,4 @@
-"""Names of this package for the packages above that are not part of its public interface.
+"""Names of this package for the packages above, not part of its public interface.
 
 They may change with any release; all packages are released together.
 
@@ -108,7 +108,7 @@ _AXIS_TYPES = {"I": "I", "P": "P", "R": "R", "ShardType": "Shard", "V": "V"}
 
 
 def __getattr__(name: str) -> Any:
-    """Load the checker of types when a package first asks for it: few programs do."""
+    """Load the type checker at its first use, because few programs use it."""
     if name == "spmd":
         from .spmd import interface
 

@@ -1,6 +1,6 @@
 """Conversion between shoal's DTensor and torch's own, without copies.
 
-No other module imports torch's DTensor, and this one imports it only in a call.
+No other module imports torch's DTensor, and this module imports it only inside functions.
 
 May import: argument_types, errors, layout, tensor.
 """
@@ -58,9 +58,9 @@ def mesh_from_torch(mesh: Any) -> DeviceMesh:
 
 
 def _over_groups(kind: Any, mesh: Any, names: Any) -> Any:
-    """Return a mesh of a class over the process groups of another mesh.
+    """Return a mesh of class `kind` over the process groups of another mesh.
 
-    If torch's mesh has several axes, they need names.
+    Torch's mesh needs names if it has several axes.
     """
     groups = mesh.get_all_groups()
     if mesh.ndim == 1:

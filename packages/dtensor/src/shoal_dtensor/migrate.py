@@ -1,8 +1,8 @@
 """`python -m shoal_dtensor.migrate PATH`: rewrites imports of torch's stack to imports of shoal.
 
-By default no file is changed: the difference is printed. `--write` writes it. The names and imports
-that a person has to decide about are listed by file and line: names that no layer of shoal has, and
-imports that cannot be rewritten automatically.
+By default no file is changed, and a diff is printed. `--write` rewrites the files. Names that no
+package of shoal has, and imports that cannot be rewritten automatically, are listed by file and
+line for a person to decide about.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 __all__ = ["Migrated", "main", "migrate"]
 
 _TENSORS = ("shoal_dtensor", "shoal_mesh", "shoal_context_parallel", "shoal_tp_styles")
-# Modules of torch, the longest prefix first, the layers that may have their names, and whether a
-# name that these lack stays torch's; of other modules it is for a person.
+# Modules of torch, the longest prefix first. For each of them: the packages of shoal that may have
+# its names, and whether a name that these lack stays torch's. If it does not, a person decides.
 _LAYERS: dict[str, tuple[tuple[str, ...], bool]] = {
     "torch.distributed.tensor.parallel": (("shoal_tp_styles",), False),
     "torch.distributed.tensor._shards_wrapper": ((), True),
@@ -100,7 +100,7 @@ def _find(module: str, name: str) -> _Home:
     absent = []
     for layer in layers:
         try:
-            # imports as `from layer import name` does, so that an error has the hint
+            # Imports like `from layer import name`, so that an error contains the package's hint.
             package = __import__(layer, fromlist=[name])
         except ModuleNotFoundError:
             absent.append(layer)
@@ -135,12 +135,11 @@ class Finding(NamedTuple):
 
 
 def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
-    """Yield the new text of every `from torch... import ...` and of every dotted name of torch.
+    """Yield the findings for every `from torch... import ...` and for every dotted name of torch.
 
-    Each comes with its node and with a question for a person, if one is left. Comments inside
-    import statements are kept.
+    Comments inside import statements are kept.
     """
-    # by their names in the file: `import torch.distributed as dist`
+    # modules of torch by their names in the file: {"dist": "torch.distributed"}
     modules = dict[str, str]()
     nodes = [*ast.walk(tree)]
     for node in nodes:
@@ -169,7 +168,7 @@ def _findings_in_import(node: ast.ImportFrom, text: str) -> Iterator[Finding]:
         yield Finding(node, question=home.question)
     if set(names_from) == {module}:
         return
-    # torch's first
+    # The names that stay torch's come first.
     in_order = [home for home in dict.fromkeys((module, *names_from)) if home in names_from]
     statements = [f"from {home} import {', '.join(names_from[home])}" for home in in_order]
     comments = re.findall(r"#.*", ast.get_source_segment(text, node) or "")

@@ -1,4 +1,6 @@
-"""Exchanges among the ranks of a mesh that the program does not call: digests, shapes, states.
+"""Exchanges of a few integers among the ranks of a mesh, which the program does not call itself.
+
+The integers are, for example, digests of values, shapes of shards or states of generators.
 
 May import: _torch.
 """
@@ -30,10 +32,11 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -
     """`V -> R`: return the integers of every rank by its row-major index; one all-gather.
 
     Main threads call this in the same order on all ranks. Other threads may call in any order,
-    concurrently with collectives of the main thread: they exchange rows in a group of their own,
-    identified by `about`, a text that is equal on all ranks whose rows belong together. If no
-    thread of some rank has called with the same text within half an hour, a LockstepError is
-    raised. `numbers` are (n,) of int64, on a device whose tensors the mesh's groups send.
+    concurrently with collectives of the main thread. They exchange rows in a process group of their
+    own, and `about`, a text that is equal on all ranks, identifies the rows that belong together.
+    If no thread of some rank has called with the same text within half an hour, a LockstepError is
+    raised. `numbers` have the shape (n,) and the dtype int64, and are on a device whose tensors the
+    mesh's groups can send.
     """
     meeting = _Meeting.of(mesh)
     comm = mesh.comm(tuple(range(mesh.ndim)))
@@ -62,7 +65,7 @@ def extremes_of_ranks(
 def in_other_threads(mesh: DeviceMesh) -> bool:
     """Tell whether this thread may call in another order than the threads of other ranks.
 
-    Threads of simulated ranks may not.
+    The main thread and threads of simulated ranks may not.
     """
     return _Meeting.of(mesh) is not None
 
@@ -70,7 +73,10 @@ def in_other_threads(mesh: DeviceMesh) -> bool:
 def one_thread_at_a_time(
     mesh: DeviceMesh, about: Callable[[], str]
 ) -> AbstractContextManager[object]:
-    """Return a block for one thread of this rank at a time; its first thread acts for all."""
+    """Return a block that one thread of this rank at a time may enter for the same `about`.
+
+    In the main thread the block does not wait.
+    """
     meeting = _Meeting.of(mesh)
     if meeting is None:
         return nullcontext()
@@ -86,8 +92,9 @@ def _gather(comm: Comm, numbers: Tensor) -> list[list[int]]:
 class _Meeting:
     """Exchange of numbers between threads of a group's ranks, in rounds of one row per rank.
 
-    Rows for other threads of this rank are kept for them. A thread whose row arrives in a round of
-    another thread waits for that round.
+    A round is one all-gather, to which each rank may contribute the row of a different call. Rows
+    that belong to calls of other threads of this rank are stored until these threads take them. A
+    thread waits until rounds of other threads have brought the rows that it lacks.
     """
 
     _of_group: ClassVar[WeakKeyDictionary[object, _Meeting]] = WeakKeyDictionary()
@@ -96,9 +103,10 @@ class _Meeting:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._changed = threading.Condition()
-        # about -> for each rank, its rows that no thread has taken yet
+        # digest of `about` -> for each rank, its rows that no thread has taken yet
         self._rows: dict[int, list[deque[list[int]]]] = {}
-        self.locks: dict[str, threading.Lock] = {}  # what one thread holds at a time
+        # the locks of `one_thread_at_a_time`, by `about`
+        self.locks: dict[str, threading.Lock] = {}
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> _Meeting | None:

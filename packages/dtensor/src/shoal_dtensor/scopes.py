@@ -1,8 +1,8 @@
 """Context-local values, and the immutable `Scope` of settings that dispatch follows.
 
-Decisions depend on the scope, so each scope has a cache of its own. Under the same rules, the same
-settings are the same scope whenever they are entered, so that decisions of one block are reused in
-the next.
+Decisions depend on the scope, so each scope has a cache of its own. Two blocks with the same
+settings and the same rule tables have the same scope, so the second block reuses the decisions of
+the first.
 
 May import: errors.
 """
@@ -27,7 +27,7 @@ Communication = Literal["allow", "warn", "forbid"]
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """The settings inside a block; under the same rules, one object for the same settings."""
+    """The settings inside a block; equal settings under the same rule tables are one object."""
 
     # the policy for an operator without a rule
     unknown: Unknown = "replicate"
@@ -37,11 +37,12 @@ class Scope:
     plain_is_replicated: bool = False
     # whether gradients that count as replicated are compared over their ranks
     replicas_checked: bool = False
-    # rule tables that come before the standing one, innermost first
+    # rule tables that come before the table of the process, innermost first
     overlays: tuple[Mapping[Any, Any], ...] = ()
-    # the scopes under the same rules by their settings, at most 36; the same dict in all of them
+    # the scopes under the same rule tables by their settings, at most 3 * 3 * 2 * 2 = 36; all of
+    # them share one dict
     siblings: dict[tuple[Any, ...], Scope] = field(default_factory=dict, repr=False)
-    # the cache of this scope by the operator's id, owned by the dispatcher
+    # caches of decisions by the operator's id; only the dispatcher uses them
     decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -67,15 +68,15 @@ def _register(scope: Scope) -> Scope:
     return known
 
 
-# all scopes whose decisions may change with the standing rules
+# all scopes; their decisions change when a rule is registered
 SCOPES: WeakSet[Scope] = WeakSet()
 DEFAULT = _register(Scope())
 _current = ScopedValue("shoal_dtensor_scope", DEFAULT)
 current: Callable[[], Scope] = _current.get
 entered: Callable[[Scope], AbstractContextManager[None]] = _current.entered
-# a block whose change of the scope around it may outlast that one
+# a block that changes the scope by a function; it may end after the block around it
 changed_by: Callable[[Callable[[Scope], Scope]], AbstractContextManager[None]] = _current.changed
-context_scope: Callable[[], Scope] = _current.own  # for dispatch: without a call in Python
+context_scope: Callable[[], Scope] = _current.own  # for dispatch, because it needs no Python call
 open_blocks: list[None] = _current.blocks
 
 
@@ -147,12 +148,11 @@ def implicit_replication() -> Iterator[None]:
 def checked_replicas() -> Iterator[None]:
     """Compare replicated gradients over their ranks in backward, for debugging.
 
-    This holds inside the block, for gradients that count as replicated.
-
     `to_local()` of a replicated tensor gives each rank the same values. If ranks then compute
     different things with them, each rank has a different summand of the gradient, which the program
     declares by `to_local(grad_placements=[Partial()])`. A rank cannot distinguish the two cases
-    from its own values, so this takes one small collective for each such gradient.
+    from its own values. Inside the block, the ranks therefore compare each gradient that counts as
+    replicated, by one small collective.
 
     Raises:
         LockstepError: (of shoal_mesh, in backward, on every rank) if the ranks' gradients differ.
@@ -170,17 +170,17 @@ def _check(setting: str, got: str, allowed: tuple[str, ...]) -> None:
         raise ArgumentValueError(f"{setting}: expected one of {', '.join(allowed)}, got {got!r}")
 
 
-# --- what may communicate on its own --------------------------------------------------------------
+# --- the communication policy ---------------------------------------------------------------------
 #
-# The traffic of plans and rules is computed before they run, so they are refused in advance. In
-# addition, local functions run under an observer of the mesh layer, so that a collective that no
-# rule declares is refused as well.
+# Plans and rules declare their communication, so a call can be refused before it runs. In addition,
+# local functions run under an observer of the mesh layer, which refuses collectives that a rule
+# does not declare.
 
 
 def notice_of(operation: str, needs: Sequence[str], scope: Scope) -> str:
     """Return the warning for a run of `operation`, with a line for each of its needs.
 
-    Return "" if the policy allows it, and raise if the policy forbids it.
+    Return "" if the policy allows communication, and raise if the policy forbids it.
     """
     if not needs or scope.communication == "allow":
         return ""
@@ -208,7 +208,7 @@ def obey(operation: str, spec: object, plan: Any) -> None:
 
 @contextmanager
 def watched(operation: str) -> Iterator[None]:
-    """Warn of collectives of this thread inside the block, or refuse them, as the policy demands."""
+    """Apply the communication policy to the collectives of this thread inside the block."""
     scope = current()
     thread = threading.get_ident()
 

@@ -1,8 +1,9 @@
-"""Gradients of compiled functions' outputs: plain ones are converted, missing ones are zeros.
+"""Gradients of compiled functions' outputs, converted to the class that compiled code expects.
 
-Compiled code expects a gradient of the output's class for every output. Autograd makes a plain
-tensor of zeros, of the global shape, for an output that the loss does not depend on. Here it passes
-None instead, and the zeros are made as the compiled code expects them.
+Compiled code expects a gradient of the output's class for every output. A plain gradient is
+converted to that class. For an output that the loss does not depend on, autograd would make a plain
+tensor of zeros with the global shape. Here autograd is made to pass None instead, and the zeros are
+made in the class and layout that the compiled code expects.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .interception import call_after_import
 
-# (plain gradient, what `__tensor_flatten__` returned for the output) -> gradient of the class
+# (plain gradient, context from the output's `__tensor_flatten__`) -> gradient of the class
 Convert = Callable[[torch.Tensor, Any], Any]
-# the same for zeros of a shape
+# (shape, context from the output's `__tensor_flatten__`) -> zeros of the class
 MakeZeros = Callable[[Sequence[int], Any], Any]
 
 _RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
-# An attribute of zeros that no rank needs to compare: no gradient has reached their output.
+# An attribute that marks zeros in place of a missing gradient. The ranks need not compare them.
 _IS_MISSING = "_shoal_is_missing"
 
 
@@ -38,7 +39,8 @@ def convert_compiled_gradients(
         make_zeros: makes zeros of the class for an output without a gradient.
     """
 
-    # Nothing is imported: the module takes a second.  It is wrapped when torch imports it.
+    # The module is not imported here, because this takes a second. It is changed when torch
+    # imports it.
     def wrap(module: Any) -> None:
         passes = module.AOTDispatchAutograd
         process = passes.process_runtime_tangent
@@ -47,7 +49,7 @@ def convert_compiled_gradients(
             expected = getattr(meta, "original_subclass_type", None)
             if expected is cls and not isinstance(tangent, cls | FakeTensor):
                 if tangent is None or hasattr(tangent, _IS_MISSING):
-                    # compiled autograd runs no `_backward_of_all`
+                    # None arrives only in compiled autograd, which does not run `_backward_of_all`.
                     shape = meta.outer_size if tangent is None else tangent.shape
                     tangent = make_zeros(shape, meta.meta)
                 else:
@@ -78,11 +80,11 @@ def _prepare_backward(cls: type[torch.Tensor], outputs: Sequence[Any]) -> None:
     for output in outputs:
         node: Any = output.grad_fn if isinstance(output, cls) else None
         function: Any = getattr(node, "_forward_cls", None)
-        # an output that is a view has a node of its own
+        # The node of an output that is a view is not the node of the compiled function.
         if not hasattr(function, "_aot_id"):
             continue
-        # Hooks from before autograd gave the output its node: torch would add later ones to them,
-        # and call none.
+        # Remove hooks that were registered before autograd gave the output its node. Torch would
+        # add later hooks to them and then call none of them.
         output._backward_hooks = None
         node.set_materialize_grads(False)
         if not isinstance(function.backward, partial):
@@ -91,7 +93,8 @@ def _prepare_backward(cls: type[torch.Tensor], outputs: Sequence[Any]) -> None:
 
 def _backward_of_all(original: Any, node: Any, *gradients: Any) -> Any:
     """Run a compiled backward pass with marked zeros in place of missing gradients."""
-    # torch 2.13 passes one list, which the backward pass empties; older versions pass each gradient
+    # torch 2.13 passes one list, which the backward pass empties. Older versions pass the gradients
+    # as separate arguments.
     is_list = len(gradients) == 1 and isinstance(gradients[0], list)
     found = gradients[0] if is_list else [*gradients]
     for index, gradient in enumerate(found):

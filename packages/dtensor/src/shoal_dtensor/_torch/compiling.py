@@ -14,12 +14,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shoal_mesh.internal import sums_are_in_tree
 
-# Decorator: the compiler does not look into the function, which runs between two graphs.
+# Decorator for a function that the compiler must not trace: it runs eagerly between two graphs.
 eager_only = _disable_dynamo
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Whether torch.compile, or an exporter, reads or traces the program; the second is False while
-# autograd traces.
+# Tells whether torch.compile or an exporter is tracing the program. `is_tracing` is False while
+# autograd is traced.
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
@@ -46,7 +46,8 @@ def is_unrecorded(tensor: torch.Tensor) -> bool:
         or isinstance(tensor, FunctionalTensor)
     ):
         return False
-    from torch.fx.experimental.proxy_tensor import has_proxy_slot  # loaded by who records
+    # imported here because only recording needs it
+    from torch.fx.experimental.proxy_tensor import has_proxy_slot
 
     return not has_proxy_slot(tensor, mode.tracer)
 
@@ -62,7 +63,7 @@ def never_compiled(function: Callable[..., Any]) -> None:
 
 
 def not_cached(reason: str) -> NoReturn:
-    """Refuse to store a graph in torch's cache on disk, so that it is traced again."""
+    """Refuse to store a graph in torch's cache on disk, so that each process traces it."""
     # imported here because only compilation needs it
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 
@@ -88,13 +89,12 @@ _WHOLE: dict[str, Callable[..., Any]] = {}
 
 
 def whole_when_compiled(function: Function) -> Function:
-    """Record calls of a function as one node of the graph of torch.compile.
+    """Decorate a function so that torch.compile records each call as one node of its graph.
 
-    torch.compile traces the inside of the node afterwards.
-
+    The compiler's first stage does not look into the node; a later stage traces its operators.
     Therefore the function, which takes tensors and constants, may use meshes, specs and caches
-    freely, and keep state on tensors. It must be a function of a module, because the graph calls it
-    by its name there; eager calls pass straight through.
+    freely, and keep state on tensors. It must be defined at the top level of a module, because the
+    graph calls it by its module and name. Eager calls are not changed.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     _WHOLE[name] = function
@@ -102,32 +102,33 @@ def whole_when_compiled(function: Function) -> Function:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_tracing():
-            record_whole(name, sums_are_in_tree())  # what the node becomes depends on it
+            # The traced operators of the node depend on the second argument.
+            record_whole(name, sums_are_in_tree())
         return function(*args, **kwargs)
 
     return cast(Function, call)
 
 
 def record_whole(name: str, *guarded: bool) -> None:
-    """Announce a function to the compiler, which runs this while it traces, before its first call.
+    """Allow a function as one node of the graph; the compiler runs this while it traces.
 
-    The compiler also guards the other arguments: torch 2.15 does not guard a value that no call
-    takes.
+    `guarded` are values that the compiler must guard. Torch 2.15 guards a value only if it is an
+    argument of some call.
     """
     torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
-record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result marks it, which imports the compiler
+record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the mark that assume_constant_result makes, without importing the compiler
 
 
-# --- symbols for sizes, as the recorder of a graph sees them --------------------------------------
+# --- symbols for sizes in a recorded graph --------------------------------------------------------
 #
 # A recorder can compute a symbol if it recorded how the symbol was computed. Symbols of another
 # stage of the compiler, or symbols computed while it did not record, do not have a node in its
-# graph. Torch then builds a node from the symbol's expression, but of a product of three or more
+# graph. Torch then builds a node from the symbol's expression. But from a product of three or more
 # factors it takes only the first two (torch 2.11 to 2.15), and it does not support powers. Symbols
-# of a gradient's size have the same problem: the forward must not depend on them. Therefore every
-# symbol is computed again from the inputs of the graph.
+# of a gradient's size cannot be used either, because the forward must not depend on them. Therefore
+# every symbol is computed again from the inputs of the graph.
 
 
 def recorder_of_sizes() -> Any:
@@ -150,7 +151,8 @@ def _recorded(size: Any, tracer: Any) -> Any:
     """
     if type(size) is not torch.SymInt:
         return size
-    from torch.utils._sympy.interp import sympy_interp  # loaded where symbols are
+    # imported here because only symbolic sizes need them
+    from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     expression = size.node.expr

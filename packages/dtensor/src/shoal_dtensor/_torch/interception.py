@@ -1,8 +1,9 @@
 """Hooks into torch: modes, operators on a tensor class, state dicts, and recomputation in scopes.
 
-If `torch.utils.checkpoint` ran a function inside scopes, the scopes also hold when backward runs it
-again, after the block that entered them. Both kinds of checkpoint keep the function in an object to
-which the frames of the first run refer.
+A function that `torch.utils.checkpoint` runs inside scopes is run again in backward, after the
+blocks of the scopes have ended; the scopes are then entered again. For this, the function is
+replaced in the object that the checkpoint keeps for the recomputation. Frames of the first run
+refer to this object in both kinds of checkpoint.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _COMPILED = ("cond", "while_loop", "scan", "map")
 _AUTOGRAD = tuple(
     f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1", "Meta")
 )
-# The operators among these that torch's compiler traces with fake tensors, by name.
+# The operators with function arguments that torch's compiler traces with fake tensors.
 _TRACED = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 # functions of torch's compiler that return addresses of tensors
 _ADDRESSES = ("unsafe_alloc_void_ptr_from_tensor", "unsafe_alloc_void_ptrs_from_tensors")
-# the rules of a library last as long as it does
+# Torch drops the registrations of a library when the library is freed, so it is kept here.
 _LIBRARIES: list[torch.library.Library] = []
 
 
@@ -47,13 +48,13 @@ def register_dispatch(
 ) -> None:
     """Make torch call `run(cls, op, types, args, kwargs)` for operators on tensors of a class.
 
-    Subclasses are not included. The operators are given by their names.
+    Subclasses are not included. `names` are the operators; the default is all operators of aten and
+    the operators that take functions, such as `cond`. For an operator that takes functions, `run`
+    gets its name, in some cases before torch compiles the functions.
 
-    The default is all operators of aten, and the operators that take functions: `run` gets the
-    names of the latter, in part before torch compiles the functions. For `__torch_dispatch__` torch
-    would first check whether the class is its own DTensor, and import that class and sympy, which
-    takes half a second. Registering the rules takes 10 ms. Operators with `out=`, a third of all
-    operators, do not get a rule.
+    The class's `__torch_dispatch__` alone would do the same, but torch would first check whether
+    the class is its own DTensor, and import that class and sympy, which takes half a second. The
+    registration takes 10 ms. Operators with `out=`, a third of all operators, are left out.
     """
     library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
     for name in torch._C._dispatch_get_all_op_names() if names is None else names:
@@ -66,7 +67,7 @@ def register_dispatch(
                 lambda *args, _name=name, **kwargs: run(cls, _name, (cls,), args, kwargs=kwargs)
             )
         utils: Any = torch._higher_order_ops.utils
-        # torch 2.11 has no one place for it
+        # Torch 2.11 does not have this function.
         compiled: Any = getattr(utils, "_hop_compile_and_call", None)
 
         def before_compiling(fn: Any, args: Any, kwargs: Any = None) -> Any:
@@ -109,13 +110,13 @@ def keep_whole(names: Sequence[str]) -> None:
     library: Any = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
     for name in names:
         for key in _AUTOGRAD:
-            # A copy of this package in another one has registered it already.
+            # A copy of this package inside another package may have registered it already.
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
                 library.impl(name, torch.library.fallthrough_kernel, key)
     _LIBRARIES.append(library)
 
 
-# --- state dicts: the functions of torch.distributed.checkpoint.state_dict from inside ------------
+# --- inner functions of torch.distributed.checkpoint.state_dict -----------------------------------
 
 _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
@@ -123,9 +124,9 @@ _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> None:
     """Read state dicts by `get(original, *args)`; load by `load(original, original_get, *args)`.
 
-    The first of `args` is the model, and the last one is torch's record of the options; before the
-    options comes the state dict to load. The module takes a second to import, so it is not imported
-    here: it is wrapped when a program imports it.
+    The first of `args` is the model, and the last one is torch's record of the options. For a load,
+    the state dict precedes the options. The module takes a second to import, so it is wrapped when
+    a program imports it.
     """
 
     def wrap(api: Any) -> None:
@@ -141,7 +142,7 @@ def around_state_dicts(get: Callable[..., Any], load: Callable[..., Any]) -> Non
 
 
 def call_after_import(name: str, function: Callable[[Any], None]) -> None:
-    """Call a function on a module: at once if it is imported, otherwise when it is imported."""
+    """Call a function with a module: now if the module is imported, otherwise after its import."""
     if name in sys.modules:
         function(sys.modules[name])
     else:
@@ -185,7 +186,7 @@ def refuse_in_c(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) -> None:
         (torch._C, "_pickle_save"),
         (torch._C, "_data_address"),
     ]
-    # of tensors that compiled code passes on by their addresses
+    # Compiled code passes tensors on by their addresses.
     aoti = getattr(torch._C, "_aoti", None)
     places += [(aoti, name) for name in _ADDRESSES if hasattr(aoti, name)]
     for owner, name in places:
@@ -293,7 +294,8 @@ _BACKWARD = {
 class FunctionMode(TorchFunctionMode):
     """A mode that stays active in backward passes, which may recompute forwards.
 
-    torch deactivates a mode inside each call of it.
+    Torch deactivates a mode while it handles a function, so this mode activates itself again for
+    the functions that run a backward pass.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -319,7 +321,7 @@ class ReplacedAttention(FunctionMode):
     def __init__(self, attend: Callable[..., Any]) -> None:
         super().__init__()
         self._attend = attend
-        # the checkpoints around each time that it was entered
+        # for each time that the mode was entered, the checkpoints that were running then
         self._outside: list[list[Any]] = []
 
     def __enter__(self) -> Self:
@@ -335,7 +337,7 @@ class ReplacedAttention(FunctionMode):
     def active(cls) -> list[Self]:
         """Return the active modes of this class, the innermost first.
 
-        Recomputations of the caller run in them too.
+        They will also be active when backward recomputes the caller.
         """
         modes = [mode for mode in reversed(_active()) if isinstance(mode, cls)]
         for mode in modes:
@@ -381,7 +383,7 @@ _OTHER = unwrap(
 
 
 class _InScopes(NamedTuple):
-    """A function that runs in scopes."""
+    """A function that runs in scopes, each entered by the function that is stored for it."""
 
     function: Callable[..., Any]
     scopes: dict[Hashable, Enter]
@@ -394,9 +396,10 @@ class _InScopes(NamedTuple):
 
 
 def checkpoints() -> list[Any]:
-    """Return the checkpoints that run a function for the first time now, the innermost first.
+    """Return the records of the checkpoints that now run a function, the innermost first.
 
-    The list is empty while compiling.
+    A record is the object from which backward recomputes the function. Recomputations do not count,
+    and the list is empty while compiling.
     """
     if torch.compiler.is_compiling():
         return []
@@ -411,12 +414,14 @@ def checkpoints() -> list[Any]:
 
 
 def recomputed_in(scope: Hashable, enter: Enter, outside: Collection[object]) -> None:
-    """Make recomputations of the functions that checkpoints run now `enter` a scope."""
+    """Make recomputations of the functions that checkpoints now run enter a scope by `enter`.
+
+    `outside` are the checkpoints around the scope's block; their functions enter it themselves.
+    """
     for record in checkpoints():
-        # in which it was entered: they will enter it themselves
         if any(record is other for other in outside):
             continue
-        # of reentrant ones, of others
+        # the attribute of the reentrant kind, or of the other kind
         name = "run_function" if hasattr(record, "run_function") else "recompute_fn"
         function = getattr(record, name)
         if not isinstance(function, _InScopes):
@@ -434,8 +439,8 @@ _Handler = Callable[[type[torch.autograd.Function], Callable[..., Any], tuple[An
 def intercept_autograd_functions(handler: _Handler) -> Iterator[None]:
     """Call `handler(function, apply, args)` for autograd functions while the block is open.
 
-    Torch's modes do not see autograd functions. `Function.apply` is replaced while any thread is in
-    such a block, so the handler itself compares threads.
+    Torch's modes do not observe autograd functions. `Function.apply` is replaced while any thread
+    is in such a block, so the handler must check whether its own thread is in one.
     """
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

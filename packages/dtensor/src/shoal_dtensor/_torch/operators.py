@@ -27,7 +27,7 @@ from .primitives import by_aten
 DataDependentError = (DataDependentOutputException, DynamicOutputShapeException)
 META = torch.device("meta")
 
-# Given a device, it makes the arguments of a call, with tensors on that device that have no memory.
+# A function that builds the arguments of a call, with tensors on the given device.
 Build = Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]
 
 
@@ -35,11 +35,10 @@ _fake_mode: Callable[[], FakeTensorMode] = cache(FakeTensorMode)
 
 
 def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
-    """Return the outputs of an operator on a type of device, without memory or values.
+    """Return the outputs of an operator on a type of device, as tensors without memory or values.
 
-    The modes of users do not observe the call.
-
-    Raise DataDependentError if the result's shape depends on values.
+    The modes of users do not observe the call. Raise DataDependentError if the result's shape
+    depends on values.
     """
     mode = detect_fake_mode() if TracingContext.try_get() else None
     with out_of_sight(), _without_traces():
@@ -53,7 +52,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
         except (NotImplementedError, RuntimeError):
             pass
         except ZeroDivisionError:
-            # the mean of no elements: the kernel itself, which has none to compute
+            # The mean of no elements. The kernel itself can run, because it has nothing to compute.
             return results_of(op, build)
         with mode or _fake_mode():
             args, kwargs = build(torch.device("cpu"))
@@ -70,7 +69,7 @@ def results_of(op: OpOverload, build: Build) -> Any:
 def out_of_sight() -> AbstractContextManager[Any]:
     """Return a block in which the modes of users do not observe operators.
 
-    torch takes 13 us for it, with or without modes.
+    Torch's own block takes 13 us, so it is entered only if there are modes.
     """
     modes = (
         torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # of torch
@@ -81,11 +80,12 @@ def out_of_sight() -> AbstractContextManager[Any]:
 @contextmanager
 def _without_traces() -> Iterator[None]:
     """Suppress the logs of fake tensor errors, and drop the frames (and tensors) that torch keeps."""
-    # Some meta kernels import torch.compile. torch.fx, as it is imported, keeps its frame in a
-    # variable of that frame, and a frame refers to its caller: a cycle that only a collection ends.
+    # Some meta kernels import torch.compile. When torch.fx is imported, it stores its frame in a
+    # variable of that frame, and a frame refers to its callers. Only garbage collection frees such
+    # a cycle.
     imported = "torch._dynamo" in sys.modules
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    # the errors are raised as well
+    # The errors are raised too, so the log is not needed.
     before = log.disabled
     log.disabled = True
     try:
@@ -126,7 +126,7 @@ def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
     space, _, name = op._schema.name.partition("::")
     if space != "aten":
         return []
-    # such as torch._C._linalg of linalg_cross
+    # Example: torch._C._linalg for linalg_cross.
     family = getattr(torch._C, f"_{name.partition('_')[0]}", torch._C._nn)
     function = getattr(torch._C._VariableFunctions, name, None) or getattr(family, name, None)
     method = getattr(torch._C.TensorBase, name, None)
@@ -140,8 +140,8 @@ def _of_aten(names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names.split())
 
 
-# They write `running_mean` and `running_var` when they train, although their schemas do not declare
-# it.
+# Operators that write to `running_mean` and `running_var` in training, although their schemas do
+# not declare these writes.
 WITH_UNMARKED_WRITES = _of_aten(
     "native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats "
     "batch_norm_gather_stats_with_counts batch_norm_update_stats"
@@ -151,7 +151,7 @@ WITH_UNMARKED_WRITES = _of_aten(
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     """Return a function that computes an operator by other operators, or None.
 
-    It is the operator's composite kernel or torch's decomposition.
+    The function is the operator's composite kernel or torch's decomposition.
     """
     from torch._decomp import decomposition_table
 
@@ -165,7 +165,7 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 def _weight_norm(
     v: torch.Tensor, g: torch.Tensor, dim: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a weight of norm `g` along `dim`, and the norm of `v`.
+    """Return the weight with the direction of `v` and norm `g` along `dim`, and the norm of `v`.
 
     torch's decomposition is wrong for vectors.
     """
@@ -183,21 +183,21 @@ def view_of(op: OpOverload) -> OpOverload | None:
 
 
 def has_views(tensor: torch.Tensor) -> bool:
-    """Tell whether a dispatched tensor has views or is saved by autograd.
+    """Tell whether a tensor, during its dispatch, has views or is saved by autograd.
 
-    Each of these counts as two more uses.
+    Each view and each saved tensor counts as two more uses.
     """
     uses: int = tensor._use_count()  # type: ignore[attr-defined]  # a method that stubs leave out
-    # 3 from Python, 4 inside of a composite operator
+    # Without them there are 3 uses in a call from Python, and 4 inside a composite operator.
     return uses > 4
 
 
 def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """Change the shape and stride of a wrapper as an in-place view would, without touching data.
 
-    When a view or its base is written to, autograd replays the chain of views that led to it. It
-    does not record this change of shape, so the gradient would have another shape, or be wrong.
-    Afterwards the view refuses writes that need a gradient.
+    When a view or its base is written to, autograd replays the chain of views that led to it.
+    Autograd does not record this change of shape, so the gradient would have another shape, or be
+    wrong. Therefore the view refuses writes that need a gradient from now on.
     """
     with no_dispatch():
         included = torch._C._meta_in_tls_dispatch_include()
@@ -212,7 +212,7 @@ def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any
         )
 
 
-# --- what kernels return and meta kernels do not say: dtypes of statistics, strides of convolutions
+# --- corrections of meta kernels: dtypes of statistics, strides of convolutions -------------------
 
 # Normalizations that return their statistics. Meta kernels follow CUDA: small dtypes have float32
 # statistics.
@@ -242,7 +242,7 @@ def _shape_of_grouped_mm(
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
-# Functions in place of meta kernels that refuse arguments of which there is a kernel.
+# Functions in place of meta kernels that refuse arguments which the kernels accept.
 _SHAPES: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _shape_of_grouped_mm}
 
 
@@ -269,7 +269,7 @@ def _is_like(result: Any, expected: Any) -> bool:
 
 
 def _is_in_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
-    """Tell whether a tensor has a memory format and is not row-major as well."""
+    """Tell whether a tensor has a memory format, and is not row-major at the same time."""
     has_format = tensor.is_contiguous(memory_format=memory_format)
     return has_format and not tensor.is_contiguous()
 
@@ -282,12 +282,12 @@ def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type
         like_operands = any(_is_in_format(t, last) for t in args[:2])
         return result.contiguous(memory_format=last) if like_operands else result
     if name in ("aten::native_batch_norm_backward", "aten::batch_norm_backward"):
-        # the meta kernel returns the input's gradient whether it is wanted or not
+        # The meta kernel returns the input's gradient even if it is not wanted.
         mask = args[9]
         return tuple(t if wanted else None for t, wanted in zip(result, mask, strict=True))
     needs_weights = args[10] if len(args) > 10 else True
     if name == "aten::_native_multi_head_attention" and not needs_weights:
-        # the meta kernel returns weights without elements where the kernel returns none
+        # The kernel returns None for the weights, the meta kernel a tensor without elements.
         return (result[0], None)
     if device_type != "cpu":
         return result
@@ -299,7 +299,7 @@ def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type
 
 
 def _with_statistics_of_cpu(args: Sequence[Any], result: Any) -> tuple[Any, ...]:
-    """Return results with the statistics of half types that the CPU makes: float32 if a parameter is."""
+    """Return results with the CPU's dtype of statistics: float32 if an argument is float32."""
     dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
     dtype = torch.float32 if torch.float32 in dtypes else args[0].dtype
     first, *others = result

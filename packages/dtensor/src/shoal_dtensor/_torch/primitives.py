@@ -1,6 +1,7 @@
 """Operators of torch's `prims` namespace, computed by operators of `aten`.
 
-Compiled code, exported programs and torch's references call them; the rules are those of `aten`.
+Compiled code, exported programs and torch's references call them. In this way they are sharded by
+the rules for `aten`.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {
     "view_of": aten.alias,
     "zeta": aten.special_zeta,
 }
+# Operators with the same name and arguments as in `aten`.
 _SAME_NAMES = (
     "abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor "
     "ceil conj_physical cos cosh digamma eq erf erfc exp exp2 expm1 floor fmax fmin fmod frexp gcd "

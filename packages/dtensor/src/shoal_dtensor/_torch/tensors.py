@@ -27,11 +27,11 @@ make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 # (class, local tensor, spec, requires_grad)
 wrap_local: Callable[..., Any] = torch.Tensor._dtensor__new__
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-# attributes below what a subclass makes of them
+# torch's own attributes, which a subclass may override
 BASE: Any = torch._C.TensorBase
 # bypasses `Tensor.split`, a Python method that costs 2 us
 split: Callable[..., Any] = BASE.split
-# what a compiler sees in place of a tensor; the second is around the first
+# the classes of tensors while a compiler traces; a FunctionalTensor wraps a FakeTensor
 TRACED = (FakeTensor, FunctionalTensor)
 
 
@@ -54,7 +54,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors are views of one storage; also for empty ones, equally on all ranks."""
+    """Tell whether two tensors are views of one storage; empty tensors have storages too."""
     if is_tracing():
         return False
     storages = [local_of(tensor).untyped_storage() for tensor in (one, other)]
@@ -66,8 +66,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
     An empty tensor has a location of its own too.
     """
-    # An address would not do: it is zero for all empty tensors, and that of freed memory is given
-    # to others.
+    # Addresses are not unique: all empty tensors have the address zero, and freed memory is reused.
     return ref(tensor.untyped_storage()), tensor.storage_offset()
 
 
@@ -104,23 +103,25 @@ def with_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- autograd's engine ----------------------------------------------------------------------------
 
-# Blocks in which modes and subclasses, or subclasses alone, do not see calls of torch functions.
+# Blocks in which modes and subclasses, or subclasses alone, do not observe torch functions.
 unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 unwatched_by_subclasses: Callable[[], AbstractContextManager[object]] = (
     torch._C.DisableTorchFunctionSubclass
 )
 
-# The running backward pass of this thread: its number, -1 outside of one; whether it will run a
-# node (RuntimeError for a leaf of torch.autograd.grad); the node that is running, or whose hook is
-# running; a function that registers a callback for its end.
+# The number of the backward pass that runs on this thread; -1 if none does.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
+# Tells whether this pass will run a node; RuntimeError for a leaf of torch.autograd.grad.
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# The node that is running, or whose hook is running.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+# Registers a callback for the end of this pass.
 at_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
 
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many are active
+# Returns the number of active dispatch modes.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def selectively_checkpointed() -> bool:
@@ -135,7 +136,7 @@ def selectively_checkpointed() -> bool:
 
 
 def unwatched() -> AbstractContextManager[object]:
-    """Return a block of which selective activation checkpointing saves nothing.
+    """Return a block in which selective activation checkpointing does not save results.
 
     It is for collectives, which run again in recomputations.
     """
@@ -143,9 +144,9 @@ def unwatched() -> AbstractContextManager[object]:
 
 
 def saving_state() -> tuple[bool, object]:
-    """Return whether gradients are recorded, and the saved-tensor hooks.
+    """Return whether gradients are recorded, and the innermost saved-tensor hooks.
 
-    A checkpoint changes one of them.
+    Inside an activation checkpoint, one of these differs from outside.
     """
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -186,11 +187,10 @@ def steps_as(optimizer: Optimizer, module: str) -> bool:
 def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """Return the state of some groups' parameters at the beginning of their first step.
 
-    The optimizer stays unchanged.
-
-    Torch's optimizers have a function that makes the state. Other optimizers make it during a step;
-    their state is taken from a step of copies with zero gradients and a rate of zero. No state is
-    made if other parameters already have state, or if a step needs a closure.
+    The optimizer stays unchanged. Torch's optimizers have a function that makes the state. Other
+    optimizers make it during a step, so their state is taken from a step on copies of the
+    parameters, with zero gradients and a learning rate of zero. For these optimizers, the result is
+    empty if other parameters already have state, or if a step needs a closure.
     """
     kind: Any = type(optimizer)
     has_init = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")

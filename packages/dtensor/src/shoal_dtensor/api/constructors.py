@@ -1,4 +1,8 @@
-"""Factories of DTensors from plain tensors, modules, stored tensors, sizes and numbers."""
+"""Factories of DTensors from plain tensors, modules, stored tensors, sizes and numbers.
+
+`distribute_tensor` and `distribute_module` shard existing values. The factories (`empty`, `zeros`,
+`rand`, ...) have the names and arguments of torch's, and make only this rank's shard where they can.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +133,7 @@ def _shared_out(spec: Spec, values: Callable[[Spec], torch.Tensor]) -> torch.Ten
 def distributed_by(
     scatter: Scatter, tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> DTensor:
-    """Return the result of `distribute_tensor` for a plain tensor, with values sent by `scatter`."""
+    """Return the result of `distribute_tensor` for a plain tensor; `scatter` sends its values."""
     spec = _layout_of(tensor, mesh, placements)
     return DTensor(scatter.shard(tensor.detach(), spec), spec, requires_grad=tensor.requires_grad)
 
@@ -176,7 +180,7 @@ def _read(
     shard = (
         (stored[slices_of(spec.box(spec.coordinate))] if shape else nothing).to(device).contiguous()
     )
-    # a view would keep more than the shard alive
+    # A view would keep memory alive that does not belong to the shard.
     is_view = shard.untyped_storage().nbytes() != shard.nbytes
     return DTensor(shard.clone() if is_view else shard, spec)
 
@@ -240,7 +244,7 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[...
         return None
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a function in C says nothing of itself
+    except (TypeError, ValueError):  # a function in C may not have a signature
         return function
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -305,18 +309,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Keywords(TypedDict, total=False):
     """The keyword arguments of every factory."""
 
-    # element type; torch's default, or that of the number to fill with, when left out
+    # element type; torch's default, or the type of the fill value, when left out
     dtype: torch.dtype | None
     layout: torch.layout  # only `torch.strided`
     # whether autograd records operations on the tensor
     requires_grad: bool
-    # the mesh; the one of the enclosing `with mesh:` when left out
+    # the mesh; the mesh of the enclosing `with mesh:` block when left out
     device_mesh: DeviceMesh | None
     # one per mesh axis, or a `PartitionSpec`; all replicated when left out
     placements: Placements | None
 
 
-# an end of evenly spaced values
+# the first or last of evenly spaced values
 Number = complex | torch.Tensor
 
 _DEFAULTS = Keywords(
@@ -325,7 +329,7 @@ _DEFAULTS = Keywords(
 
 
 def _factory(function: F) -> F:
-    """Decorate a factory: one node when compiled, and a signature with all keywords and defaults."""
+    """Decorate a factory to be one node of compiled graphs and to show all keywords and defaults."""
     factory = whole_when_compiled(function)
     given = inspect.signature(factory)
     own = [*given.parameters.values()][:-1]  # without **keywords
@@ -393,6 +397,7 @@ def _drawn(
     fill: Callable[[DTensor], object],
     dtype: torch.dtype | None = None,
 ) -> DTensor:
+    """Make a tensor of a size, filled in place by `fill` before gradients are recorded."""
     result = _new(size, {**keywords, "requires_grad": False}, dtype)
     fill(result)
     return result.requires_grad_(keywords.get("requires_grad", False))
@@ -496,9 +501,8 @@ def randperm(
 ) -> DTensor:
     """Draw a permutation of `range(n)`, the one that `torch.randperm` draws on one device.
 
-    The keywords are as for `empty`.
-
-    Every rank draws all of it, in O(n) memory, and keeps its shard.
+    Every rank draws the whole permutation, in O(n) memory, and keeps its shard. The keywords are as
+    for `empty`.
     """
     result = _new((n,), keywords, torch.int64)
     local = result._local_tensor
@@ -511,7 +515,7 @@ def randperm(
 
 @_factory
 def linspace(start: Number, end: Number, steps: int, **keywords: Unpack[Keywords]) -> DTensor:
-    """Return `steps` values evenly spaced from `start` to `end`, those of `torch.linspace`.
+    """Return `steps` values evenly spaced from `start` to `end`, as `torch.linspace` does.
 
     Every rank computes all of them, in O(steps) memory, and keeps its shard.
 
@@ -546,7 +550,7 @@ def logspace(
     base: float = 10.0,
     **keywords: Unpack[Keywords],
 ) -> DTensor:
-    """Return `steps` values from `base**start` to `base**end`, those of `torch.logspace`.
+    """Return `steps` values from `base**start` to `base**end`, as `torch.logspace` does.
 
     Every rank computes all of them, in O(steps) memory, and keeps its shard.
 

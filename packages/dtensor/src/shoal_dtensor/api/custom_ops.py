@@ -115,7 +115,7 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         mesh = device_mesh or first_mesh
         arguments = pytree.tree_unflatten(local, structure)
         if spmd_types and mesh is not None and not is_tracing():
-            # here: only programs that ask for types load the checker
+            # Imported here, so that only programs that check types load the checker.
             from ..spmd.checker import typecheck
             from ..spmd.local_map_types import check_outputs, declare_inputs
             from ..spmd.mesh_axes import set_current_mesh
@@ -179,7 +179,7 @@ def _in_placements(index: int, item: Any, wanted: Placements, redistribute: bool
 
 
 def _refuse_uneven(specs: Sequence[Spec]) -> None:
-    """Refuse uneven inputs in compiled code: outputs may have other shapes on other ranks."""
+    """Refuse uneven inputs in compiled code, because outputs may differ in shape between ranks."""
     if not all(spec.even for spec in specs):
         raise PlacementError(
             f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot "
@@ -224,7 +224,7 @@ def _outputs(
         options: dict[str, Any] = {}
         if about is not None and mesh.get_coordinate() is not None and mesh.size() > 1:
             about_output = functools.partial(about, i)
-            # in the order that all ranks have
+            # `item` gets the memory order that all ranks have.
             spec, item = layout_of_ranks(
                 item, mesh, placements, None, about=about_output, values=True
             )
@@ -237,7 +237,7 @@ def _outputs(
 def register_rule(
     op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace: bool = False
 ) -> None:
-    """Give operators a rule for the rest of the process; `rules.overlay` gives one for a block.
+    """Give operators a rule for the rest of the process; for a block, use `rules.overlay`.
 
     Args:
         op: one overload or several, including in-place operators, operators without output and
@@ -256,7 +256,7 @@ def register_rule(
         "register_rule", "rule", rule, Rule, expected="a Rule, such as product('m k, k n -> m n')"
     )
     overloads = _overloads("register_rule", op)
-    # here: `import shoal_dtensor` does not build the tables
+    # Imported here, so that `import shoal_dtensor` does not build the tables.
     from ..rules.all_rules import TABLE
 
     for overload in overloads:

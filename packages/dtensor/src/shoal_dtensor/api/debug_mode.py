@@ -1,4 +1,4 @@
-"""Records of a program's operators and communication under torch's names, and their refusal."""
+"""Recording and refusal of a program's communication, under torch's names."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flat = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, DTensor)]
-        # without the mesh
+        # The text of a spec, without its end ` on (mesh))`.
         specs = [repr(arg._spec).removeprefix("Spec(").rpartition(" on (")[0] for arg in flat]
         self._note(f"{func}({', '.join(specs)})")
         self._depth += 1

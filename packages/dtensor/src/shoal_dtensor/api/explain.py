@@ -37,7 +37,7 @@ class Explanation:
 
     chosen: Plan  # the plan that `redistribute` runs
     rejected: tuple[Plan, ...]  # the runners-up, cheapest first
-    # the least that a rank has to receive, averaged over the ranks
+    # lower bound on the bytes that a rank receives, averaged over the ranks
     least_bytes: float
 
     def as_data(self) -> dict[str, Any]:
@@ -181,8 +181,7 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
     Args:
         dtensor: the tensor, or only its spec.
         header: a line to print above.
-        use_rich: print in colors, that of the first rank of each part, with rich; in a notebook as
-            HTML.
+        use_rich: print with rich, in a notebook as HTML. Each part has the color of its first rank.
 
     Raises:
         MissingExtraError: if rich is requested and not installed.
@@ -308,7 +307,8 @@ def _rectangles(box: Box, shape: tuple[int, ...]) -> list[_Rectangle]:
     for size, (start, stop) in outer:
         rows = [row * size + index for row in rows for index in range(start, stop)]
     runs: list[tuple[int, int]] = []
-    # of shape (2, 4, n) the box (0:2, 1:3) has rows 1, 2, 5, 6: (1, 3) and (5, 7)
+    # Example: in a tensor of (2, 4, n), the box (0:2, 1:3) has the rows 1, 2, 5 and 6, which are
+    # the runs (1, 3) and (5, 7).
     for row in rows:
         top = row
         if runs and runs[-1][1] == row:
@@ -357,7 +357,7 @@ def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
 def draw_plan(plan: Plan) -> Any:
     """Draw a redistribution and return the matplotlib figure.
 
-    It has the layouts around every step, with its bytes and expected time.
+    It shows the layouts before and after every step, with the step's bytes and expected time.
 
     Args:
         plan: the plan of `explain(...).chosen`, or of `redistribute.plan`.

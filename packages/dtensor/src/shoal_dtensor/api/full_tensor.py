@@ -22,8 +22,8 @@ def full_tensor(value: Value) -> Value: ...
 def full_tensor(value: Any) -> Any:
     """`placements -> R`: return the whole tensor of a DTensor, and any other value as it is.
 
-    For code that gets both kinds: a model may have sharded parameters beside plain ones, and a
-    parameter may have no gradient. All ranks of the DTensor's mesh call it.
+    It is for code that gets both kinds of tensors. For example, a model may have sharded and plain
+    parameters, and some may not have a gradient. All ranks of the DTensor's mesh call it.
 
     Args:
         value: a DTensor, a plain tensor of any shape, or another value, such as None.

@@ -40,10 +40,10 @@ def optimizers_of(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
 
 
 class _Complete(State):
-    """State of an optimizer with an entry for each parameter that has one in a step."""
+    """State of an optimizer with an entry for each parameter that a step would give one."""
 
     def __bool__(self) -> bool:
-        """Return True: if it were false, torch would make a step in order to read state."""
+        """Return True, because torch takes a step to create state if the state is false."""
         return True
 
 
@@ -62,7 +62,7 @@ def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 
 def first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> State:
-    """Make the state with which the first step begins, of wanted parameters that have no state yet."""
+    """Return the state at the start of the first step, for wanted parameters without state."""
     is_sgd = steps_as(optimizer, SGD.__module__)
     groups = []
     states: State = {}
@@ -70,7 +70,8 @@ def first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> Stat
         without_state = [p for p in group["params"] if not optimizer.state.get(p)]
         params = [p for p in without_state if wanted(p)]
         groups.append({**group, "params": params})
-        # SGD makes its state at the end of a step
+        # SGD creates its state at the end of a step. With dampening, NaN marks a buffer that does
+        # not exist yet (see `drop_unmade_buffers`).
         if is_sgd and group["momentum"]:
             first = float("nan") if group["dampening"] else 0.0
             for param in params:
@@ -130,7 +131,7 @@ def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
 
 
 def _length_of_name(parts: Sequence[str], names: Collection[str]) -> int:
-    """Return how many of the first parts of a key, but not all, make a name; 0 if none do."""
+    """Return how many leading parts of a key make up a name, fewer than all; 0 if none do."""
     for count in range(1, len(parts)):
         if ".".join(parts[:count]) in names:
             return count
@@ -152,7 +153,8 @@ def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     if missing and not _is_by_number(given):
         unlisted = len(missing) - 5
         more = f" and {unlisted} more" if unlisted > 0 else ""
-        # all stages of a pipeline save their groups under the same names, and one of them remains
+        # All stages of a pipeline save their groups under the same names, so that only the groups of
+        # one stage remain.
         stages = f". {FOR_STAGES}" if without_options else ""
         raise StateDictError(
             f"the optimizer's state dict lacks {', '.join(missing[:5])}{more}; strict=False "
@@ -176,7 +178,7 @@ def load_states(
             if loaded or optimizer.state.get(param):
                 entries[name] = {**target["state"].get(name, {}), **loaded}
         options = [_options_of(group, groups) for group in own]
-        # torch may have put a call of this function in the optimizer
+        # Torch may have replaced the optimizer's own method by a call of this function.
         load = type(optimizer).load_state_dict
         if _is_by_number(given):
             load(optimizer, dict(state))

@@ -1,7 +1,7 @@
 """Random numbers for users: seeds, modes, states, and torch's tracker interface.
 
-A program does not have to call anything here: if it seeds every rank alike, it draws on any mesh
-the same numbers as on one device.
+A program does not have to call anything here. If it seeds every rank with the same seed, it draws
+the same numbers on any mesh as on one device.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ..rng.state import (
 
 
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
-    """Tell whether random operators on tensors of the mesh draw as on one device.
+    """Tell whether random operators on tensors of the mesh draw the same numbers as on one device.
 
-    They do where torch gives access to its generators.
+    They do so on devices whose generators torch exposes.
 
     Args:
         device_mesh: the mesh of the tensors.
@@ -97,10 +97,10 @@ def check_random_state(device_mesh: DeviceMesh) -> None:
 
 
 class OffsetBasedRNGTracker:
-    """torch's tracker interface, for programs that talk to it.
+    """Torch's tracker of random states, for programs that use its interface.
 
     Args:
-        device_mesh: the mesh; its device type determines the generator that has the states.
+        device_mesh: the mesh; its device type determines the generator.
         run_state_sync: check now that the ranks of the mesh agree; torch would broadcast rank 0's
             state instead.
 

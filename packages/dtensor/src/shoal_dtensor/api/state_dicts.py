@@ -1,10 +1,10 @@
 """State dicts of models and optimizers with DTensors, sharded or full, by the names of torch.
 
 Torch's functions would leave DTensors of this package sharded in full state dicts, because they
-recognize torch's own DTensor by the class. Gathering and sharding, one tensor at a time, wraps the
-functions that they call inside. Therefore torch's functions behave like the functions here, which
-also check their arguments on all ranks first. torch.distributed.checkpoint is imported in the first
-call.
+recognize torch's own DTensor by its class. Therefore the inner functions of torch that read and
+load state are wrapped: the wrappers gather and shard DTensors, one tensor at a time. After that,
+torch's functions behave like the functions here, which also check their arguments on all ranks
+first. torch.distributed.checkpoint is imported in the first call.
 """
 
 from __future__ import annotations
@@ -233,13 +233,13 @@ def _get(original: Callable[..., Any], *args: Any) -> Any:
     with with_first_states(chain(*owners[1:])):
         if not options.full_state_dict:
             return original(*args)
-        # on all ranks, as gathering takes them
+        # Read on all ranks, because gathering needs all of them.
         state = original(*owners, replace(options, cpu_offload=False))
     return _gathered(state, options)
 
 
 def _load(original: Callable[..., Any], original_get: Callable[..., Any], *args: Any) -> Any:
-    """Load a state dict; if the options call it full, put shards in place of its full tensors."""
+    """Load a state dict; if it is full by the options, replace its tensors by shards first."""
     *owners, state, options = args
     if not _has_dtensors(owners[0]):
         return original(*args)
@@ -346,9 +346,9 @@ def _sharded(state: Any, target: Mapping[str, Any], options: Any) -> dict[str, A
 def _in_layouts_of(
     structure: Mapping[str, Any], state: Mapping[str, Any], target: Mapping[str, Any], options: Any
 ) -> dict[str, Any]:
-    """`R -> placements`: return the tensors of a full state dict that a structure names.
+    """`R -> placements`: return the tensors of a full state dict in the layouts of the target.
 
-    They are in the layouts of the target.
+    `structure` lists the tensors (see `_structure`).
     """
     values = _by_path(state)
     wanted = _by_path(target)
@@ -385,7 +385,7 @@ def _structure(state: Any, options: Any) -> dict[str, Any]:
     if options.broadcast_from_rank0:
         refusal = "the state dict of rank 0 cannot be sent"
         structure, *_ = agree(lambda: structure, None, StateDictError, refusal)
-    # of which it knows no keys
+    # Pytree takes mappings of unknown classes for leaves.
     others = [leaf for leaf in pytree.tree_leaves(structure) if isinstance(leaf, Mapping)]
     if others or not isinstance(structure, dict):
         refused = others[-1] if others else structure
