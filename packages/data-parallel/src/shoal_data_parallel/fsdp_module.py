@@ -1,6 +1,6 @@
 """Control of sharded modules: methods that `fully_shard` adds, under torch's names.
 
-A method sets one choice of the user, or makes one transition of a unit; the passes read the choice.
+A method records one choice of the user, which the passes read, or makes one transition of a unit.
 
 May import: gradients, units.
 """
@@ -88,7 +88,7 @@ class FSDPModule(ReducingModule):
     _made_by = "fully_shard"
     _divides_inside = False
 
-    # no hooks: a module compiled in place would trace them
+    # not registered as hooks, which a module that is compiled in place would trace
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with its hooks, between gathering and freeing."""
         forward = super().__call__
@@ -154,8 +154,8 @@ class FSDPModule(ReducingModule):
         """Set whether this unit is gathered for its backward.
 
         A backward that reads no parameter of the unit, such as the backward of an embedding, does
-        not need them. With False they are gathered only if a value that autograd has saved is read
-        after all.
+        not need the parameters. With False they are gathered only if the backward reads a view of a
+        parameter that autograd has saved.
         """
         for unit in units_of(self, recurse=False):
             unit.settings.unshard_in_backward = unshard_in_backward
@@ -235,7 +235,7 @@ class FSDPModule(ReducingModule):
         """Reduce the gradients that were kept, without another backward.
 
         Raises:
-            StyleError: a backward is running, or one that added to them raised.
+            StyleError: if a backward is running, or one that added to kept gradients raised.
         """
         units = self._reducers()
         _check_finished("reduce_gradients", units)
@@ -258,7 +258,7 @@ class FSDPModule(ReducingModule):
             With `async_op`, a handle; call its `wait()` before the optimizer's step.
 
         Raises:
-            StyleError: a backward is running, or one that added to kept gradients raised.
+            StyleError: if a backward is running, or one that added to kept gradients raised.
         """
         units = self._reducers()
         _check_finished("finalize_backward", units)
@@ -300,9 +300,9 @@ class FSDPModule(ReducingModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether gradients are reduced over replicas, or over the shards alone.
 
-        This concerns two data axes. The sums over the shards are kept, and reduced over the
-        replicas with the gradients of the next backward that reduces over replicas.
-        `set_requires_gradient_sync` sets it too.
+        This has an effect with two data axes. With False the sums over the shards are kept. The
+        next backward that reduces over replicas adds them to its own sums.
+        `set_requires_gradient_sync` sets this choice too.
         """
         for unit in units_of(self, recurse):
             unit.all_reduces = requires_all_reduce
@@ -322,7 +322,7 @@ class FSDPModule(ReducingModule):
             stream: the device's stream on which it runs; the current one by default.
 
         Raises:
-            LayoutError: a stream with a mesh of two axes, or on a CPU, which does not have streams.
+            LayoutError: if a stream is passed for a mesh of two axes, or of CPUs.
         """
         for unit in units_of(self, recurse=False):
             _check_stream(unit, stream)
@@ -332,9 +332,9 @@ class FSDPModule(ReducingModule):
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Have this unit's gradients reduced over its shards by a function of the user.
 
-        It is called with a flat tensor that has the gradients shard by shard. Each part is padded
-        to the length of the longest, and followed by one number per parameter: whether the rank has
-        a gradient. Gradients are reduced over the replicas of a second data axis as always.
+        It is called with a flat tensor that has the gradients shard by shard. Each part also has one
+        number per parameter, which is 1 if the rank has a gradient, and is padded to the length of
+        the longest part. Gradients are reduced over the replicas of a second data axis as always.
 
         Args:
             comm: called as `comm(output_tensor=, input_tensor=, group=, op=, async_op=True)`; it
@@ -365,8 +365,8 @@ class FSDPModule(ReducingModule):
 
         With zeros, all units whose forward has run take part in the reductions of a backward,
         whether or not the backward reaches them on this rank. They are reduced at its end, because
-        ranks may reach units in different orders. Parameters of one unit that some ranks have used
-        get the mean with zeros in any case.
+        ranks may reach units in different orders. If some ranks have used a parameter, it gets the
+        mean of their gradients and zeros in any case.
         """
         for unit in units_of(self, recurse):
             unit.communication.zeros_for_unused = reduce_scatter_unused_params
@@ -442,7 +442,7 @@ class FSDPModule(ReducingModule):
         """Refuse buffers of the process group's allocator; False changes nothing.
 
         Raises:
-            UnsupportedModuleError: if they are asked for.
+            UnsupportedModuleError: if `enable` is True.
         """
         if enable:
             raise UnsupportedModuleError(
@@ -467,7 +467,11 @@ class FSDPModule(ReducingModule):
 
 
 def _start_over_all_axes(unit: Unit) -> GroupReduction:
-    """Start to reduce kept gradients, over replicas too if backwards keep all gradients."""
+    """Start to reduce kept gradients; over replicas too, unless the user turned only those off.
+
+    `set_requires_gradient_sync(False)` also turns reductions over replicas off. `reduce_gradients`
+    is then the reduction that the user wants.
+    """
     all_reduces = unit.all_reduces
     unit.all_reduces = all_reduces or not unit.syncs
     try:
@@ -582,7 +586,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-# once
+# cached, so that the hook is registered once
 _watch_optimizers = cache(lambda: register_optimizer_step_pre_hook(_before_step))
 
 

@@ -147,9 +147,9 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
 
 
 def install_unit(first_unit: Unit, kind: Any) -> None:
-    """Shard the parameters of a unit's modules, and add the methods of a class to them.
+    """Shard the parameters of a unit's modules, and add the class `kind` to their classes.
 
-    The unit comes with its peers. The class is an FSDPModule.
+    This includes the parameters of the unit's peers. `kind` is a subclass of FSDPModule.
     """
     modules: list[Any] = first_unit.modules
     precision = first_unit.policies[0]
@@ -173,9 +173,9 @@ def install_unit(first_unit: Unit, kind: Any) -> None:
 
 
 def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
-    """Return the checked resharding after a forward.
+    """Return the checked `reshard_after_forward`.
 
-    All ranks and one rank are True and False.
+    The number of all ranks becomes True, and 1 becomes False.
     """
     if asked is None or isinstance(asked, bool):
         return asked

@@ -57,7 +57,7 @@ def owned_shards(
         bytes_of_row = param.nbytes // max(param.shape[0], 1)
         for rank, rows in enumerate(shard_sizes(param.shape[0], Shard(0), ranks)):
             bytes_of_ranks[rank] += rows * bytes_of_row
-    # the order of equal ones is kept
+    # a stable sort, so that all ranks assign equally large matrices in the same order
     for param in sorted(matrices, key=lambda matrix: -matrix.nbytes):
         owner = bytes_of_ranks.index(min(bytes_of_ranks))
         bytes_of_ranks[owner] += param.nbytes

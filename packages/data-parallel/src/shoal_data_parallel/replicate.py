@@ -261,7 +261,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     check_same_parameters("replicate", module.named_parameters(), axes)
     tensors = [*state.held(), *module.buffers()]
     _send_values(tensors, axes, src_data_rank)
-    # shards are drawn alike on all ranks, or loaded
+    # Shards are not sent later: random operators fill a DTensor as on one device.
     if not axes.num_sharding_axes and any(local_of(tensor).is_meta for tensor in tensors):
         state.awaited_rank = src_data_rank
     state.take()
@@ -292,7 +292,7 @@ class Replicas(Reducer):
         self.module = module
         self.axes = axes
         self._bucket_bytes = bucket_bytes
-        # in which gradients are reduced; None for their own
+        # the dtype in which gradients are reduced; None for their own
         self.dtype = dtype
         self.ignored: list[nn.Parameter] = list(ignored)  # parameters that it leaves alone
         self.gradients: GradientBuckets = GradientBuckets([], self)
@@ -311,7 +311,7 @@ class Replicas(Reducer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy of the module.
 
-        Its own parameters are attached, and replicas filled, at its first forward.
+        The first forward of the copy attaches the parameters of the copy, and fills its replicas.
         """
         state = {name: value for name, value in vars(self).items() if name != "gradients"}
         replicas = [replace(replica, version=None, recorded_view=None) for replica in self.replicas]
@@ -377,7 +377,7 @@ class Replicas(Reducer):
         policies = MixedPrecisionPolicy(reduce_dtype=self.dtype), OffloadPolicy()
         self.replicas = []
         self._shows_replicas = False
-        # which modules go on to see in their forward, and its shard otherwise
+        # modules still use `param` in a pass; at other times they hold its shard
         for param, sites in sites_of.values():
             shard = shard_parameter(param, sites, self.axes, None, policies=policies, view=True)
             shard.put(shard.leaf)
@@ -420,7 +420,7 @@ class Replicas(Reducer):
                 )
         else:
             pairs = [(param, param) for param in held if param.requires_grad]
-        # the buckets hold both
+        # the buckets keep both tensors alive, so no other tensor can get their ids
         attached = [(id(leaf), id(held), leaf.dtype, leaf.device) for leaf, held in pairs]
         if attached == self._attached:
             return
@@ -439,7 +439,10 @@ class Replicas(Reducer):
         self.gradients, self._attached = GradientBuckets(self._buckets(trained), self), attached
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
-        """Return parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""
+        """Return buckets of at most `bucket_bytes`, last parameter first.
+
+        A larger parameter has a bucket of its own.
+        """
 
         # the mean size of uneven shards, so that the ranks of a style make the same groups
         def size_of(one: Replica) -> int:
@@ -482,7 +485,7 @@ class Replicas(Reducer):
             self._send_buffers()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Begin a backward pass at the outputs of a forward; a hook.
+        """End a forward, and have its outputs begin the backward pass; a hook.
 
         It also runs after a forward that raised.
         """
@@ -500,7 +503,7 @@ class Replicas(Reducer):
                 tensor.grad_fn.register_prehook(self.gradients.begin_if_needed)
 
     def begin_pass(self) -> None:
-        """Have modules see replicas in a backward pass, which may run forwards again."""
+        """Have modules see replicas in a backward pass, because it may recompute forwards."""
         self._show_replicas(True)
         self._begin_inner_passes()
 
@@ -518,9 +521,10 @@ class Replicas(Reducer):
             replica.target.put(tensor)
 
     def _begin_inner_passes(self) -> None:
-        """Begin the pass in the replicated modules inside first, whether or not it reaches them.
+        """Begin the pass in all inner replicated modules, whether or not it reaches them.
 
-        The order is the same on all ranks. A pass of torch.autograd.grad does not do this.
+        All ranks then reduce the modules in the same order. A pass of torch.autograd.grad does not
+        do this.
         """
         inner = self.module._reducers()[1:]
         if not inner or any(
@@ -542,9 +546,9 @@ class Replicas(Reducer):
 
     @torch.no_grad()
     def send_materialized(self) -> None:
-        """Send the values that a module on the meta device has got since `replicate`, once.
+        """Send the values that a module has got since it was on the meta device, once.
 
-        Each rank has initialized its own, perhaps from another seed.
+        Each rank has initialized its own values, perhaps from another seed.
         """
         rank = self.awaited_rank
         if rank is None or self.axes.mesh.device_type == "meta":
@@ -568,9 +572,9 @@ class Replicas(Reducer):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Fill the replicas of shards that were written to.
+        """Fill the replicas whose shards were written to.
 
-        One group is in flight while another is copied.
+        One group of shards is in flight while another is copied to its replicas.
         """
         for replica in self.replicas:
             replica.adopt()
@@ -622,7 +626,7 @@ class ReplicateModule(ReducingModule):
         All ranks call it.
 
         Raises:
-            StyleError: a backward is running, or one that added to them raised.
+            StyleError: if a backward is running, or one that added to kept gradients raised.
         """
         if in_backward():
             raise StyleError(
@@ -634,15 +638,16 @@ class ReplicateModule(ReducingModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients.
 
-        Replicas do not have shards to reduce over first.
+        This is `set_requires_gradient_sync`: replicas are reduced in one step, so no step over
+        shards alone is left.
         """
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
 
 class ReplicatedUnitModule(FSDPModule, ReplicateModule):
-    """The class that `replicate` adds to a module's class if policies are given.
+    """The class that `replicate` adds to a module's class if it makes the module a unit.
 
-    With policies for dtypes and memory the module is a unit of replicas.
+    It does so for a policy of dtypes or memory, and for `dp_mesh_dims`.
     """
 
     _made_by = "replicate"

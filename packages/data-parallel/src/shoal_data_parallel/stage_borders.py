@@ -57,6 +57,7 @@ class BorderLayout:
 # of a stage's outputs, None for a plain tensor
 Layouts = tuple[BorderLayout | None, ...]
 
+# how many pipelines of each process group this rank has prepared
 _prepared: Counter[tuple[int, ...]] = Counter()
 
 

@@ -1,7 +1,7 @@
 """Collectives of a unit by functions of the user, and the packing of tensors for them.
 
-A rank sends one flat buffer with its shards of all parameters of a dtype. Buffers have one size on
-all ranks, the size of the longest buffer. With shards of 3 and 2 rows of (5, 4) on two ranks:
+A rank sends one flat buffer with its shards of all parameters of a dtype. All buffers have the
+length of the longest one. With shards of 3 and 2 rows of (5, 4) on two ranks:
 
     gather     rank 0: 12 elements    rank 1: 8 elements, 4 unused    received: 24 elements
     scatter    sent: 24 elements, shard by shard                      received: 12 elements
@@ -180,6 +180,7 @@ class ShardPacking:
 
 
 def _shard_at(move: tuple[Spec, Spec], axis: int, coordinate: int) -> _Shard:
+    """Return the shard of the rank at another coordinate of the axis."""
     sharded, whole = move
     own_coordinate = whole.coordinate
     assert own_coordinate is not None, "only ranks of the mesh gather"

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import FakeTensor, local_of
 
-# Columns of flags: whether a rank has written, and the bits of the digest.
+# Columns of flags: whether a rank has written, and 15 bits of the digest. Unequal writes have equal
+# bits about once in 2**15 times.
 COLUMNS = 16
 _BITS = COLUMNS - 1
 
@@ -30,7 +31,7 @@ class ForwardWrites:
     """The parameters that forwards have written to since the last reduction."""
 
     def __init__(self) -> None:
-        # The parameters of the forward that runs, and how often each had been written to.
+        # The parameters of the running forward, with their versions at its beginning.
         self._before: list[tuple[nn.Parameter, int]] = []
         self._written: dict[int, nn.Parameter] = {}
         self._digest: Tensor | None = None
@@ -47,6 +48,7 @@ class ForwardWrites:
             return
         self._written.update((id(p), p) for p in written)
         digest = _digest_of(written)
+        # the factor makes the digest depend on the order of forwards
         self._digest = digest if self._digest is None else self._digest * 31 + digest
 
     def columns(self) -> Tensor | None:

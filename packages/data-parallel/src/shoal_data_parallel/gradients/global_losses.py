@@ -1,16 +1,19 @@
-"""Losses that all data-parallel ranks share; their gradients count once with any divisor.
+"""Losses that data-parallel ranks share, and the division of their gradients.
 
-A backward begins at a plain loss, one for each rank, or at a DTensor, one for all ranks of its
-mesh. Data parallelism delivers the sum of the ranks' gradients, divided by the number of ranks: the
-gradient of the mean of their losses. Two kinds of gradients need another division:
+A backward begins at a plain loss, of which each rank has its own, or at a DTensor loss, which the
+ranks of its mesh share. For plain losses, data parallelism sums the ranks' gradients and divides by
+the number of ranks: this is the gradient of the mean loss. A gradient that crosses from DTensors to
+a plain parameter comes from a shared loss, and needs another division:
 
-    a shard of a gradient       from_local(x, mesh, [Shard(0)]): the sum over ranks is the whole,
-                                so it is divided by 1. The pass notes the ranks that hold shards.
-    a whole one on each rank    a plain parameter among DTensors, from_local(p, mesh, [Replicate()]):
-                                divided here, by the number of ranks that count it.
+    a shard on each rank        from_local(x, mesh, [Shard(0)]): the sum over ranks is the whole
+                                gradient, so it is divided by 1. The pass records these ranks.
+    the whole on each rank      from_local(p, mesh, [Replicate()]), or a plain parameter among
+                                DTensors: the sum would count it once for each of these ranks, so
+                                it is divided here by their number.
 
-`full_tensor()` of a parameter that `fully_shard` holds, outside of a forward, is the opposite
-crossing: each rank computes with the values, so its gradient is summed and divided like others.
+The opposite crossing is `full_tensor()`, outside of a forward, of a parameter that `fully_shard`
+holds. Each rank computes with all values, so the gradients are summed and divided as for plain
+losses.
 """
 
 from __future__ import annotations
@@ -55,9 +58,9 @@ class LossOfRanks:
     origin: Literal["global", "local", "unclear"] | None = None
     # ranks that hold shards of the gradient of one loss
     sharing: Ranks = NO_RANKS
-    # the same, where another part of the loss may be each rank's own
+    # the same for the origin "unclear": a part of the loss may be each rank's own
     unclear: Ranks = NO_RANKS
-    # whether a gradient entered DTensors as shards of ranks, so that each has a loss of its own
+    # whether a gradient entered DTensors as shards, so that each rank has a loss of its own
     enters_as_shards: bool = False
 
     def begin_at(self, origin: Literal["global", "local", "unclear"]) -> None:
@@ -77,15 +80,15 @@ class LossOfRanks:
 class LossesOfPass:
     """The losses of a backward pass by sets of data-parallel ranks.
 
-    The axis of a style may lie inside another model's data axes. So a crossing over ranks 0 and 1
-    does not inform a reducer of ranks 0 and 2.
+    A program may have models with different data axes. A crossing over ranks 0 and 1 does not
+    concern a reducer over ranks 0 and 2.
     """
 
     by_data: dict[Ranks, LossOfRanks] = field(default_factory=dict)
     _reducers: dict[int, Reducer] = field(default_factory=dict)
 
     def over(self, data: Ranks) -> LossOfRanks:
-        """Return the loss as far as crossings over these data-parallel ranks show it."""
+        """Return the record of the loss for these data-parallel ranks."""
         return self.by_data.setdefault(data, LossOfRanks())
 
     def reducer_of(self, parameter: Tensor) -> Reducer | None:
@@ -99,19 +102,20 @@ class LossesOfPass:
 
 @dataclass(frozen=True, slots=True)
 class DataCrossing:
-    """A layout as one set of data-parallel ranks sees it."""
+    """The ranks that hold copies or shards of a tensor, for one set of data-parallel ranks."""
 
     data: Ranks
-    # the ranks that hold copies of the tensor, with ranks outside of the data axes
+    # the ranks that hold copies of this rank's shard, including ranks outside of `data`
     replicated: Ranks
-    # the ranks that hold its shards
+    # the ranks that hold the shards of the tensor, including ranks outside of `data`
     sharded: Ranks
 
 
 def divisor_of(reducer: Reducer, ranks_of_loss: int) -> float:
     """Return the divisor of summed gradients.
 
-    It is the divisor that was set, or else the one with which a loss that ranks share counts once.
+    It is the divisor that the user has set. By default a loss counts once if `ranks_of_loss` ranks
+    share it: the divisor is the number of such losses.
     """
     if reducer.divisor is not None:
         return reducer.divisor
@@ -149,9 +153,10 @@ class _DataCrossings:
     """The crossings of gradients over data axes."""
 
     def enter(self, node: Any, grad: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
-        """Return the gradient of the result of `to_local()`.
+        """Return the gradient that a DTensor gets from the result of `to_local()`, and its layout.
 
-        For a parameter it is a summand of the ranks' sum.
+        For the values of a parameter that each rank uses by default, it is a summand of the ranks'
+        sum.
         """
         crossings = _data_crossings(spec.mesh, _is_replicated(spec))
         if isinstance(grad, FakeTensor) or not crossings:
@@ -173,9 +178,10 @@ class _DataCrossings:
         return _summand(grad, spec, reducer)
 
     def leave(self, node: Any, grad: Tensor, spec: Spec) -> Tensor:
-        """Return the gradient of a plain tensor among DTensors.
+        """Return the gradient of a plain tensor from which a DTensor was made.
 
-        It is this rank's share if the sum over ranks counts the gradient.
+        If a reducer sums the gradient over ranks that each have the whole of it, it is divided by
+        their number.
         """
         crossings = _data_crossings(spec.mesh, _is_replicated(spec))
         if isinstance(grad, FakeTensor) or not crossings:
@@ -206,15 +212,12 @@ class _DataCrossings:
 
 
 def _share(losses: LossesOfPass, reducer: Reducer | None, replicated: Ranks) -> float:
-    """Return the factor of a gradient that is whole on each rank.
-
-    With this factor the reduction counts the gradient once.
-    """
+    """Return the factor with which the reduction counts a gradient, whole on each rank, once."""
     if reducer is None:
         return 1
     data = ranks_of(reducer.axes.mesh)
     if losses.over(data).origin == "unclear" and reducer.divisor is None:
-        # the mean of equal gradients
+        # the reduction takes the mean of the equal gradients
         return 1
     return 1 / max(len(replicated & data), 1)
 
@@ -254,7 +257,7 @@ def _reducer_of_values(node: Any, losses: LossesOfPass) -> Reducer | None:
 
 
 def _has_leaf_with_dims(node: Any) -> bool:
-    """Return whether a number follows from a parameter that is not a number itself."""
+    """Return whether a DTensor is computed from a parameter with at least one dim."""
     leaves = (getattr(below, "variable", None) for below in nodes_below(node, _is_from_local))
     return any(leaf is not None and leaf.ndim for leaf in leaves)
 
@@ -278,10 +281,7 @@ def _is_from_local(node: Any) -> bool:
 
 
 def _takes_whole(node: Any) -> bool:
-    """Return whether a node needs the whole gradient of one loss on each rank.
-
-    `full_tensor()` is such a node.
-    """
+    """Return whether a node needs the whole gradient of one loss on each rank, as `full_tensor()`."""
     shares = getattr(getattr(node, "_forward_cls", None), "gradient_shares", None)
     return shares is not None and shares(node) is None
 
@@ -305,7 +305,7 @@ _watched: set[Ranks] = set()
 
 
 def watch(mesh: DeviceMesh) -> None:
-    """Have crossings of gradients between DTensors and plain tensors over these axes recorded."""
+    """Record, from now on, crossings of gradients between DTensors and plain tensors over a mesh."""
     install_crossings(_CROSSINGS)
     ranks = ranks_of(mesh)
     if ranks not in _watched and len(ranks) > 1:
@@ -315,10 +315,10 @@ def watch(mesh: DeviceMesh) -> None:
 
 @lru_cache(maxsize=4096)
 def _data_crossings(mesh: DeviceMesh, is_replicated: tuple[bool, ...]) -> tuple[DataCrossing, ...]:
-    """Return how each set of data-parallel ranks sees a layout.
+    """Return the crossings of a layout, one for each watched set of data-parallel ranks.
 
-    A set with at most one of the ranks that hold copies, and one of those that hold shards, is left
-    out.
+    A set is left out if it has at most one of the ranks with copies, and at most one of the ranks
+    with shards.
     """
     copies = _along_all(mesh, is_replicated, wanted=True)
     shards = _along_all(mesh, is_replicated, wanted=False)

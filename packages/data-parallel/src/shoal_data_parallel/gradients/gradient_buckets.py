@@ -346,7 +346,8 @@ class GradientBuckets:
     def _check_writes(self, reduction: GroupReduction) -> None:
         """Raise StyleError if ranks have written different values.
 
-        A rank without writes does not read the flags from an accelerator, which would make it wait.
+        A rank without writes does not read the flags from an accelerator, because the host would
+        wait for the device.
         """
         bucket = reduction.group
         assert isinstance(bucket, Bucket), "buckets were made here"

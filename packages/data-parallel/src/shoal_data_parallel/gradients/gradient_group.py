@@ -17,10 +17,12 @@ from .communication import Communication
 from .global_losses import divisor_of, ranks_of_loss
 from .reducer import Reducer
 
-Grads = dict[int, Tensor | None]  # by parameter
-# likewise, with the layouts that they have
+# by index of the parameter: a gradient, or None if this pass has none
+Grads = dict[int, Tensor | None]
+# by index of the parameter: a local gradient and its layout
 Kept = dict[int, tuple[Tensor, Spec]]
-# by parameter a sum over the shards, and a flag that is not zero if a rank has a gradient of it
+# by index of the parameter: a sum over the shards, and a flag that is not zero if any of the ranks
+# had a gradient
 Scattered = dict[int, tuple[Tensor, Tensor]]
 
 
@@ -32,7 +34,7 @@ class Group(Reducer):
     parameters: Sequence[ShardedParameter]
     # the indices of the parameters that require gradients
     trained: list[int]
-    # how many flags travel with the gradients beside one for each parameter
+    # how many flags are sent with the gradients, in addition to one per parameter
     extra_flags = 0
 
     def __init__(self, name: str, axes: DataAxes) -> None:
@@ -43,7 +45,7 @@ class Group(Reducer):
         self.kept: Kept = {}
         # the same, reduced over the shards but not over the replicas
         self.scattered: Scattered = {}
-        # whether a pass that added to the kept gradients was not finished
+        # whether a pass that added to the kept gradients still runs, or has failed
         self.spoiled = False
         # how many ranks share the loss of the kept gradients
         self.kept_ranks_of_loss = 1
@@ -51,7 +53,7 @@ class Group(Reducer):
 
     @property
     def holds_gradients(self) -> bool:
-        """True if gradients of earlier passes wait here for a reduction."""
+        """True if the group has gradients of earlier passes that are not fully reduced."""
         return bool(self.kept or self.scattered)
 
     def add_scattered(self, sums: Scattered) -> None:
@@ -80,7 +82,12 @@ class Group(Reducer):
             self.kept[i] = local.to(spec.dtype, copy=copy).contiguous(), spec
 
     def divide_by(self, *, adds: bool) -> float:
-        """Return the divisor of summed gradients; a pass that adds to kept gradients sets it."""
+        """Return the divisor of summed gradients.
+
+        Args:
+            adds: whether the pass reduces gradients of its own. Their loss must be shared by as
+                many ranks as the loss of kept gradients.
+        """
         if adds or not self.holds_gradients:
             self._check_same_loss(ranks_of_loss(self))
         return divisor_of(self, self.kept_ranks_of_loss)
@@ -119,14 +126,14 @@ class Group(Reducer):
 class ReducingModule(nn.Module):
     """A base of modules with control over the reduction of gradients, under torch's names."""
 
-    _made_by: str  # the function
-    # whether a divisor is also that of the modules in it that have been passed before
+    _made_by: str  # the name of the function
+    # whether `set_gradient_divide_factor` also holds for inner modules with reducers of their own
     _divides_inside = True
-    # the groups of the module and, unless `recurse=False`, of the modules in it
+    # the reducers of the module and, unless `recurse=False`, of inner modules
     _reducers: Callable[..., Sequence[Reducer]]
 
     if TYPE_CHECKING:
-        # the methods of the module's own class, which is a base of its class too
+        # The class of the user's module is the second base, with methods that checkers do not know.
         def __getattr__(self, name: str) -> Any: ...
 
     def reduce_gradients(self) -> None:
@@ -135,7 +142,7 @@ class ReducingModule(nn.Module):
         All ranks call it.
 
         Raises:
-            StyleError: a backward is running, or one that added to them raised.
+            StyleError: if a backward is running, or one that added to kept gradients raised.
         """
         raise NotImplementedError("each kind of module has one")
 
@@ -170,9 +177,10 @@ class ReducingModule(nn.Module):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of summed gradients: by default the number of data-parallel ranks.
 
-        Without a factor, a DTensor loss over all of them counts once and is not divided. With
-        batches of different sizes, let every rank divide its summed loss by the size of the global
-        batch, and set 1 here. `fully_shard` applies it to this unit alone.
+        Without a factor, gradients of a DTensor loss of all these ranks are not divided, so that
+        the loss counts once. With batches of different sizes, let every rank divide its summed loss
+        by the size of the global batch, and set 1 here. `fully_shard` applies it to this unit
+        alone.
         """
         for reducer in self._reducers(self._divides_inside):
             reducer.divisor = float(factor)
@@ -187,14 +195,15 @@ class ReducingModule(nn.Module):
 def in_wanted_layouts(
     grads: list[Tensor], specs: Sequence[Spec], wanted: Sequence[Spec]
 ) -> list[Tensor]:
-    """Return local gradients in the layouts that all ranks expect, or that kept ones have.
+    """Return local gradients in the wanted layouts, which all ranks expect or kept gradients have.
 
-    Inputs may leave gradients partial or sharded over the styles' axes although the parameters are
-    replicated. A rank without a gradient of a parameter cannot determine the layout on other ranks.
+    A gradient may be partial or sharded over the styles' axes although its parameter is replicated
+    there. A rank that does not have a gradient of the parameter cannot determine this layout, so
+    ranks send gradients only in layouts that they all know.
     """
     others = [at for at, spec in enumerate(specs) if spec is not wanted[at]]  # specs are interned
     if others:
-        # the model may have changed its dtype since
+        # the user may have changed the model's dtype since the kept gradients were computed
         sources = [grads[at].to(wanted[at].dtype) for at in others]
         moves = [(specs[at].with_(dtype=wanted[at].dtype), wanted[at]) for at in others]
         for at, local in zip(others, redistribute_shards(sources, moves).wait(), strict=True):

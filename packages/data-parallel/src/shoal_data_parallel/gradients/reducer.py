@@ -17,13 +17,14 @@ class Reducer:
     """The part of a module that reduces gradients."""
 
     axes: DataAxes
-    # of a replicated module, the module
+    # the module, if `replicate` made the reducer
     module: Any
-    # whether backward does; otherwise this rank keeps them for the next backward that does
+    # whether backwards reduce gradients; otherwise this rank keeps them for a later backward
     syncs: bool = True
-    # False: over shards alone, and not over replicas
+    # whether gradients are reduced over replicas too, or over shards alone
     all_reduces: bool = True
-    # while gradients are kept, torch.autograd.grad returns zeros: pipeline stages split a backward so
+    # whether torch.autograd.grad returns zeros for gradients that are kept: pipeline stages split a
+    # backward into such calls
     returns_zero_gradients: bool = False
     # whether modules see DTensors on the data axes, so that all ranks share one loss
     is_on_data_axes: bool = False

@@ -32,7 +32,7 @@ from .gradient_group import Grads, Group, Kept, Scattered, in_wanted_layouts
 class _Collected:
     """A rank's local gradients of a group, as they are sent."""
 
-    # one dense tensor per trained parameter, taken out when it is sent; flags last
+    # one dense tensor per trained parameter, then the flags; the list is emptied by sending
     tensors: list[Tensor]
     # their layouts
     layouts: list[Spec]
@@ -43,13 +43,18 @@ class _Collected:
 class _ReductionInFlight(Protocol):
     """Gradients in flight, in one or two rounds of collectives."""
 
-    def reach_last_round(self) -> bool: ...
-    def poll(self) -> None: ...
-    def wait(self) -> list[Tensor]: ...
+    def reach_last_round(self) -> bool:
+        """Start the last round; return False if it has started already."""
+
+    def poll(self) -> None:
+        """Process data that has arrived, without waiting."""
+
+    def wait(self) -> list[Tensor]:
+        """Return the reduced tensors."""
 
 
 class _TwoStages:
-    """A reduction over the shards, after which one over the replicas starts."""
+    """A reduction over the shards, followed by a reduction of its sums over the replicas."""
 
     def __init__(
         self,
@@ -78,7 +83,8 @@ class _TwoStages:
 class GroupReduction:
     """The gradients of a group of parameters in flight to the layout of its leaves.
 
-    `start` makes it. Gradients of `returned` go to autograd, and not to the leaves.
+    `start` makes it. The gradients of the parameters in `returned` go to autograd, and not to the
+    leaves.
     """
 
     __slots__ = (
@@ -89,7 +95,7 @@ class GroupReduction:
     def __init__(self, group: Group, returned: Collection[int]) -> None:
         self.group = group
         self.returned = returned
-        # the sums are for `Group.scattered`
+        # whether the group keeps the sums over the shards, in `Group.scattered`
         self.stops_at_replicas = group.axes.has_replicas and not group.all_reduces and not returned
         # gradients that this reduction took from the group, to be returned if the pass fails
         self._kept: Kept = {}
@@ -101,7 +107,7 @@ class GroupReduction:
         self._averaged_over = 1.0
         # the gradients of a reduction that has been waited for
         self._gradients: Callable[[], list[Tensor]] | None = None
-        # the flags of all ranks, if this rank cannot know them
+        # the summed flags of all ranks, if this rank needs them to know which gradients exist
         self._flags: Tensor | None = None
         # the group's extra flags, summed over the ranks
         self.extra: Tensor | None = None
@@ -209,7 +215,8 @@ class GroupReduction:
         self, custom: ReduceScatter, tensors: list[Tensor], moves: list[tuple[Spec, Spec]]
     ) -> _ReductionInFlight:
         group = self.group
-        # as torch: by the collective where it divides, and where nothing can overflow before it does
+        # As in torch, the collective averages, rather than the division afterwards, if the divisor
+        # is the number of ranks and sums in the dtype do not overflow.
         averages = (
             self._divisor == group.axes.mesh.size()
             and all(tensor.dtype in (torch.float32, torch.bfloat16) for tensor in tensors)
@@ -220,7 +227,8 @@ class GroupReduction:
         axes = group.axes
         if group.communication.separate_groups:
             axes = replace(axes, mesh=with_own_groups(axes.mesh, _OWN_GROUPS))
-        # The other ranks' gradients are in float16 too. A power of two changes no digits.
+        # The collective sums in float16, which overflows easily: about the root of the divisor
+        # comes before the sum, and the rest after it. A power of two changes no digits.
         scale = 1.0
         if tensors[0].dtype is torch.float16 and self._divisor > 1 and not self._has_two_stages:
             scale = 2.0 ** -round(log2(self._divisor) / 2)
@@ -243,22 +251,19 @@ class GroupReduction:
         return [*gradients, flags]
 
     def go_on(self) -> None:
-        """Start the rest of the reduction, over the axes of replicas.
-
-        It overlaps later work. If it has started already, wait for it.
-        """
+        """Start the last round of the reduction; if it has started already, wait for it."""
         if self._in_flight is not None and not self._in_flight.reach_last_round():
             self.wait()
 
     def wait(self) -> None:
         """Have later work on the device wait for the reduction.
 
-        Gradients for the host are in flight to it.
+        If the leaves are on the host, start to copy the gradients there.
         """
         if self._in_flight is None:
             return
         *reduced, flags = self._in_flight.wait()
-        # which holds the gradients on the device
+        # the finished object would keep the memory of its results
         self._in_flight = None
         if not self.stops_at_replicas:
             reduced = self._finish(reduced)
@@ -275,7 +280,7 @@ class GroupReduction:
         self.extra = row[count:]
         if self._averages(flags.dtype):
             self.extra = self.extra * group.axes.mesh.size()
-        # A gradient of this rank exists: its flag need not be read.
+        # If this rank has all gradients, they all exist, and no flag has to be read.
         if not all(self._present) or self._scattered or self.stops_at_replicas:
             self._flags = row[:count]
 
@@ -309,19 +314,19 @@ class GroupReduction:
         return self._gradients()
 
     def poll(self) -> None:
-        """Take the reduced gradients if they are here, so that no other rank of the host waits."""
+        """Process arrived data on the CPU, so that other ranks of the host do not wait for it."""
         if self._in_flight is not None and self.group.axes.mesh.device_type == "cpu":
             self._in_flight.poll()
 
     def give_back(self) -> None:
-        """Return kept gradients to their group, because the pass has failed."""
+        """Return kept gradients to the group, because the pass has failed."""
         self.group.kept.update(self._kept)
         self.group.add_scattered(self._scattered)
 
     def keep_scattered(self) -> None:
-        """Add the sums over the shards to the sums that the group holds.
+        """Add the sums over the shards to the sums that the group keeps.
 
-        They wait for a reduction over the replicas.
+        A later pass reduces them over the replicas.
         """
         gradients = self.gradients()
         flags = self._flags
@@ -333,9 +338,10 @@ class GroupReduction:
 
 
 def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
-    """Remove gradients of this pass and kept ones one by one, add them up, and add flags.
+    """Remove gradients of this pass and kept ones one by one, add them up, and append the flags.
 
-    The flags show which gradients exist: one row for each rank that holds a shard.
+    A flag is 1 if this rank has the gradient of a parameter, and else 0. There is one row of flags
+    for each rank that holds shards, so that each of these ranks gets the sums of all ranks.
     """
     tensors: list[Tensor] = []
     layouts: list[Spec] = []
@@ -356,7 +362,7 @@ def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
     tensors = in_wanted_layouts(tensors, layouts, partial)
     columns = len(present) + group.extra_flags
     flags = tensors[0].new_ones((group.axes.ranks_of_shards, columns))
-    # written on the device: the host waits for no copy
+    # filled on the device, so that the host does not wait for a copy to it
     for at, is_present in enumerate(present):
         if not is_present:
             flags[:, at].zero_()
@@ -386,10 +392,10 @@ def _hooked(reduced: list[Tensor], hook: Callable[[Tensor], None], stream: Any) 
 
 
 def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
-    """Return by reduction the gradients by parameter, without gradients that no rank had.
+    """Return for each reduction its gradients by parameter, without gradients that no rank had.
 
-    The host reads flags from the device only if this rank lacks a gradient: once, the flags of all
-    reductions.
+    The host reads flags from the device only if this rank lacks a gradient. It reads the flags of
+    all reductions at once.
     """
     for reduction in reductions:
         reduction.wait()
@@ -446,10 +452,7 @@ def _scattered_flags(reduced: Spec, axes: DataAxes) -> Spec:
 
 @lru_cache(maxsize=1024)
 def _averaged(layout: Spec, data_axes: int) -> Spec:
-    """Return the layout with averages in place of sums over the data axes.
-
-    These are the first axes.
-    """
+    """Return the layout with averages in place of sums over the data axes, the first axes."""
     placements = [
         Partial("avg") if axis < data_axes and isinstance(placement, Partial) else placement
         for axis, placement in enumerate(layout.placements)

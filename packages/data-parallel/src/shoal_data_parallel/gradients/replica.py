@@ -33,8 +33,8 @@ from ..parameters.sharded_parameters import DataAxes, ShardedParameter
 def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that does not keep the object of a method alive.
 
-    The object holds nodes of leaves, and the nodes hold the leaves, which Python's garbage
-    collector does not see.
+    The object refers to nodes of leaves, and the nodes refer to the leaves and their hooks. Python's
+    garbage collector does not see these references, so it would never free such a cycle.
     """
     reference = WeakMethod(method)
 

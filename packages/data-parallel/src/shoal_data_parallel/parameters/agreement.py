@@ -55,7 +55,7 @@ def _description(name: str, param: Tensor) -> str:
 
 
 def _gather_texts(text: bytes, lengths: Sequence[int], comm: Comm, *, device: str) -> list[str]:
-    """Return the texts of all ranks, which are sent padded to the longest text."""
+    """Return the texts of all ranks; they are padded to the longest text to be sent."""
     padded = bytearray(text.ljust(max(*lengths, 1), b" "))
     row = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     rows = all_gather(row.unsqueeze(0), comm).cpu()

@@ -33,12 +33,12 @@ _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def has_extension(tensor: Tensor) -> bool:
-    """Tell whether the class of a tensor decides what is gathered; the class DTensor does not.
+    """Return whether the class of a tensor decides what is gathered; a DTensor's class does not.
 
     Raises:
         StyleError: if it has only one of the two methods.
     """
-    # which has one of the methods, with an error for torch's function
+    # DTensor has one of the methods, only to raise an error when torch's `fully_shard` calls it
     if isinstance(tensor, DTensor):
         return False
     present = [name for name in _METHODS if hasattr(tensor, name)]
@@ -62,7 +62,7 @@ class GatherExtension:
         precision: the dtypes of the parameter's unit.
         lengths: for each tensor that is sent its length along the first dim on each rank; known
             after the first gather.
-        metadata: what the class has passed from before the last gather to after it.
+        metadata: what `fsdp_pre_all_gather` returned for `fsdp_post_all_gather` at the last gather.
     """
 
     resting: Spec
@@ -98,9 +98,9 @@ class GatherExtension:
         return parts, [self._move(part, lengths) for part, lengths in pairs]
 
     def receive(self, shard: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the parameter that modules see of the gathered outputs.
+        """Return the parameter that modules see, made from the gathered outputs.
 
-        The tensors that have its memory come with it.
+        Returns also the inner tensors, which own its memory.
         """
         method: Any = shard.fsdp_post_all_gather  # type: ignore[attr-defined]  # of the class
         result: tuple[Tensor, Sequence[Tensor]] = method(
@@ -115,7 +115,7 @@ class GatherExtension:
         return result
 
     def refill(self, shard: Tensor, outputs: Sequence[Tensor], out: Tensor) -> None:
-        """Give the parameter that modules saw before the values of the gathered outputs."""
+        """Fill `out`, the parameter that modules saw before, from the gathered outputs."""
         method: Any = shard.fsdp_post_all_gather  # type: ignore[attr-defined]  # of the class
         method(tuple(outputs), self.metadata, self._dtype_of(shard), out=out)
 
@@ -136,12 +136,12 @@ class GatherExtension:
         """Return the lengths of the tensors of all ranks.
 
         Raises:
-            LockstepError: if the tensors of ranks differ in more than that, on all ranks.
+            LockstepError: on all ranks, if tensors of ranks differ in more than the first dim.
         """
         comm = self.resting.mesh.comm((self.axis,))
         own = [(tuple(part.shape), part.dtype) for part in parts]
         gathered = all_gather_objects(comm.group, own)
-        # coordinate on the axis of each rank of the group
+        # for each coordinate on the axis the rank in the group
         order = range(comm.size) if comm.order is None else comm.order
         of_ranks = [gathered[rank] for rank in order]
         kinds = set()

@@ -1,4 +1,4 @@
-"""A check of the tensors that modules hold as parameters: gradients are delivered to leaves alone."""
+"""A check that modules hold leaves as parameters, because only leaves get reduced gradients."""
 
 from __future__ import annotations
 

@@ -66,11 +66,11 @@ def install_switch(tensor: Any, switch: GradientSwitch) -> None:
 
 
 class SilentHooks:
-    """Post-accumulate hooks of leaves that get no gradient in a pass, and are not called in it.
+    """Post-accumulate hooks of leaves without a gradient, removed until the end of a pass.
 
-    The backward of a unit is one autograd function, with an edge to each leaf of the unit. Autograd
-    runs the node of each of the leaves after the function, and with the node the leaf's hooks, even
-    if the function returns None for the leaf because the leaf was not used.
+    The backward of a unit is one autograd function with an edge to each leaf of the unit. Autograd
+    then runs the node of each leaf. The node calls the leaf's post-accumulate hooks, even if the
+    function has returned None for the leaf.
     """
 
     def __init__(self) -> None:

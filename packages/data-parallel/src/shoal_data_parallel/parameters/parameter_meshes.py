@@ -26,7 +26,7 @@ from .sharded_parameters import DataAxes, Site
 
 @dataclass(frozen=True, slots=True)
 class FSDPMeshInfo:
-    """The data axes in a mesh, for the parameters for which `shard_placement_fn` chooses them for.
+    """The data axes in a mesh, for parameters whose data axes `shard_placement_fn` chooses.
 
     Attributes:
         mesh: the mesh with the axes.
@@ -122,7 +122,7 @@ class HSDPMeshInfo(FSDPMeshInfo):
 
 
 class ShardPlacementResult(NamedTuple):
-    """An answer of `shard_placement_fn` that chooses the data axes of a parameter, too.
+    """The result of a `shard_placement_fn` that chooses the data axes of a parameter, too.
 
     Attributes:
         placement: the placement over the axes that shard; None for the first dim.
@@ -153,9 +153,9 @@ class Assigned(NamedTuple):
 
 
 class MeshAssignment:
-    """The answers of one call's `shard_placement_fn`, each asked for once.
+    """The results of one call's `shard_placement_fn`, which is called once per parameter.
 
-    An answer stays with the place of the parameter in its module, because styles that come later
+    A result is stored by the parameter's module and name, because styles that are applied later
     replace the parameter. The function is not called for a parameter of 0 dims, which stays
     replicated over the axes of the call.
 
@@ -197,7 +197,7 @@ class MeshAssignment:
         return Assigned(answer.placement, self._known(answer.mesh_info.axes))
 
     def _known(self, asked: DataAxes) -> DataAxes:
-        """Return the equal axes that another parameter has already, or add these."""
+        """Return the object for these axes: an earlier parameter's if it is equal, or this one."""
         for axes in self._axes:
             if (axes.mesh, axes.num_sharding_axes, axes.names) == (
                 asked.mesh,

@@ -47,7 +47,7 @@ class DataAxes:
     """The axes of data parallelism."""
 
     mesh: DeviceMesh  # the mesh of these axes alone
-    # how many of them, the last ones, shard parameters; over the others parameters are replicated
+    # this many of the last axes shard parameters; the other axes hold replicas
     num_sharding_axes: int = 1
     # the names that these axes have in a mesh on which parameters are DTensors (`dp_mesh_dims`)
     names: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class DataAxes:
         return sorted(range(comm.size), key=order.__getitem__)
 
     def inside(self, ranks: int) -> DataAxes:
-        """Return axes that shard over this many neighbors, and replicate over the groups of them.
+        """Return axes that shard over groups of this many neighbors, and replicate over the groups.
 
         With 8 shards and 2 neighbors there are 4 groups of 2 ranks, and each group has all of a
         parameter.
@@ -108,27 +108,31 @@ class DataAxes:
 
 @dataclass(slots=True, eq=False)
 class ShardedParameter:
-    """A parameter of a unit."""
+    """A parameter of a unit, its shard on this rank, and its layouts.
 
-    # the modules that hold it, and under which name; empty for a parameter that stays unchanged
+    `replicate` uses it, too: the shard is then the whole replica of this rank, or the part of it
+    that an optimizer updates.
+    """
+
+    # the modules that hold it, with its name in each; empty if modules always hold the leaf
     sites: tuple[Site, ...]
-    # the sharded parameter: what optimizers and checkpoints see
+    # the sharded parameter, which optimizers and checkpoints see
     leaf: nn.Parameter
-    # the leaf's layout, in the dtype of the computation: from where it is gathered
+    # the leaf's layout in the dtype of the computation: gathers begin with it
     resting: Spec
-    gathered: Spec  # the layout in which it is used
+    gathered: Spec  # the layout in which modules compute
     # the spec of the DTensor that modules see, on the axes of their styles; None if they see a
     # plain tensor
     inner: Spec | None
-    # the leaf's layout in the dtype of the reduction: where gradients arrive
+    # the leaf's layout in the dtype of the reduction: reductions end with it
     reduced: Spec
-    # the layout on the axes of the styles alone; None without styles. `inner` is this one, or on a
-    # mesh that has the data axes too
+    # the layout on the axes of the styles alone; None without styles. `inner` is either this layout,
+    # or its layout on a mesh that also has the data axes
     styled: Spec | None = None
-    # layouts over fewer ranks, in which a unit may keep its values after a forward: one shard per
-    # rank of a small group, and all of them on each
+    # with `reshard_after_forward=<int>`: the layout of the larger shards after a forward, over a
+    # small group of ranks, and the layout gathered in the group
     after_forward: tuple[Spec, Spec] | None = None
-    # the dtypes of computation and reduction, where they are not the leaf's
+    # the user's dtypes of computation and reduction
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
     # what is sent in place of the shard, if the class of the parameter decides it
     extension: GatherExtension | None = None
@@ -155,7 +159,7 @@ class ShardedParameter:
     def keep_inside(self, axes: DataAxes, inside: DataAxes) -> None:
         """Have a unit keep shards over the axes `inside` after a forward.
 
-        They are in the dim that `axes` shard.
+        They divide the dim that the shards over `axes` divide.
         """
         if self.extension is not None:
             raise self.extension.refuse("cannot be kept in larger shards after a forward")
@@ -164,19 +168,13 @@ class ShardedParameter:
         self.after_forward = _layouts(self.leaf, inside, self.styled, asked)
 
     def shard_after_forward(self, local: Tensor) -> Tensor:
-        """Return this rank's shard of a gathered tensor after a forward.
-
-        It is a shard over the ranks that keep the tensor then.
-        """
+        """Return the larger shard of a gathered tensor that this rank keeps after a forward."""
         resting, gathered = self.moves_after_forward()
         shard = _narrowed(local.detach(), gathered, resting)
         return shard.clone(memory_format=torch.contiguous_format)
 
     def moves_after_forward(self) -> tuple[Spec, Spec]:
-        """Return the layout of these shards, and the gathered layout.
-
-        Both are in the dtype of the computation.
-        """
+        """Return `after_forward`, with both layouts in the dtype of the computation."""
         assert self.after_forward is not None, "reshard_after_forward was an int"
         resting, gathered = self.after_forward
         dtype = self.resting.dtype
@@ -201,7 +199,7 @@ class ShardedParameter:
         return cast(Tensor, DTensor(torch.zeros_like(local_shard(leaf)), leaf.spec))
 
     def view(self, local: Tensor) -> Tensor:
-        """Return the tensor that modules see of a gathered local tensor; it shares its memory."""
+        """Return the tensor that modules see: a view of a gathered local tensor."""
         return (
             local.detach()
             if self.inner is None
@@ -210,7 +208,7 @@ class ShardedParameter:
 
     def put(self, tensor: Tensor) -> None:
         for module, name in self.sites:
-            # where a parametrization that was removed has left a gathered parameter
+            # a parametrization that was removed leaves the gathered parameter as a buffer
             if name in module._buffers:
                 del module._buffers[name]
             module._parameters[name] = tensor  # type: ignore[assignment]  # it is gathered
@@ -249,7 +247,7 @@ class ShardedParameter:
             if precision.param_dtype and leaf.is_floating_point()
             else leaf.dtype
         )
-        # by the user, to sum gradients in
+        # the dtype that the user has chosen for `.grad`
         chosen = leaf.grad_dtype if leaf.grad_dtype is not leaf.dtype else None
         reduced = precision.reduce_dtype or chosen or computed
         if (computed, reduced) != (self.resting.dtype, self.reduced.dtype):
@@ -317,7 +315,7 @@ class ShardedParameter:
         grad = reduced.to(leaf.device, dtype)
         if isinstance(leaf, DTensor):
             grad = DTensor(grad, leaf.spec if dtype is leaf.dtype else leaf.spec.with_(dtype=dtype))
-        # hooks of a replica have seen the gradient of this rank's rows
+        # without sites this is a replica, whose hooks were called for the gradient of this rank
         if self.sites and grad_hooked(leaf):
             torch.autograd.backward([leaf], [grad])
         elif leaf.grad is None:
@@ -337,8 +335,9 @@ def shard_parameter(
 ) -> ShardedParameter:
     """Return a parameter that is sharded over the data axes, too.
 
-    It may be plain or on other axes. Each rank keeps its shard of its part. `placement` is the dim
-    to shard, by default the first. With `view` the shard may share the parameter's memory.
+    The parameter may be plain, or a DTensor on the axes of styles, whose local tensor is then
+    sharded. `placement` has the dim to shard, by default the first. With `view` the shard may share
+    the parameter's memory.
     """
     precision = policies[0].for_parameter(param)
     offload = policies[1]
@@ -424,9 +423,11 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
 
 @lru_cache(maxsize=1024)
 def _partial_over_data(reduced: Spec, own: tuple[Placement, ...]) -> Spec:
-    """Return the layout of a gradient before its reduction.
+    """Return the layout of a gradient before its reduction over the data axes.
 
-    Its placements on the axes of the styles are given.
+    Args:
+        reduced: the layout after the reduction.
+        own: the gradient's placements on the axes of the styles.
     """
     data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(own))
     return Spec(reduced.mesh, (*data, *own), reduced.shape, None, dtype=reduced.dtype)
@@ -492,7 +493,7 @@ def _layouts(
 ) -> tuple[Spec, Spec]:
     """Return the layout at rest, and the gathered layout.
 
-    At rest, the data axes shard the parts that the axes of the style have left.
+    At rest, the data axes shard the local tensors that the styles' axes have made.
     """
     if asked is not None and not isinstance(asked, Shard):
         raise LayoutError(
@@ -536,12 +537,13 @@ def _layouts(
 def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Placement]:
     """Return the placements on the sharding data axes of a parameter that styles have placed.
 
-    They are within its runs if it has any. 3 runs of 8 rows have 4 rows each on a rank of the
-    style's axis: data axes shard the 4 rows, so that every rank has 3 runs.
+    If styles have placed it in runs, the data axes shard each run. Example: a fused weight has 3
+    runs (query, key, value) of 8 rows. A rank of a tensor axis of 2 has 4 rows of each run. Data
+    axes shard each 4 rows, so that every rank has rows of all 3 runs.
     """
     shape = axes.mesh.shape[axes.mesh.ndim - axes.num_sharding_axes :]
     strided = [p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim]
-    # a placement without sizes, or with one run, expresses an order of axes
+    # a StridedShard without sizes, or with one run, only expresses an order of axes
     runs = next((p for p in strided if p.sizes is not None and p.split_factor > 1), None)
     if runs is None or runs.sizes is None:
         return [shard] * axes.num_sharding_axes
@@ -567,7 +569,7 @@ def _narrowed(local: Tensor, source: Spec, target: Spec) -> Tensor:
     if target.coordinate is None:
         return local.new_empty(target.local_shape)
     if target.is_strided:
-        # every rank has all that it is to have
+        # this sends nothing, because the local tensor contains the shard
         (shard,) = redistribute_shards([local], [(source, target)]).wait()
         return shard
     return local[slices_of(target.box(target.coordinate), source.box(target.coordinate))]

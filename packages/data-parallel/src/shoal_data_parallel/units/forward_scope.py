@@ -1,4 +1,4 @@
-"""The forward of a unit's modules that is running."""
+"""The progress of a unit's running forward."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-# The class of forwards, whose file imports this one.
+# Stands for `unit.Forward`, which this file cannot import: `unit` imports this file.
 Forward = TypeVar("Forward")
 
 
 @dataclass(slots=True, eq=False)
 class ForwardScope(Generic[Forward]):
-    """The forward of a unit's modules that is running: from the first module's start to the last one's end."""
+    """The progress of a unit's forward, from the start of its first module to the end of its last."""
 
     forward: Forward | None = None
     # the modules whose forward is still to come
@@ -27,7 +27,7 @@ class ForwardScope(Generic[Forward]):
 
     @property
     def is_complete(self) -> bool:
-        """No module is running or still to come."""
+        """True if no module is running or still to come."""
         return not self.awaited and not self.guards
 
     def begin(self, modules: Iterable[nn.Module]) -> None:

@@ -19,23 +19,25 @@ Versions = list[tuple[object, ...]]
 class Gathered:
     """The gathered parameters of a unit, from a forward to its backward."""
 
-    # of the leaves when they were gathered (`Unit.versions`)
+    # the versions of the leaves when they were gathered (`Unit.versions`)
     versions: Versions
     # the gathered local tensors, one per parameter
     tensors: list[Tensor] = field(default_factory=list)
-    # the tensors that receive values: those, and what classes of tensors make others of them from
+    # the tensors that collectives write to: gathered tensors, and the outputs from which a
+    # `GatherExtension` makes a gathered tensor
     received: list[Tensor] = field(default_factory=list)
-    # other tensors with the memory of what modules see, as those classes return them
+    # the inner tensors that `fsdp_post_all_gather` returns: they own memory of gathered tensors
     inner: list[Tensor] = field(default_factory=list)
     # without values the tensors only hold their place in autograd's graph
     has_values: bool = False
-    # how often each tensor had been written to when it was filled
+    # the version of each tensor when it was filled
     versions_when_filled: Sequence[int] = ()
-    # this rank's shards over fewer ranks, from a forward to the gather for its backward
+    # with `reshard_after_forward=<int>`: this rank's larger shards, from the end of a forward to
+    # the next gather
     shards: list[Tensor] = field(default_factory=list)
 
     def allocate(self, layouts: Sequence[Spec]) -> list[Tensor]:
-        """Give all tensors that receive values memory, and make those that do not exist yet."""
+        """Return the tensors that collectives write to, with memory; make them the first time."""
         if not self.received:
             for spec in layouts:
                 device = spec.mesh.device_type
@@ -46,7 +48,7 @@ class Gathered:
         return self.received
 
     def complete(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Make the tensors that modules see of the values that have arrived, or refill them."""
+        """Make the gathered tensors from the values that have arrived, or refill them."""
         is_first = not self.tensors
         for tensor in self.inner:
             _resize(tensor, tensor.numel() * tensor.element_size())
@@ -92,6 +94,6 @@ def _resize(tensor: Tensor, size: int) -> None:
 class Views(list[Tensor]):
     """Views of the gathered tensors, as modules see them.
 
-    A unit holds them only while they are exposed, because their autograd graph holds the unit, in a
-    cycle that the garbage collector does not see.
+    A unit refers to its views only while modules see them. The autograd graph of the views refers
+    to the unit, and the garbage collector would not find this cycle.
     """

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from ..gradients.gradient_group import Group
     from ..gradients.reduction import GroupReduction
 
-# The class of units, which imports this file.
+# Stands for `unit.Unit`, which this file cannot import: `unit` imports this file.
 Unit = TypeVar("Unit")
 
 
 class CommContext:
-    """Reductions that backwards have left in flight, for a later one to deliver."""
+    """Reductions in flight after their backward, which a later backward or the user delivers."""
 
     def __init__(self) -> None:
         self.pending: list[GroupReduction] = []
@@ -31,7 +31,10 @@ class CommContext:
         return taken
 
     def drop(self, group: Group) -> None:
-        """Wait for a group's reductions, which the other ranks take part in, and forget them."""
+        """Wait for a group's reductions, and drop their results.
+
+        The wait completes the collectives, in which the other ranks take part.
+        """
         for reduction in self.pending:
             if reduction.group is group:
                 reduction.wait()
@@ -44,30 +47,30 @@ class Schedule(Generic[Unit]):
 
     # all of them, in one order on all ranks, the outermost first
     units: list[Unit]
-    # in which units began in the forward that runs, or was last
+    # the order in which units began in the running forward, or in the last one if none is running
     order: list[Unit] = field(default_factory=list)
-    # in which they ended
+    # the order in which units ended in that forward
     ended: list[Unit] = field(default_factory=list)
-    # in which they began in the forward before
+    # the order in which units began in the forward before
     previous: list[Unit] = field(default_factory=list)
     # whether the outermost module's forward is running
     running: bool = False
     # reductions that no pass has delivered; modules may share it
     context: CommContext = field(default_factory=CommContext)
-    # set by the user: whether the next backward delivers its reduced gradients, and whether
-    # backwards reduce
+    # set by the user: whether the next backward is the last one of a step, and so delivers
     is_last_backward: bool = True
+    # set by the user: whether only `finalize_backward` delivers gradients
     finalizes_manually: bool = False
-    # the user's: an event that the next forward's gathers wait for
+    # set by the user: an event that the next forward's gathers wait for
     post_optimizer_event: Any = None
 
     @property
     def defers_delivery(self) -> bool:
-        """The end of a backward leaves reductions in flight."""
+        """True if the end of a backward leaves reductions in flight."""
         return self.finalizes_manually or not self.is_last_backward
 
     def begin_forward(self, unit: Unit) -> None:
-        """Note that a unit begins; the outermost one, or one outside of it, begins a new order."""
+        """Begin a new order if the unit is the outermost one, or runs outside of its forward."""
         is_outermost = unit is self.units[0]
         if is_outermost or not self.running:
             self.previous = self.order
@@ -83,9 +86,10 @@ class Schedule(Generic[Unit]):
             event.wait()
 
     def next_last_time(self, unit: Unit) -> Sequence[Unit]:
-        """Return the unit that followed in the forward before, if that has come the same way so far.
+        """Return the unit that followed `unit` in the forward before; empty if unknown.
 
-        Called when `unit` is the last of `order`.
+        `unit` is the last one of `order`. The forward before is a guide only if `unit` has the same
+        position in both forwards.
         """
         position = len(self.order) - 1
         if self.previous[position : position + 1] != [unit]:
@@ -93,9 +97,10 @@ class Schedule(Generic[Unit]):
         return self.previous[position + 1 : position + 2]
 
     def ended_before(self, unit: Unit, *, recomputing: bool) -> Sequence[Unit]:
-        """Return the unit that ended before this one, which ends now: its backward comes next.
+        """Return the unit whose forward ended just before the forward of `unit`; empty if none.
 
-        Where the unit is computed again in a backward, `ended` keeps the value of the first time.
+        Its backward follows the backward of `unit`. `unit` is not in `ended` yet, unless a backward
+        recomputes it: then its place is where it ended the first time.
         """
         position = len(self.ended)
         if recomputing:

@@ -11,23 +11,23 @@ A unit is in one of four states, and only the methods named here change it:
                                  |
                                  +--- start_gathering() ---> GATHERING
 
-      SHARDED      a rank holds its shards; gathered tensors exist only without values, and without
-                   memory unless the unit keeps it
+      SHARDED      a rank holds its shards; gathered tensors do not have values, and have memory
+                   only with `keep_unsharded_storage`
       GATHERING    shards are in flight to the other ranks
       GATHERED     the gathered tensors have memory and values
-      SHARDED_INSIDE    after a forward with `reshard_after_forward=<int>`: groups of this many ranks
-                   have all values, in larger shards; gathering is inside of the group
+      SHARDED_INSIDE    after a forward with `reshard_after_forward=<int>`: each group of this many
+                   ranks holds all values, in larger shards; the next gather is inside of the group
 
 The modules see the sharded leaves in every state, except in GATHERED between `expose()` and
-`hide()`: then they see views of the gathered tensors. `gather()` is `start_gathering()`, unless that
-has been called already, and `finish_gathering()`; `reshard()` is `hide()` and `free()`. A unit whose
-leaves were written to since it was gathered goes from GATHERED to GATHERING: autograd's graph may
-still hold the old tensors.
+`hide()`: then they see views of the gathered tensors. `gather()` is `start_gathering()`, unless
+shards are in flight already, and `finish_gathering()`. `reshard()` is `hide()` and `free()`. If the
+leaves of a GATHERED unit were written to, `start_gathering()` sends them again. The values arrive
+in new tensors, because autograd's graph may still refer to the old ones.
 
-A forward gathers and exposes its unit, and reshards it at its end; so does a backward. In between
-autograd's graph keeps the gathered tensors without their memory, and the backward fills them again.
-`UnitSettings` decide where a pass leaves the unit in GATHERED instead; the pass after it then finds
-the values of the leaves there, and sends nothing.
+A forward gathers and exposes its unit, and reshards the unit at its end; so does a backward.
+Between the two, autograd's graph keeps the gathered tensors without their memory, and the backward
+fills the same tensors again. `UnitSettings` may leave the unit in GATHERED after a pass. The next
+pass then sends nothing, unless the leaves were written to.
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ class Forward:
     views: ref[Views]
     # all units of the same outermost module
     units: Sequence[Unit]
-    # whether the gathered values belong to the forward, and its users keep them
+    # whether the forward has copies of the gathered values, which `free()` does not free: it ran in
+    # a transform of torch.func
     private: bool = False
     # the autograd nodes that the gradients of the trained parameters go to
     nodes: Sequence[Any] = ()
-    # the unit whose forward ended before, so that its backward begins next
+    # the unit whose forward ended just before, so that its backward begins next; empty if none
     before: Sequence[Unit] = ()
 
 
@@ -138,7 +139,7 @@ class UnitSettings:
 
 
 class Unit(Group):
-    """Parameters that are gathered together, and whose gradients travel together: those of the modules of one call."""
+    """The parameters of one `fully_shard` call on one mesh, gathered and reduced together."""
 
     owner = "fully_shard"
     parameters: list[ShardedParameter]
@@ -153,7 +154,7 @@ class Unit(Group):
         settings: UnitSettings,
     ) -> None:
         super().__init__("+".join(type(module).__name__ for module in modules), axes)
-        # gathered from the forward of the first to that of the last
+        # from the forward of the first module to the forward of the last, parameters are gathered
         self.modules: list[nn.Module] = list(modules)
         self.ignored = ignored
         # which parameters are this unit's, and their placements
@@ -168,13 +169,14 @@ class Unit(Group):
         self.was_on_meta = False
         # indices of the parameters that required gradients in the last forward
         self.trained: list[int] = []
-        # derived from the settings, for the outermost unit or a unit inside
+        # `reshard_after_forward` as a bool: its default differs between outermost and inner units
         self.frees_after_forward = True
         self.schedule: Schedule[Unit] = Schedule([self])
         # the axes of the values that stay after a forward, if they differ
         asked = settings.reshard_after_forward
         self.axes_inside = axes.inside(asked) if type(asked) is int else None
-        # hooks on modules of an outermost unit, which may be called after its forward
+        # handles of hooks on the modules of an outermost unit: users may call a module by itself
+        # after the unit's forward
         self.call_hooks: list[Any] = []
 
         # The state, which the methods below change: the gathered parameters, those in flight with
@@ -184,9 +186,9 @@ class Unit(Group):
         self._in_flight: _InFlight | None = None
         self.exposed: Views | None = None
 
-        # The passes, written by `unit_passes`: the forward that is running; the last one; those
-        # whose backward is running; and, of the first unit of a schedule, the backward pass that
-        # reached it first.
+        # The passes, written by `unit_passes` and `unit_backward`: the progress of the running
+        # forward; the last forward; the forwards whose backward is running; and, only in the first
+        # unit of a schedule, the backward pass that reached the schedule first.
         self.scope: ForwardScope[Forward] = ForwardScope()
         self.used: Forward | None = None
         self.open: set[Forward] = set()
@@ -255,7 +257,7 @@ class Unit(Group):
     def _found_parameters(self) -> list[tuple[nn.Parameter, list[Site]]]:
         """Return the modules' parameters that no unit shards, each once, with all of its sites.
 
-        Parameters of the units in the modules are not among them.
+        Parameters of inner units are left out.
 
         Raises:
             TiedWeightError: if a unit of other modules shards one.
@@ -334,7 +336,10 @@ class Unit(Group):
 
     @property
     def versions(self) -> Versions:
-        """Return the leaves' versions and the default group, whose change invalidates values."""
+        """Return the versions of the leaves, and the default process group.
+
+        Gathered values are out of date if any of them has changed.
+        """
         world = dist.group.WORLD
         return [(world and ref(world),), *(p.version() for p in self.parameters)]
 
@@ -353,9 +358,9 @@ class Unit(Group):
         if not self.parameters or is_here or is_coming:
             return
         if self.current.versions != versions:
-            # whose values are older
+            # these larger shards have earlier values of the leaves
             self.current.shards = []
-        # without a version before the first gather
+        # `versions` is empty before the first gather
         if not self.current.versions:
             self._check_materialized()
         self._in_flight = self._send_shards(versions)
@@ -397,14 +402,14 @@ class Unit(Group):
         in_flight = self._in_flight
         self._in_flight = None
         versions = self.versions if in_flight is None else in_flight.versions
-        # with nothing in flight, because the unit does not have parameters
+        # if nothing is in flight, they differ only for a unit without parameters
         if self.current.versions != versions:
             self.current = self._replace_gathered(versions)
         if in_flight is None:
             return
         current = self.current
-        # The values gathered under inference_mode are used by later forwards too. Autograd does not
-        # count this as a write: the values are those that the forward used.
+        # Later forwards, too, use values that were gathered under inference_mode. Autograd must not
+        # count a refill as a write: the values are equal to the values that the forward used.
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -417,7 +422,11 @@ class Unit(Group):
         current.versions_when_filled = [tensor._version for tensor in current.tensors]
 
     def _replace_gathered(self, versions: Versions) -> Gathered:
-        """Make room for other values: in memory of their own, as a graph may hold the old ones, or in the same."""
+        """Return the object for newer values of the leaves.
+
+        It has new tensors, because a graph may refer to the old ones. With
+        `keep_unsharded_storage` it has the same tensors.
+        """
         replaced = self.current
         if not self.settings.keep_unsharded_storage:
             return Gathered(versions)
@@ -434,7 +443,7 @@ class Unit(Group):
         """Free the memory of the gathered parameters.
 
         Raises:
-            StyleError: if something was written to them.
+            StyleError: if a gathered parameter was written to.
         """
         if not self.current.has_values:
             self.current.shards = []
@@ -513,7 +522,7 @@ class Unit(Group):
             self.free()
 
     def reset(self) -> None:
-        """Wait for shards in flight, and give up all that passes have left: the unit is sharded, and keeps nothing."""
+        """Return to SHARDED after an error; drop kept gradients and the state of passes."""
         if self._in_flight is not None:
             self.finish_gathering()
         self.scope = ForwardScope()
@@ -526,7 +535,7 @@ class Unit(Group):
 
 
 def _has_no_values(leaf: nn.Parameter) -> bool:
-    """Return whether memory that came from `to_empty()` was never written to: it is filled with NaN."""
+    """Return whether a leaf has NaN in all elements: `to_empty()` fills memory with NaN."""
     local = local_of(leaf).detach()
     if isinstance(local, FakeTensor) or not local.numel():
         return False
@@ -546,6 +555,6 @@ def units_of(module: nn.Module, recurse: bool = True) -> list[Unit]:
 
 
 def unit_of(module: Any) -> Unit:
-    """Return the unit that a module is, or to which it belongs, on the mesh of the call."""
+    """Return the first unit of a module: its unit on the mesh of the call."""
     unit: Unit = vars(module)[STATE]
     return unit

@@ -1,4 +1,4 @@
-"""One backward pass over units: which are gathered, and how their gradients are delivered."""
+"""One backward pass over units: it gathers them in turn, and reduces and delivers gradients."""
 
 from __future__ import annotations
 
@@ -37,14 +37,18 @@ class GradientRoutes:
 
 
 class UnitBackward:
-    """The effects of one backward pass on units, and the gradients that it has still to deliver."""
+    """The units that one backward pass has reached, and the gradients that it has yet to deliver.
+
+    The object is a `PassPart`: the pass calls `finish` when all gradients are computed, and `fail`
+    if an error ends the pass.
+    """
 
     def __init__(self) -> None:
         # the units of its schedules, in one order on all ranks, and the first unit of each schedule
         self._units: dict[Unit, Unit] = {}
         # units that stay gathered until their gradients have arrived, or the pass ends
         self.gathered: list[Unit] = []
-        # without forwards that an enclosing pass has opened
+        # the forwards that this pass has opened, and not an enclosing pass
         self._opened: set[Forward] = set()
         self._reductions: list[GroupReduction] = []
         self._routes: dict[Forward, GradientRoutes] = {}
@@ -84,10 +88,10 @@ class UnitBackward:
             self._reductions[-1].poll()
 
     def _reach(self, forward: Forward) -> None:
-        """Take the units of a schedule into the pass.
+        """Add the units of the forward's schedule to this pass.
 
-        If reentrant checkpoints run backwards inside of this one, the units belong to the first
-        pass.
+        Reentrant checkpoints run passes inside of others: the first pass that reaches a schedule
+        delivers the gradients of its units.
         """
         first_order_only(
             "fully_shard: a backward with create_graph=True is not supported, because second "
@@ -122,7 +126,8 @@ class UnitBackward:
     def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
         """Add a parameter's gradient to the kept one; return whether it was added.
 
-        It is added if it stays kept, or is reduced with the kept one.
+        It is added if this pass keeps its gradients, or if it reduces a kept gradient together with
+        its own.
         """
         unit = forward.unit
         routes = self._routes_of(forward)
@@ -160,8 +165,9 @@ class UnitBackward:
                 if grad is not None:
                     unit.add_to_kept(i, grad)
             return self._deliver_at_once(forward, {})
-        # By default one unit's gradients are in flight beside the next unit's; behind them travels
-        # a shard of another's, to the replicas.
+        # At most `max_in_flight` reductions, this one included, are in their first round. Each of
+        # the two before them starts its last round, over the replicas, or ends if it has no further
+        # round.
         begun = [*unit.schedule.context.pending, *self._reductions]
         beside = unit.communication.max_in_flight - 1
         for reduction in begun[-2 - beside : len(begun) - beside]:
@@ -194,7 +200,7 @@ class UnitBackward:
         """Deliver the gradients and leave all units sharded."""
         reduced = {reduction.group for reduction in self._reductions}
         opened = {forward.unit for forward in self._opened}
-        # it is a pass of torch.autograd.grad
+        # True in a pass of torch.autograd.grad
         captures = any(routes.captured for routes in self._routes.values())
         for unit, lead in self._units.items():
             # A rank on which none of a unit's parameters was used takes part in the reduction all
@@ -222,7 +228,7 @@ class UnitBackward:
                 ready += schedule.context.take()
         for reduction in self._reductions:
             schedule = cast(Unit, reduction.group).schedule
-            # the next reduction of a group starts from the gradients that this one keeps there
+            # its sums over the shards go back to the group, for the group's next reduction
             stays_in_group = reduction.stops_at_replicas
             if schedule.defers_delivery and not reduction.returned and not stays_in_group:
                 schedule.context.pending.append(reduction)

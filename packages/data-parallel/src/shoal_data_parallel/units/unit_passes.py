@@ -63,9 +63,9 @@ def make_outermost(unit: Unit, inner: Sequence[Unit]) -> None:
 
 
 def _before_call(unit: Unit, module: nn.Module, args: Any) -> None:
-    """Expose the values that stay gathered after the unit's forward; a hook.
+    """Expose the values that stay gathered after an outermost unit's forward; a hook.
 
-    It is for a module that is called again.
+    The user may call one of the unit's modules by itself.
     """
     if is_compiling() or unit.exposed is not None or unit.frees_after_forward:
         return
@@ -114,12 +114,12 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
     """
     scope = unit.scope
     continues = scope.forward is not None and unit.exposed is not None and module in scope.awaited
-    # `_after` leaves a block, also if gathering raises
+    # `_after` leaves one block in any case, so one is entered before gathering, which may raise
     scope.enter_guard(nullcontext())
     if not continues:
         scope.begin(unit.modules)
-        # parameters that were prefetched the first time are gathered here when the forward runs
-        # again
+        # Selective checkpointing must not save these collectives: a recomputation sends parameters
+        # that were prefetched in the first forward.
         with unwatched():
             scope.forward = _begin(unit)
     if scope.forward is not None:
@@ -139,7 +139,7 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     scope = unit.scope
     schedule = unit.schedule
     forward = scope.forward
-    # before the block is left: its hooks hold the views
+    # read before the block is left, because only hooks of the block refer to the views
     views = forward.views() if forward is not None else None
     if scope.guards:
         scope.exit_guard()
@@ -157,7 +157,7 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     if not in_backward() and schedule.units[0] is unit and not scope.guards:
         schedule.running = False
         for other in schedule.units:
-            # a forward with modules that have not run
+            # some modules of this unit have not run
             if other.scope.forward is not None:
                 _leave(other)
     return output
@@ -179,10 +179,10 @@ def _leave(unit: Unit) -> None:
     """End the forward of the unit's modules."""
     unit.scope.forward = None
     if unit.open:
-        # recomputed in a backward that needs the parameters
+        # the backward that recomputed this forward still needs the parameters
         return
     if in_backward() and torch.is_grad_enabled():
-        # the backward of the recomputed values follows
+        # the backward of the recomputed values follows, and frees the unit when the pass ends
         running_backward().gathered.append(unit)
         return
     unit.check_frozen()
@@ -194,7 +194,7 @@ def _leave(unit: Unit) -> None:
 def _frees_in_evaluation(unit: Unit) -> bool:
     """Return whether an outermost unit is freed after a forward without gradients.
 
-    It stays gathered for its backward only, unless the user requested more.
+    By default it stays gathered only for its backward.
     """
     return unit.settings.reshard_after_forward is None and not torch.is_grad_enabled()
 
@@ -205,7 +205,8 @@ def _frees_in_evaluation(unit: Unit) -> bool:
 def _begin(unit: Unit) -> Forward:
     """Gather a unit whose forward begins.
 
-    The unit that followed it the last time starts to gather, too.
+    The units that the user has chosen start to gather, too; by default it is the unit that followed
+    the last time.
     """
     schedule = unit.schedule
     recomputing = in_backward()
@@ -268,9 +269,9 @@ def _enter(unit: Unit, *, private: bool) -> Forward:
 
 
 def _enter_again(unit: Unit) -> Forward:
-    """Have the modules see the tensors that the last forward gathered.
+    """Have the modules see the tensors that the last forward gathered, and return that forward.
 
-    This is a part of that forward if it still exists.
+    If the tensors cannot be used again, begin a new forward.
     """
     used = unit.used
     views = used.views() if used is not None and used.gathered.has_values else None
@@ -290,7 +291,7 @@ def _enter_again(unit: Unit) -> Forward:
 class _GatheredUnit(Function):
     """A function from sharded leaves to the tensors that modules see.
 
-    In backward it passes the gradients to the pass.
+    Its backward hands the gradients to the running pass, which may return gradients for autograd.
     """
 
     @staticmethod
@@ -342,11 +343,11 @@ def _guard_of(forward: Forward) -> AbstractContextManager[object]:
 def _guard(forward: Forward) -> saved_tensors_hooks:
     """Open a block in which saved views of gathered parameters are gathered again when read.
 
-    Autograd saves the views. Usually the unit's outputs have gathered them already. A value that
-    leaves a unit otherwise (an auxiliary loss kept in an attribute), or that is differentiated in
-    two passes (first to inputs, then to parameters), must not read memory that was freed. Other
-    saved tensors go to the hooks outside, such as the hooks of a checkpoint or an offload around
-    the unit.
+    Autograd saves the views. Usually a hook of the unit's outputs has gathered the unit before
+    autograd reads them. Two cases have no such hook: a value that leaves the unit in another way
+    (an auxiliary loss kept in an attribute), and a second pass over the same graph (first for
+    inputs, then for parameters). Other saved tensors go to the hooks outside, such as the hooks of
+    a checkpoint or an offload around the unit.
     """
     gathered = forward.gathered
     views = forward.views()
@@ -354,7 +355,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     own = {
         t.untyped_storage().data_ptr() for t in gathered.received if not isinstance(t, FakeTensor)
     }
-    # classes of tensors that have gathered values inside
+    # the classes of extended parameters, which have gathered values in inner tensors
     classes = {type(t) for t in gathered.tensors} - {Tensor, FakeTensor}
 
     def pack(tensor: Tensor) -> Any:
@@ -367,7 +368,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
             return forward, tensor
         if outside is not None:
             return outside[0](tensor)
-        # the node of an output would hold itself
+        # an output that is saved by its own node would make a cycle with the node
         return tensor if tensor.grad_fn is None else tensor.detach()
 
     def unpack(saved: Any) -> Any:
@@ -375,7 +376,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
             return saved if outside is None else outside[1](saved)
         if not gathered.has_values:
             running_backward().open(forward, views)
-            # also where a backward does not gather before
+            # `open` does not gather with `set_unshard_in_backward(False)`, or the second time
             forward.unit.gather()
         return saved[1]
 
