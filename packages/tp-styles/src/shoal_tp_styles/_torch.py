@@ -12,26 +12,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 StorageReference = StorageWeakRef
 autocasting = torch._C._is_any_autocast_enabled
 
-# How many refer to a tensor; all of Python counts as one.
+# The number of references to a tensor; all references from Python together count as one.
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub has it
 
 
-# A block in which modes see calls of torch functions, inside of `unwatched_functions` too.
+# Opens a block in which function modes see calls of torch functions, even if the block is inside
+# of `unwatched_functions`.
 watching_functions: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
 
 
 def traced_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return the `apply` that compilers trace.
+    """Call an autograd function through torch's own `apply`, which compilers can trace.
 
-    A function that compilers see as one node gets the faster `apply` of shoal_dtensor.
+    Functions that compilers see as one node use the faster `apply` of shoal_dtensor.
     """
     return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast multiplies `tensor`; None if it leaves it alone.
+    """Return the dtype in which autocast multiplies `tensor`; None if it keeps its dtype.
 
-    Autocast leaves float64 alone.
+    Autocast never converts float64.
     """
     device = tensor.device.type
     enabled = device != "meta" and torch.is_autocast_enabled(device)
@@ -44,8 +45,8 @@ def hook_end_of_forward(module: Any, hook: Callable[[Any, Any, Any], None] | Non
 
     The hook also runs after an error, with None for the output.
 
-    The hook has the same name in all modules, while torch numbers its hooks, so that compiled
-    blocks of equal structure share a graph.
+    Its key in torch's tables of hooks is the same for all modules. Torch's own keys are numbers
+    that differ between modules, and compiled blocks of equal structure would not share a graph.
     """
     for table, value in (
         (module._forward_hooks, hook),

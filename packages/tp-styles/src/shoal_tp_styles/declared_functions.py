@@ -1,7 +1,8 @@
-"""Types of the autograd functions of losses and of experts, for plain code that calls them.
+"""SPMD types of the autograd functions of losses and of experts, for plain code that calls them.
 
-A loss over a sharded vocabulary sums the ranks' terms itself, and all ranks continue with one
-number: its result is I, and so is an operand whose gradient it sums.
+`shoal_dtensor.spmd.axis_types` explains the types R, I, V, P and S(dim). A loss over a sharded
+vocabulary sums the ranks' terms itself, and all ranks continue with the same number. So the type of
+its result is I, and so is the type of an operand whose gradient it sums over the ranks.
 
 May import: experts, losses.
 """
@@ -34,7 +35,7 @@ def _check_shard(tensor: Tensor, comm: Comm, dim: int, where: str) -> None:
 def _set_moved(outputs: Any, tensor: Tensor, comm: Comm, kind: spmd.AnyAxisType) -> None:
     """Give outputs the type of a tensor, with another type along one axis.
 
-    Outputs have the leading dims of the tensor, by which other axes shard it.
+    Outputs have the leading dims of the tensor, so shards along other axes stay shards.
     """
     axis = spmd.normalize_axis(comm)
     present = spmd.type_of(tensor)

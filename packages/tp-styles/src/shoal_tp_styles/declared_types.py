@@ -1,8 +1,10 @@
-"""Types of lowered modules at their ports, by which plain SPMD code around them is checked.
+"""SPMD types of lowered modules at their ports, by which plain code around them is checked.
 
-The inside of a lowered module is not checked: what it computes is tested against one process. A
-replicated activation between modules is I: its gradient is complete on every rank. A reader that
-reduces its gradient makes it R. Data axes are not axes of a plan's mesh; parameters are R there.
+`shoal_dtensor.spmd.axis_types` explains the types R, I, V, P and S(dim). The inside of a lowered
+module is not checked, because tests compare its results with one process. A replicated activation
+between modules is I, because its gradient is complete on every rank. A module that reads the
+activation and reduces its gradient makes it R inside. Along data axes, which are not axes of a
+plan's mesh, parameters are R.
 
 May import: lowering.
 """
@@ -33,7 +35,7 @@ def _shard_along(dim: int, sizes: Sequence[int] | None) -> AxisType:
 
 
 def _types_of_move(move: Any, back: Any, where: Sequence[Any]) -> tuple[AxisType, AxisType]:
-    """Return the types before and after a move, which its gradient's move determines."""
+    """Return the types before and after a move; the move `back` of its gradient determines them."""
     if back is moves.reduce:
         return I, R
     if back is moves.unchanged:
@@ -87,7 +89,7 @@ def _declare_shards(outputs: Any, args: tuple[Any, ...]) -> None:
 
 
 class _LoweredBoundary:
-    """The declared types of a lowered module: those of its ports."""
+    """The types of the plain tensors that enter and leave a lowered module, from its ports."""
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered

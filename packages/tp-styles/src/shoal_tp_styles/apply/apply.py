@@ -44,9 +44,12 @@ from ..sharding.module_sharding import (
     ModuleSharding,
 )
 
-# The style of modules that no plan names; a style that a plan names takes its place.
+# The style's name in a module that is parallel only because it shares a weight. A style that a plan
+# names for the module replaces this style.
 TIED = "tied weight"
+# attribute of a plain parameter: the DTensor parameter that has replaced it
 _SUCCESSOR = "_shoal_successor"
+# attribute of a module: the names of the styles without a declaration that were applied
 _UNDECLARED = "_shoal_undeclared_styles"
 
 
@@ -110,7 +113,7 @@ def apply_sharding(
                 left_out=block_names,
                 with_buffers=shards_buffers or lowering is DTensorForward,
             )
-    # `load_state_dict` takes fused parameters, plain or DTensors of any layout
+    # Have `load_state_dict` accept fused parameters that are plain, or DTensors of any layout.
     if fused is not None:
         hook = partial(split_fused_entries, fused, mesh)
         module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # torch
@@ -152,15 +155,16 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
 def _lowering(
     module: nn.Module, sharding: ModuleSharding, inner: ModuleForward | None, *, lower: bool
 ) -> type[Lowered]:
-    """Return the class that replaces the forward.
+    """Return the class whose object becomes the module's forward.
 
-    A lowering replaces the forward of the class: it wraps no other style.
+    A lowering computes the forward of the module's class, so it is not put around the forward of an
+    earlier style. `DTensorForward` can be put around any forward.
     """
     declared: type[Lowered] | None = sharding.lowering
     if declared is None:
         return DTensorForward
     if issubclass(declared, DTensorForward):
-        # It is put around any forward.
+        # such a lowering calls the earlier forward
         return declared
     # The class's own forward cannot use these options.
     is_required = isinstance(sharding.options, FusedBlocks | Adapter | Experts | LatentFeatures)
@@ -278,7 +282,7 @@ def plain_module(module: nn.Module) -> nn.Module:
 
     Shared parameters stay shared.
     """
-    # By the id of the DTensor, which stays alive as long as this entry.
+    # By `id` of the DTensor. The entry keeps the DTensor alive, so no other object gets its id.
     successors: dict[int, tuple[DTensor, nn.Parameter]] = {}
     for owner in module.modules():
         for sharding, mesh in shardings_of(owner):
@@ -419,8 +423,8 @@ def shard_assigned(
 
     The function runs before the load, on full tensors and on DTensors in other layouts.
 
-    A tensor that is assigned takes the place of a parameter, which the style's forward reads as a
-    shard. Every rank takes its shard of its own full tensor.
+    An assigned tensor becomes the parameter, and the style's forward expects a DTensor in the
+    parameter's layout. Every rank takes its shard of its own full tensor.
     """
     if not local_metadata.get("assign_to_params_buffers", False):
         return
@@ -430,7 +434,7 @@ def shard_assigned(
             assigned = state_dict.get(owner_prefix + name)
             if not isinstance(current, DTensor) or not isinstance(assigned, Tensor):
                 continue
-            # torch reports other shapes
+            # torch reports a wrong shape during the load
             if assigned.shape == current.shape:
                 state_dict[owner_prefix + name] = _in_layout_of(current.spec, assigned.detach())
 

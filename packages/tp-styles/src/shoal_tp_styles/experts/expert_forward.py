@@ -8,13 +8,15 @@ tokens sharded      x: S(0) -> y: S(0)
                     rows to the ranks of their experts by an all-to-all of exact sizes, and back by
                     another; one gather of the counts before them
 
-On two axes the second axis shards hidden features: y is partial along it too, and is reduced with
-the rest. The weights of the choices are applied on the rank that holds the token, so that the
-gradient of the weights, which the router gets, needs no rows of other ranks.
+On two axes the second axis shards hidden features: y is partial along it too, and is reduced over
+both axes together. The rank that holds a token multiplies the experts' outputs by the weights of
+the token's choices. So the gradient of these weights, which goes to the router, needs no rows of
+other ranks.
 
-A shared expert may be computed while tokens are in flight to the routed experts. The block is not
-changed: it calls its experts first, and while the rows are in flight, the shared expert runs on the
-block's input. In backward the shared expert's backward overlaps the exchange of the gradients.
+A shared expert may be computed while tokens are in flight to the routed experts. The block's own
+forward calls its experts first. While the rows are in flight, the shared expert runs on the block's
+input, and the block's later call of the shared expert returns this output. In backward the shared
+expert's backward overlaps the exchange of the gradients.
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ def local_shards(
 
     The axis `experts` shards the experts, the axis `hidden` their hidden features.
 
-    A parameter that an axis replicates is used by every rank along it in a part of the computation,
-    so its gradients are summed. A bias that follows the sum over hidden features is added on the
-    first rank of the features' axis alone.
+    Every rank along an axis that replicates a parameter uses it in a part of the computation, so
+    the gradients of the parameter are summed over the axis. A bias that is added to the sum over
+    hidden features is zero on all ranks of `hidden` but the first.
     """
     by_expert: Mapping[str, ParameterPlacement] = {}
     by_feature: Mapping[str, ParameterPlacement] = sharding.parameters
@@ -88,7 +90,16 @@ def local_shards(
 def forward_of_own(
     module: nn.Module, local: Mapping[str, Any], count: int, own: range, *args: Any
 ) -> Any:
-    """Run the module's forward on local shards (by path), on this rank's experts of `count`."""
+    """Run the module's own forward as if the module had this rank's experts only.
+
+    Args:
+        module: the module of experts.
+        local: local shards of parameters, by path.
+        count: number of experts of all ranks. Integer attributes with this value and "experts" in
+            their names have the number of own experts during the call.
+        own: indices of this rank's experts.
+        args: arguments of the forward.
+    """
     values = dict(local)
     for name, value in vars(module).items():
         if "experts" in name and type(value) is int and value == count:
@@ -99,9 +110,10 @@ def forward_of_own(
 
 
 class SlicedExperts(Lowered):
-    """A module of experts of which each rank holds some hidden features.
+    """Forward of a module of experts under `ExpertTensorParallel`.
 
-    The module's own forward returns a partial sum.
+    Each rank holds some hidden features of all experts, so the module's own forward returns a
+    partial sum.
     """
 
     sampling: ClassVar[Literal["refused"]] = "refused"
@@ -133,9 +145,10 @@ class SlicedExperts(Lowered):
 
 
 class DividedInput(Lowered):
-    """A module without parameters among experts whose outputs are summed over the ranks.
+    """Forward of a module without parameters among experts whose outputs are summed over ranks.
 
-    The module returns this rank's share of the sum.
+    Each rank computes on an equal share of the input, so the sum over the ranks is the output. This
+    is correct for `nn.Identity`.
     """
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -146,8 +159,8 @@ class _RankBounds(NamedTuple):
     """The rows of one rank that has tokens of its own.
 
     Attributes:
-        bounds: where the rows of each expert begin, and the end of the last ones.
-        rows: number of its rows, also of rows that belong to no expert.
+        bounds: the first row of each expert, and the end of the last expert's rows.
+        rows: number of the rank's rows, including rows that belong to no expert.
     """
 
     bounds: list[int]
@@ -155,18 +168,21 @@ class _RankBounds(NamedTuple):
 
 
 class RoutedExperts(Lowered):
-    """A module of experts; each expert is held by one rank along the first axis."""
+    """Forward of a module of experts under `ExpertParallel`.
+
+    Each expert is held by one rank along the first axis.
+    """
 
     __slots__ = ("beside", "experts", "own", "per_rank", "shared", "tensor")
     sampling: ClassVar[Literal["refused"]] = "refused"
 
     def resolve(self) -> None:
         self.experts: Experts = self.sharding.options_of(Experts)
-        # The next call asks this function what to compute while its rows are in flight; None:
-        # nothing.
+        # Set by `OverlappedBlock` for the next call: returns the function to call while rows are in
+        # flight, or None if nothing is to overlap.
         self.beside: Callable[[], Callable[[], None] | None] | None = None
         self.per_rank: list[int] = shard_sizes(self.experts.count, Shard(0), self.comm.size)
-        # 3 experts as (2, 1): rank 1 has 2:3
+        # Example: 3 experts on 2 ranks, (2, 1) -> rank 1 has the experts 2:3.
         first = sum(self.per_rank[: self.comm.rank])
         self.own: range = range(first, first + self.per_rank[self.comm.rank])
         # The axis that shards the hidden features, and the axes along which inputs are replicated
@@ -202,7 +218,7 @@ class RoutedExperts(Lowered):
         if len(sizes) > 1:
             yield from _shared_over(call, sizes[1])
 
-    # how many rows there are is in the values
+    # not compiled, because the numbers of rows depend on values
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.run(*args, *kwargs.values())
@@ -253,11 +269,12 @@ class RoutedExperts(Lowered):
         rank = self.comm.rank if self.sharded else 0
         pairs = first_pairs(pairs, ranks[rank].bounds, counts[rank])
         if not self.sharded:
-            # the pairs of this rank's experts; 2 0 1 pairs, experts 1:3: pairs[2:3]
+            # Keep the pairs of this rank's experts. Example: 2 0 1 pairs of three experts, of which
+            # this rank has 1:3 -> pairs[2:3].
             first = sum(counts[0][: self.own.start])
             end = sum(counts[0][: self.own.stop])
             pairs = pairs[first:end]
-        # 2 choices a token: pair 5 is token 2's second one
+        # Example: with 2 choices per token, pair 5 is the second choice of token 2.
         token_ids = pairs // max(choices, 1)
         rows = self.run_experts(tokens.index_select(0, token_ids), counts)
         rows = rows * weights.reshape(-1).index_select(0, pairs).unsqueeze(-1)
@@ -269,7 +286,7 @@ class RoutedExperts(Lowered):
         ranks: list[_RankBounds] = []
         fits = sizes.shape == (self.experts.count,)
         if fits:
-            # sizes 2 0 1 have the bounds 0 2 2 3
+            # Example: sizes 2 0 1 -> bounds 0 2 2 3.
             bounds = functional.pad(sizes.cumsum(0), (1, 0)).to(rows.device)
             ranks = self.read_bounds(bounds, len(rows))
         if not fits or any(rank.bounds[-1] > rank.rows for rank in ranks):
@@ -283,11 +300,11 @@ class RoutedExperts(Lowered):
             out = self.run_experts(rows.narrow(0, 0, used), counts)
             unused = len(rows) - used
             return functional.pad(out, (0, 0, 0, unused)) if unused else out
-        # 0 2 2 3, experts 1:3: 2, 3
+        # Example: bounds 0 2 2 3, and this rank has the experts 1:3 -> rows 2:3.
         start = ranks[0].bounds[self.own.start]
         end = ranks[0].bounds[self.own.stop]
         out = self.run_experts(rows.narrow(0, start, end - start), counts)
-        # row 2:3 of 3: two rows of zeros before it
+        # Example, continued: two rows of zeros before the output of row 2.
         return functional.pad(out, (0, 0, start, len(rows) - end))
 
     def read_bounds(self, bounds: Tensor, rows: int) -> list[_RankBounds]:
@@ -304,7 +321,8 @@ class RoutedExperts(Lowered):
     def run_experts(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
         """Return the experts' outputs for rows sorted by expert.
 
-        The rows are this rank's rows for all experts, or all rows for this rank's experts.
+        If tokens are sharded, the rows are this rank's rows for all experts. If tokens are
+        replicated, they are all rows for this rank's experts.
         """
         if not self.sharded:
             return self.compute(rows, [counts[0][self.own.start : self.own.stop]])
@@ -317,20 +335,21 @@ class RoutedExperts(Lowered):
     def compute(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
         """Return the outputs of this rank's experts for rows ordered by sender, then by expert.
 
-        `counts` is the number of rows of each (sender, own expert).
+        `counts` has the number of rows from each sender for each own expert, (senders, experts).
         """
         module: Any = self.module
         local = local_shards(module, self.sharding, self.comm, self.tensor)
         if not self.own:
             return rows + _anchor(local)
         if not len(rows):
-            # One row of zeros, of which nothing is kept: the parameters get gradients of zero. It is
-            # appended to the rows, so that their backward runs on all ranks. [[1, 0]] of two experts
+            # Compute one row of zeros and drop its output, so that the parameters get gradients of
+            # zero. The row is appended to `rows`, so that the backward of `rows`, which has
+            # collectives, runs here as on the other ranks. Example for two experts: [[1, 0]].
             counts_of_one = [[int(index == 0) for index in range(len(self.own))]]
             padded = functional.pad(rows, (0, 0, 0, 1))
             return self.compute(padded, counts_of_one).narrow(0, 0, 0)
-        # 2 0 1 and 1 1 0 rows of three experts end at 2 2 3 and 4 5 5: row 3 is in the fourth part,
-        # so of expert 0.
+        # Example: 2 0 1 and 1 1 0 rows from two senders for three experts -> the six parts end at
+        # 2 2 3 4 5 5. Row 3 is in part 3, so it belongs to expert 3 % 3 = 0.
         flat_counts = [size for row in counts for size in row]
         ends = upload([*accumulate(flat_counts)], rows.device)
         row_ids = torch.arange(len(rows), device=rows.device)
@@ -338,7 +357,7 @@ class RoutedExperts(Lowered):
         run_forward = partial(forward_of_own, module, local, self.experts.count, self.own)
         if self.experts.grouped:
             order = torch.argsort(expert_ids, stable=True)
-            # 2 0 1, 1 1 0: 3 1 1
+            # Example, continued: the three experts have 3 1 1 rows.
             sizes = upload([sum(column) for column in zip(*counts, strict=True)], rows.device)
             sorted_out = run_forward(rows.index_select(0, order), sizes)
             out: Tensor = sorted_out.index_select(0, torch.argsort(order))
@@ -349,7 +368,7 @@ class RoutedExperts(Lowered):
 
 
 def _shared_over(call: ModuleCall, ranks: int) -> Iterator[Collective]:
-    """Yield the collectives of axes along which inputs are replicated.
+    """Yield the collectives over ranks that have the same inputs.
 
     The output is reduced once, and so is the gradient of each input.
     """
@@ -360,17 +379,17 @@ def _shared_over(call: ModuleCall, ranks: int) -> Iterator[Collective]:
 
 
 def _anchor(local: dict[str, Tensor | None]) -> Tensor:
-    """Return a zero with zero gradients.
+    """Return a zero that depends on all parameters, so that each of them gets a gradient.
 
-    Every parameter gets a gradient by it, also the parameters of experts without rows.
+    The parameters of experts without rows get zeros.
     """
     zeros = [param.reshape(-1)[:0].sum() for param in local.values() if param is not None]
     return torch.stack(zeros).sum()
 
 
-# --- a block whose shared expert runs beside the dispatch of tokens -------------------------------
+# --- a block whose shared expert overlaps the dispatch of tokens ----------------------------------
 
-# Autograd's names of views that keep all elements in order.
+# Autograd's names of the nodes of views that keep all elements in order.
 _VIEWS = {
     f"{view}Backward{i}"
     for view in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
@@ -417,11 +436,11 @@ class OverlappedBlock(DTensorForward):
 class _SharedExpert:
     """A substitute for a shared expert while its block runs.
 
-    Calls return the output that was computed during the dispatch.
+    A call returns the output that was computed during the dispatch.
 
-    In a recomputation the shared expert is computed when the block calls it. This holds for a
-    recomputation of the experts, which would otherwise include the shared expert, and for one of
-    the shared expert itself, which still calls this object after the block has returned.
+    A checkpoint inside the block is an exception: the shared expert is then computed when it is
+    called (`in_turn`). A checkpoint of the experts would otherwise recompute the shared expert with
+    them. A checkpoint of the shared expert still calls this object after the block has returned.
     """
 
     def __init__(self, shared: Any, members: BlockMembers, tokens: Tensor) -> None:
@@ -476,7 +495,7 @@ def _is_same(input: Tensor, tokens: Tensor) -> bool:
 
 
 def _elements(tensor: Tensor) -> tuple[object, ...]:
-    """Return the properties that are equal for views of all elements that keep the last dim."""
+    """Return properties that are equal for a tensor and its views of other leading dims."""
     return (
         tensor.data_ptr(),
         tensor.numel(),
@@ -488,7 +507,7 @@ def _elements(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _source(tensor: Tensor) -> Any:
-    """Return the node, or the leaf, that a tensor is a view of."""
+    """Return the autograd node, or the leaf, of the tensor that a tensor is a view of."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]

@@ -1,16 +1,15 @@
-"""Token routing: (token, expert) pairs sorted by expert, and `ExpertExchange`, the all-to-alls.
+"""Routing of tokens: pairs (token, expert) sorted by expert, and the exchange of their rows.
 
-`ExpertExchange` sends rows to the ranks of their experts and back.
+`ExpertExchange` sends the rows of pairs to the ranks of their experts, and the experts' outputs
+back, by all-to-alls of exact sizes. For example, rank 0 holds the experts 0 and 1, and rank 1 the
+experts 2 and 3. `a3` is a row of rank 0 for expert 3, and `b1` a row of rank 1 for expert 1:
 
-The all-to-alls have exact sizes. With 4 experts on 2 ranks, rows of experts (0, 1 | 2, 3), named by
-rank and expert:
+    rank 0 sends   a0 a0 a1 | a3           rank 0 gets   a0 a0 a1, b1      by sender, then by expert
+    rank 1 sends   b1 | b2 b2              rank 1 gets   a3, b2 b2
 
-    rank 0 holds   a0 a0 a1 | a3           rank 0 gets   a0 a0 a1, b1      as received, by rank and expert
-    rank 1 holds   b1 | b2 b2              rank 1 gets   a3, b2 b2
-
-If a computation overlaps the exchange, the exchange has two nodes in the graph. The computation
-between the nodes is between them in backward too, in the opposite order: `ArrivedRows` starts to send
-gradients back, `StartedExchange` waits for them.
+If a computation overlaps the exchange, the exchange has two nodes in the graph, and the computation
+is between them. In backward the order is reversed: `ArrivedRows` starts to send gradients back, the
+backward of the computation runs, and `StartedExchange` waits for the gradients.
 """
 
 from __future__ import annotations
@@ -30,14 +29,18 @@ from shoal_mesh.internal import Pending
 
 
 def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return indices into the flattened choices, sorted by expert, and each expert's bounds.
+    """Return indices into the flattened choices, sorted by expert, and the bounds of each expert.
 
-    Choices have the shape (tokens, choices).
+    The host does not wait for the results. A choice that is not the index of an expert is sorted
+    before the first expert or after the last.
 
-    The bounds have the shape (experts + 1,).
+    Args:
+        chosen: the experts that each token goes to, (tokens, choices).
+        experts: number of experts.
 
-    The host waits for neither result. Indices that belong to no expert count as before the first
-    expert or after the last.
+    Returns:
+        The indices, (tokens * choices,), and the bounds, (experts + 1,): the indices from
+        `bounds[i]` up to `bounds[i + 1]` belong to expert i.
 
     Example:
         >>> sorted_choices(torch.tensor([[1, 0], [2, 1]]), 3)  # sorted: 0 1 1 2
@@ -71,9 +74,10 @@ def first_pairs(pairs: Tensor, bounds: list[int], kept: list[int]) -> Tensor:
 
 
 def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[list[int]]:
-    """Limit (ranks, experts) rows to the capacity of each expert; the first rows are kept.
+    """Limit numbers of rows, (ranks, experts), to the capacity of each expert.
 
-    The capacity is `factor` times the rows of an expert if all got equally many of `pairs`.
+    The capacity is `factor` times an equal share of all `pairs`. The rows of the first ranks are
+    kept.
 
     Example:
         >>> within_capacity([[3, 0], [2, 1]], 1.25, 6)
@@ -91,13 +95,13 @@ def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[
 
 
 class ExpertExchange(NamedTuple):
-    """The sizes of one exchange of rows.
+    """One exchange of rows between the ranks that hold tokens and the ranks that hold experts.
 
     Attributes:
         comm: the ranks that hold the experts.
-        sends: rows to each rank.
-        receives: rows from each rank.
-        own: rows of each of this rank's experts from each rank, (ranks, own experts).
+        sends: number of rows that this rank sends to each rank.
+        receives: number of rows that this rank gets from each rank.
+        own: number of rows from each rank for each of this rank's experts, (ranks, own experts).
     """
 
     comm: Comm
@@ -107,9 +111,12 @@ class ExpertExchange(NamedTuple):
 
     @classmethod
     def of(cls, counts: list[list[int]], per_rank: list[int], comm: Comm) -> ExpertExchange:
-        """Return the exchange of (ranks, experts) rows that are sorted by expert.
+        """Return the exchange of rows that are sorted by expert.
 
-        Each rank holds `per_rank` experts.
+        Args:
+            counts: number of rows of each rank for each expert, (ranks, experts).
+            per_rank: number of experts of each rank.
+            comm: the ranks.
         """
         starts = [0, *accumulate(per_rank)]
         experts_of_ranks = [slice(start, end) for start, end in pairwise(starts)]
@@ -120,9 +127,9 @@ class ExpertExchange(NamedTuple):
         return cls(comm, sends, receives, own)
 
     def to_experts(self, rows: Tensor, beside: Callable[[], None] | None = None) -> Tensor:
-        """Send rows sorted by expert (`S -> S`); run `beside` while they are in flight.
+        """Send rows sorted by expert (`S -> S`); call `beside` while they are in flight.
 
-        The rows arrive ordered by rank, then by expert.
+        The rows arrive ordered by sender, then by expert.
         """
         if beside is None:
             return self._send(rows, back=False)
@@ -151,7 +158,7 @@ class ExpertExchange(NamedTuple):
         return pending.then(lambda flat: flat.view(-1, width))
 
     def _elements(self, width: int, *, back: bool) -> tuple[list[int], list[int]]:
-        """Return the elements to each rank and from each rank, for rows of `width`."""
+        """Return the numbers of elements to and from each rank, for rows of `width` elements."""
         to_experts = [rows * width for rows in self.sends]
         from_tokens = [rows * width for rows in self.receives]
         return (from_tokens, to_experts) if back else (to_experts, from_tokens)

@@ -309,7 +309,7 @@ def losses_of_labels(  # noqa: PLR0913  # everything that a row's loss depends o
 
 
 def _redistribute_like(logits: DTensor, tensor: DTensor) -> DTensor:
-
+    """Redistribute a tensor to the mesh and the layout of the logits."""
     return tensor.redistribute(
         logits.device_mesh, logits.placements, shard_order=logits.shard_order
     )
@@ -419,7 +419,7 @@ def nll_loss(
         log_probs: sharded along dim 1, or dim 0 of a vector.
         target: class indices, of the log-probabilities' shape without their class dim.
         weight: of each class `(C,)`.
-        ignore_index: rows with this target count nothing.
+        ignore_index: rows with this target have neither a loss nor a weight.
         reduction: "none", "mean" or "sum".
         vocab: the classes of each rank, for plain local log-probabilities.
 
@@ -434,7 +434,7 @@ def nll_loss(
     index, inside = local_classes(labels, classes)
     local_picked = pick_logits(x, index, inside)
     picked = differentiable.all_reduce_replicated(local_picked, classes.comm)
-    # The sum of half types over many rows may leave the range where the mean does not.
+    # In half precision the sum over many rows may overflow although the mean does not.
     wide = _widen(picked)
     # Log-probabilities are logits whose log-sum-exp is zero.
     statistics = RowStatistics(torch.zeros_like(wide), picked=wide, weighted=wide)
@@ -492,11 +492,11 @@ def kl_div(
 def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = None) -> Tensor:
     """Return a router's imbalance over the tokens of all ranks: 1 if experts are filled evenly.
 
-    `experts * sum over experts of (share of choices * mean probability)`, as in the Switch
-    Transformer; shares and means are taken over all tokens; the mean of the ranks' own losses would
-    differ. Every rank gets the same value. Gradients are the gradients of the sum of the ranks'
-    values: they are correct if data parallelism averages them over the same ranks; if it sums them,
-    divide the loss by the number of ranks.
+    The value is `experts * sum over experts of (share of choices * mean probability)`, as in the
+    Switch Transformer. Shares and means are over the tokens of all ranks, so the value is not the
+    mean of the ranks' own values. Every rank gets the same value. Gradients are the gradients of
+    the sum of the ranks' values: they are correct if data parallelism averages them over the same
+    ranks. If data parallelism sums them, divide the loss by the number of ranks.
 
     Args:
         probabilities: `(*tokens, experts)` of this rank's tokens, after the softmax.
@@ -517,7 +517,7 @@ def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = No
             f"choices), got {tuple(probabilities.shape)} and {tuple(chosen.shape)}"
         )
     experts = probabilities.shape[-1]
-    # In bfloat16 a count stops at 256.
+    # Counts in bfloat16 cannot exceed 256: 256 + 1 is 256.
     rows = _widen(probabilities.reshape(-1, experts))
     # choices of each expert; the last element is the number of tokens
     counts = torch.zeros(experts + 1, dtype=rows.dtype, device=rows.device)

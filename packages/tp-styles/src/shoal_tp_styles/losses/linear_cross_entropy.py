@@ -51,7 +51,7 @@ class _LogitBlocks:
     size: int
 
     def slices(self, rows: int) -> list[slice]:
-        """Return the blocks of so many rows."""
+        """Return the slices of the blocks of so many rows."""
         return [slice(start, start + self.size) for start in range(0, rows, self.size)]
 
     def logits(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -64,11 +64,20 @@ class _LogitBlocks:
 
 
 class LinearStatisticsFunction(Function):
-    """Function x: R, w: S(0), b: S(0) over classes -> statistics of each row of logits; all R.
+    """Differentiable map from rows and a sharded Linear to the `RowStatistics` of its logits.
 
-    The statistics are the log-sum-exp, the logit of the target, and the sum of q * logits.
+    | argument or result                  | shape                        | layout over the ranks of the classes |
+    | ----------------------------------- | ---------------------------- | ------------------------------------ |
+    | `x`, the rows                       | (rows, features)             | replicated                           |
+    | `w`, the weight                     | (classes of this rank,       | sharded along the classes            |
+    |                                     | features)                    |                                      |
+    | `b`, the bias; None for none        | (classes of this rank,)      | sharded along the classes            |
+    | `target`, the class of each row     | (rows,)                      | replicated                           |
+    | `q`, weights in the sum `weighted`; | (classes of this rank,)      | sharded along the classes            |
+    | None: the sum is zero               |                              |                                      |
+    | each of the `RowStatistics`         | (rows,)                      | replicated                           |
 
-    Backward: x's gradient by one all-reduce.  `q` (per class) may be None; its sum is then zero.
+    The backward runs one all-reduce, of the gradient of `x`.
     """
 
     @staticmethod
@@ -115,8 +124,8 @@ class LinearStatisticsFunction(Function):
         blocks: _LogitBlocks = ctx.blocks
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         dx = torch.zeros_like(x) if needs_x else None
-        # Summed over blocks in float32 at least: in bfloat16 hundreds of blocks would lose the last
-        # ones.
+        # Summed over blocks in float32 at least: after hundreds of blocks, a sum in bfloat16 would
+        # not change by the next block.
         dw = torch.zeros_like(w, dtype=lse.dtype) if needs_w else None
         db = torch.zeros_like(b, dtype=lse.dtype) if needs_b else None
         for rows in blocks.slices(x.shape[0]):
@@ -179,8 +188,8 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
         reduction: "none", "mean" or "sum".
         ignore_index: class index of rows that enter no sum; -100 if left out.
         label_smoothing: fraction of the uniform distribution in the target, 0 to 1.
-        z_loss: times the square of each row's log-sum-exp, added to its loss (weighted and ignored
-            as the row is).
+        z_loss: factor of the squared log-sum-exp of each row, which is added to the row's loss
+            (weighted and ignored like the row).
         logit_cap: bound of the logits, `cap * tanh(logits / cap)`.
         block_rows: number of rows whose logits exist at a time; rows with about 4 million logits if
             left out.

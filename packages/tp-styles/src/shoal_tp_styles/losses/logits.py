@@ -81,7 +81,7 @@ class Vocab:
     def sum_of_classes(self, tensor: Tensor) -> Tensor:
         """Sum over this rank's classes, (..., own) -> (...).
 
-        Inside `invariant_arithmetic` the sum is a node of the tree.
+        Inside `invariant_arithmetic` the classes are added in its fixed tree of sums.
         """
         arithmetic = current_arithmetic()
         if arithmetic is None:
@@ -131,11 +131,10 @@ def local_logits(logits: Tensor, vocab: Vocab | None, dim: int) -> LocalLogits:
 
 
 def check_targets(targets: Tensor, vocab: Vocab, ignored: int | None = None) -> None:
-    """Refuse targets that are not classes before anything is sent.
+    """Refuse targets that are not classes, before anything is sent.
 
-    No rank would find the logits of such a target.
-
-    The ranks that share the classes have the same targets, so all of them raise. Compiled code and
+    No rank would find the logit of such a target, and the loss would be wrong without an error. The
+    ranks that share the classes have the same targets, so all of them raise. Compiled code and
     accelerators report a wrong target when the assertion runs on the device.
     """
     is_valid = (targets >= 0) & (targets < vocab.total)

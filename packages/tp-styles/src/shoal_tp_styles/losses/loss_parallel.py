@@ -29,9 +29,9 @@ def loss_parallel() -> Iterator[None]:
     Other axes may shard the rows.
 
     Label smoothing, class weights, `ignore_index`, probability targets and every reduction behave
-    as in `torch.nn.functional`; the loss is a replicated DTensor, or sharded like the rows if
-    nothing is reduced. DTensor logits give the same numbers outside the block; inside the block no
-    rank gathers them.
+    as in `torch.nn.functional`. The loss is a replicated DTensor, or with `reduction="none"` a
+    DTensor that is sharded like the rows. Outside the block the loss has the same value, but every
+    rank gathers the logits.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor

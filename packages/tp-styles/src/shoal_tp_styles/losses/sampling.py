@@ -39,10 +39,11 @@ def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tens
     else:
         best = x.new_full(x.shape[:-1], -torch.inf)
         index = torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device)
+    # a rank with padding alone sends -inf with the index of some class
     first = min(classes.first, classes.total - 1)
     values = all_gather(best.unsqueeze(0), classes.comm, 0)
     indices = all_gather((index + first).unsqueeze(0), classes.comm, 0)
-    # As for torch, a NaN is larger than any number; it equals nothing.
+    # As in torch, NaN is larger than any number. It is tested by itself, because NaN != NaN.
     is_top = (values == values.amax(0)) | values.isnan()
     return indices.masked_fill(~is_top, classes.total).amin(0)
 
@@ -97,7 +98,7 @@ def sample(
     _check_mass(ends[-1])
     rank = classes.comm.rank
     before = ends[rank - 1] if rank else torch.zeros_like(total)
-    # `rand` takes no symbolic sizes beside a generator
+    # not `rand`, which does not accept symbolic sizes together with a generator
     point = x.new_empty(rows).uniform_(generator=generator)
     if rank:
         point.zero_()

@@ -2,10 +2,10 @@
 
 The backward of each function is the reverse move.
 
-Between modules a plain tensor has a layout that only its modules determine, and so does its
-gradient: the gradient of a replicated tensor is complete and equal on all ranks, the gradient of a
-sharded tensor is this rank's shard. The order of dims in memory stays, because random values that
-are drawn later fill elements in this order, as on one device.
+A plain tensor between modules does not know its layout; the modules on both sides do. Its gradient
+has the same layout: the gradient of a replicated tensor is complete and equal on all ranks, and the
+gradient of a sharded tensor is this rank's shard. The functions keep the order of dims in memory,
+because random values that are drawn later fill elements in this order, as on one device.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ def own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
     """Return this rank's shard of a replicated tensor, contiguous."""
     if sizes is None:
         sizes = (tensor.shape[dim] // comm.size,) * comm.size
-    # of sizes (3, 1, 2), rank 2 has 4 and 5
+    # Example: sizes (3, 1, 2) -> rank 2 has the indices 4 and 5.
     start = sum(sizes[: comm.rank])
     return tensor.narrow(dim, start, sizes[comm.rank]).contiguous()
 
 
 def unchanged(tensor: Tensor, comm: Comm) -> Tensor:
-    """Return the tensor: the move of a gradient that is complete."""
+    """Return the tensor; as the backward of a move, for gradients that are complete already."""
     return tensor
 
 
@@ -110,6 +110,7 @@ class ReversibleMove(Function):
 
     @staticmethod
     def gradient_shares(ctx: Any) -> Sequence[int] | None:
+        """Return the ranks that contribute a share of the gradient; None for whole gradients."""
         if ctx.back in (split, unchanged):
             return None
         comm: Comm = ctx.where[0]
@@ -119,7 +120,8 @@ class ReversibleMove(Function):
 def apply_move(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
     """Apply a move whose backward is the move `back`.
 
-    Selective activation checkpointing does not see the results, which are written to.
+    Selective activation checkpointing does not see the result, because later code may write to it
+    in place.
     """
     is_watched = not is_compiling() and selectively_checkpointed()
     with unwatched() if is_watched else nullcontext():

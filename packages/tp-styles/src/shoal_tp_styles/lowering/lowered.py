@@ -1,7 +1,8 @@
-"""`Lowered`: a `ModuleForward` that computes on local shards as a record declares.
+"""`Lowered`: a `ModuleForward` that computes on local shards as a `ModuleSharding` declares.
 
-A `Lowered` refers to the module's parameter dict. Copying or pickling a module rebuilds its
-callable from the `ModuleSharding`.
+A `Lowered` refers to the module's dict of parameters. When a module is copied or pickled, its
+`Lowered` is built again from the `ModuleSharding`, the record of the style. The functions at the
+end of the file declare the collectives of layout changes for previews.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from .parameters import check_plain, local_parameters
 
 
 class Lowered(ModuleForward):
-    """Base class of the lowerings.
+    """Forward of a module on local shards, with explicit collectives; base class of the lowerings.
 
     Args:
-        module: the module whose forward it is.
+        module: the module.
         sharding: the record of the style.
-        mesh: the one-axis mesh of the plan.
-        inner: the forward of the module that it is put around; the module's own when left out.
+        mesh: the mesh on which the style acts.
+        inner: the earlier forward that this forward calls; None for the forward of the class.
 
     Attributes:
         params: the module's own dict of parameters.
-        sharding: the record it was built from.
-        comm: the communicator of the one axis of its mesh.
-        port_in, port_out: the ports of the first input and output (replicated where none is
-            declared).
+        sharding: the record of the style.
+        comm: the communicator of the first axis of the mesh.
+        port_in: the port of the first input; replicated if none is declared.
+        port_out: the port of the first output; replicated if none is declared.
     """
 
     __slots__ = ("comm", "params", "port_in", "port_out", "sharding")
@@ -114,11 +115,12 @@ class Lowered(ModuleForward):
     def parameter(self, name: str) -> Any:
         """Return a parameter of the module, or the tensor that is computed in its place.
 
-        `weight_norm`, pruning and parametrizations of an already parallel module replace parameters
-        so.
+        `weight_norm`, pruning and parametrizations compute such tensors, if they are applied to a
+        module that is already parallel.
 
         Raises:
-            LayoutError: if the result is not sharded as the parameter was, or in compiled code.
+            LayoutError: if a computed tensor is not sharded as the parameter was, or in compiled
+                code.
         """
         if name in self.params:
             return self.params[name]
@@ -142,7 +144,7 @@ class Lowered(ModuleForward):
 
         Args:
             names: names of the parameters; a parameter that is None stays None.
-            comm: given where their local gradients are partial sums over an axis.
+            comm: the communicator of an axis over which their local gradients are partial sums.
         """
         return local_parameters({name: self.parameter(name) for name in names}, comm)
 
@@ -163,12 +165,12 @@ class Lowered(ModuleForward):
         rebuild = partial(type(self), params=self.params)
         return rebuild, (self.module, self.sharding, self.mesh, self.inner)
 
-    # Type checkers would take any name for an attribute.
+    # hidden from type checkers, which would accept any attribute
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # A module that is unpickled has no state when its forward is built; the forward is
-            # resolved when it is used.
+            # While a module is unpickled, it does not have its attributes yet. So `resolve` is
+            # called when a result of it is first used.
             slots = {slot for kind in type(self).__mro__ for slot in getattr(kind, "__slots__", ())}
             if name in slots:
                 self.resolve()
@@ -179,7 +181,7 @@ class Lowered(ModuleForward):
 
 
 class OnLocalTokens(Lowered):
-    """Base class of lowerings that run replicated parameters on this rank's tokens or rows.
+    """Forward with replicated parameters on this rank's tokens or rows; a base class.
 
     The gradients of the parameters are partial sums, which are reduced together.
     """
@@ -192,10 +194,7 @@ class OnLocalTokens(Lowered):
 
 
 def lowered_of(module: nn.Module) -> Lowered | None:
-    """Return the lowering of a module, also under a watch around it.
-
-    None if the module's forward is the forward of its class, or another function.
-    """
+    """Return the outermost lowering among the forwards of a module; None if there is none."""
     forward = forward_of(module)
     while forward is not None and not isinstance(forward, Lowered):
         forward = forward.inner
@@ -215,7 +214,7 @@ def spec_of(param: Tensor, name: str) -> Spec:
 
 # --- declared collectives -------------------------------------------------------------------------
 
-# Collective from one layout to another, forward or backward.
+# The collective that brings a tensor from one layout to another, in forward or backward.
 _COLLECTIVES: dict[tuple[type[Placement], type[Placement]], str] = {
     (Shard, Replicate): "all_gather",
     (Shard, Shard): "all_to_all",
@@ -233,7 +232,7 @@ def collectives_of_move(
 ) -> Iterator[Collective]:
     """Yield the collectives of a tensor that moves, and of its gradient.
 
-    The gradient comes back as `grad`, or as `target` without it.
+    `grad` is the layout in which the gradient arrives; by default it follows from `target`.
     """
     if not isinstance(x, Tensor):
         return
@@ -277,7 +276,7 @@ def input_collectives(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
 def output_collectives(call: ModuleCall, bias: str | None = "bias") -> Iterator[Collective]:
     """Yield the collectives of the first output.
 
-    The gradients of a bias are summed if a partial output is sharded.
+    If a partial output becomes sharded, the gradients of the bias are summed over the ranks.
     """
     port = call.sharding.output_port()
     out = call.output
@@ -289,7 +288,7 @@ def output_collectives(call: ModuleCall, bias: str | None = "bias") -> Iterator[
     features = getattr(call.sharding.input_port().desired, "dim", -1) % out.ndim
     is_uneven = desired.sizes is None and out.shape[dim] % call.ranks
     if dim != features and is_uneven:
-        # Plain tensors do not carry the sizes of shards.
+        # Uneven shards of this dim are made from the whole sum, as DTensors.
         yield from collectives_of_move(out, port.layout, Replicate())
         yield from collectives_of_move(out, Replicate(), desired)
         return

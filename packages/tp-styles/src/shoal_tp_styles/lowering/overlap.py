@@ -39,8 +39,9 @@ def gathered_product(
     comm, dim, sizes = where
     shape = list(x.shape)
     shape[dim] = shape[dim] * comm.size if sizes is None else sum(sizes)
-    # Rows of x by origin: of each rank if the rows are sharded (2 of each of 4 ranks: 2 2 2 2, which
-    # start at 0 2 4 6), else all rows are one block.
+    # Blocks of rows of the gathered x by the rank that they come from. Example: 2 rows from each of
+    # 4 ranks -> blocks 2 2 2 2, which start at 0 2 4 6. If another dim is sharded, all rows are one
+    # block.
     is_row_sharded = dim % x.ndim == 0
     blocks = tuple(x.shape[:1])
     if is_row_sharded:
@@ -66,9 +67,10 @@ def gathered_product(
 
 
 def _lengths_in_chunk(blocks: tuple[int, ...], chunk: int, count: int) -> tuple[int, ...]:
-    """Return the rows of each block in one of `count` chunks, as `tensor_split` divides them.
+    """Return the number of rows of each block in one of `count` chunks, as by `tensor_split`.
 
-    Blocks of 1, 4, 0, 3 rows in three chunks: (1, 2, 0, 1), (0, 1, 0, 1), (0, 1, 0, 1).
+    Example: blocks of 1, 4, 0 and 3 rows have (1, 2, 0, 1) rows in the first of three chunks, and
+    (0, 1, 0, 1) in the second and in the third.
     """
     return tuple(size // count + (chunk < size % count) for size in blocks)
 
@@ -78,7 +80,8 @@ def reduced_product(
 ) -> Tensor:
     """Multiply `x` (..., in) by a weight (out, in) and reduce the product over the ranks.
 
-    `where` is the target of the reduction.
+    `where` is the communicator of an all-reduce, or the shard to which the product is
+    reduce-scattered.
     """
     if isinstance(where, ActivationShard):
         scattered = []
@@ -104,12 +107,14 @@ def chunked_collectives(
     placement: Placement,
     *chunked: tuple[str, bool],
 ) -> Iterator[Collective]:
-    """Yield the collectives of a Linear that are declared for one product.
+    """Yield the collectives of a Linear, with the number of chunks of each.
 
-    The collectives of `chunked` (op, backward) come in chunks.
-
-    `full` is the tensor of all ranks that the collectives gather or reduce, `placement` its
-    sharding.
+    Args:
+        call: the call of the Linear.
+        collectives: the collectives without overlap.
+        full: the tensor of all ranks that the collectives gather or reduce.
+        placement: the sharding of `full`.
+        chunked: (op, backward) of the collectives that run in chunks.
     """
     count = 1
     if full is not None and full.ndim > 1:
@@ -138,14 +143,17 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 def _chunks(
     x: Tensor, where: ActivationShard, chunks: int
 ) -> Iterator[tuple[Tensor, ActivationShard]]:
-    """Yield rows of `x`, and how their products are scattered to bring results into order."""
+    """Yield chunks of rows of `x`, each with the shard to which its product is reduce-scattered.
+
+    The results, one after another, are this rank's rows in order.
+    """
     comm, dim, sizes = where
     if dim != 0:
         for rows in x.tensor_split(_chunk_count(chunks, x.shape[0])):
             yield rows, where
         return
-    # 4 rows of 2 ranks in 2 chunks: rows 0 2 | 1 3, of which rank 0 gets 0 | 1 and rank 1 gets 2 |
-    # 3.
+    # Example: 4 rows that are scattered to 2 ranks, in 2 chunks -> the first chunk has the rows
+    # 0 and 2, the second has 1 and 3. Rank 0 gets row 0, then row 1; rank 1 gets row 2, then row 3.
     sizes_of_ranks = [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes)
     shards = torch.split_with_sizes(x, sizes_of_ranks)
     count = _chunk_count(chunks, max(sizes_of_ranks))
@@ -156,6 +164,6 @@ def _chunks(
 
 
 def _chunk_count(chunks: int, rows: int, sizes: Sizes = None) -> int:
-    """Return the number of chunks, equal on all ranks, of so many rows or of these shards."""
+    """Return the number of chunks, equal on all ranks, for so many rows or shards of these sizes."""
     most = rows if sizes is None else max(sizes)
     return max(1, min(chunks, most))

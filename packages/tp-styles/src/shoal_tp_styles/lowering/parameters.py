@@ -3,12 +3,13 @@
 With `local_parameters` any function of plain tensors is a lowering: autograd differentiates its
 computation.
 
-If autograd would only accumulate, a backward adds to the local shard of `.grad` itself and returns
-None: autograd's own path (a DTensor, a hook, a detach through dispatch) takes 10 us per parameter,
-as long as a small product. The leaf's accumulation node runs nevertheless, with its hooks (of DDP's
-reducer), and finds a complete `.grad`. A gradient is returned whenever other code could observe it:
-hooks of the parameter, `torch.autograd.grad`, parameters that are not leaves, compilation, a
-`.grad` with another spec.
+If autograd would only accumulate a gradient, the backward adds it to the local shard of `.grad`
+itself and returns None. Autograd's own path (a DTensor, a hook, a detach through dispatch) takes
+10 us per parameter, as long as a small product. The leaf's accumulation node still runs, with its
+hooks (such as the hooks of DDP's reducer), which find a complete `.grad`. The gradient is returned
+to autograd whenever other code could observe it: with hooks of the parameter, in
+`torch.autograd.grad`, for parameters that are not leaves, in compiled code, and if `.grad` has
+another spec.
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ HOW_TO_QUANTIZE = (
     "To shard quantized weights, apply the plan with parallelize_module(..., lower=False) first "
     "and quantize afterwards: values and scales become shards of the same rows and columns"
 )
-# Most bytes of the rows of a product that are computed at once, before they are added to a gradient
-# of another dtype.
+# Most bytes of a block of rows: a product that is added to a gradient of another dtype is computed
+# a block at a time.
 _BLOCK_BYTES = 4 * 2**20
 
 
 def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTensor | None:
     """Return the gradient for autograd, or None after adding it to `.grad`.
 
-    `route` is not "unused", `spec` is the parameter's spec in the forward, and nothing else refers
-    to the local gradient.
+    Args:
+        route: the destination of the gradient in this pass; not "unused".
+        param: the parameter.
+        spec: the parameter's spec in the forward.
+        local: the local gradient; no other object refers to it.
     """
     if local.dtype is not spec.dtype:
         local = local.to(spec.dtype)
@@ -68,8 +72,8 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
 
 def _set_gradient(param: Any, spec: Spec, local: Tensor) -> None:
     """Make a local gradient the `.grad` of a parameter that has none."""
-    # `param.grad_dtype` is read only after a refusal: reading it takes longer than the refusal
-    # costs in programs in which nobody has chosen another dtype.
+    # Torch refuses a gradient whose dtype is not `param.grad_dtype`. The attribute is read only
+    # then, because reading it is slow and few programs choose another dtype.
     try:
         param.grad = DTensor.__new__(DTensor, local, spec)
     except RuntimeError:
@@ -82,9 +86,14 @@ def deliver_product(
 ) -> DTensor | None:
     """Deliver the gradient `left @ right` as `deliver_grad` does.
 
-    If `.grad` has another dtype, the product is computed and added some rows at a time.
+    If `.grad` has another dtype, the product is computed and added a block of rows at a time.
 
-    `left` is (rows of the local shard, samples), `right` (samples, columns of the local shard).
+    Args:
+        route: as for `deliver_grad`.
+        param: the parameter.
+        spec: the parameter's spec in the forward.
+        left: (rows of the local shard, samples).
+        right: (samples, columns of the local shard).
     """
     if route != "accumulate" or param.spec is not spec:
         return deliver_grad(route, param, spec, left.mm(right))
@@ -104,7 +113,7 @@ def deliver_product(
 
 
 def _adds_to(accumulated: Tensor, spec: Spec) -> bool:
-    """Tell whether a local gradient of this spec is added to the local shard of `.grad`.
+    """Tell whether a local gradient of this spec can be added to the local shard of `.grad`.
 
     The sum has the dtype of `.grad`.
     """
@@ -146,8 +155,9 @@ class DeliveredShards(Function):
             routes.append(route)
             if grad is None or route == "unused":
                 continue
-            # `x + y` gets one tensor for both gradients, and it may be the user's. Autograd checks
-            # the references in the same way before it makes a gradient the `.grad` of a parameter.
+            # Autograd passes one tensor as the gradient of both operands of `x + y`, and the user
+            # may refer to it too. So a gradient that has other references is copied, as autograd
+            # does before it makes a gradient the `.grad` of a parameter.
             is_unshared = id(grad) not in seen and (is_compiling() or use_count(grad) == 1)
             complete[i] = grad.contiguous() if is_unshared else grad.clone()
             seen.add(id(grad))
@@ -191,8 +201,8 @@ def local_parameters(
 
     Args:
         params: DTensor or plain parameters.
-        comm: given where the local gradients of these parameters are partial sums over an axis:
-            they are summed, in one collective for all of them.
+        comm: the communicator of an axis over which the local gradients are partial sums; the
+            backward sums them, in one collective for all parameters.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -236,7 +246,7 @@ def call_with_replaced(
 def run_own_forward(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Run a module's own forward with other values of its parameters, buffers and attributes.
 
-    `values` is by path.
+    `values` has the values by path from the module, such as "0.weight".
     """
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for path, value in values.items():

@@ -9,8 +9,8 @@ columns   replicated_input   x: R | S(d) -> R, its gradient partial
 rows      sharded_input      x: R | S(d) -> S(features)
           partial_output     y: P -> port, then the bias
 
-A port that is left out is the port of the lowering's first input, or output; `lowered.py` declares
-the collectives.
+Without the argument `port`, these functions use the port of the lowering's first input or output.
+`lowered.py` declares the collectives of these changes for previews.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def _redistributed(tensor: DTensor, placement: Placement) -> DTensor:
 
 
 def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -> Tensor:
-    """Return the local shard in the port's desired layout.
+    """Return the local shard of an input in the port's desired layout.
 
-    The computation returns the gradient of the shard placed as `grad`.
+    `grad` is the placement of the gradient that the computation returns for the shard.
     """
     return input_dtensor(tensor, port, mesh).to_local(grad_placements=(grad,))
 
@@ -99,17 +99,17 @@ def module_output(
 def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> Tensor:
     """Return the local shard of an output.
 
-    `source` is the plain tensor that it was, if its layout on other axes is the same.
+    `source` is the plain tensor from which the output was made, if both have the same layout on
+    other axes.
     """
     (placement,) = tensor.placements
-    # The next module knows the sizes of shards of features, the last dim, from its weight; it cannot
-    # know the sizes of shards of other dims.
+    # If the last dim, the features, is sharded, the next module knows the sizes of the shards from
+    # its weight. It cannot know the sizes of shards of other dims.
     if isinstance(placement, Shard) and placement.sizes is None:
         dim = placement.dim
         if dim < tensor.ndim - 1 and not tensor.spec.even:
             raise uneven_output(style, tensor.shape[dim], dim, tensor.device_mesh.comm(0))
-    # The consumer of a plain replicated tensor returns a complete gradient; of a partial one, a
-    # replicated one.
+    # The consumer of a replicated or partial plain tensor returns a replicated gradient.
     grad: Placement = Replicate() if isinstance(placement, Partial) else placement
     local = tensor.to_local(grad_placements=(grad,))
     watch = None if is_compiling() else current_watch()
@@ -130,9 +130,9 @@ def from_local(
 
 
 class DTensorForward(Lowered):
-    """A forward between ports: the module's own forward, or a lowering inside.
+    """Forward on DTensors: the module's own forward, or the forward of an earlier style.
 
-    The inputs are brought to the layouts of their ports before, the outputs after the call.
+    The inputs are brought to the layouts of their ports before the call, and the outputs after it.
     """
 
     sampling: ClassVar[Literal["watched"]] = "watched"
@@ -157,7 +157,7 @@ class DTensorForward(Lowered):
             (result,) = self._in_layouts((out,), sharding.outputs, self._leave, "outputs")
             return result
         results = self._in_layouts(tuple(out), sharding.outputs, self._leave, "outputs")
-        # A named tuple leaves as a plain tuple.
+        # the class of a named tuple takes other arguments, so a plain tuple is returned
         return type(out)(results) if type(out) in (tuple, list) else results
 
     def _check_offsets(self, offsets: Any) -> None:
@@ -228,7 +228,7 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
     where = sharded_dim(port.layout, lowered.comm)
     is_direct = where is not None or port.layout.is_replicate()
     if isinstance(x, DTensor) or not is_direct:
-        # The gradient of this reader is reduced before the gradients of other readers are added.
+        # in a fixed arithmetic, the gradients of readers are reduced one by one and then added
         if current_arithmetic() is not None:
             local = local_input(x, port, lowered.mesh, grad=port.desired)
             return copy(local, lowered.comm)
@@ -239,7 +239,7 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
 def sharded_input(
     lowered: Lowered, x: Tensor, sizes: Sizes = None, port: Port | None = None
 ) -> Tensor:
-    """Return the input sharded as the weight is, or into `sizes` (`R | S(d) -> S(features)`).
+    """Return the input sharded like the weight, or in shards of `sizes` (`R | S(d) -> S(features)`).
 
     An input that already has this layout is returned as it is.
     """
@@ -260,7 +260,7 @@ def sharded_output(
 ) -> Tensor:
     """Move sharded features to the layout of the port (`S(features) -> port`).
 
-    Each rank holds some features, sharded as the weight is, or into `sizes`.
+    Each rank holds some features, sharded like the weight, or in shards of `sizes`.
     """
     port = port or lowered.port_out
     local = lowered.sharding.local_outputs
@@ -290,10 +290,8 @@ def partial_output(
 ) -> Tensor:
     """Move a partial output to the layout of the port (`P -> port`).
 
-    Each rank holds one term of the sum.
-
-    The bias, a replicated parameter or its name, is added after the reduction, along the dim of the
-    input's features.
+    The output is the sum of the ranks' partial outputs. The bias, a replicated parameter or its
+    name, is added after the reduction, along the dim that holds the features.
     """
     port = port or lowered.port_out
     comm = lowered.comm
@@ -308,7 +306,8 @@ def partial_output(
         sizes = where.sizes
         is_even = size % comm.size == 0
         if dim == features and sizes is None and not is_even:
-            # 10 features on 4 ranks: 3 3 3 1; the next module knows them by its weight.
+            # Example: 10 features on 4 ranks -> 3 3 3 1. The next module knows these sizes from its
+            # weight.
             sizes = tuple(shard_sizes(size, Shard(dim), comm.size))
         if sizes is not None or is_even:
             # Every rank has a shard of the output, so the gradients of the bias are partial sums.
@@ -324,7 +323,8 @@ def partial_output(
             raise uneven_output(lowered.sharding.style, size, dim, comm)
     local_bias = local_parameters(param)["bias"]
     if isinstance(desired, Partial):
-        # The first rank adds the bias; the others add zeros that take its gradient.
+        # The first rank adds the bias. The others add zeros that depend on the bias, so that the
+        # bias gets its gradient on every rank.
         if local_bias is not None and comm.rank > 0:
             local_bias = local_bias - local_bias.detach()
         out = _add_bias(partial, local_bias, features)
@@ -339,6 +339,6 @@ def _add_bias(out: Tensor, bias: Tensor | None, features: int) -> Tensor:
     """Add a bias along the dim of the features."""
     if bias is None:
         return out
-    # 5 features at dim 1 of (2, 5, 7, 7): a bias of (5, 1, 1)
+    # Example: an output (2, 5, 7, 7) with 5 features at dim 1 -> a bias (5, 1, 1).
     dims_behind = out.ndim - features - 1
     return out + bias.to(out.dtype).view(-1, *(1,) * dims_behind)

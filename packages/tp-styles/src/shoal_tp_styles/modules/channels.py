@@ -1,14 +1,14 @@
-"""Modules with sharded channels: convolutions, norms, activations, and others of their shape.
+"""Modules with sharded channels: convolutions, norms over channels, PReLU, Bilinear.
 
 columns   x: R | S(d), W: S(out), b: S(0) -> y: S(channels)
 rows      x: S(channels), W: S(in), b: R -> y: R | S(d), the bias once, after the reduction
 groups    x: R | S(channels), W: S(groups), b: S(groups) -> y: S(channels) | R | S(d), no communication inside
 
-Transposed convolutions are convolutions whose weight is (in, out, ...). Bilinear is sharded by
-columns too, a Linear with a weight of (in, out) by columns or by rows. Norms, PReLU and
-convolutions of several groups treat every group of channels alone: a rank holds complete groups,
-reads their input channels and computes their output channels. Ranks may hold different numbers of
-groups, also none.
+Transposed convolutions are convolutions whose weight is (in, out, ...). The file also has Bilinear,
+sharded by columns, and a Linear with a weight of shape (in, out), by columns or by rows. Norms,
+PReLU and convolutions of several groups compute every group of channels by itself: a rank holds
+complete groups, reads their input channels and computes their output channels. Ranks may hold
+different numbers of groups, or none.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ def _convolve(
     *,
     groups: int = 1,
 ) -> Tensor:
-    """Compute the convolution of a module with other channels, in `groups` groups or in none.
+    """Compute the convolution of a module on this rank's channels, in `groups` groups, perhaps 0.
 
-    x: (*batch, in, *spatial), weight: (out, in / groups, *kernel), of a transposed one (in, out /
-    groups, *kernel). Kernels refuse an empty shard; a channel of zeros takes its place, so that a
-    rank without channels takes part in every collective, forward and backward.
+    x is (*batch, in, *spatial). The weight is (out, in / groups, *kernel), or in a transposed
+    convolution (in, out / groups, *kernel). Kernels refuse empty shards. A rank without channels
+    computes with channels of zeros, so that it takes part in every collective, forward and
+    backward.
     """
     (x,) = inputs
     spatial = weight.ndim - 2
@@ -58,8 +59,8 @@ def _convolve(
     channels = x.ndim - spatial - 1
     is_empty = not groups or not weight.shape[out_dim]
     if is_empty or not weight.shape[in_dim]:
-        # No groups of 2 input and 3 output channels, x (4, 0, 9), W (0, 2, 5): as (4, 2, 9) and (1,
-        # 2, 5).
+        # Example: this rank has none of the groups, of 2 input and 3 output channels each, so x is
+        # (4, 0, 9) and W is (0, 2, 5). It computes with x (4, 2, 9) and W (1, 2, 5).
         in_channels = weight.shape[in_dim] * groups
         for dim in (0, 1):
             weight = append_zeros(weight, dim, int(weight.shape[dim] == 0))
@@ -151,8 +152,8 @@ class ChannelsOfGroups(NamedTuple):
     Attributes:
         groups: number of groups.
         unit: number of groups that stay together.
-        into: input channels of a group.
-        out_of: output channels of a group.
+        into: number of input channels of a group.
+        out_of: number of output channels of a group.
         rows: rows of a group in the weight, along dim 0.
         dim: the dim of the channels in the input.
     """
@@ -171,17 +172,17 @@ class ChannelsOfGroups(NamedTuple):
         Ranks of a group norm hold any complete groups.
         """
         if isinstance(module, CONVOLUTIONS):
-            # 6, 12 by 6: 1, 2
+            # Example: 6 input and 12 output channels in 6 groups -> 1 and 2 in each group.
             into = module.in_channels // module.groups
             out_of = module.out_channels // module.groups
-            # groups of 2 channels, multiples of 4: 2 groups
+            # Example: groups of 2 output channels, in multiples of 4 channels -> 2 groups.
             unit = lcm(out_of, multiple_of) // out_of
             rows = into if module.transposed else out_of
             # (N, C, H, W): dim -3
             dim = -1 - len(module.kernel_size)
             return cls(module.groups, unit, into, out_of, rows=rows, dim=dim)
         if isinstance(module, nn.GroupNorm):
-            # 6 channels in 3 groups: 2
+            # Example: 6 channels in 3 groups -> 2 in each group.
             size = module.num_channels // module.num_groups
             return cls(module.num_groups, unit=1, into=size, out_of=size, rows=size)
         channels = module.num_parameters if isinstance(module, nn.PReLU) else module.num_features
@@ -189,9 +190,9 @@ class ChannelsOfGroups(NamedTuple):
 
 
 class GroupedChannels(Lowered):
-    """A module of which each rank holds some groups.
+    """Forward of a module of which each rank holds some complete groups of channels.
 
-    A module with a forward of its own runs on DTensors.
+    A subclass of torch's modules that has its own forward runs on DTensors.
     """
 
     __slots__ = ("groups", "into", "options", "out_of", "runs_locally")
@@ -199,11 +200,11 @@ class GroupedChannels(Lowered):
     def resolve(self) -> None:
         self.options: ChannelsOfGroups = self.sharding.options_of(ChannelsOfGroups)
         options = self.options
-        # 6 groups of 2 output channels, multiples of 4, on 4 ranks: 2, 2, 2, 0
+        # Example: 6 groups, of which 2 stay together, on 4 ranks -> 2 2 2 0 groups.
         by_unit = Shard(0, multiple_of=options.unit)
         groups = shard_sizes(options.groups, by_unit, self.comm.size)
         self.groups: int = groups[self.comm.rank]
-        # 5 groups of 2 input and 3 output channels on 4 ranks: 4 4 2 0 and 6 6 3 0.
+        # Example: 5 groups of 2 input and 3 output channels on 4 ranks -> 4 4 2 0 and 6 6 3 0.
         self.into: tuple[int, ...] = tuple(count * options.into for count in groups)
         self.out_of: tuple[int, ...] = tuple(count * options.out_of for count in groups)
         # All batch norms have the forward of `BatchNorm1d`.

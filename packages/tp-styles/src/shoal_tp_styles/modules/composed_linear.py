@@ -1,16 +1,14 @@
-"""Linear layers of several factors or blocks of parameters.
-
-These are adapters, projections to a latent, fused projections and attention.
+"""Linear layers of several factors or blocks: adapters, latents, fused projections, attention.
 
 adapter   y = x W^T + scale * x A^T B^T    base and adapter run every collective together
     columns   x: R | S(d), W: S(0), A: R, B: S(0) -> y: S(-1)
     rows      x: S(-1), W: S(1), A: S(1), B: R -> y: R | S(d)
 latent    x: R, W: R -> y: R               the gradient of the last features is summed over the ranks
-fused     x: R | S(d) -> y: S(-1)          block by block
-heads     query, key, value: R -> output: R | S(d), by one reduction; the averaged weights, if asked
-          for, by another
+fused     x: R | S(d) -> y: S(-1)          each block is sharded
+heads     query, key, value: R -> output: R | S(d), by one reduction; the averaged weights, if they
+          are requested, by another
 
-The gradient of a head that ranks share is summed.
+If several ranks hold the same head, the gradients of its parameters are summed over these ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from ..sharding.module_sharding import (
 
 
 class AdapterLinear(Lowered):
-    """A Linear with a low-rank adapter, by columns or by rows as its base."""
+    """Forward of a Linear with a low-rank adapter, sharded by columns or by rows like its base."""
 
     __slots__ = ("is_row_sharded",)
 
@@ -87,9 +85,10 @@ class AdapterLinear(Lowered):
 
 
 class LatentLinear(Lowered):
-    """A Linear of multi-head latent attention.
+    """Forward of a Linear of multi-head latent attention.
 
-    Its output is the latent, then the features that each head reads (of rotary positions).
+    The first features of its output are the latent. The heads read the last features, for rotary
+    positions, directly.
     """
 
     @classmethod
@@ -103,18 +102,17 @@ class LatentLinear(Lowered):
         local: Any = self.local("weight", "bias")
         out = linear(ports.sharded_input(self, input), local["weight"], local["bias"])
         rotary = self.sharding.options_of(LatentFeatures).rotary
-        # 576, rotary 64: 512, 64
+        # Example: 576 features, of which the heads read 64 -> 512 and 64.
         sizes = [out.shape[-1] - rotary, rotary]
         latent, read_by_heads = torch.split_with_sizes(out, sizes, -1)
         return torch.cat([latent, copy(read_by_heads, self.comm)], -1)
 
 
 class _Concatenate(Function):
-    """Function from local shards to one matrix along dim 0.
+    """Function from local shards to their concatenation along dim 0.
 
-    The matrix is a view of the shards' common buffer if they are adjacent, else a copy.
-
-    A dtype change or a load moves the shards apart.
+    If the shards are adjacent in one buffer, the result is a view of the buffer. After a change of
+    dtype or a load they may not be adjacent, and the result is a copy.
     """
 
     @staticmethod
@@ -127,7 +125,7 @@ class _Concatenate(Function):
             is_adjacent = shard.data_ptr() == end and shard.is_contiguous()
             if not is_adjacent or shard.untyped_storage().data_ptr() != storage:
                 return torch.cat(shards)
-            # (2, 4) float32 at 1000: the next one at 1032
+            # Example: a shard (2, 4) in float32 at address 1000 -> the next one must be at 1032.
             end += shard.numel() * shard.element_size()
         return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
 
@@ -137,7 +135,7 @@ class _Concatenate(Function):
 
 
 class FusedLowering(Lowered):
-    """Base class of the lowerings of fused modules: their parameters, concatenated."""
+    """Base class of the forwards of fused modules; it concatenates the parameters of the blocks."""
 
     __slots__ = ("columns", "comms")
 
@@ -148,21 +146,21 @@ class FusedLowering(Lowered):
         for heads in fused.blocks.values():
             mesh = heads.mesh(self.mesh)
             comms.append(mesh.comm(1) if mesh.ndim > 1 else None)
-        # For weight and bias: the ranks that hold the same heads as this one, by parameter that the
-        # weight or bias is made of.
+        # For the fused weight and bias, by name of each parameter that they consist of: the ranks
+        # that hold the same heads as this rank, or None.
         self.comms: dict[str, dict[str, Comm | None]] = {}
         for kind in fused.names:
             if splits:
                 self.comms[kind] = dict(zip(fused.parts(kind), comms, strict=True))
             else:
                 self.comms[kind] = {kind: None}
-        # name of the parameter whose columns are the rows of the matrix
+        # the name of the fused weight if its shape is (in, out), so that it has to be transposed
         self.columns: str = fused.names[0] if fused.transposed and not splits else ""
 
     def concatenate(self, kind: str) -> Tensor | None:
-        """Return the local matrix (or bias) of all blocks, as rows."""
+        """Return the local weight (out, in), or bias, of all blocks."""
         comms = self.comms[kind]
-        # one node for all parameters whose gradients are not summed
+        # parameters whose gradients are not summed share one autograd node
         local = self.local(*(name for name, comm in comms.items() if comm is None))
         for name, comm in comms.items():
             if comm is not None:
@@ -180,7 +178,7 @@ class FusedLowering(Lowered):
 
 
 class FusedColumn(FusedLowering):
-    """A fused Linear, or a Linear whose heads are held by several ranks."""
+    """Forward of a fused Linear, or of a Linear of heads that several ranks may hold."""
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -267,10 +265,10 @@ class AttentionHeads(FusedLowering):
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         weight: Any = local_parameters({"weight": module.out_proj.weight})["weight"]
-        # As in nn.MultiheadAttention positions come first in memory: a dropout that follows draws in
-        # this order. (length, batch, features), as (5, 2, 32)
+        # As in nn.MultiheadAttention, the result is (length, batch, features) in memory, because a
+        # dropout that follows draws values in this order.
         partial = functional.linear(mixed.permute(2, 0, 1, 3).flatten(-2), weight)
-        # The output's layout refers to the dims of the caller's tensors.
+        # The output's layout refers to dims of the caller's tensors, so they are restored first.
         if not is_batched:
             partial = partial.squeeze(1)
         elif module.batch_first:
@@ -288,11 +286,12 @@ class AttentionHeads(FusedLowering):
         bias = self.concatenate("in_proj_bias")
         weight = self.concatenate("in_proj_weight")
         separate = self.local(*OWN_PROJECTIONS)
-        # 4 heads of 8: 96 rows, 32 each of queries, keys and values
+        # Example: 4 heads of 8 features on this rank -> a weight of 96 rows, 32 for the queries, 32
+        # for the keys and 32 for the values.
         projected: Sequence[Tensor]
         if same and weight is not None:
             x = copy(inputs[0], self.comm)
-            # (batch, length, 32)
+            # Example, continued: three tensors (batch, length, 32).
             projected = functional.linear(x, weight, bias).chunk(3, -1)
         else:
             # There are separate weights where keys or values have dims of their own.
@@ -303,7 +302,7 @@ class AttentionHeads(FusedLowering):
                 projected.append(functional.linear(copy(x, self.comm), w, b))
         head_dim: Any = self.module.head_dim
         by_head = [x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim) for x in projected]
-        # (2, 5, 4, 8) to (2, 4, 5, 8)
+        # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
         return [x.transpose(1, 2) for x in by_head]
 
     def dropped(self, attention: Tensor) -> Tensor:
@@ -333,7 +332,7 @@ def _mask(
         )
     masks = [] if mask is None else [mask]
     if padding is not None:
-        # (2, 5): (2, 1, 1, 5)
+        # (batch, keys) -> (batch, 1, 1, keys)
         masks.append(padding.view(-1, 1, 1, k.shape[-2]))
     total: Tensor | None = None
     for addend in masks:

@@ -42,9 +42,10 @@ from ..sharding.module_sharding import Collective, ModuleCall, Port
 
 
 def check_ids(tokens: Tensor, rows: int) -> None:
-    """Refuse ids for which no rank has a row, on all ranks.
+    """Raise IndexError, on all ranks, for ids that are not rows of the table.
 
-    The result would be zeros. Accelerators report such ids later.
+    Their result would be zeros. Accelerators and compiled code raise when the device runs the
+    assertion.
     """
     valid = (tokens >= 0) & (tokens < rows)
     is_deferred = is_compiling() or not tokens.is_cpu or isinstance(tokens, FakeTensor)
@@ -57,7 +58,7 @@ def check_ids(tokens: Tensor, rows: int) -> None:
 
 
 class _Table(Lowered):
-    """Base class of modules that look up rows of a table.
+    """Base class of the forwards that look up rows of a table.
 
     It refuses options that a sharded table does not support.
     """
@@ -77,7 +78,7 @@ class _Table(Lowered):
 
 
 class ColumnEmbedding(_Table):
-    """An embedding whose features are sharded."""
+    """Forward of an embedding whose features are sharded."""
 
     def __call__(self, input: Tensor) -> Tensor:
         tokens = ports.replicated_input(self, input)
@@ -97,8 +98,9 @@ class OwnRows(Function):
 
     Tokens of other ranks give zeros.
 
-    Example: 8 rows on 2 ranks, the second rank (first = 4): tokens 1 5 7 -> own rows 4 1 3, where 4
-    is after the last row.
+    Example: 8 rows on 2 ranks. On the second rank, with the rows 4:8 and `first` = 4, the tokens
+    1 5 7 are the local rows 4 1 3. Local row 4, after the last one, stands for a token of another
+    rank.
     """
 
     @staticmethod
@@ -120,7 +122,7 @@ class OwnRows(Function):
         if rows == 0:
             return table.new_zeros((*tokens.shape, table.shape[1]))
         looked_up = functional.embedding(local_rows.clamp(max=rows - 1), table)
-        # A checkpoint may have saved the rows: they are not written to.
+        # a checkpoint may have saved `looked_up`, so it is not changed in place
         if is_compiling() or selectively_checkpointed():
             return looked_up.masked_fill(outside, 0)
         return looked_up.masked_fill_(outside, 0)
@@ -130,7 +132,7 @@ class OwnRows(Function):
         first_order_only()
         (local_rows,) = ctx.saved_tensors
         rows, padding, scale = ctx.table
-        # The gradient has a row more, for the tokens of other ranks.
+        # one more row than the table, for the tokens of other ranks
         dense = torch.ops.aten.embedding_dense_backward(
             grad.contiguous(), local_rows, rows + 1, padding, scale
         )
@@ -146,7 +148,7 @@ def _own_rows(
 
 
 class RowEmbedding(_Table):
-    """An embedding whose vocabulary is sharded."""
+    """Forward of an embedding whose vocabulary is sharded."""
 
     def __call__(self, input: Tensor) -> Tensor:
         tokens = ports.replicated_input(self, input)
@@ -165,10 +167,10 @@ class _Bags(NamedTuple):
     """The bags of all ranks, replicated.
 
     Attributes:
-        tokens: their tokens.
+        tokens: the tokens of all bags.
         starts: index of the first token of each bag; None: the rows of `tokens` are the bags.
         weights: a weight of each token.
-        port: the port by which the results leave.
+        port: the layouts in which the results are computed and leave.
     """
 
     tokens: Tensor
@@ -227,8 +229,8 @@ def _bags_of_ranks(
     port = lowered.port_out
     includes_last = bool(lowered.module.include_last_offset)
     count = offsets.shape[0] - int(includes_last)
-    # Bags of 5 tokens that begin at 0 2 4: this rank sends 5 tokens, 3 bags, first offset 0, last
-    # offset 4.
+    # Example: 5 tokens in bags that begin at 0 2 4 -> this rank sends 5 tokens, 3 bags, first
+    # offset 0, last offset 4.
     counts = offsets.new_tensor([input.shape[dim], count])
     described = torch.stack([*counts, offsets[:1].sum(), offsets[-1:].sum()])
     gathered: list[list[int]] = all_gather(described, comm).view(-1, 4).tolist()
@@ -255,10 +257,10 @@ def _bags_of_ranks(
 
 
 class EmbeddingBag(_Table):
-    """An embedding bag whose features, or vocabulary, are sharded.
+    """Forward of an embedding bag whose features, or vocabulary, are sharded.
 
-    Every mode works by columns, because bags are local; sums and means, which are sums over the
-    ranks, also work by rows.
+    Sharded features support every mode, because a rank has all tokens of a bag. A sharded
+    vocabulary supports sums and means, because they are sums over the ranks.
     """
 
     __slots__ = ("is_row_sharded",)
@@ -307,11 +309,10 @@ class EmbeddingBag(_Table):
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
         rows = weight.shape[0]
-        # no id is -1
+        # without a padding index, a number that is not an id
         padding = -1 if module.padding_idx is None else module.padding_idx
         is_counted = bags.tokens != padding
-        # A row of zeros stands for the tokens of other ranks, so a rank may also hold no rows at
-        # all.
+        # A row of zeros is looked up for tokens of other ranks. With it, a rank may hold no rows.
         table = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
         local_rows = bags.tokens - self.spec("weight").offset(0)
         is_local = is_counted & (local_rows >= 0) & (local_rows < rows)

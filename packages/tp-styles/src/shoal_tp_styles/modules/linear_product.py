@@ -1,7 +1,8 @@
 """The product of a sharded Linear, with the collectives before and after it, in one autograd function.
 
-The function works on the local shard of the weight, whose gradient is added to `.grad` or returned
-as a DTensor of the same spec. The input (an alias) and the shard of the weight are saved.
+The function works on the local shard of the weight. The shard's gradient is added to `.grad`, or
+returned as a DTensor with the weight's spec. For backward the function saves an alias of the input,
+and the shard of the weight.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from ..lowering.collective_functions import (
 from ..lowering.overlap import gathered_product, reduced_product
 from ..lowering.parameters import check_plain, deliver_grad, deliver_product
 
-# On a CPU, multiplications of a weight gradient from which the reduction of dx overlaps it: some
-# 50 us.
+# On a CPU the reduction of dx overlaps the product for the weight gradient if the product takes at
+# least this many multiplications, about 50 us.
 OVERLAP_FROM = 1 << 20
 
-# A collective: on a replicated or partial tensor, or on a sharded one; None: no collective.
+# A collective: a communicator for replicated or partial tensors, a shard for sharded ones; None for
+# no collective.
 Where = Comm | ActivationShard | None
 
 
@@ -54,8 +56,8 @@ class LinearOptions(NamedTuple):
             product is all-reduced; a sharded dim, the product is reduce-scattered and its gradient
             is gathered.
         dtype: the dtype of the product, if autocast chooses one.
-        is_first_reader: other readers of the input follow, so the shared input is returned too
-            (`shared_reduction`).
+        is_first_reader: whether other readers of the input may follow, so that the shared input is
+            returned too (`shared_reduction`).
         chunks: number of chunks in which a collective overlaps the product.
     """
 
@@ -69,8 +71,8 @@ class LinearOptions(NamedTuple):
 class LinearProduct(Function):
     """Function x W^T + b of the local shards, with the collectives before and after it.
 
-    The output gets its bias once, after the reduction. The first of several readers also returns
-    x: R, the shared input on which the other readers run.
+    The bias is added once, after the reduction. The first of several readers also returns the
+    shared input, the replicated x that the later readers multiply.
     """
 
     @staticmethod
@@ -105,7 +107,7 @@ class LinearProduct(Function):
         else:
             shared = x.detach() if is_first_reader else x
         local = shared if dtype is None else shared.to(dtype)
-        # A frozen weight needs no input in the backward, an input without gradient no weight.
+        # The backward reads the input for the weight's gradient, and the weight for the input's.
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(local if needs_weight else None, w if needs_input else None)
         if after is not None:
@@ -150,13 +152,14 @@ class LinearProduct(Function):
 
     @staticmethod
     def gradient_shares(ctx: Any) -> Sequence[int] | None:
+        """Return the ranks that contribute a share of the input's gradient; None for the whole."""
         before, after = ctx.options[:2]
         if isinstance(after, ActivationShard):
             return after.comm.ranks
         if after is not None:
             return None
         if before is None:
-            # No ranks: the shares are those of the shared input, or of x.
+            # The gradient passes on unchanged: to the shared input, or to x.
             return ()
         comm: Comm = before.comm if isinstance(before, ActivationShard) else before
         return comm.ranks
@@ -165,7 +168,7 @@ class LinearProduct(Function):
 def _reduced_product(
     x: Tensor, w: Tensor, bias: Tensor | None, after: Comm | ActivationShard, *, chunks: int
 ) -> Tensor:
-    """Return the product, reduced (in place if it is all-reduced), with the bias."""
+    """Return the reduced product with the bias; an all-reduce is in place."""
     if chunks > 1:
         with unwatched():
             out = reduced_product(x, w, after, chunks)
@@ -197,7 +200,7 @@ def _input_gradient(
     """
     before: Where = ctx.options.before
     is_gathered = isinstance(before, ActivationShard)
-    # A gathered x, and so the gradient of its readers, has the dtype of the product.
+    # A gathered x has the dtype of the product, and so have the gradients of its readers.
     if dx is not None and not is_gathered and dx.dtype is not ctx.input_dtype:
         dx = dx.to(ctx.input_dtype)
     if follower_grads is not None:
@@ -206,12 +209,11 @@ def _input_gradient(
         elif before is None or is_gathered:
             dx = follower_grads
         else:
-            # The all-reduce is in place.
+            # cloned, because the all-reduce is in place
             dx = follower_grads.clone()
     if dx is None or before is None:
         return dx
-    # On a CPU a small weight gradient is done before the thread that communicates has woken up:
-    # waking it costs more.
+    # On a CPU, waking the thread that communicates takes longer than a small weight gradient.
     overlaps = dx.device.type != "cpu" or dx.numel() * w.shape[0] >= OVERLAP_FROM
     if isinstance(before, ActivationShard):
         scattered: Tensor | Pending = reduce_scatter_dim(dx, *before, async_op=overlaps)

@@ -1,7 +1,4 @@
-"""A module's own forward on local tokens or parameters, or with sequence-parallel attention.
-
-The forward runs on a rank's tokens, with local parameters and counts, or with other attention
-inside.
+"""A module's own forward on a rank's tokens, on local parameters, or with other attention inside.
 
 x: S(sequence) -> y: S(sequence)        no communication of activations; the gradients of the replicated
                                         parameters are partial sums, reduced in one collective per module
@@ -84,10 +81,7 @@ _OTHER_MODULES = _Computation(_forward_of_module, None)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell whether a module of another library is a norm over the last dim.
-
-    The test is by the module's name and parameters.
-    """
+    """Tell by name and parameters whether a module of another library is a norm of the last dim."""
     if not type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
         return False
     params = {name: param for name, param in module._parameters.items() if param is not None}
@@ -97,7 +91,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 class Tokenwise(OnLocalTokens):
-    """A norm (or activation) on this rank's shard of the sequence."""
+    """Forward of a norm, or another module that treats tokens alone, on this rank's tokens."""
 
     __slots__ = ("compute", "features", "read")
 
@@ -144,9 +138,10 @@ class Tokenwise(OnLocalTokens):
 
 
 class SequenceDropout(DTensorForward):
-    """A Dropout under `SequenceParallel`.
+    """Forward of a Dropout under `SequenceParallel`.
 
-    An active one draws, as a DTensor, the values that one device with all tokens would draw.
+    An active Dropout runs on a DTensor, so it draws the values that one device with all tokens
+    would draw.
     """
 
     one_axis = True
@@ -160,10 +155,10 @@ class SequenceDropout(DTensorForward):
 
 
 class LocalForward(DTensorForward):
-    """The module's forward, with the local shards of its own parameters in their place.
+    """The module's own forward on the local shards of its own parameters.
 
-    The options are names of integers that count sharded heads or features; the forward reads this
-    rank's part of each.
+    The options of the `ModuleSharding` are names of integers that count sharded heads or features.
+    While the forward runs, each of them is this rank's part of the count.
     """
 
     __slots__ = ("counts",)
@@ -189,7 +184,7 @@ class LocalForward(DTensorForward):
 
 
 class ContextAttention(DTensorForward):
-    """The previous forward, with attention of the sharded sequence."""
+    """The module's earlier forward, whose attention reads the sequence of all ranks."""
 
     @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +198,7 @@ class ContextAttention(DTensorForward):
         ranks = call.ranks
         attentions = _attentions(call) if ranks > 1 else []
         if attentions:
-            # The ranks compare whether their arguments fit together.
+            # the ranks compare their arguments, 4 bytes from each rank
             yield Collective("all_gather", 4 * ranks)
         for attention in attentions:
             yield from _collectives_of_attention(method, attention, ranks, backward=False)
@@ -225,7 +220,7 @@ def _collectives_of_attention(
     """Yield the collectives of one attention in one direction."""
     query, key, value = attention
     block = nbytes(key, value)
-    # Gradients of low precision are summed in float32.
+    # gradients of lower precision are summed in float32, with 4 bytes per element
     sums = block * max(4 // key.element_size(), 1)
     if method == "ring":
         # In a step each rank sends a block, `1 / ranks` of all keys and values.

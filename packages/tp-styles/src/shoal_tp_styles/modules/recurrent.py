@@ -5,10 +5,10 @@ batch         x: S(batch), state: S(batch) -> output and states: S(batch); param
 hidden units  x: R | S(d), W of each gate: S(hidden), h: S(hidden)
               -> output and states: S(hidden) | R
 
-A step reads the complete hidden state of the step before. If the units are sharded, the state is
-gathered in every step of every layer and direction, and its gradient is reduce-scattered, (batch,
-hidden) each: sharded units pay off for wide layers and short sequences. Sharding the batch takes no
-communication of activations.
+A step reads the complete hidden state of the step before. If the units are sharded, every step of
+every layer and direction gathers a state (batch, hidden), and its backward reduce-scatters a
+gradient of this shape. So sharded units are for wide layers and short sequences. A sharded batch
+needs no communication of activations.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class HiddenUnits(Lowered):
 
     def resolve(self) -> None:
         module: Any = self.module
-        # 8 units on 3 ranks: 3, 3, 2
+        # Example: 8 units on 3 ranks -> 3, 3, 2.
         sizes = shard_sizes(module.hidden_size, Shard(0), self.comm.size)
         self.sizes: tuple[int, ...] = tuple(sizes)
 
@@ -209,8 +209,8 @@ class HiddenUnits(Lowered):
         gathered = nbytes(last[0]) // last[0].shape[0]
         directions = 1 + module.bidirectional
         for layer in range(module.num_layers):
-            # For 5 steps without an initial state: 4 gathers, and the gather of the last step where
-            # a layer follows.
+            # Example: 5 steps without an initial state -> 4 gathers, and one more after the last
+            # step if another layer follows.
             has_next_layer = layer < module.num_layers - 1
             gathers = steps - 1 + bool(initial) + has_next_layer
             yield from [Collective("all_gather", gathered)] * (gathers * directions)
@@ -263,7 +263,7 @@ class HiddenUnits(Lowered):
     def join_directions(self, parts: list[Tensor]) -> Tensor:
         """Return an output or a state of this rank's units in the layout that leaves.
 
-        Two directions are placed side by side.
+        The units of the second direction follow the units of the first one.
         """
         if len(parts) == 1:
             return ports.sharded_output(self, parts[0], self.sizes)
@@ -274,8 +274,8 @@ class HiddenUnits(Lowered):
     def run_layers(self, x: Tensor, initial: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the last layer's outputs by direction and the last states, of this rank's units.
 
-        `x` is (steps, batch, features), each tensor of `initial` (layers and directions, batch,
-        units); without them the states are zeros.
+        `x` is (steps, batch, features). The tensors of `initial` are (layers and directions, batch,
+        units); if the list is empty, the initial states are zeros.
         """
         module: Any = self.module
         local: Any = self.local(*module._flat_weights_names)
@@ -288,7 +288,7 @@ class HiddenUnits(Lowered):
             for suffix in ("", "_reverse")[: 1 + module.bidirectional]:
                 names = [f"{name}_l{layer}{suffix}" for name in _WEIGHT_NAMES]
                 weights = _CellWeights(*[local.get(name) for name in names])
-                # of layer 1, reverse: index 3
+                # Example: the reverse direction of layer 1 has the index 3.
                 state = tuple(states[len(last_states)] for states in initial)
                 inputs = x.flip(0) if suffix else x
                 direction = self.run_steps(inputs, weights, state, is_inner=is_inner)
@@ -322,7 +322,7 @@ class HiddenUnits(Lowered):
         for step, driven in enumerate(drive):
             recurrence = linear(hidden, weights.of_state, weights.bias_of_state)
             state = self.cell(driven, recurrence, state)
-            # (batch, 3): steps of them are stacked to (steps, batch, 3)
+            # (batch, units of this rank); all steps are stacked to (steps, batch, units) below
             outputs.append(state[0])
             if is_inner or step < len(drive) - 1:
                 hidden = gather_partial(state[0], self.comm, 1, self.sizes)
@@ -339,7 +339,8 @@ class HiddenUnits(Lowered):
         """
         module: Any = self.module
         if isinstance(module, nn.LSTM):
-            # (batch, 4 * 3): four of (batch, 3)
+            # The input, forget, cell and output gates. Example for 3 units on this rank:
+            # (batch, 12) -> four tensors (batch, 3).
             into, forget, value, out = (driven + recurrence).chunk(4, -1)
             memory = forget.sigmoid() * state[1] + into.sigmoid() * value.tanh()
             return out.sigmoid() * memory.tanh(), memory

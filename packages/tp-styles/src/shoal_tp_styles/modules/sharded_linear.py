@@ -46,9 +46,9 @@ class _ReaderOptions(NamedTuple):
     """Options of the readers of one activation, by their role.
 
     Attributes:
-        alone: of a reader that shares no input.
-        first: of the first reader, which leaves the shared input for later ones.
-        later: of a reader of the shared input.
+        alone: options of a reader that does not share its input.
+        first: options of the first reader, which returns the shared input for later readers.
+        later: options of a reader of the shared input.
     """
 
     alone: LinearOptions
@@ -77,10 +77,11 @@ class ColumnLinear(Lowered):
             self.comm if is_replicated else sharded_dim(self.port_in.layout, self.comm)
         )
         self.chunks: int = chunks_of(self.sharding)
-        # The local product leaves the module as it is.
+        # whether the local product leaves the module unchanged
         self.leaves_unchanged: bool = (
             self.sharding.local_outputs and self.port_out.layout == self.port_out.desired
         )
+        # whether neither a plain input nor the output changes its layout
         self.is_direct: bool = is_replicated and self.leaves_unchanged
         self.reader_options: _ReaderOptions = _options_of_readers(
             self.before or self.comm, None, self.chunks
@@ -100,7 +101,7 @@ class ColumnLinear(Lowered):
             return self.finish(linear(x, local["weight"], local["bias"]))
         params = self.params
         is_direct = type(input) is Tensor and self.is_direct and not autocasting()
-        # A parameter that is missing is computed since the plan was applied.
+        # A parameter is missing if it has been computed from others since the plan was applied.
         if not is_direct or params.get("weight") is None or "bias" not in params:
             return self.finish(self.general(input))
         weight = params["weight"]
@@ -112,9 +113,9 @@ class ColumnLinear(Lowered):
         return linear(input, local_shard(weight), None if bias is None else local_shard(bias))
 
     def multiply(self, input: Tensor, weight: Any, bias: Any, options: _ReaderOptions) -> Tensor:
-        """Return one reader's product of an activation that several may read.
+        """Return this module's product of an activation that several modules may read.
 
-        The readers gather the activation once, and reduce its gradient once.
+        They gather the activation once, and reduce its gradient once (`shared_reduction`).
         """
         out: Tensor
         grad = input.requires_grad and torch.is_grad_enabled()
@@ -186,6 +187,7 @@ class RowLinear(Lowered):
         self.after: Where = (
             self.comm if is_reduced else sharded_dim(self.port_out.desired, self.comm)
         )
+        # whether plain tensors enter without a change of layout, and leave
         is_plain = self.port_in.layout == self.port_in.desired and self.sharding.local_outputs
         self.is_direct: bool = is_reduced and is_plain and self.chunks == 1
         self.options: LinearOptions = LinearOptions(after=self.comm)
@@ -208,7 +210,7 @@ class RowLinear(Lowered):
             return ports.partial_output(self, product, "bias")
         params = self.params
         is_direct = type(input) is Tensor and self.is_direct and not autocasting()
-        # A parameter that is missing is computed since the plan was applied.
+        # A parameter is missing if it has been computed from others since the plan was applied.
         if not is_direct or params.get("weight") is None or "bias" not in params:
             return self.general(input)
         weight = params["weight"]

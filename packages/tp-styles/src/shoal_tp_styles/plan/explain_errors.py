@@ -1,9 +1,9 @@
 """Notes on errors that a forward raises because modules return plain local shards.
 
-Code that counts features or heads of one device fails on a rank's part of an output, in an operator
-that says nothing of shards. The note names the modules that return such parts. It is written while
-the error passes through the root's forward; a forward without an error pays one call that returns at
-once.
+The caller of such a module may count all features or heads, as on one device. It then fails in an
+operator whose error does not mention shards. A note on the error names the modules that return only
+this rank's part. A hook of the root module adds the note when the forward ends with an error; after
+a forward without an error, the hook returns at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..apply.apply import shardings_of
 
 _NOTE = "The model is parallel:"
 _MOST_MODULES = 4
-# Errors of operators that got fewer elements than the calling code counts with.
+# Errors that operators raise for fewer elements than the calling code expects.
 _ERRORS_OF_SIZES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 

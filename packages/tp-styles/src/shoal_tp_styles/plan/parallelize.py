@@ -28,8 +28,8 @@ from ..lowering.lowered import lowered_of
 from .explain_errors import explain_local_shards
 from .resolve import AutoPlan, Plan, resolve
 
-# Attribute of each class of torch that forbids its fused kernel if it is false; nothing else reads
-# it.
+# For each class of torch the attribute that forbids its fused kernel if it is false. Only the
+# choice of the kernel reads the attribute.
 _ALLOWS_FUSED_KERNEL = {
     nn.TransformerEncoderLayer: "activation_relu_or_gelu",
     nn.TransformerEncoder: "use_nested_tensor",
@@ -139,7 +139,8 @@ def _mesh_of_plan(device_mesh: DeviceMesh | None, plan: Plan | None) -> DeviceMe
 def _forbid_fused_kernels(root: nn.Module) -> None:
     """Make torch's encoder layers call modules that have styles.
 
-    Their fused kernel would only read parameters. It is allowed again where no module has a style.
+    Their fused kernel reads the parameters without calling these modules. A layer without styled
+    modules may use its fused kernel again.
     """
     for module in root.modules():
         attributes = vars(module)
@@ -187,6 +188,6 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
     _forbid_fused_kernels(plain)
     for owner in plain.modules():
         hook_end_of_forward(owner, None)
-    # the module may be data-parallel
+    # the module may still be data-parallel, so its random numbers may still be sharded
     watch_draws(plain)
     return plain

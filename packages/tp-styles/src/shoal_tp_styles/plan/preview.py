@@ -28,8 +28,6 @@ from .verify import map_tensors
 
 
 class CollectiveCost(NamedTuple):
-    """One collective of a step."""
-
     """One collective of a step.
 
     Attributes:
@@ -56,8 +54,8 @@ class PreviewRow:
         parameter_bytes: bytes of the module's parameters on the rank that holds most.
         forward: collectives of the forward, in order of use.
         backward: collectives of the backward.
-        by_dispatch: the module's own forward runs on DTensors; the collectives of its operators are
-            not listed.
+        by_dispatch: whether the module's own forward runs on DTensors; the collectives of its
+            operators are then not listed.
     """
 
     path: str
@@ -213,7 +211,7 @@ def _largest_shards_bytes(use: StyledModule, axis: DeviceMesh, listed: set[int])
         listed.add(id(param))
         nbytes = bytes_of(param)
         for sharded in use.shard_sizes(name, axis):
-            # 10 rows of 40 bytes in shards of 3, 3, 3, 1: 12 bytes
+            # Example: 10 rows with 40 bytes in all, in shards of 3 3 3 1 rows -> 12 bytes.
             nbytes = nbytes * max(sharded.sizes) // max(sharded.size, 1)
         total += nbytes
     return total

@@ -37,8 +37,8 @@ STYLE_NAMES: dict[str, Callable[[], ParallelStyle | None]] = {
         output_layouts=Partial(), desired_output_layouts=Replicate()
     ),
     "moe_identity_expert": IdentityExpert,
-    # These leave the module unchanged; of a router all ranks have all tokens, and its choices for
-    # them.
+    # These names leave the module unchanged. A router under them is replicated: every rank computes
+    # its choices for all tokens.
     **dict.fromkeys(("ep_router", "replicate", "replicated"), lambda: None),
 }
 
@@ -57,7 +57,9 @@ REFUSED: dict[str, str] = {
 WITH_CONTEXT = frozenset({"moe_tp_experts", "ep_dispatch_experts", "local_params", "mla_kv_a_proj"})
 """Names whose style depends on the module's parameters, or on the model's configuration."""
 
+# By the style name of a single parameter: the dim that is sharded.
 _DIMS = {"colwise": -2, "local_colwise": -2, "rowwise": -1, "local_rowwise": -1}
+# The style names of single parameters that are not sharded.
 _WHOLE = {"replicate", "replicated"}
 
 

@@ -1,11 +1,11 @@
 """Verification of a plan by its declarations and by a run on simulated ranks.
 
-It happens before anything is changed or a process group exists.
+It changes nothing, and needs no process group.
 
-`try_plan` runs one forward and backward of a parallel model on simulated ranks, and compares it
-with the plain model. Inputs are replicated; outputs may be sharded. In float64 and eval mode only
-an error of the plan makes a difference; a model that draws random numbers runs in training mode
-too.
+`try_plan` runs one forward and backward of a parallel model on simulated ranks, and compares the
+results with the plain model. Inputs are replicated; outputs may be sharded. The runs are in float64
+and eval mode, in which only an error of the plan makes a difference. A model that draws random
+numbers runs in training mode too.
 """
 
 from __future__ import annotations
@@ -104,20 +104,20 @@ def verify(
 
     Nothing is changed or raised.
 
-    With example inputs the plan is run: one forward and backward on every rank of the mesh,
-    simulated in this process, against the plain model, in float64 and eval mode; and in training
-    mode, from one seed, if the model drops or draws. A small configuration of a model proves the
-    plan for its shape.
+    With example inputs the plan is run: this process simulates one forward and backward of every
+    rank of the mesh, in float64 and eval mode, and compares the results with the plain model. A
+    model that draws random numbers, such as dropout, is also run in training mode, from one seed.
+    A plan for a large model can be verified on a small configuration of the model.
 
     Args:
         model: the root of the plan's paths; on any device, also meta.
         plan: as for `parallelize_module`.
         mesh: the mesh that the plan is for.
         args: example inputs of global shape; every rank gets the same inputs.
-        kwargs: likewise.
+        kwargs: example keyword inputs, likewise.
 
     Returns:
-        What was found: errors, uneven and empty shards, and what was not proven.
+        The findings: errors, uneven and empty shards, and reasons why the plan was not run.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
@@ -324,7 +324,7 @@ def _compare_runs(plain: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Input
 def _unreached(plain: nn.Module, plan: Plan, expected: _Results) -> Iterator[str]:
     """Yield entries whose parameters get no gradient: parts that these inputs do not run.
 
-    The parts cannot be distinguished if no parameter of the model has a gradient.
+    If no parameter of the model gets a gradient, these parts cannot be found.
     """
     parameters = dict(plain.named_parameters())
     reached = {id(parameters[name]) for name, grad in expected.grads.items() if grad is not None}
@@ -388,13 +388,14 @@ def _vary_constants(module: nn.Module) -> None:
 
 @torch.enable_grad()
 def _run(module: nn.Module, inputs: _Inputs) -> _Results:
-    from shoal_dtensor.testing import RandomStates  # as above
+    # imported here because it takes longer to import than the whole layer
+    from shoal_dtensor.testing import RandomStates
 
     RandomStates.seed(0)
     leaves: list[Tensor] = []
 
     def copy_input(tensor: Tensor) -> Tensor:
-        """Copy a tensor, a floating-point tensor as a float64 leaf."""
+        """Copy an input; a floating-point tensor becomes a float64 leaf."""
         tensor = tensor.detach().cpu().clone()
         if tensor.is_floating_point():
             tensor = tensor.double().requires_grad_(inputs.with_gradients)
@@ -496,13 +497,13 @@ def _are_shards(shards: list[Tensor], shape: torch.Size, dim: int) -> bool:
 
 
 def _same(value: Tensor | None, expected: Tensor | None) -> bool:
-    """Compare two tensors up to sums of another order; no gradient counts as zero."""
+    """Compare two tensors, tolerating sums in another order; None counts as zeros."""
     if value is None or expected is None:
         return all(tensor is None or not tensor.any() for tensor in (value, expected))
     if value.shape != expected.shape:
         return False
-    # Modules that compute in float32 whatever their dtype round by 1e-6; a wrong plan is wrong in
-    # the first digits.
+    # Some modules compute in float32 whatever their dtype, with errors of about 1e-6. The errors of
+    # a wrong plan are in the first digits.
     wanted = expected.double()
     largest = float(wanted.abs().nan_to_num().max()) if wanted.numel() else 0.0
     tolerance = 1e-5 * largest + 1e-9

@@ -1,7 +1,8 @@
-"""Kinds of modules in a style's table: class, base classes, or structure; and modules of experts.
+"""Kinds of modules, by which a style finds a module in its table, and facts about modules of experts.
 
-For experts the file determines the arguments of their forwards, their number, and the sharding of
-their parameters.
+A kind is a class, or stands for a structure of parameters (`TransposedLinear`). For a module of
+experts the file determines the form of its call, the number of experts, and the sharding of its
+parameters.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _takes_grouped_rows(style: str, module: nn.Module) -> bool:
 
 
 def _expert_count(style: str, module: nn.Module) -> int:
-    """Return the number of experts: of a ModuleList, or of parameters of three dims."""
+    """Return the number of experts: the length of a ModuleList, or dim 0 of packed parameters."""
     if isinstance(module, nn.ModuleList):
         return len(module)
     counts = set()
@@ -185,7 +186,7 @@ class _HiddenFeatures(NamedTuple):
     """The hidden features of a weight of an expert.
 
     Attributes:
-        blocks: number of equal blocks that the weight holds (gate, up).
+        blocks: number of equal blocks of hidden features in the weight; 2 for gate and up together.
         are_outputs: True if the product returns the hidden features, False if it sums over them.
     """
 
@@ -282,7 +283,8 @@ def _hidden_shard(module: nn.Module, dim: int, blocks: int, param: Tensor) -> Pa
         raise LayoutError(
             f"dim {dim} of {tuple(param.shape)} cannot be divided into {blocks} equal blocks"
         )
-    # Gate and up stand behind each other; or every other feature is one of them.
+    # By default all gate features come first, then all up features. Otherwise they alternate, and
+    # shards of even sizes keep the pairs together.
     if getattr(module, "is_concatenated", True) is False:
         return Shard(dim, multiple_of=blocks)
     return HeadShard(dim, Heads(size // blocks, 1, chunked=True), blocks)

@@ -1,8 +1,8 @@
-"""`ModuleSharding`: the declaration of how one module is parallel on one mesh axis.
+"""`ModuleSharding`: the declaration of how one module is parallel on one or two mesh axes.
 
-A style declares it; `apply` acts on it.
-
-The shards of a dim of heads or of experts are known when a style is applied to a number of ranks.
+A style returns the declaration for a module, and `apply` acts on it. A dim of heads or of experts
+is declared by a `HeadShard` or an `ExpertOwner`. Its shards follow from the number of ranks when
+the style is applied.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Heads:
     Attributes:
         count: number of heads.
         size: features of one head.
-        chunked: whether these are plain features, `size` of them together: divided as `torch.chunk`
-            does, like the row-wise weight behind them.
+        chunked: whether these are plain features. They are divided as by `torch.chunk`, in units of
+            `size`, because the row-wise weight that follows is divided in this way.
 
     Example:
         >>> heads = Heads(count=2, size=8)
@@ -50,8 +50,7 @@ class Heads:
         return self.count * self.size
 
     def replicated(self, ranks: int) -> bool:
-        """Tell whether each head is held by several of so many ranks."""
-        # 2 heads on 4 ranks
+        """Tell whether each head is held by several of so many ranks, as 2 heads on 4 ranks."""
         return not self.chunked and self.count < ranks and ranks % self.count == 0
 
     def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -63,13 +62,13 @@ class Heads:
         if mesh.mesh_dim_names:
             axis = mesh.axis_names[0]
             names = (f"{axis}_heads", f"{axis}_replicas")
-        # 2 heads on 4 ranks: (2, 2)
+        # Example: 2 heads on 4 ranks -> a mesh of shape (2, 2).
         return mesh.unflatten(0, (self.count, ranks // self.count), names)
 
     def placements(self, mesh: DeviceMesh) -> tuple[Placement, ...]:
         """Return placements on `self.mesh(mesh)` for a parameter with these features as rows."""
         if self.replicated(mesh.size()):
-            # 2 heads of 8 on (2, 2): rows 0:8, 0:8, 8:16, 8:16
+            # Example: 2 heads of 8 rows on 4 ranks -> the ranks hold 0:8, 0:8, 8:16, 8:16.
             return Shard(0, multiple_of=self.size), Replicate()
         return (HeadShard(0, self).on(mesh.size()),)
 
@@ -81,8 +80,7 @@ class HeadShard:
     Attributes:
         dim: the dim.
         heads: heads of one block.
-        blocks: number of equal blocks that the dim holds behind each other (gate, up), each of them
-            sharded.
+        blocks: number of equal blocks in the dim, such as gate and up; each block is sharded.
     """
 
     dim: int
@@ -113,12 +111,12 @@ class HeadShard:
         if count % ranks == 0 or heads.chunked:
             shard = Shard(self.dim, multiple_of=size)
         else:
-            # 6 heads on 4 ranks: 2, 2, 1, 1
+            # Example: 6 heads on 4 ranks -> 2, 2, 1, 1.
             heads_of_ranks = [count // ranks + (rank < count % ranks) for rank in range(ranks)]
             shard = Shard(self.dim, sizes=tuple(size * held for held in heads_of_ranks))
         if self.blocks == 1:
             return shard
-        # gate and up of 6 on 3: [2, 2, 2] of each
+        # Example: gate and up of 6 features each, on 3 ranks -> [2, 2, 2] in each block.
         in_block = shard_sizes(heads.features, shard, ranks)
         return StridedShard(self.dim, split_factor=self.blocks, sizes=in_block)
 
@@ -139,19 +137,19 @@ class ExpertOwner:
 
     def on(self, ranks: int) -> Placement:
         """Return the placement over so many ranks."""
-        # 3 experts on 2 ranks: 2 a rank, so their owners are 0 0 1
+        # Example: 3 experts on 2 ranks -> up to 2 experts per rank, so the owners are 0 0 1.
         experts_per_rank = -(-self.experts // ranks)
         owner = self.expert // experts_per_rank
         return Shard(0, sizes=tuple(self.rows * (rank == owner) for rank in range(ranks)))
 
 
-# The style of modules that no style shards and the arithmetic that is entered completes; a style that
-# comes later replaces it.
+# The style's name in a module without a style of its own, whose forward the active arithmetic (such
+# as `invariant_arithmetic`) has replaced. A style that is applied later replaces this style.
 COMPLETION = "completed by the active arithmetic"
 
 Options = TypeVar("Options")
 
-# Placement of a parameter, perhaps known only when the number of ranks is.
+# Placement of a parameter; a HeadShard or an ExpertOwner becomes one for a number of ranks.
 ParameterPlacement = Placement | HeadShard | ExpertOwner
 
 
@@ -205,9 +203,9 @@ class FusedBlocks:
     def splits(self, ranks: int) -> bool:
         """Tell whether each block becomes a separate parameter.
 
-        Equal blocks are equal runs of one dim, and every rank has the same rows of each: a
-        `StridedShard`. The ranks' rows of other blocks, or of heads that several ranks hold, are
-        not a sharding of the fused dim.
+        If all blocks are equal, a rank has the same rows of each block, and one `StridedShard` of
+        the fused dim describes them. If blocks differ, or several ranks hold the same head, no
+        placement of the fused dim describes the rows of the ranks.
         """
         differ = len({*self.blocks.values()}) > 1
         return differ or any(heads.replicated(ranks) for heads in self.blocks.values())
@@ -221,8 +219,9 @@ class FusedBlocks:
 
     def rows(self, ranks: int) -> list[int]:
         """Return the rows of all blocks on each rank."""
-        # 4 heads and 2 heads of 8 features on 4 ranks: 8 rows, then 8 more of a head that two
-        # share.
+        # Example: a block of 4 heads and a block of 2 heads, with 8 rows per head, on 4 ranks ->
+        # 16 rows on each rank: one head of the first block, and one of the second, which two ranks
+        # hold.
         rows = [0] * ranks
         for heads in self.blocks.values():
             if heads.replicated(ranks):
@@ -271,11 +270,12 @@ class Experts:
 
     Attributes:
         count: number of experts.
-        grouped: the module's forward takes rows sorted by expert and the number of rows of each
-            expert; False: tokens, the experts chosen for each of them, and their weights.
-        listed: the experts are the children of a ModuleList; False: they are indices of dim 0 of
-            its parameters.
-        capacity: rows that an expert takes, as a factor of equally many for each; None: all.
+        grouped: True if the module's forward takes rows sorted by expert and the number of rows of
+            each expert; False if it takes tokens, the experts chosen for each token, and the
+            weights of the choices.
+        listed: True if the experts are the children of a ModuleList, False if they are packed along
+            dim 0 of parameters.
+        capacity: most rows that an expert gets, as a multiple of an equal share; None: no limit.
     """
 
     count: int
@@ -302,13 +302,13 @@ class ModuleSharding:
             module's own forward runs on DTensors.
         options: options that the lowering needs in addition to placements, by type; None: no
             options.
-        local_inputs: the module's forward receives plain local tensors.
-        local_outputs: plain local tensors leave the module.
-        distributes: parameters become DTensors (False for styles that only prepare inputs or
-            outputs).
-        own_parameters: only parameters of the module itself become DTensors, and its children may
-            have styles of their own.
-        strict: a number of inputs or outputs other than the number of ports is an error.
+        local_inputs: whether the module's own forward gets plain local tensors.
+        local_outputs: whether plain local tensors leave the module.
+        distributes: whether parameters become DTensors (False for styles that only prepare inputs
+            or outputs).
+        own_parameters: whether only parameters of the module itself become DTensors, and its
+            children may have styles of their own.
+        strict: whether a number of inputs or outputs other than the number of ports is an error.
     """
 
     style: str

@@ -1,7 +1,7 @@
 """Styles for modules that treat parts of an activation alone: tokens, channels or attention heads.
 
-`ContextParallel` is for attention of a sharded sequence; column-wise and row-wise projections stand
-beside the others.
+`ContextParallel` is for attention over a sharded sequence. The other styles are for modules between
+column-wise and row-wise projections, except `HeadParallel`, which shards its own projections.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class ContextParallel(DeclaredStyle):
         method: how keys and values reach the queries, see `context_parallel_attention`.
         layout: which positions each rank holds. A name is for sequences of which all ranks hold
             equally many.
-        window: (left, right): keys before and behind the query's own position that it may read;
-            None: no bound.
+        window: (left, right), the numbers of keys before and after its own position that a query
+            reads; None for no bound.
         documents: documents of packed sequences that are the same in every batch; else use
             `context_parallel`.
 
@@ -236,7 +236,8 @@ class OwnParameters(DeclaredStyle):
     def _sharded_dim(self, module: nn.Module, name: str, dim: int) -> int:
         """Return a dim of a parameter, counted from the first one; raise if there is no such dim."""
         param = module._parameters.get(name)
-        # A vector has the dims -1 and -2 of a matrix: a bias is sharded like the rows of its weight.
+        # A vector's only dim is both -1 and -2, so that a bias is sharded like the rows of its
+        # weight.
         if param is not None and -max(param.ndim, 2) <= dim < param.ndim:
             return max(dim + param.ndim, 0) if dim < 0 else dim
         got = "no such parameter" if param is None else f"one of shape {tuple(param.shape)}"
@@ -342,7 +343,8 @@ def sharded_groups(
         if has_own_forward:
             raise unsupported(name, module, CONVOLUTIONS)
     channels = ChannelsOfGroups.of(module, style.multiple_of)
-    # In units of 2 groups of 1 input and 2 output channels: multiples of 2 and of 4.
+    # Example: units of 2 groups, with 1 input and 2 output channels in a group -> the ranks read
+    # multiples of 2 channels, and compute multiples of 4.
     reads = Shard(channels.dim, multiple_of=channels.unit * channels.into)
     computes = Shard(channels.dim, multiple_of=channels.unit * channels.out_of)
     per_output = Shard(0, multiple_of=channels.unit * channels.out_of)

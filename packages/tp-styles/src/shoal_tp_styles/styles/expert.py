@@ -30,9 +30,9 @@ from .style import DeclaredStyle, unsupported
 class ExpertParallel(DeclaredStyle):
     """Style that holds some experts on each rank, and sends tokens to them.
 
-    The experts are packed, parameters of shape (experts, ...), or the children of a ModuleList with
-    a forward. Any number of experts on any number of ranks. Nothing is dropped unless a capacity is
-    given.
+    The experts are packed in parameters of shape (experts, ...), or are the children of a
+    ModuleList with a forward. The number of experts need not be a multiple of the number of ranks.
+    No tokens are dropped unless a capacity is given.
 
     On two axes, `ExpertParallel().on(("expert", "tensor"))`, the second one shards the hidden
     features of each expert as `ExpertTensorParallel` does; all ranks along it have the same tokens.
@@ -97,9 +97,9 @@ class ExpertParallel(DeclaredStyle):
 class ExpertTensorParallel(DeclaredStyle):
     """Style that holds some hidden features of every expert on each rank, and sums the outputs.
 
-    The parameters are known by their names: gate_up_proj, gate_proj, up_proj, w1, w3 and down_proj,
-    w2, packed over the experts or of Linears in a ModuleList, and their biases. All ranks have the
-    same tokens.
+    The style recognizes parameters by their names: gate_up_proj, gate_proj, up_proj, w1, w3 and
+    down_proj, w2, and their biases. They are packed over the experts, or belong to Linears in a
+    ModuleList. All ranks have the same tokens.
 
     Raises:
         UnsupportedModuleError: if the module has other parameters (when applied).
@@ -130,7 +130,8 @@ class ExpertTensorParallel(DeclaredStyle):
 class IdentityExpert(DeclaredStyle):
     """Style for an `nn.Identity` among experts: each rank returns its share of the sum.
 
-    The experts are under `ExpertTensorParallel`.
+    The other experts have the style `ExpertTensorParallel`, so the outputs of all experts are
+    summed over the ranks.
 
     Raises:
         UnsupportedModuleError: if the module is another one (when applied).
@@ -150,7 +151,7 @@ class IdentityExpert(DeclaredStyle):
 class SharedExpertOverlap(DeclaredStyle):
     """Style that computes a block's shared expert while tokens are in flight to routed experts.
 
-    The backward overlaps likewise.
+    In the backward, the shared expert's backward overlaps the exchange of gradients.
 
     The style goes on the block that holds both, in addition to `ExpertParallel()` on its experts.
     Values and collectives stay the same. The block calls the experts first, then the shared expert

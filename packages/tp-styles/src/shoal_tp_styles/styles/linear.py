@@ -182,7 +182,8 @@ class _FeatureStyle(DeclaredStyle):
             return sharded_groups(self, module, input_layout, output_layout)
         features, lowering = _row_of(style, table, module)
         if features.input is None:
-            # As in torch, ids for the rows of a table arrive sharded too.
+            # ColwiseParallel passes a default. RowwiseParallel passes none: as in torch, ids for
+            # the rows of its table arrive sharded unless the style gives another layout.
             arrives: Placement = input_layout or Shard(-1)
             input_port = Port(arrives, Replicate())
         else:
@@ -221,11 +222,15 @@ class _FeatureStyle(DeclaredStyle):
 class ColwiseParallel(_FeatureStyle):
     """Style that shards a module along its output features: a rank computes some output columns.
 
-    Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv and
-    ConvTranspose: output channels, and with several groups complete ones, with their input
-    channels. A Linear with a weight of shape (in, out) (GPT-2's `Conv1D`) is recognised by its
-    structure. RNN, LSTM and GRU: hidden units, the state gathered in every step of the sequence;
-    states have the layout of the output, which of two directions is Replicate.
+    The sharded dims are, for each kind of module:
+
+    - Linear: weight and bias `Shard(0)`. A Linear with a weight of shape (in, out) (GPT-2's
+      `Conv1D`) is recognized by its structure.
+    - Embedding and EmbeddingBag: weight `Shard(1)`.
+    - Conv and ConvTranspose: output channels. With several groups, a rank has complete groups, and
+      reads their input channels.
+    - RNN, LSTM and GRU: hidden units. The state is gathered in every step of the sequence. The
+      states have the layout of the output, which must be Replicate for a bidirectional module.
 
     Args:
         input_layouts: layout of a plain input; Replicate if left out. Inside it is replicated.
@@ -265,7 +270,7 @@ class ColwiseParallel(_FeatureStyle):
         if self.of_heads is not None:
             return self._of_heads(module, self.of_heads)
         if isinstance(module, RECURRENT):
-            # Each gate has some units on every rank.
+            # every gate is sharded alike, by single hidden units
             if self.multiple_of > 1:
                 raise LayoutError(
                     "ColwiseParallel.aligned: not supported for recurrent modules, whose hidden "
@@ -324,9 +329,12 @@ class ColwiseParallel(_FeatureStyle):
 class RowwiseParallel(_FeatureStyle):
     """Style that shards a module along its input features: a rank computes a partial output.
 
-    Linear: weight `Shard(1)`, the bias replicated and added once after the reduction; Embedding:
-    weight `Shard(0)`, tokens of other ranks masked; Conv and ConvTranspose: input channels, and
-    with several groups complete ones, with their output channels, so that nothing is summed.
+    The sharded dims are, for each kind of module:
+
+    - Linear: weight `Shard(1)`. The bias is replicated, and added once after the reduction.
+    - Embedding: weight `Shard(0)`. A rank returns zeros for tokens of other ranks.
+    - Conv and ConvTranspose: input channels. With several groups, a rank has complete groups and
+      computes their output channels, so nothing is summed.
 
     Args:
         input_layouts: layout of a plain input; the last dim sharded if left out. For bags the
@@ -361,7 +369,7 @@ class TiedStyle(DeclaredStyle):
 
 
 def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
-    """Return the style that places the weight of a Linear or Embedding so, or None."""
+    """Return the style that gives the weight of a Linear or Embedding this placement, or None."""
     is_known = class_of(module) in (nn.Linear, nn.Embedding)
     if not is_known or not isinstance(placement, Shard) or placement.sizes is not None:
         return None

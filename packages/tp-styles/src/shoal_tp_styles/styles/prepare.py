@@ -278,10 +278,12 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self.pack, _unpack)
         self.mesh = mesh
         self.dim = dim
+        # (address, shape, strides) of each plain input, all of which are replicated
         self.replicated = set()
         for tensor in inputs:
             if not isinstance(tensor, DTensor) and tensor.numel():
                 self.replicated.add((tensor.data_ptr(), tensor.shape, tensor.stride()))
+        # by address of a plain input: the packed object
         self.shards: dict[int, tuple[DTensor]] = {}
 
     def __exit__(self, *exception: object) -> None:
