@@ -489,12 +489,12 @@ def _is_same(input: Tensor, tokens: Tensor) -> bool:
         return True
     if type(input) is not Tensor or type(tokens) is not Tensor:
         return False
-    if _elements(input) != _elements(tokens):
+    if _properties_of_views(input) != _properties_of_views(tokens):
         return False
-    return not tokens.requires_grad or _source(input) is _source(tokens)
+    return not tokens.requires_grad or _viewed(input) is _viewed(tokens)
 
 
-def _elements(tensor: Tensor) -> tuple[object, ...]:
+def _properties_of_views(tensor: Tensor) -> tuple[object, ...]:
     """Return properties that are equal for a tensor and its views of other leading dims."""
     return (
         tensor.data_ptr(),
@@ -506,7 +506,7 @@ def _elements(tensor: Tensor) -> tuple[object, ...]:
     )
 
 
-def _source(tensor: Tensor) -> Any:
+def _viewed(tensor: Tensor) -> Any:
     """Return the autograd node, or the leaf, of the tensor that a tensor is a view of."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:

@@ -93,19 +93,20 @@ def sample(
     mass = log_probabilities.exp_().cumsum(-1)
     rows = x.shape[:-1]
     total = mass[..., -1] if classes.own else x.new_zeros(rows)
-    # cumulative over the ranks
-    ends = all_gather(total.unsqueeze(0), classes.comm, 0).cumsum(0)
-    _check_mass(ends[-1])
+    # (ranks, rows): the mass of the classes of each rank and the ranks before it
+    mass_of_ranks = all_gather(total.unsqueeze(0), classes.comm, 0).cumsum(0)
+    whole_mass = mass_of_ranks[-1]
+    _check_mass(whole_mass)
     rank = classes.comm.rank
-    before = ends[rank - 1] if rank else torch.zeros_like(total)
+    mass_before = mass_of_ranks[rank - 1] if rank else torch.zeros_like(total)
     # not `rand`, which does not accept symbolic sizes together with a generator
     point = x.new_empty(rows).uniform_(generator=generator)
     if rank:
         point.zero_()
     all_reduce_(point, classes.comm)
-    point = (point * ends[-1]).unsqueeze(-1)
+    point = (point * whole_mass).unsqueeze(-1)
     # The number of cumulative masses at or below the point, over all ranks, is the index.
-    is_below = mass + before.unsqueeze(-1) <= point
+    is_below = mass + mass_before.unsqueeze(-1) <= point
     index = all_reduce(is_below.sum(-1), classes.comm)
     return index.clamp_(max=classes.total - 1)
 

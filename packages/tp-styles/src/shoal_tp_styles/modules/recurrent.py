@@ -341,15 +341,18 @@ class HiddenUnits(Lowered):
         if isinstance(module, nn.LSTM):
             # The input, forget, cell and output gates. Example for 3 units on this rank:
             # (batch, 12) -> four tensors (batch, 3).
-            into, forget, value, out = (driven + recurrence).chunk(4, -1)
-            memory = forget.sigmoid() * state[1] + into.sigmoid() * value.tanh()
-            return out.sigmoid() * memory.tanh(), memory
+            gates = (driven + recurrence).chunk(4, -1)
+            input_gate, forget_gate, candidate, output_gate = gates
+            kept_memory = forget_gate.sigmoid() * state[1]
+            memory = kept_memory + input_gate.sigmoid() * candidate.tanh()
+            return output_gate.sigmoid() * memory.tanh(), memory
         if isinstance(module, nn.GRU):
-            reset, update, value = driven.chunk(3, -1)
-            state_reset, state_update, state_value = recurrence.chunk(3, -1)
+            reset, update, candidate = driven.chunk(3, -1)
+            state_reset, state_update, state_candidate = recurrence.chunk(3, -1)
             update = (update + state_update).sigmoid()
-            value = (value + (reset + state_reset).sigmoid() * state_value).tanh()
-            return ((1 - update) * value + update * state[0],)
+            reset = (reset + state_reset).sigmoid()
+            candidate = (candidate + reset * state_candidate).tanh()
+            return ((1 - update) * candidate + update * state[0],)
         both = driven + recurrence
         hidden = both.tanh() if module.nonlinearity == "tanh" else both.relu()
         return (hidden,)
