@@ -13,7 +13,7 @@ from .replay import ComputedError, Elements, computed_values, replay_dtype
 from .tape import Memory, MemoryView
 
 Function = Callable[[Tensor], Tensor]
-# labels between 1 and 2, of which functions such as an exponential have finite values
+# brings labels of 49 bits between 1 and 2, so that functions such as an exponential stay finite
 _SCALE = 2.0**-48
 
 
@@ -22,13 +22,13 @@ def elements_before(
 ) -> Elements:
     """Return the elements from which a loader has computed a tensor by a function.
 
-    The loader's operators and the function are replayed on the same labels, in float64, so they
-    agree where they are the same operators.
+    The loader's operators and the function are replayed on the same labels, in float64. If they are
+    the same operators, their results agree.
 
     Args:
-        recorder: of the loader's run.
+        recorder: the recorder of the loader's run.
         operand: the tensor.
-        function: takes moved elements and returns those that the loader writes, one by one.
+        function: computes each element that the loader writes from one moved element.
         sources: the memories of the checkpoint.
 
     Raises:
@@ -39,6 +39,7 @@ def elements_before(
     memories = [memory for memory in found.memories if memory in sources]
     before = (_labels_of(memories, first), _labels_of(memories, second))
     after = _apply(function, before, operand.dtype)
+    # an elementwise function of reversed labels returns reversed values
     backwards = _apply(function, (before[0].flip(0), before[1].flip(0)), operand.dtype)
     if not torch.equal(backwards[0].flip(0), after[0]):
         raise ComputedError("the function does not compute elements one by one")
@@ -77,7 +78,7 @@ def _table(labels: Tensor) -> LabelTable:
 def _apply(
     function: Function, labels: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the values of a function on labels, in float64 whatever dtypes it names."""
+    """Return the values of a function on labels, in float64 even if it casts to other dtypes."""
     recorder = Recorder()
     size = labels[0].numel()
     moved = torch.empty(size, dtype=dtype, device="meta")

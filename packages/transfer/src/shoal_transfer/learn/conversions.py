@@ -78,7 +78,7 @@ def learn_function(convert: Convert, sources: list[Source], witness: str) -> Wei
     Args:
         convert: the function.
         sources: its argument, on the meta device.
-        witness: of the mapping.
+        witness: the witness of the mapping.
 
     Raises:
         LoaderComputesError: the function computes values.

@@ -1,7 +1,8 @@
-"""Copies between views, expressed by algebra: also over tensors that a loader makes on the way.
+"""Assignments of copies between views, composed over the tensors that a loader makes in between.
 
-A clone of 128 stacked experts, of which each expert becomes a tensor of its own, is defined once. A
-replay on labels would label all experts for every one of them.
+Example: a loader clones a stack of 128 experts, and copies each expert from the clone to a parameter
+of its own. The clone is defined once, by an assignment from the stack, and each copy is composed
+with this assignment. A replay on labels would label all 128 experts for each copy.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Copies(NamedTuple):
 
     Attributes:
         parts: the assignments.
-        dtypes: of the tensors on the way.
+        dtypes: the dtypes of the tensors between the sources and the target.
     """
 
     parts: tuple[Assignment, ...]
@@ -45,9 +46,9 @@ class TargetView(NamedTuple):
     """A strided view of a contiguous target.
 
     Attributes:
-        name: of the target.
-        shape: of the target.
-        view: its offset counts from the first element of the target.
+        name: name of the target.
+        shape: shape of the target.
+        view: the view; its offset counts from the first element of the target.
     """
 
     name: str
@@ -56,7 +57,7 @@ class TargetView(NamedTuple):
 
 
 class Definitions:
-    """The origin of memories that operators have made by copying.
+    """The assignments that define memories which operators have filled by copying.
 
     Args:
         tape: the record of a loader.
@@ -69,11 +70,11 @@ class Definitions:
         self._found: dict[Memory, Copies | None] = {}
 
     def copy(self, place: TargetView, source: MemoryView) -> Copies | None:
-        """Return the assignments of a copy to a place; None if algebra cannot express it.
+        """Return the assignments of a copy to a place; None if assignments cannot express it.
 
         Args:
-            place: is written.
-            source: is read; `copy_` broadcasts it.
+            place: the view that is written.
+            source: the view that is read; `copy_` broadcasts it.
         """
         memory = source.memory
         if source.dtype != memory.dtype:
@@ -96,7 +97,7 @@ class Definitions:
         return Copies(parts, earlier.dtypes | {memory.dtype})
 
     def _definition_of(self, memory: Memory) -> Copies | None:
-        """Return the assignments of a memory that one operator has made; None for others."""
+        """Return the assignments that define a memory; None if it is not the copy of one operator."""
         if memory not in self._found:
             self._found[memory] = self._define(memory)
         return self._found[memory]
@@ -198,7 +199,7 @@ def _concatenated(
 ) -> Iterator[tuple[MemoryView, MemoryView]]:
     first = 0
     for tensor in tensors:
-        # an empty tensor of one dim fits any others
+        # `torch.cat` accepts empty tensors of one dim among tensors of any dims
         if not prod(tensor.size):
             continue
         offset = output.offset + first * output.stride[dim]

@@ -17,9 +17,9 @@ class LabelledTensor(NamedTuple):
     """A tensor whose elements have labels.
 
     Attributes:
-        name: of the source; None for the target itself, whose elements keep their values.
-        shape: of the tensor.
-        first_position: of its elements in C order.
+        name: name of the source; None for the target itself, whose elements keep their values.
+        shape: shape of the tensor.
+        first_position: position of its first element; the others follow in C order.
     """
 
     name: str | None
@@ -31,7 +31,7 @@ class ElementMap(NamedTuple):
     """The origin of each element of a target.
 
     Attributes:
-        positions: of the elements among all labelled elements; -1 for a constant.
+        positions: the position of each element among all labelled elements; -1 for a constant.
         constants: values of the constants.
     """
 
@@ -64,10 +64,10 @@ def assign_elements(
         return []
     firsts = torch.tensor([tensor.first_position for tensor in tensors] or [0])
     numbers = torch.searchsorted(firsts, positions, right=True) - 1
-    # by their bits, because two NaN are not equal
+    # constants are compared by their bits, because NaN is not equal to NaN
     bits = elements.constants.double().contiguous().view(torch.int64)
     values, codes = torch.unique(bits, return_inverse=True)
-    # constants get the numbers behind the tensors
+    # kind of each element: the index of its tensor, or for a constant a number after all of these
     kinds = torch.where(positions < 0, len(tensors) + codes, numbers)
     found: list[Assignment] = []
     for region in _uniform_regions([kinds], whole_region(positions.shape)):
@@ -122,7 +122,7 @@ def _assign_straight(
 
 
 def _uniform_regions(keys: Sequence[Tensor], region: Region) -> Iterator[Region]:
-    """Yield parts of a region in each of which every key has one value."""
+    """Yield parts of a region such that every key has one value in each part."""
     parts = _best_parts(_Keys(keys, only_equal=True), region)
     if parts is None:
         yield region
@@ -148,7 +148,7 @@ def _straight_regions(keys: Sequence[Tensor], region: Region) -> Iterator[Region
 def _crooked_dim(keys: Sequence[Tensor], region: Region) -> int | None:
     """Return a dim along which the keys advance in a way that one assignment cannot express.
 
-    It advances several keys, or a key that another dim advances, or a key backwards.
+    The dim advances several keys, or a key that another dim advances too, or a key backwards.
     """
     walked = set[int]()
     for dim, steps in enumerate(_steps(keys, region)):
@@ -160,7 +160,7 @@ def _crooked_dim(keys: Sequence[Tensor], region: Region) -> int | None:
 
 
 def _best_parts(keys: _Keys, region: Region) -> list[Region] | None:
-    """Return the parts of a region along the dim that needs fewest; None if it needs no parts."""
+    """Divide a region along the dim that needs fewest parts; None if no dim needs a division."""
     best: list[Region] | None = None
     for dim, indices in enumerate(region):
         if len(indices) < 2:
@@ -178,16 +178,17 @@ def _best_parts(keys: _Keys, region: Region) -> list[Region] | None:
 
 
 def _periods(sections: Sequence[range]) -> list[int]:
-    """Return the lengths after which a pattern of sections may repeat."""
+    """Return lengths after which a pattern of sections may repeat: patterns of up to six sections."""
     return [section.stop for section in sections[:6]]
 
 
 class _Keys:
-    """Numbers of each element, whose changes along a dim end a section.
+    """Integers of each element of a target, and the sections of a dim that they determine.
 
     Args:
         keys: tensors of the target's shape.
-        only_equal: a section has equal keys; else keys with constant differences.
+        only_equal: whether the keys in a section must be equal; otherwise their differences from
+            index to index must be.
     """
 
     def __init__(self, keys: Sequence[Tensor], *, only_equal: bool) -> None:
@@ -195,9 +196,9 @@ class _Keys:
         self._only_equal = only_equal
 
     def sections(self, region: Region, dim: int) -> list[range]:
-        """Return runs of positions along a dim of a region that belong together.
+        """Return the sections of a dim of a region, as ranges of positions.
 
-        Steps (1, 1, 5, 1) give positions 0:3 and 3:5.
+        Example: a key whose steps are 1 1 5 1 has the sections 0:3 and 3:5.
         """
         steps = [*zip(*(_steps_along(key, region, dim) for key in self._keys), strict=True)]
         sections = []
@@ -227,7 +228,7 @@ class _Keys:
 
 
 def _steps_along(key: Tensor, region: Region, dim: int) -> list[int | None]:
-    """Return the difference between each index of a dim and the next; None if it is not one."""
+    """Return a key's step from each index of a dim to the next; None if elements differ in it."""
     differences = _view(key, region).diff(dim=dim).movedim(dim, 0)
     differences = differences.reshape(len(differences), -1)
     lowest = differences.amin(1)

@@ -64,19 +64,19 @@ def learn_mapping(
             process alone if there is no world.
         keep: patterns of names, as in `fnmatch`, of parameters and buffers that the loader does
             not write, or not completely, and that keep their values in the server.
-        compute: functions by patterns of names, as in `fnmatch`, of parameters that the loader
-            computes one by one from elements, for example ``{"*norm.weight": lambda moved: moved + 1}``.
-            The loader must write what the function returns. The mapping moves the elements before
-            it, and `WeightTransfer` gets the same functions.
+        compute: functions by patterns of names, as in `fnmatch`, for example
+            ``{"*norm.weight": lambda moved: moved + 1}``. The loader computes each element of such a
+            parameter from one element, and the function must return the same values. The mapping
+            moves the elements before the computation; pass the same functions to `WeightTransfer`.
 
     Returns:
         The same mapping on every rank of the mesh.
 
     Raises:
-        LoaderComputesError: on all ranks: the loader computes values of a parameter, for example
+        LoaderComputesError: on all ranks, if the loader computes values of a parameter, for example
             quantizes it. The message names the parameter and the operator.
-        MappingError: on all ranks: the loader leaves elements of a parameter without a source, or a
-            parameter is a DTensor.
+        MappingError: on all ranks, if the loader leaves elements of a parameter without a source,
+            or a parameter is a DTensor.
 
     Example:
         >>> class Server(nn.Module):
@@ -129,8 +129,8 @@ def learn_on_rank(
     functions = dict(compute or {})
     first = _record(model, load, described, functions, side=0)
     if first.reads_numbers:
-        # A number that the loader computed from a label looks like a constant; under the other
-        # numbering it has another value.
+        # A number that the loader computed from a label looks like a constant. Under the other
+        # numbering it has another value, so a second run finds it.
         second = _record(model, load, described, functions, side=1)
         for name, parts in first.parts.items():
             if second.parts.get(name) != parts:
@@ -156,7 +156,7 @@ def merge_ranks(mappings: Iterable[WeightMapping]) -> WeightMapping:
     """Merge the mappings of ranks, whose targets have different names.
 
     Args:
-        mappings: of the same sources.
+        mappings: the mappings, all from the same sources.
 
     Raises:
         MappingError: the sources differ, or two mappings have a target of the same name.
@@ -186,9 +186,9 @@ class _LoaderRecord(NamedTuple):
     """The record of one run of a loader.
 
     Attributes:
-        shapes: of the targets after the run, by name.
+        shapes: the shapes of the targets after the run, by name.
         parts: the assignments of each target.
-        reads_numbers: the loader read elements as Python numbers.
+        reads_numbers: whether the loader read elements as Python numbers.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -274,10 +274,10 @@ def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def _refuse_gaps(name: str, parts: Iterable[Assignment], keep: Collection[str]) -> None:
-    """Refuse elements without a source, unless their tensor is to keep them.
+    """Refuse elements without a source, unless a pattern of `keep` fits their tensor's name.
 
     Raises:
-        MappingError: the tensor is not among the patterns of `keep`.
+        MappingError: if there are such elements.
     """
     if pattern_of(name, keep) is not None:
         return

@@ -26,6 +26,7 @@ from .replay import ComputedError, Elements, elements_of, results_of
 from .tape import Memory, MemoryView, Operation, Tape
 
 _READ_NUMBER = "aten::_local_scalar_dense"
+# any two numbers, the same on all ranks
 _SEEDS = (20_130_517, 71_993_021)
 
 
@@ -49,8 +50,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
         self.scalars: dict[float, int] = {}
         self._side = side
         self._by_storage: dict[int, Memory] = {}
-        # of real tensors whose storages are watched: a storage that is freed gives its address to
-        # another
+        # Real tensors whose storages are watched. They are kept, because a new storage could get
+        # the address of a freed one.
         self._kept: list[Tensor] = []
 
     def watch(self, tensor: Tensor, *, labelled: bool) -> Memory:
@@ -74,7 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
         self._by_storage[storage_key(twin)] = memory
 
     def operand_of(self, tensor: Tensor) -> MemoryView | None:
-        """Return a tensor as a view of a watched memory, None if it is not watched."""
+        """Return a tensor as a view of a watched memory; None if it is not watched."""
         memory = self._by_storage.get(storage_key(tensor))
         if memory is None:
             return None

@@ -25,13 +25,13 @@ class Checkpoint:
     """The tensors that a loader reads, watched by a recorder.
 
     Args:
-        recorder: of the loader's run; it labels the elements in order.
+        recorder: the recorder of the loader's run; it labels the elements in order.
         sources: the tensors.
 
     Attributes:
         by_memory: the tensors by the memories of their meta tensors.
         by_name: the tensors by name.
-        definitions: of tensors that the loader made of them.
+        definitions: the assignments of tensors that the loader made from them.
     """
 
     def __init__(self, recorder: Recorder, sources: Sequence[Source]) -> None:
@@ -53,13 +53,13 @@ def assign_tensor(
     """Return the assignments that define a tensor after a loader has run.
 
     Args:
-        recorder: of the loader's run.
-        name: of the target tensor.
+        recorder: the recorder of the loader's run.
+        name: name of the target tensor.
         tensor: a parameter or buffer after the run: a twin, or a tensor that the loader put in its
             place.
         checkpoint: the tensors that the loader read.
-        function: by which the loader computes the tensor; the assignments are those of the elements
-            before it.
+        function: the function by which the loader computes the tensor; the assignments are then for
+            the elements before the computation.
 
     Raises:
         ComputedError: the loader computes values of the tensor in another way.
@@ -82,9 +82,9 @@ class _Target:
     """A tensor of the server after the loader has run.
 
     Attributes:
-        recorder: of the loader's run.
-        name: of the tensor.
-        operand: its place in watched memory.
+        recorder: the recorder of the loader's run.
+        name: name of the tensor.
+        operand: the tensor as a view of watched memory.
         checkpoint: the tensors that the loader read.
     """
 
@@ -96,9 +96,9 @@ class _Target:
     # --- copies of views --------------------------------------------------------------------------
 
     def direct_assignments(self) -> list[Assignment] | None:
-        """Return the assignments if copies of views of sources are all that wrote to the tensor.
+        """Return the assignments if only copies of views, and fills, wrote to the tensor.
 
-        None if it was written in another way, or not completely, or an element twice.
+        None if another operator wrote to it, or if an element was written twice or not at all.
 
         Raises:
             ComputedError: values are rounded twice.
@@ -107,7 +107,7 @@ class _Target:
         if not is_contiguous(self.operand):
             return None
         if memory.first_position is None or memory in self.checkpoint.by_memory:
-            # the loader put a view of a source, or a tensor that it made, in the parameter's place
+            # the loader replaced the parameter by a view of a source, or by a tensor that it made
             return self._copy(self.operand._replace(offset=0), self.operand)
         parts: list[Assignment] = []
         for number in memory.writers:

@@ -32,10 +32,12 @@ class Elements(NamedTuple):
     """The content of a tensor.
 
     Attributes:
-        positions: of each element among all labelled elements; -1 for a constant. int64.
+        positions: the position of each element among all labelled elements; -1 for a constant.
+            int64.
         constants: the values of the constants; 0 elsewhere.
-        labelled: an element of a source or of a parameter is among them.
-        intermediates: dtypes of the memories that the values passed through, without both ends.
+        labelled: whether elements of sources or of parameters are among the elements.
+        intermediates: dtypes of the memories between the sources and the tensor, through which the
+            values passed.
     """
 
     positions: Tensor
@@ -72,9 +74,9 @@ class Computed(NamedTuple):
     """The values of a tensor, whatever operators have computed.
 
     Attributes:
-        values: under each of two numberings.
+        values: the values under each of two numberings.
         memories: labelled memories that the values may depend on.
-        intermediates: as of `Elements`.
+        intermediates: as in `Elements`.
     """
 
     values: tuple[Tensor, Tensor]
@@ -112,8 +114,8 @@ def results_of(
     """Return the results of an operation under the first numbering.
 
     Args:
-        tape: the operations before it.
-        operation: writes to none of its arguments.
+        tape: the operations before this one.
+        operation: an operation that does not write to its arguments.
         numberings: two random numberings.
         scalars: positions of the labels that were read as Python numbers.
 
@@ -150,7 +152,7 @@ def compare(
 
 
 class _Replay:
-    """Memories under two numberings, as flat tensors on the CPU."""
+    """A replay of operations: the values of memories under two numberings, flat and on the CPU."""
 
     def __init__(
         self, numberings: Numberings, scalars: Mapping[float, int], *, may_compute: bool = False
@@ -183,8 +185,8 @@ class _Replay:
     def _view_of(self, operand: MemoryView, side: int) -> Tensor:
         """Return a tensor's values under one numbering.
 
-        If nothing wrote to the source, only the labels of the view are made: a view of one expert
-        does not need labels for all experts.
+        If nothing wrote to the memory, only the labels of the view are computed: a view of one
+        expert does not need labels for all experts.
         """
         memory = operand.memory
         if memory in self._values or memory.first_position is None:
@@ -293,7 +295,7 @@ class _Replay:
             raise ComputedError(f"calls {name}, which fails on labels ({error})") from error
 
     def _values_of(self, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Return the values of a memory; the values that it began with if nothing wrote to it."""
+        """Return the values of a memory; its initial values if nothing has written to it."""
         if memory in self._values:
             return self._values[memory]
         dtype = replay_dtype(memory.dtype)

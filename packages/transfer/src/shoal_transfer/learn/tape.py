@@ -19,13 +19,13 @@ class Memory:
     """A storage that the recorder watches.
 
     Attributes:
-        number: of this memory on its tape.
-        dtype: of its elements.
+        number: index of the memory on its tape.
+        dtype: dtype of its elements.
         size: number of elements.
         holder: a meta tensor on this storage; it keeps the storage's address from being reused.
-        first_position: of the elements, for memory whose elements are labelled; else None.
-        constant: the values that it began with, for memory that had values; else None.
-        writers: numbers of the operations that write to it, in order.
+        first_position: position of the first element, if the elements are labelled; else None.
+        constant: the initial values, if the memory had values; else None.
+        writers: indices of the operations that write to it, in order.
     """
 
     number: int
@@ -52,12 +52,12 @@ class Operation:
     """A call of an operator that wrote to memory.
 
     Attributes:
-        operator: of aten.
-        args: with a MemoryView in place of each tensor.
-        kwargs: likewise.
-        read: the operands among the arguments.
-        written: the operands that are written to, outputs with new memory included.
-        outputs: for each output of the operator the operand if it has new memory, else None.
+        operator: the operator of aten.
+        args: the positional arguments, with a MemoryView in place of each tensor.
+        kwargs: the keyword arguments, likewise.
+        read: the MemoryViews among the arguments.
+        written: the views that are written, including outputs with new memory.
+        outputs: one entry per output of the operator: its view if it has new memory, else None.
     """
 
     operator: Operator
@@ -123,8 +123,8 @@ class Tape:
     ) -> None:
         """Add the writers of memories before an operation.
 
-        Operations are visited from the last to the first, so the first time that a memory is
-        needed has the most writers.
+        Operations are visited from the last to the first. The first visit of a memory therefore has
+        all of its writers that any later visit would have.
         """
         for memory in memories:
             if memory in seen:

@@ -17,7 +17,7 @@ class Twins:
     """The twins of one module.
 
     Attributes:
-        by_original: for each parameter or buffer, by id, the pair (original, twin).
+        by_original: pairs (original, twin) of parameters and buffers, by `id` of the original.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Twins:
 
 @contextmanager
 def meta_twins(module: nn.Module) -> Iterator[Twins]:
-    """Put meta twins in the place of all parameters and buffers; put the originals back after.
+    """Open a block in which a module has meta twins in place of its parameters and buffers.
 
-    A loader then finds tensors with the attributes of the originals, such as `weight_loader`, and
-    whatever it does to them leaves the module unchanged.
+    The twins have the attributes of the originals, such as `weight_loader`. After the block the
+    module has its originals again, unchanged by a loader that ran in the block.
     """
     twins = Twins()
     saved: list[tuple[Table, Table]] = []

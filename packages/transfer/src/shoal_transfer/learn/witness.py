@@ -1,4 +1,4 @@
-"""`verify_mapping`: a declared mapping beside a recorded one, element by element."""
+"""`verify_mapping`: the comparison of a declared mapping with a recorded one."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from ..mapping.weight_mapping import WeightMapping
 
 
 def verify_mapping(declared: WeightMapping, recorded: WeightMapping) -> WeightMapping:
-    """Compare a mapping that somebody wrote with a recorded one, and take over its witness.
+    """Compare a mapping that somebody wrote with a recorded one, and return it with a witness.
 
-    A mapping that exchanges gate and up is complete and free of overlaps, so no proof by algebra
-    finds the fault. The server's own loader does, before a byte moves.
+    A mapping that exchanges gate and up is complete and free of overlaps, so the proof of a plan
+    cannot find the error. The comparison with the server's own loader finds it, before anything is
+    sent.
 
     Args:
         declared: the mapping to check.
-        recorded: from `learn_mapping`, possibly composed with `learn_conversion`. Elements that it
-            keeps, because the loader does not write them, are not compared.
+        recorded: the mapping of `learn_mapping`, possibly composed with `learn_conversion`. Elements
+            that it keeps, because the loader does not write them, are not compared.
 
     Returns:
         The declared mapping with the witness of the recorded one.
 
     Raises:
-        MappingError: an element of a target has another origin; the message names the target, the
-            region and both origins. Or a mapping has targets that the other one lacks, or the
-            recorded mapping has no witness.
+        MappingError: if an element of a target has another origin; the message names the target,
+            the region and both origins. Also if the mappings have different targets, or the
+            recorded mapping does not have a witness.
 
     Example:
         >>> checkpoint = {"gate": torch.empty(2, 4), "up": torch.empty(2, 4)}

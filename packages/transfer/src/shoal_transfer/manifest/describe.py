@@ -60,8 +60,8 @@ def describe(
 
     Raises:
         StyleTypeError: the model is neither a module nor a mapping.
-        ManifestError: on all ranks of the mesh: a tensor is a pending sum, ranks disagree about a
-            shape, or no rank holds some elements.
+        ManifestError: on all ranks of the mesh, if a tensor is a pending sum, ranks disagree about
+            a shape, or no rank holds some elements.
 
     Example:
         >>> from torch import nn
@@ -164,7 +164,7 @@ def describe_files(paths: Iterable[str | PathLike[str]], *, world: str = "files"
     memory of a tensor is its data in the file.
 
     Args:
-        paths: of the files.
+        paths: paths of the files.
         world: name of their world.
 
     Returns:

@@ -11,7 +11,19 @@ from shoal_tp_styles.internal import block_rows, shardings_of
 
 
 class Entry(NamedTuple):
-    """A parameter or buffer: the table that holds it, and its rows of an entry of the source."""
+    """A parameter or buffer of a model, and its place in a tensor of the plain model.
+
+    Attributes:
+        table: the dict of a module that holds the tensor.
+        name: the tensor's key in `table`.
+        tensor: the parameter or buffer.
+        source: name of the plain model's tensor. A block of a split fused parameter is a part of it;
+            other tensors are the whole of it.
+        first_row: the row of `source` at which the tensor begins.
+        source_shape: shape of `source`.
+        transposed: whether the rows of the tensor are columns of `source`.
+        part: path of the tensor in the model as it is.
+    """
 
     table: dict[str, Any]
     name: str
@@ -20,7 +32,6 @@ class Entry(NamedTuple):
     first_row: int
     source_shape: tuple[int, ...]
     transposed: bool
-    # name of the tensor in the model as it is, with its prefix
     part: str
 
 

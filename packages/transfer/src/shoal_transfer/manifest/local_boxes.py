@@ -18,10 +18,10 @@ class LocalBox(NamedTuple):
     """A box of a global tensor in a local tensor.
 
     Attributes:
-        box: in the global tensor.
-        place: the box in the local tensor.
+        box: (start, stop) per dim of the global tensor.
+        place: (start, stop) of the same elements per dim of the local tensor.
         memory: the local tensor.
-        number: of the memory among the local tensors of this rank.
+        number: index of the local tensor among the tensor's local tensors on this rank.
     """
 
     box: Box
@@ -63,7 +63,7 @@ def local_boxes(name: str, tensor: Any) -> Iterator[LocalBox]:
 def _boxes_of_dtensor(name: str, tensor: DTensor) -> Iterator[LocalBox]:
     spec = tensor.spec
     if spec.coordinate is None:
-        # the mesh of other ranks
+        # this rank is not in the mesh
         return
     if spec.partials:
         raise ManifestError(f"{name!r} is {tensor.placements}: redistribute partial tensors first")

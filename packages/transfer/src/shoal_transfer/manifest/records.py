@@ -30,7 +30,7 @@ class Holding(NamedTuple):
         box: (start, stop) per dim of the tensor.
         offset: elements from the beginning of the memory.
         strides: elements from one index of a dim to the next.
-        part: number of the memory among `TensorRecord.parts`.
+        part: index of the memory's name in `TensorRecord.parts`.
 
     Example:
         >>> Holding(rank=1, box=((4, 8), (0, 2)), offset=0, strides=(2, 1)).box
@@ -48,7 +48,7 @@ class Holding(NamedTuple):
 class TensorRecord:
     """One logical tensor of a model and the ranks that hold it.
 
-    Records of equal layout share one `holdings` tuple, which plans use.
+    Records of equal layout share one `holdings` tuple, by which a plan finds them and plans them once.
 
     Attributes:
         name: logical name: the name of the plain model.
@@ -112,10 +112,10 @@ class Manifest:
     without sharing a process group.
 
     Args:
-        tensors: by logical name, in the model's order.
+        tensors: the tensors by logical name, in the model's order.
         hosts: the host of each rank of the model.
-        world: name of the world whose ranks these are. Two manifests with the same world number
-            the same processes.
+        world: name of the world of these ranks. In two manifests of one world, equal ranks are the
+            same process.
         rename: the replacements in names that `describe` got.
         per_rank: whether `describe` described each rank's local tensors by themselves.
 
@@ -240,7 +240,8 @@ def merge_manifests(manifests: Iterable[Manifest]) -> Manifest:
     """Merge the manifests of several ranks, or of stages of a pipeline, of one world.
 
     Args:
-        manifests: each with the tensors that its ranks hold; a rank is in one manifest only.
+        manifests: the manifests, each with the tensors that its ranks hold; a rank is in one
+            manifest only.
 
     Returns:
         One manifest of all ranks. Tensors of equal layout share their holdings.

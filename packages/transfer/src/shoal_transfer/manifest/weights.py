@@ -24,7 +24,7 @@ class NamedBox(NamedTuple):
     """A box of a logical tensor that this rank holds.
 
     Attributes:
-        box: in the logical tensor.
+        box: (start, stop) per dim of the logical tensor.
         view: the elements of the box, with the dims of the logical tensor.
         part: name of the local tensor.
         memory: the local tensor that `view` is a view of.
@@ -88,7 +88,7 @@ def weights_of(
         groups.setdefault((*_identity(model, entry), entry.first_row), []).append(entry)
     weights = []
     for group in groups.values():
-        # a tied model's files have the name that is not among its tied keys
+        # files have tied weights under the name that is not among the model's tied keys
         ordered = sorted(group, key=lambda entry: entry.source in tied)
         names = list(dict.fromkeys(_renamed(entry.source, rename) for entry in ordered))
         weights.append(Weight(names[0], tuple(names[1:]), ordered[0]))

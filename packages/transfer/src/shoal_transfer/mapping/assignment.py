@@ -15,19 +15,19 @@ from .regions import Region, common_positions, format_region, take
 class Assignment:
     """A region of a target tensor and the source of its values.
 
-    Target dim `d` advances together with source dim `dims[d]`: the k-th index of the one belongs
-    to the k-th index of the other. A transposed copy has dims (1, 0). A target dim with dims[d]
-    None does not advance the source: each of its indices gets the same values. A source dim that
-    no target dim advances has one index.
+    Target dim `d` advances together with source dim `dims[d]`: the k-th index of the target dim gets
+    its values from the k-th index of the source dim. A transposed copy has dims (1, 0). If dims[d]
+    is None, all indices of target dim `d` get the same values. A source dim that no target dim
+    advances has one index.
 
     Attributes:
         target: name of the target tensor.
         region: the elements of the target, one progression per dim.
         source: name of the source tensor; None if the values do not come from a source.
         source_region: the elements of the source, one progression per dim; () without a source.
-        dims: for every target dim the source dim that advances with it, or None.
+        dims: the source dim that advances with each target dim, or None.
         fill: the value of a region without a source. None keeps the values that the target has.
-        casts: whether the values may change their dtype; a cast happens before the wire.
+        casts: whether values may change their dtype; they are cast before they are sent.
 
     Example:
         >>> rows = (range(0, 2), range(0, 4))
@@ -60,8 +60,8 @@ class Assignment:
         """Check that both regions are in their tensors and have the same lengths.
 
         Args:
-            shape: of the target tensor.
-            source_shape: of the source tensor; None if the source does not exist.
+            shape: shape of the target tensor.
+            source_shape: shape of the source tensor; None if the source does not exist.
 
         Raises:
             MappingError: a region is not in its tensor, or the dims do not correspond.
@@ -197,19 +197,19 @@ class Strided:
     """A strided view of a contiguous tensor, as a loop over progressions of its dims.
 
     Args:
-        shape: of the contiguous tensor.
-        offset: of the view, in elements.
-        sizes: of the view.
-        strides: of the view, in elements.
+        shape: shape of the contiguous tensor.
+        offset: offset of the view, in elements.
+        sizes: sizes of the view.
+        strides: strides of the view, in elements.
 
     Attributes:
         start: the index of the first element, one number per dim of the tensor.
-        steps: for every dim of the view the pair (dim of the tensor, step); None for a dim of
-            stride 0 or size 1.
+        steps: a pair (dim of the tensor, step) for each dim of the view; None for a dim of stride 0
+            or size 1.
 
     Raises:
-        MappingError: a dim of the view walks along several dims of the tensor, or two dims of
-            the view along the same dim. Copy it in slices along its first dim.
+        MappingError: a dim of the view walks along several dims of the tensor, or two dims of the
+            view walk along one dim. Copy the view in slices along its first dim.
 
     Example:
         Column 1 of a (4, 6) tensor, two rows at a time:
@@ -228,7 +228,7 @@ class Strided:
         rest = offset
         start = []
         for stride in unit:
-            # a dim without elements behind it has stride 0
+            # the stride is 0 if a following dim has size 0
             index, rest = divmod(rest, stride) if stride else (0, 0)
             start.append(index)
         self.start = tuple(start)

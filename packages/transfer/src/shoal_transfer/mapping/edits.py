@@ -54,7 +54,7 @@ def edit_names(shapes: Shapes, patterns: Mapping[str, str]) -> Edit:
 
 
 def fuse(shapes: Shapes, fused: Mapping[str, Sequence[str]], dim: int, groups: int) -> Edit:
-    """Concatenate tensors along a dim, `groups` equal shares of each in turns."""
+    """Concatenate tensors along a dim: the first of `groups` shares of each, then the second."""
     taken = set[str]()
     targets = dict[str, Shape]()
     parts: list[Assignment] = []
@@ -157,7 +157,7 @@ def transpose(shapes: Shapes, templates: Iterable[str], dims: tuple[int, int]) -
 
 
 def pad(shapes: Shapes, sizes: Mapping[str, int], dim: int, fill: float | None) -> Edit:
-    """Lengthen a dim of tensors; the new elements are filled, or keep what the target has."""
+    """Lengthen a dim of tensors; new elements get a value, or with None keep the target's."""
     targets = dict[str, Shape]()
     parts: list[Assignment] = []
     for template, size in sizes.items():
@@ -175,7 +175,7 @@ def pad(shapes: Shapes, sizes: Mapping[str, int], dim: int, fill: float | None) 
 
 
 def repeat(shapes: Shapes, templates: Iterable[str], times: int, block: int, dim: int) -> Edit:
-    """Repeat each block of a dim a number of times, copies of a block side by side."""
+    """Repeat each block of a dim a number of times; the copies of a block are adjacent."""
     targets = dict[str, Shape]()
     parts: list[Assignment] = []
     for name in matched_names(shapes, templates):
@@ -291,7 +291,8 @@ def _turns(
 ) -> Iterator[tuple[range, str, range]]:
     """Yield the place in the fused tensor, the name and the rows of each block.
 
-    q of 4 rows and k of 2 in 2 groups: rows 0:2 of q, 0:1 of k, then 2:4 of q, 1:2 of k.
+    Example: q of 4 rows and k of 2 rows in 2 groups -> the fused tensor has the rows 0:2 of q, 0:1
+    of k, 2:4 of q, and 1:2 of k.
     """
     places = spans([*lengths] * groups)
     for number, place in enumerate(places):

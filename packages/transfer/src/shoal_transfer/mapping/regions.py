@@ -57,7 +57,8 @@ def common_positions(one: range, other: range) -> tuple[range, range]:
     distance = other.start - one.start
     if distance % divisor:
         return nothing
-    # one.start + i * one.step == other.start + j * other.step, modulo other.step
+    # Position i of `one` is in `other` if i * one.step == distance, modulo other.step. All three are
+    # divided by their common divisor; then one.step has an inverse, which gives the first i >= 0.
     modulus = other.step // divisor
     inverse = pow(one.step // divisor, -1, modulus) if modulus > 1 else 0
     first = one.start + one.step * (distance // divisor * inverse % modulus)
@@ -85,7 +86,8 @@ def _positions(indices: range, first: int, step: int, count: int) -> range:
 def take(indices: range, positions: range) -> range:
     """Return the indices at some positions of a progression; `positions` may be empty.
 
-    The result ends behind its last index, and a single index has step 1.
+    The result stops right after its last index, and a single index has step 1. So equal sets of
+    indices are equal ranges.
     """
     if not positions:
         return range(0)
@@ -157,7 +159,10 @@ def _gap_below(
     shape: tuple[int, ...],
     covered: dict[frozenset[Region], Region | None],
 ) -> Region | None:
-    """Find a gap dim by dim: the regions that contain an index must cover the dims behind it."""
+    """Find a gap dim by dim: the regions that contain an index must cover the following dims.
+
+    `covered` has the result for the following dims by the set of regions that contain an index.
+    """
     if not shape:
         return None if regions else ()
     size, *rest = shape

@@ -36,10 +36,11 @@ class WeightMapping:
         sources: shapes of the source tensors by name.
         targets: shapes of the target tensors by name.
         assignments: regions of targets and their sources, in any order.
-        witness: how the mapping was found to be right, for example "recorded loader"; None if
-            nobody but its author says so.
-        computed: targets whose elements a function of the receiver computes one by one from those
-            that arrive, with the name of that function, under which `WeightTransfer` gets it.
+        witness: how the mapping was found to be right, for example "recorded loader"; None if it
+            was not checked.
+        computed: the name of a function by the name of a target. The receiver computes each element
+            of the target by the function from the element that arrives. `WeightTransfer` gets the
+            functions by these names.
 
     Attributes:
         by_target: the assignments of each target tensor.
@@ -74,7 +75,7 @@ class WeightMapping:
         It does not have a witness: two models may order the elements of a name differently.
 
         Args:
-            shapes: by name.
+            shapes: the shapes by name.
 
         Example:
             >>> WeightMapping.same_names({"bias": (3,)}).assignments
@@ -142,7 +143,11 @@ class WeightMapping:
         )
 
     def _computed_after(self, later: WeightMapping) -> dict[str, str]:
-        """Return the computed targets of a later mapping: those that it moves, and its own."""
+        """Return the computed targets of the composition of this mapping with a later one.
+
+        These are the later mapping's own, and targets that it moves from computed targets of this
+        mapping.
+        """
         computed = dict(later.computed)
         for name, parts in later.by_target.items():
             functions = {self.computed.get(part.source or "") for part in parts}
@@ -238,8 +243,9 @@ class WeightMapping:
             fused: names of the parts by the name of the fused tensor, in order; `{}` stands for
                 one part of a name between dots.
             dim: the dim along which the parts are concatenated.
-            groups: with 2, the fused tensor has the first halves of all parts, then the second
-                halves; a tensor interleaved by head group has as many groups as kv heads.
+            groups: number of equal shares of each part. With 2, the fused tensor has the first
+                halves of all parts, then the second halves. A tensor that is interleaved by head
+                groups has as many groups as kv heads.
 
         Raises:
             MappingError: a part is missing, or its dim has no such groups.
@@ -258,7 +264,7 @@ class WeightMapping:
         """Split targets into blocks; the inverse of `fuse`.
 
         Args:
-            blocks: for the name of each fused tensor the sizes of its blocks by name, in order.
+            blocks: by the name of a fused tensor, the sizes of its blocks by name, in order.
             dim: the dim that is split.
             groups: as for `fuse`.
 
@@ -276,7 +282,7 @@ class WeightMapping:
         """Stack numbered targets along a new first dim: experts.
 
         Args:
-            stacked: for the name of each stacked tensor the name of its parts, with `{index}`.
+            stacked: by the name of a stacked tensor, the name of its parts, with `{index}`.
 
         Example:
             >>> experts = WeightMapping.same_names({"e.0.w": (2,), "e.1.w": (2,)})
@@ -289,7 +295,7 @@ class WeightMapping:
         """Give each index of the first dim of targets a tensor of its own; the inverse of `stack`.
 
         Args:
-            stacked: for the name of each stacked tensor the name of its parts, with `{index}`.
+            stacked: by the name of a stacked tensor, the name of its parts, with `{index}`.
 
         Example:
             >>> WeightMapping.same_names({"w": (2, 3)}).unstack({"w": "e.{index}.w"}).targets
@@ -301,7 +307,7 @@ class WeightMapping:
         """Exchange two dims of targets.
 
         Args:
-            names: of the tensors; `{}` stands for one part of a name between dots.
+            names: names of the tensors; `{}` stands for one part of a name between dots.
             dims: the two dims.
 
         Example:
@@ -318,7 +324,7 @@ class WeightMapping:
         Args:
             sizes: the new size of the dim by name.
             dim: the dim.
-            fill: the value of the new elements; None keeps what the target has there.
+            fill: the value of the new elements; None keeps the elements that the target has.
 
         Raises:
             MappingError: a tensor is longer than the new size.
@@ -335,7 +341,7 @@ class WeightMapping:
         """Repeat blocks of targets: kv heads for more ranks than there are heads.
 
         Args:
-            names: of the tensors.
+            names: names of the tensors.
             times: copies of each block, side by side.
             block: rows of a block: the size of a head.
             dim: the dim of the blocks.
@@ -365,8 +371,8 @@ class WeightMapping:
         """Add targets without a source.
 
         Args:
-            shapes: of the new targets by name.
-            fill: their value; None keeps what the target has.
+            shapes: the shapes of the new targets by name.
+            fill: the value of their elements; None keeps the elements that the target has.
 
         Example:
             >>> WeightMapping.same_names({}).add_filled({"scale": (1,)}, fill=1.0).assignments
@@ -378,7 +384,7 @@ class WeightMapping:
         """Leave targets out.
 
         Args:
-            names: of the tensors.
+            names: names of the tensors.
 
         Example:
             >>> WeightMapping.same_names({"a": (2,), "b": (3,)}).drop(["a"]).targets

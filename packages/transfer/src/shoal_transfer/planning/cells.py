@@ -1,4 +1,4 @@
-"""CellIndex of a tensor: boxes that each rank holds whole or not at all."""
+"""`CellIndex`: the cells of a tensor, boxes that each rank holds whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..mapping.regions import Region
 
 
 class Cell(NamedTuple):
-    """A box and the holdings that contain it."""
+    """A box of a tensor, and all holdings that contain it."""
 
     box: Box
     holders: tuple[Holding, ...]
@@ -24,8 +24,8 @@ class CellIndex:
     """The cells of a tensor, found by a region.
 
     Args:
-        shape: of the tensor.
-        holdings: of all ranks, none empty.
+        shape: shape of the tensor.
+        holdings: the holdings of all ranks, none of them empty.
 
     Example:
         >>> rows = [Holding(0, ((0, 2),), 0, (1,)), Holding(1, ((2, 4),), 0, (1,))]
@@ -44,7 +44,7 @@ class CellIndex:
             boxes = [*by_box]
         self.all = [Cell(box, tuple(holders)) for box, holders in by_box.items()]
         self._edges = edges(boxes, shape)
-        # With a grid, cells are found by the position of their edges.
+        # If the cells form a grid, a cell is found by the first index of each dim.
         self._by_start: dict[tuple[int, ...], Cell] | None = None
         if grid(boxes, shape) is not None:
             self._by_start = {}

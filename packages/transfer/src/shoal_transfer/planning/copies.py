@@ -1,4 +1,4 @@
-"""Copies: routes with addresses, as an executor or an engine of its own needs them."""
+"""`Copy`: a route with its addresses in memory, for a runner or for an engine of the user."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class MemoryBlock(NamedTuple):
 
     Attributes:
         side: "source" or "target": the world of the rank.
-        rank: in its world.
+        rank: the rank in its world.
         part: name of the local tensor.
         offset: elements from the beginning of the local tensor.
-        strides: elements, one per loop of the copy.
+        strides: strides in elements, one per loop of the copy.
 
     Example:
         >>> MemoryBlock("source", 3, "weight", 8, (4, 1)).rank
@@ -45,8 +45,8 @@ class Copy(NamedTuple):
             after stage 0, 2 for elements that a rank copies in its own memory after stage 1.
         sender: the memory that is read; None for a fill.
         receiver: the memory that is written.
-        sizes: of the loops; both memories have one stride for each.
-        dtype: of the elements on the wire and in the receiver.
+        sizes: lengths of the loops; both memories have one stride for each loop.
+        dtype: dtype of the elements on the wire and in the receiver.
         nbytes: bytes on the wire.
         fill: the value of a fill.
 
@@ -86,15 +86,15 @@ class Copy(NamedTuple):
 
 
 class TensorPlan(NamedTuple):
-    """The routes of one target tensor under the names of its tensors.
+    """The plan of one target tensor: names, and a table of routes.
 
     Attributes:
         target: name of the target tensor.
-        sources: names of the source tensors, in the order of the table's.
+        sources: names of the source tensors, in the order of `table.sources`.
         target_parts: names of the local tensors of the target.
         source_parts: names of the local tensors of each source.
-        table: the routes.
-        instance: number of this tensor among the tensors of the table.
+        table: the routes, which tensors of equal layouts share.
+        instance: number of this tensor among the tensors that share the table.
     """
 
     target: str
@@ -128,7 +128,7 @@ class TensorPlan(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The dtype of the target tensor, which is that of the wire."""
+        """The dtype of the target tensor, in which elements are sent."""
         return self.table.record.dtype
 
     def _fill_of(self, route: Route, receiver: _Address) -> Copy:

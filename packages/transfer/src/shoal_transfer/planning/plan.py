@@ -30,28 +30,28 @@ def plan_transfer(
     """Plan, and prove, a transfer of weights between two layouts.
 
     The plan depends on the arguments alone, so ranks that share no process group compute equal
-    plans from equal manifests. Each element of each target box is written once. Elements come from
-    a rank of the receiver's host where one holds them, otherwise from the holder that has least
-    to send; where several ranks of a host need an element that is on no rank of the host, one of
-    them receives it and forwards it.
+    plans from equal manifests. Each element of each target box is written once. An element comes
+    from a rank of the receiver's host if one holds it, otherwise from the holder that has least to
+    send. If several ranks of a host need an element that no source rank of the host holds, one of
+    them receives it and forwards it to the others.
 
     Args:
         source: the weights as the trainer holds them.
-        target: the weights as the server holds them; with the world of the source, equal ranks are
-            one process, which keeps what it holds.
+        target: the weights as the server holds them. If it has the world of the source, equal ranks
+            are one process, which copies its elements locally.
         mapping: the elements of the targets as elements of the sources; by default the tensors of
             the same names.
-        max_bytes: bytes that one rank sends and receives in one message round.
+        max_bytes: most bytes that one rank sends and receives in one message round.
 
     Returns:
-        A plan that is proven. `plan.is_verified` says whether the mapping has a witness, because a
-        wrong mapping proves itself.
+        A plan that is proven to carry out the mapping. The proof cannot find an error in the mapping
+        itself: `plan.is_verified` tells whether the mapping has a witness.
 
     Raises:
         StyleTypeError: an argument of a wrong type.
         MappingError: the mapping does not fit the manifests, or does not define each target
             element once; the message names the tensor and the region.
-        ProofError: the plan is not what the mapping says: an error of this package.
+        ProofError: the plan does not carry out the mapping, which is a defect of this package.
 
     Example:
         >>> from shoal_transfer import describe

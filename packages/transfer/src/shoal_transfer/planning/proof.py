@@ -1,8 +1,9 @@
 """The proof of a plan: its routes write each element of each target box once, as the mapping says.
 
-The proof reads routes and manifests, and computes nothing in the way of the planner. If several
-tensors share a table, the proof holds for each of them: the tensors differ in names and in the
-senders that take turns, and the proof is about all senders.
+The proof checks the finished routes against the manifests and the mapping, and does not depend on
+how the planner found them. If several tensors share a table, the proof holds for each of them: the
+tensors differ only in names and in which of a route's senders is used, and the proof covers all
+senders of a route.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def prove(table: RouteTable) -> None:
         ProofError: the message names the tensor and the box.
     """
     by_holding = defaultdict[Holding, list[Route]](list)
-    # Replicas share parts and senders, which need one proof.
+    # Routes to replicas share their part and senders, which are proven once.
     proven = set[tuple[int, ...]]()
     for route in table.routes:
         by_holding[route.receiver].append(route)

@@ -26,8 +26,8 @@ class Route:
     Attributes:
         part: the elements of the target, and of the source.
         source: number of the source tensor among the assignment's sources; -1 without a source.
-        senders: the holdings that can send the part, in the order in which they take turns; () for
-            a part that is filled or kept, or that is copied from target memory.
+        senders: the holdings that can send the part; tensors of one layout use them in turns. ()
+            for a part that is filled or kept, or that is copied from target memory.
         turn: position of the sender among `senders` for the first tensor of the layout.
         receiver: the holding that is written.
         copied: the route whose target elements are copied, after they arrived; None for a part
@@ -66,14 +66,14 @@ class Route:
 
 @dataclass(slots=True)
 class Loads:
-    """Bytes that each rank sends and receives so far, which balance the choice of senders."""
+    """Bytes that each rank sends and receives so far; senders with fewer bytes are preferred."""
 
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     received: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class Sides(NamedTuple):
-    """The two manifests, and what they say about links."""
+    """The manifests of the two sides of a transfer."""
 
     source: Manifest
     target: Manifest
@@ -92,7 +92,7 @@ class Round(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """A source region that a rank or a host has received, as a route that can be copied from."""
+    """A source region that has arrived at a rank or a host, and the route that brought it."""
 
     region: Region
     route: Route
@@ -108,8 +108,8 @@ class RouteTable:
         sources: the source tensors that `parts` read, by name.
         parts: the assignments of the target tensor.
         sides: the manifests.
-        loads: of the tensors before, added to.
-        most_bytes: the largest part; a larger one is divided.
+        loads: bytes of the tensors planned before; the bytes of this one are added.
+        most_bytes: most bytes of a route; larger parts are divided.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RouteTable:
         self._numbers = {name: number for number, name in enumerate(sources)}
         self._cells = [CellIndex(one.shape, one.holdings) for one in self.sources]
         self._by_host = dict[int, dict[str, tuple[Holding, ...]]]()
-        # per source: what each rank and each host has received of it
+        # by (number of the source, rank) and by (number of the source, host): what has arrived
         self._at_rank = defaultdict[tuple[int, int], list[_Arrival]](list)
         self._at_host = defaultdict[tuple[int, str], list[_Arrival]](list)
         self._held = [frozenset(one.holdings) for one in self.sources]
@@ -175,7 +175,7 @@ class RouteTable:
         return rounds
 
     def _ends(self, route: Route) -> list[tuple[bool, int]]:
-        """Return the ranks whose links a route uses, as (is of the source, rank)."""
+        """Return the ranks whose links a route uses, as (whether of the source, rank)."""
         sender = route.sender(0)
         if route.is_local or sender is None:
             return []
@@ -232,7 +232,11 @@ class RouteTable:
                     self._send_to_host(part, number, senders, receiver)
 
     def _in_turns(self, group: Sequence[Holding], near: tuple[Holding, ...]) -> Sequence[Holding]:
-        """Return the receivers of one host; the first forwards, and is the one with least to do."""
+        """Return the receivers of one host, in the order in which they get the part.
+
+        If the part comes from another host, the first receiver gets it from there, and the others
+        copy it from the first. So the first is the one that has received fewest bytes.
+        """
         if near or len(group) == 1:
             return group
         return sorted(group, key=lambda one: (self._loads.received[one.rank], one.rank))
@@ -324,7 +328,7 @@ def _divided(part: Assignment, most: int) -> Iterator[Assignment]:
     dim = next(dim for dim, indices in enumerate(part.region) if len(indices) > 1)
     indices = part.region[dim]
     of_index = count_elements(part.region) // len(indices)
-    # 10 rows of 6 elements and at most 20: 3 rows at a time
+    # Example: 10 rows of 6 elements, and at most 20 elements -> 3 rows at a time.
     length = max(most // of_index, 1)
     for first in range(0, len(indices), length):
         yield from _divided(_at(part, dim, indices[first : first + length]), most)

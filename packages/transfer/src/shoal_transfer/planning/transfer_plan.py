@@ -29,11 +29,11 @@ class Traffic(NamedTuple):
     """Bytes that a transfer moves.
 
     Attributes:
-        total: between ranks.
-        local: copied inside a rank.
-        most_sent: by one rank.
-        most_received: by one rank.
-        between_hosts: over links between hosts.
+        total: bytes sent between ranks.
+        local: bytes copied inside a rank.
+        most_sent: most bytes that one rank sends.
+        most_received: most bytes that one rank receives.
+        between_hosts: bytes sent over links between hosts.
 
     Example:
         >>> Traffic(total=8, local=0, most_sent=8, most_received=8, between_hosts=0).total
@@ -54,9 +54,9 @@ class TransferPlan:
     Attributes:
         source: the manifest of the sender's side.
         target: the manifest of the receiver's side.
-        mapping: the mapping that the plan was proven to do.
+        mapping: the mapping that the plan carries out.
         tensors: the plan of each target tensor.
-        max_bytes: bytes that one rank sends and receives in one round.
+        max_bytes: most bytes that one rank sends and receives in one round.
 
     Example:
         >>> from shoal_transfer import describe, plan_transfer
@@ -74,7 +74,7 @@ class TransferPlan:
 
     @property
     def is_verified(self) -> bool:
-        """Tell whether the mapping has a witness beside its author."""
+        """Tell whether the mapping has a witness: a check other than the proof of the plan."""
         return self.mapping.witness is not None
 
     @property
@@ -84,7 +84,7 @@ class TransferPlan:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of what the plan depends on, for a comparison between two worlds."""
+        """Digest of the arguments of the plan; two worlds compare it."""
         parts = (self.source.to_json(), self.target.to_json(), self.mapping.to_json())
         text = "\n".join((*parts, str(self.max_bytes)))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -252,12 +252,12 @@ class TransferPlan:
 
 
 def _turns(route: Route, uses: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranks that send a route, and how many of the tensors of its table each sends."""
+    """Yield each rank that sends a route, and for how many of the table's tensors it does so."""
     period = max(len(route.senders), 1)
     for instance in range(min(uses, period)):
         holding = route.sender(instance)
         assert holding is not None, "a route between ranks has a sender"
-        # 8 tensors and 3 senders: tensors 1, 4 and 7 from the second
+        # Example: 8 tensors and 3 senders -> the second sender sends tensors 1, 4 and 7.
         yield holding.rank, len(range(instance, uses, period))
 
 

@@ -34,9 +34,9 @@ class Computations:
     """The functions of the target's computed tensors, on one rank.
 
     Args:
-        plan: its mapping says which tensors are computed.
-        rank: of the target; None on a process that holds nothing of it.
-        functions: by the names that the mapping has for them.
+        plan: the plan; its mapping names the computed tensors.
+        rank: this process's rank in the target; None if it holds nothing of the target.
+        functions: the functions by their names in the mapping.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Computations:
         return bool(self._names)
 
     def missing(self) -> str | None:
-        """Return which function this rank should have got, None if it has all."""
+        """Return an error text for a function that this rank did not get; None if it has all."""
         if self._rank is None:
             return None
         for name, function in self._names.items():
@@ -65,7 +65,7 @@ class Computations:
         return None
 
     def arrived(self, record: TensorRecord, view: Tensor) -> Tensor:
-        """Return what the target is to hold where elements of a tensor have arrived."""
+        """Return the target's elements for elements that have arrived: the same, or computed."""
         if record.name not in self._names:
             return view
         name = self._names[record.name]

@@ -26,18 +26,18 @@ def copy_weights(
 
     Use this function for a mesh that serves and another mesh that trains: degrees, plans and ranks
     of the world may differ. All ranks of the world call the function. No rank holds more of a
-    parameter than its shards of both models, and the parts in flight. To do it at each step, or
-    between models of different names, make a `WeightTransfer`.
+    parameter than its shards of both models, and the parts in flight. To copy weights at each step,
+    or between models of different names, make a `WeightTransfer`.
 
     Args:
         source: a parallel or plain model; None on ranks that have no part of it.
         target: a model with the same names, written in place; None on ranks that have no part of
             it.
-        max_bytes: bytes of tensors that one rank sends and receives in one message round.
+        max_bytes: most bytes that one rank sends and receives in one message round.
 
     Raises:
-        MappingError: on all ranks, if the target has entries that the source lacks, or has in
-            another shape or dtype.
+        MappingError: on all ranks, if the target has entries that the source does not have, or has
+            with another shape or dtype.
         ManifestError: on all ranks, if a model cannot be described.
 
     Example:

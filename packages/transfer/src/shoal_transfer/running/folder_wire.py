@@ -19,6 +19,7 @@ from ..manifest.describe import FILE_DTYPES, read_header
 
 _NAMES = {getattr(torch, dtype): name for name, dtype in FILE_DTYPES.items()}
 _ELEMENTS = "elements"
+# seconds between two looks for a file: the pause is doubled up to the longest
 _FIRST_PAUSE = 0.0001
 _LONGEST_PAUSE = 0.05
 
@@ -27,9 +28,10 @@ class FolderWire:
     """Messages as files: between processes that share no process group.
 
     A folder in /dev/shm is memory that the processes of one host share; a folder of a shared file
-    system joins hosts. A message is a safetensors file with one tensor, "elements", which is
-    written under another name and renamed, so that it is whole when it appears. The receiver
-    removes it. Values of `gather` are pickled: whoever can write to the folder can run code.
+    system joins hosts. A message is a safetensors file with one tensor, "elements". The file is
+    written under another name and then renamed, so that it is complete when it appears. The
+    receiver removes it. Values of `gather` are pickled, so anybody who can write to the folder can
+    run code in the members.
 
     Args:
         folder: made where it does not exist; a new one for each transfer object.

@@ -50,7 +50,7 @@ class LocalMemories:
         return bool(before) and before != self._shapes
 
     def defect(self, names: Iterable[str]) -> str | None:
-        """Return why some local tensors cannot be read and written now, None if they can."""
+        """Return the reason why a local tensor cannot be read and written now; None if all can."""
         for name in names:
             tensor = self.tensors[name]
             if tensor.is_meta:
@@ -61,7 +61,7 @@ class LocalMemories:
         return None
 
     def shared_with(self, other: LocalMemories) -> str | None:
-        """Return the name of a tensor whose memory meets that of the other side's tensors."""
+        """Return the name of a tensor that shares memory with a tensor of the other side, or None."""
         ranges = defaultdict[int, list[tuple[int, int]]](list)
         for tensor in other.tensors.values():
             ranges[tensor.untyped_storage().data_ptr()].append(_bytes_in_storage(tensor))
@@ -74,7 +74,7 @@ class LocalMemories:
 
 
 def _bytes_in_storage(tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage that a tensor begins and ends at."""
+    """Return the first byte of a tensor in its storage, and the byte after its last one."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     if not tensor.numel():
         return start, start

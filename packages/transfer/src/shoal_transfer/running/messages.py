@@ -32,8 +32,8 @@ def as_integers(flat: Tensor) -> Tensor:
 def digest_of(flat: Tensor) -> int:
     """Return a digest of the bits and the order of elements, computed on their device.
 
-    It finds elements that are wrong, missing or exchanged. It is not a defence against somebody
-    who wants two messages of one digest.
+    Different digests show elements that are wrong, missing or exchanged. The digest does not protect
+    against messages that somebody has made to have the same digest.
 
     Example:
         >>> digest_of(torch.tensor([1.0, 2.0])) == digest_of(torch.tensor([2.0, 1.0]))
@@ -45,7 +45,7 @@ def digest_of(flat: Tensor) -> int:
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK].long()
         of_chunk = factors[: chunk.numel()]
-        # int64 wraps around, so both ways have the same result; dot is faster where it exists
+        # int64 wraps around, so both have the same result; `dot` is faster but exists on CPUs only
         is_on_cpu = flat.device.type == "cpu"
         value = torch.dot(chunk, of_chunk) if is_on_cpu else (chunk * of_chunk).sum()
         total = total * _MIX + value
@@ -55,6 +55,7 @@ def digest_of(flat: Tensor) -> int:
 @cache
 def _factors(device: torch.device) -> Tensor:
     """Return an odd factor for each word of a chunk, the same in every process."""
+    # The shifts bring high bits into the low ones, which products do not do.
     places = torch.arange(1, _CHUNK + 1)
     mixed = (places * _MIX) ^ (places << 32)
     mixed = (mixed * _MIX) ^ (mixed >> 29)
@@ -62,7 +63,7 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def _as_words(flat: Tensor) -> Tensor:
-    """Return the bits as words of 8 bytes where their number is a multiple, else of an element."""
+    """Return the bits as words of 8 bytes, or as single elements if 8 does not divide the bytes."""
     bits = as_integers(flat.contiguous())
     if bits.nbytes % 8:
         return bits
@@ -78,8 +79,8 @@ class Outgoing:
     Attributes:
         member: the receiver.
         blocks: views of the memory that is read.
-        dtype: of the elements on the wire.
-        last: the elements as they were last sent, if deltas are kept.
+        dtype: dtype of the elements on the wire.
+        last: the elements that were sent last; None without deltas.
     """
 
     member: int
@@ -106,7 +107,7 @@ class Incoming:
     Attributes:
         member: the sender.
         blocks: views of the memory that is written.
-        dtype: of the elements.
+        dtype: dtype of the elements.
     """
 
     member: int
@@ -128,7 +129,7 @@ class Incoming:
 
 
 def encode_delta(flat: Tensor, last: Tensor) -> Tensor | None:
-    """Return the bytes of the elements whose bits changed, None where all elements are fewer bytes.
+    """Return the elements whose bits changed, as bytes; None if all elements are fewer bytes.
 
     The bytes are the indices, 4 bytes each, and then the elements.
 
@@ -164,7 +165,7 @@ def apply_delta(encoded: Tensor, base: Tensor) -> Tensor:
         tensor([1, 2, 3, 4])
     """
     count = encoded.numel() // (4 + base.dtype.itemsize)
-    # copies, because a view as wider elements begins at a multiple of their size
+    # cloned, because memory that is viewed as wider elements must begin at a multiple of their size
     indices = encoded[: 4 * count].clone().view(_INDEX)
     bits = _bits_of(base)
     values = encoded[4 * count :].clone().view(base.dtype)

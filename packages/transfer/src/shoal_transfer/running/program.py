@@ -46,13 +46,15 @@ class ProgramStep:
     """One round on this rank.
 
     Attributes:
-        dtype: of the elements on the wire.
-        names: of the target tensors.
-        fills: (view, value) to fill.
-        copies: (target view, source view) inside this process, before the exchanges.
-        exchanges: of stage 0 and of stage 1; exchanges in which no rank of the plan sends are left
-            out.
-        repeats: (target view, source view) of elements that have arrived.
+        dtype: dtype of the elements on the wire.
+        names: names of the target tensors.
+        fills: pairs (view, value): views that are filled with a value.
+        copies: pairs (target view, source view) that are copied inside this process, before the
+            exchanges.
+        exchanges: the exchanges of stage 0 and of stage 1; an exchange in which no rank of the plan
+            sends is left out.
+        repeats: pairs (target view, source view) that are copied after the exchanges, from elements
+            that have arrived.
     """
 
     dtype: torch.dtype
@@ -107,7 +109,7 @@ def _routes_of(seat: Seat, routes: list[Route]) -> Iterator[Route]:
 
 
 class _Compiler:
-    """Collects the copies of a round; both members of a pair have them in the same order."""
+    """Collector of the copies of a round; both members of a message have them in the same order."""
 
     def __init__(self, seat: Seat, roster: Roster, source: Memories, target: Memories) -> None:
         self._seat = seat

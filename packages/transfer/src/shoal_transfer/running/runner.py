@@ -17,14 +17,14 @@ from .wires import Wire
 
 @dataclass(slots=True)
 class Counts:
-    """Bytes that this rank sent, and would have sent without deltas."""
+    """Bytes that this rank has sent, and bytes that it would have sent without deltas."""
 
     sent: int = 0
     whole: int = 0
 
 
 class _MessageKey(NamedTuple):
-    """One message, by its members and its place in the program."""
+    """One message of a run; `place` is twice the number of its step, plus its stage."""
 
     sender: int
     receiver: int
@@ -35,7 +35,7 @@ class Runner:
     """Runs programs over a wire; buffers are kept from one run to the next.
 
     Args:
-        wire: between the members.
+        wire: the link between the members.
         digests: whether digests are compared at the end of a run.
         deltas: whether the elements that were sent are kept, for a delta at the next run.
     """
@@ -70,7 +70,7 @@ class Runner:
         that a later message has overwritten is found.
 
         Args:
-            steps: of this rank.
+            steps: the program of this rank.
             is_delta: whether both sides have the elements of the last run.
             targets_overlap: whether target tensors of this rank share memory. Elements that are
                 copied and filled inside this process are then compared at the end, too.
@@ -88,6 +88,7 @@ class Runner:
             for stage, exchange in enumerate(step.exchanges):
                 place = 2 * number + stage
                 flats = self._pack(exchange, step.dtype)
+                # the last elements of the source are in a buffer now
                 is_last = step is steps[-1] and exchange is step.exchanges[-1]
                 if is_last and not targets_overlap:
                     self.finish_reading()
@@ -104,7 +105,7 @@ class Runner:
         return counts
 
     def _pack(self, exchange: Exchange, dtype: torch.dtype) -> list[Tensor]:
-        """Return the elements of the outgoing messages, one behind the other in one buffer."""
+        """Return the elements of each outgoing message, as slices of one buffer."""
         sizes = [one.elements for one in exchange.outgoing]
         flats = self._buffer("sends", sizes, dtype, _device_of(exchange))
         for one, flat in zip(exchange.outgoing, flats, strict=True):
@@ -153,7 +154,10 @@ class Runner:
                 _keep(one, flat)
 
     def _exchange_deltas(self, exchange: Exchange, flats: list[Tensor], counts: Counts) -> None:
-        """Send the changed elements where they are fewer bytes, after their number."""
+        """Send the changed elements, or all elements if they are fewer bytes.
+
+        A first exchange sends the size of each message, and whether it is a delta.
+        """
         device = _device_of(exchange)
         payloads = [
             torch.empty(0, dtype=torch.uint8, device=device) for _ in range(self._wire.size)
@@ -238,7 +242,7 @@ def _overwritten(steps: list[ProgramStep]) -> list[str]:
 
 
 def _keep(outgoing: Outgoing, flat: Tensor) -> None:
-    """Keep the elements that the receiver has now; their memory is used at each run."""
+    """Keep the elements that the receiver has now, for a delta at the next run."""
     if outgoing.last is None:
         outgoing.last = flat.clone()
     else:

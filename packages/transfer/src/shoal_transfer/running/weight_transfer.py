@@ -40,10 +40,10 @@ class Sync(NamedTuple):
     """The result of one transfer on this rank.
 
     Attributes:
-        version: of the weights that arrived.
+        version: version of the weights that arrived.
         was_delta: whether only changed elements were sent.
-        bytes_sent: by this rank.
-        bytes_whole: that this rank would have sent without a delta.
+        bytes_sent: bytes that this rank sent.
+        bytes_whole: bytes that this rank would have sent without a delta.
 
     Example:
         >>> Sync(version=1, was_delta=False, bytes_sent=8, bytes_whole=8).version
@@ -59,10 +59,11 @@ class Sync(NamedTuple):
 class _Report(NamedTuple):
     """The report of a member to the others before bytes move."""
 
+    # digest of the plan
     digest: str
-    # of the weights to send; None on a rank that only receives
+    # version of the weights to send; None on a rank that only receives
     version: int | None
-    # of the weights that arrived last; None if they are not whole
+    # version of the last transfer; None if there was none, or if it failed
     base: int | None
     shapes_changed: bool
     error: str | None
@@ -73,14 +74,14 @@ class WeightTransfer:
 
     All ranks of both sides make one, with equal plans, and call its methods in the same order.
 
-    In mode "staged" the target has a second copy of its weights, into which elements arrive. It is
-    committed when all ranks have all of a version, so that a torn version or a rank that died
-    leaves the target on its old weights. In mode "in_place" elements arrive in the weights
+    In mode "staged" the target has a second copy of its weights, into which elements arrive. When
+    all ranks have all elements of a version, the copy is written to the weights. If a transfer fails
+    before that, the target keeps its old weights. In mode "in_place" elements arrive in the weights
     themselves, which must not be used meanwhile; after a fault `is_valid` is False until a
     transfer succeeds.
 
     Args:
-        plan: from `plan_transfer`.
+        plan: the plan that `plan_transfer` returned.
         source: the model that sends; None on ranks that hold nothing of it.
         target: the model that receives; None on ranks that hold nothing of it.
         wire: the link between the ranks; by default c10d, in the world of this process. Two worlds
@@ -91,14 +92,14 @@ class WeightTransfer:
             target must not change the weights between two transfers.
         finish: called on target ranks after a transfer, once for each layer, with the names of its
             tensors; for example to quantize them.
-        compute: the functions of the tensors that the mapping says are computed, by the names that
-            the mapping has for them, as `learn_mapping` got them. They are called on target ranks
-            after a transfer and before `finish`.
+        compute: the functions of the mapping's computed tensors, by their names in the mapping, as
+            for `learn_mapping`. They are called on target ranks after a transfer and before
+            `finish`.
 
     Attributes:
         plan: the plan; made again when shapes or strides of local tensors have changed.
-        version: of the weights that the target has, or that the source sent; None before the
-            first transfer.
+        version: version of the weights that the target has, or that the source sent; None before
+            the first transfer.
         is_valid: whether all of the target's weights have the same version; False while they are
             committed, and after `finish` or a function of `compute` has raised.
 
@@ -145,11 +146,14 @@ class WeightTransfer:
         self._parts = self._find_parts()
         self._functions = dict(compute or {})
         self._computations = Computations(plan, self._seat.target_rank, self._functions)
+        # the second copy of the target's local tensors, by name; empty in mode "in_place"
         self._staging: dict[str, Tensor] = {}
         # of the local tensors that a transfer writes in part
         self._written: dict[str, list[Place]] = {}
         self._targets_overlap = False
+        # the compiled program; None if it has to be compiled
         self._steps: list[ProgramStep] | None = None
+        # the version whose elements both sides have, so that a delta can follow
         self._base: int | None = None
         self._runner = Runner(self._wire, digests=True, deltas=deltas)
         self._thread: threading.Thread | None = None
@@ -170,10 +174,10 @@ class WeightTransfer:
             The version that arrived, and the bytes that this rank sent.
 
         Raises:
-            TransferError: on all ranks: the ranks have different plans or versions, or the version
-                is older than the target's; no data was transferred. Or the elements that arrived differ
-                from the elements that were sent, or a rank failed: the message describes the state
-                of the target.
+            TransferError: on all ranks, if the ranks have different plans or versions, or the
+                version is older than the target's; no data was transferred then. Also if the
+                elements that arrived differ from the elements that were sent, or a rank failed: the
+                message describes the state of the target.
         """
         self.wait()
         sync = self._receive(version)
@@ -240,7 +244,7 @@ class WeightTransfer:
         """Let an optimizer's `step` wait until a transfer in flight has read the weights.
 
         Args:
-            optimizer: of the source's weights.
+            optimizer: the optimizer of the source's weights.
 
         Example:
             >>> from shoal_transfer import describe, plan_transfer
@@ -263,7 +267,7 @@ class WeightTransfer:
         the target's elements. Nothing is committed. Afterwards the plan counts as verified.
 
         Raises:
-            MappingError: on all ranks: an element differs; the message names the tensor and how
+            MappingError: on all ranks, if an element differs; the message names the tensor and how
                 many elements differ on which rank.
             TransferError: the mode is not "staged", or the transfer failed.
 
@@ -295,7 +299,7 @@ class WeightTransfer:
     # --- steps of a run ------------------------------------------------------------------------
 
     def _receive(self, version: int | None) -> Sync:
-        """Move the elements of a version, into the second copy where there is one."""
+        """Move the elements of a version, in mode "staged" into the second copy."""
         version, is_delta = self._agree(version)
         assert self._steps is not None, "compiled before the ranks agreed"
         self._base = None
@@ -352,7 +356,7 @@ class WeightTransfer:
         return report
 
     def _refuse(self, version: int | None) -> str | None:
-        """Return why this rank refuses a version."""
+        """Return the reason why this rank refuses a version; None if it does not."""
         missing = self._missing_model() or self._computations.missing() or self._memory_defect()
         if missing is not None:
             return missing
@@ -368,7 +372,7 @@ class WeightTransfer:
         return None
 
     def _memory_defect(self) -> str | None:
-        """Return why the local tensors cannot be used, None if they can."""
+        """Return the reason why the local tensors cannot be used; None if they can."""
         sides = (("source", self._source), ("target", self._target))
         for side, memories in sides:
             defect = memories.defect(self._parts[side])
@@ -391,7 +395,7 @@ class WeightTransfer:
         return None
 
     def _missing_model(self) -> str | None:
-        """Return which model this rank should have passed, by the plan."""
+        """Return an error text if this rank lacks a model that the plan needs; else None."""
         sides = (("source", self._source), ("target", self._target))
         for side, memories in sides:
             for part in self._parts[side]:
@@ -493,7 +497,7 @@ class WeightTransfer:
         self.is_valid = True
 
     def _differences(self) -> list[str]:
-        """Return, by tensor, how many elements arrived that the target has in other bits."""
+        """Describe the tensors in which elements that arrived differ from the target's elements."""
         counts = dict[str, list[int]]()
         for held in self._computations.boxes():
             record = held.record
@@ -512,7 +516,7 @@ class WeightTransfer:
         return messages
 
     def _state(self) -> str:
-        """Say what the target holds after a fault."""
+        """Describe the state of the target after a fault."""
         if self._mode == "staged":
             return f"the target keeps the complete version {self.version}"
         return "the target's weights are invalid until a transfer succeeds"
@@ -549,7 +553,7 @@ def _bytes_of(view: Tensor) -> Tensor:
 
 
 def _compare(reports: list[_Report]) -> int:
-    """Return the version that all members agree on."""
+    """Return the version that all members agree on; raise TransferError if there is none."""
     _raise_first([one.error for one in reports])
     if len({one.digest for one in reports}) > 1:
         raise TransferError(

@@ -112,7 +112,7 @@ class GroupWire:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        # A group of its own: a transfer in the background does not wait for other collectives.
+        # a separate group, so that a transfer in the background does not wait for other collectives
         self.comm: Comm = comm_for("transfer", list(ranks))
         self.member = self.comm.rank
         self.size = self.comm.size
@@ -138,9 +138,9 @@ class JointWire:
     `Roster.of`: ranks of the source first.
 
     Args:
-        group: over all members, in the order of their numbers; a process group of c10d, or one of
-            its backends.
-        device: of the messages of `gather`: "cuda" for a group that moves no CPU tensors.
+        group: a process group of c10d, or one of its backends, over all members in the order of
+            their numbers.
+        device: device of the messages of `gather`: "cuda" for a group that cannot send CPU tensors.
 
     Example:
         >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
