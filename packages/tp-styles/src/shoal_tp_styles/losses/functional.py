@@ -282,8 +282,8 @@ def losses_of_labels(  # noqa: PLR0913  # everything that a row's loss depends o
     Rows with `ignore_index` have neither a loss nor a weight.
 
     Args:
-        statistics: of each row. With `smoothing`, `statistics.weighted` is the sum of the row's
-            logits, each multiplied by the weight of its class.
+        statistics: the statistics of each row. With `smoothing`, `statistics.weighted` is the sum of
+            the row's logits, each multiplied by the weight of its class.
         labels: the class of each row.
         weights: the weight of each class; None for weights of 1.
         ignore_index: the label of ignored rows.
@@ -418,7 +418,7 @@ def nll_loss(
     Args:
         log_probs: sharded along dim 1, or dim 0 of a vector.
         target: class indices, of the log-probabilities' shape without their class dim.
-        weight: of each class `(C,)`.
+        weight: the weight of each class, `(C,)`.
         ignore_index: rows with this target have neither a loss nor a weight.
         reduction: "none", "mean" or "sum".
         vocab: the classes of each rank, for plain local log-probabilities.

@@ -20,7 +20,7 @@ def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tens
     """Return the index of the largest logit per row; the smallest index among equals, on all ranks.
 
     Args:
-        logits: with the classes along `dim` sharded over ranks: a DTensor, or this rank's classes.
+        logits: a DTensor whose dim `dim`, the classes, is sharded, or this rank's classes.
         dim: the dim of the classes.
         vocab: the classes of each rank, for plain local logits.
 
@@ -64,9 +64,11 @@ def sample(
     rank computes them for its own classes, starting from the mass of the classes before.
 
     Args:
-        logits, dim, vocab: as for `argmax`.
-        temperature: of the softmax; positive.
-        generator: of the uniform numbers; the default one when left out.
+        logits: as for `argmax`.
+        temperature: divisor of the logits; 0 or less returns the argmax.
+        dim: as for `argmax`.
+        vocab: as for `argmax`.
+        generator: the generator of the uniform numbers; the default one if left out.
 
     Returns:
         Class indices of the shape of `logits` without `dim`.

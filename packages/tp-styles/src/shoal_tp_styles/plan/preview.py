@@ -145,7 +145,7 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
         plan: as for `parallelize_module`.
         mesh: the mesh; its topology gives the times.
         args: an example of the inputs, of global shape; only shapes and dtypes matter.
-        kwargs: likewise.
+        kwargs: keyword inputs, likewise.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
