@@ -1,7 +1,7 @@
 """`python -m integration_tests.migrated FOLDER PROGRAM [ARGUMENT ...]`: a program before and after its migration.
 
 A copy of the folder is migrated and the program run from both copies, on gloo ranks. Printed: what
-the migration changed, what it left to a person, and the losses. `docs/how-to/moving-from-torch.md`
+the migration changed, what it left to a person, and the losses. `docs/coming-from-torch.md`
 has the figures.
 """
 
