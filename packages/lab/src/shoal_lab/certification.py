@@ -97,7 +97,7 @@ class Certification:
             tolerance=verdict.setting.tolerance,
         )
         if locates and verdict.findings:
-            self._locate(result, verdict, observation)
+            self._locate(result, verdict, (mesh, observation))
         result.seconds = time.perf_counter() - started
         return result
 
@@ -129,12 +129,19 @@ class Certification:
             self._references[key] = record
         return record
 
-    def _locate(self, result: MeshResult, verdict: Verdict, observation: Observation) -> None:
+    def _locate(
+        self,
+        result: MeshResult,
+        verdict: Verdict,
+        run: tuple[Mapping[str, int], Observation],
+    ) -> None:
         """Find the first module with different values, and explain unexplained findings by it."""
         step = verdict.findings[0].step
-        grid = verdict.setting.grid
-        records = observe_job(self.job, result.mesh, grid.count, Observation(outputs_of_step=step))
-        reference = self._run_reference(result.mesh, replace(observation, outputs_of_step=step))
+        mesh, observation = run
+        records = observe_job(
+            self.job, mesh, prod(mesh.values()), Observation(outputs_of_step=step)
+        )
+        reference = self._run_reference(mesh, replace(observation, outputs_of_step=step))
         first = find_first_module(records, reference, verdict.setting)
         if first is None:
             return

@@ -52,7 +52,8 @@ def certify(  # noqa: PLR0913  # keywords for what runs may differ in
             the program itself on one rank, with a mesh of sizes 1.
         meshes: axis sizes by name. For a script, names of axes are found in its device meshes and
             process groups if there is one axis.
-        arguments: of the script.
+        arguments: of the script. `{tp}` in an argument stands for the size of the axis tp, which is 1
+            on one device.
         sizes: keyword arguments of program and reference, such as the number of layers; they are
             halved to find a smaller failing program.
         dtype: the default dtype of both runs, or "" to leave torch's.

@@ -1,6 +1,6 @@
 """Ranks that run a program under observation: the only module that starts processes.
 
-May import: errors, observe, records.
+May import: errors, observe, records, script_arguments.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from shoal_mesh.testing import lab
 from .errors import CertifyError
 from .observe.observer import Observation, ProgramObserver
 from .records import RankRecord
+from .script_arguments import fill_axes
 
 # The state of torch's generator in a new process.
 _FIRST_SEED = 67280421310721
@@ -32,7 +33,7 @@ class RankJob:
     Attributes:
         function: called with the axes and sizes of the mesh; None for a script.
         script: the path of the script.
-        arguments: of the script.
+        arguments: of the script; `{tp}` stands for the size of the axis tp.
         dtype: of floating tensors that the program makes without saying a dtype; "" for torch's.
         sizes: keyword arguments of the function.
         takes_mesh: whether the function takes the mesh.
@@ -108,7 +109,7 @@ def _run_observed(job: RankJob, axes: dict[str, int], observation: Observation) 
         torch.set_default_dtype(getattr(torch, job.dtype))
     torch.manual_seed(_FIRST_SEED)
     if job.function is None:
-        _run_script(job.script, job.arguments)
+        _run_script(job.script, fill_axes(job.arguments, axes))
         returned = None
     elif job.takes_mesh:
         returned = job.function(axes, **dict(job.sizes))
