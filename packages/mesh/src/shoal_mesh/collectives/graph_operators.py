@@ -1,9 +1,9 @@
 """Operators by which compiled code runs the eager collectives on gloo and on Python groups.
 
 The functional collectives of torch call gloo, whose latency dominates a small step: an all-reduce
-of 1 KiB takes 500 us between two ranks of one host, and 60 us here. Observers and the recorder
-record these operators like eager collectives. The code that inductor writes calls the function of
-an operator without torch's dispatcher, as its attribute `run`.
+of 1 KiB takes 500 us between two ranks of one host, and 60 us by the operators here. Observers and
+the recorder record them like eager collectives. The code that inductor generates calls the function
+of an operator directly, as the operator's attribute `run`, without torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .even import all_gather, all_reduce, broadcast, reduce_scatter
 from .graph_dependences import NAMESPACE
 from .uneven import all_to_all_v
 
-# Declared mutable state: group name -> communicator of its present group, which is kept for as long
-# as graphs may run.
+# Declared mutable state: group name -> communicator over the group that has this name now. Graphs
+# refer to groups by name and may run at any time, so entries are kept.
 _COMMS: dict[str, Comm] = {}
 
 
@@ -41,6 +41,7 @@ def _comm(name: str) -> Comm:
 
 
 def _rows(operand: Tensor, count: int) -> Tensor:
+    """Return an empty result with another number of rows, for compilers."""
     return operand.new_empty((count, *operand.shape[1:]))
 
 
@@ -55,12 +56,12 @@ def _exchange(operand: Tensor, receive: list[int], send: list[int], group: str) 
 
 
 def _alike(operand: Tensor, *_: object) -> Tensor:
-    """Return the shape of a result that has the shape of the operand."""
+    """Return an empty result with the shape of the operand, for compilers."""
     return operand.new_empty(operand.shape)
 
 
-# Schema -> the function that runs, and the function that returns the shape. Results are contiguous,
-# blocks are in the order of the group.
+# Schema -> the function that runs, and the function that returns an empty result for compilers.
+# Results are contiguous, and blocks are in the order of the group.
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce(Tensor operand, str op, str group) -> Tensor": (
         lambda operand, op, group: all_reduce(operand.contiguous(), _comm(group), op),
@@ -92,8 +93,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 def _shape_of(name: str, shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the function that gives compilers the shape of an operator's result.
 
-    It also keeps the operator in order: when a compiler calls the function, inductor is loaded if
-    it compiles.
+    The function also has inductor keep the operator in order (`kept_in_order`). It does so here
+    because inductor, if it compiles, is loaded when a compiler calls the function.
     """
 
     def traced(*arguments: Any) -> Tensor:
@@ -104,7 +105,7 @@ def _shape_of(name: str, shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return traced
 
 
-# Declared mutable state: the library, which takes its operators away when it goes.
+# Declared mutable state: the library. torch removes its operators when the library is freed.
 _LIBRARIES: list[Any] = []
 
 

@@ -52,10 +52,10 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three independe
         validate: compare the arguments of all ranks in one all-gather of 16 bytes, before any group
             is created.
         lazy: create the group of an axis at its first use instead of now.
-        order: "rank", or "topology": links between all ranks are measured, and the last axis joins
-            ranks with the fastest links, such as the ranks of one host, then the axis before it
-            (`measured_order` returns the gain). Ranks stay in order unless another order is clearly
-            better.
+        order: "rank", or "topology". For "topology" the links between all ranks are measured. The
+            ranks with the fastest links, such as the ranks of one host, are placed along the last
+            axis, the next fastest along the axis before it (`measured_order` returns the gain).
+            Ranks stay in order unless another order is clearly better.
 
     Returns:
         The mesh, with a process group along every axis.
@@ -132,8 +132,9 @@ def abstract_mesh(
         names: one distinct name per axis.
         rank: the rank whose view the mesh is; a rank that is not in the mesh has no coordinate.
         device_type: `cpu`, `cuda`, ...: without an index.
-        connect: for simulated ranks that do communicate: the communicator of this rank among given
-            global ranks, called once per group. Meshes with different functions are not equal.
+        connect: a function for simulated ranks that communicate. Given the global ranks of a group,
+            it returns the communicator of this rank among them; it is called once for each group.
+            Meshes with different functions are not equal.
 
     Raises:
         MeshTypeError: an argument of a wrong type.
@@ -175,11 +176,11 @@ def safe_globals() -> list[Any]:
     return [rebuild_mesh, MeshFields, Layout, range, BackendChoice]
 
 
-# a name of torch, where it is an instance
+# lower case, because in torch it is an instance
 class _mesh_resources:
     """A name that programs import from torch.
 
-    It returns the enclosing mesh, the root of a mesh, and the numbers of devices and hosts.
+    Its methods return the enclosing mesh, the root of a mesh, and the numbers of devices and hosts.
     """
 
     @staticmethod

@@ -11,10 +11,10 @@ others and reads their slots:
     rank 0:  write slot[0] | flag 7 | wait for 7, 7, 7 | read | write slot[1] | flag 8 | ...
 
 With its flag a rank publishes its collective (`request`), and ranks with different collectives
-raise instead of reading nonsense. In a second word it publishes the rounds that it has read, and a
-slot is written again when all ranks have read it. With two slots no rank waits for that: if all
-flags of round t are raised, all ranks have read round t - 1. A stream with one slot takes half the
-memory, and waits.
+raise instead of reading wrong data. In a second word it publishes the rounds that it has read, and
+a slot is written again when all ranks have read it. With two slots per rank no rank waits for that:
+if all flags of round t are raised, all ranks have read round t - 1. A stream with one slot per rank
+takes half the memory, and waits.
 
 A collective is a generator of steps: it writes its slot and yields its request; the code after the
 `yield` reads the slots.
@@ -43,9 +43,10 @@ from ..watch.processes import machine, note_processes, processes_of
 from ..watch.recorder import record
 from .rounds import WAIT_FOR_SLOT, ReceiveError, Steps
 
-# Bytes of a slot of the foreground, which has two per rank. Larger messages take several rounds.
+# The bytes of a slot of the foreground, which has two slots per rank. Larger messages take several
+# rounds.
 SLOT_BYTES = 1 << 20
-# bytes of all slots of a stream, in a group with many ranks
+# the most bytes of all slots of a stream; with many ranks, slots are smaller
 _ALL_SLOTS_BYTES = 1 << 26
 
 
@@ -61,15 +62,17 @@ class StreamSlots(NamedTuple):
     slot_bytes: int
 
 
-# Slots of the background are large, so a stream has one. Collectives are long under way, so gathers
-# and reductions have a stream each: the next gather need not wait for a reduction.
+# A stream of the background has one slot per rank, because the slots are large. Its collectives are
+# in flight for long, so gathers and reductions have a stream each: the next gather does not wait
+# for a reduction.
 BACKGROUND = {"gathers": StreamSlots(1, 1 << 24), "reductions": StreamSlots(1, 1 << 24)}
-# "0" on any rank keeps every group that it is in with its backend
+# an environment variable; if it is "0" on a rank, all groups with this rank use their backend
 OPT_OUT = "SHOAL_SHARED_MEMORY"
 # Flags are stored after data without a fence, which is right where stores become visible in program
 # order (TSO).
 _ORDERED = {"x86_64", "AMD64"}
-# of slots, by dtype, length and blocks, kept because making them takes longer than copying 1 KiB
+# The most views of its slots that a stream keeps. They are kept because making one takes longer
+# than copying 1 KiB.
 _MOST_VIEWS = 1024
 
 
@@ -87,11 +90,14 @@ class Stream:
         self.open: Underway | None = None
         # (depth, size, bytes)
         self._slots = slots
+        # by rank: the index of the first word of its line (`Peers`)
         self.lines = peers.lines[number]
         self._others = [(line, rank) for rank, line in enumerate(self.lines) if rank != peers.rank]
         # the round that was shown last
         self.round: int = 0
+        # the index of the slot that was used last, 0 or 1
         self._slot = 0
+        # (dtype, count, ways) -> for each slot the two tensors that `slots` returns
         self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
 
     def start(self, steps: Steps) -> Underway:
@@ -105,7 +111,7 @@ class Stream:
         try:
             first = _torch.on_plain_kernels(next, steps)
         except BaseException:
-            # Nothing has been shown, so this rank goes on as if it had not been called.
+            # Nothing has been shown, so the stream is as it was before the call.
             self._slot = slot
             raise
         work = Underway(self, steps)
@@ -117,9 +123,9 @@ class Stream:
         """Return the memory that this rank reads and writes: `count` elements of a slot.
 
         The first tensor has the next slot of every rank, to read once all ranks have shown the
-        round. If there are several `ways`, it has the block with this rank's number of as many
-        equal blocks: (size, count // ways). The second tensor is the own slot, (count,), free to be
-        written.
+        round. With several `ways` each slot is divided into so many equal blocks, and the first
+        tensor has only the blocks with this rank's number: (size, count // ways). The second tensor
+        is the slot of this rank, (count,), free to be written.
         """
         views = self._views.get((dtype, count, ways))
         if views is None:
@@ -137,7 +143,7 @@ class Stream:
         return views[self._slot]
 
     def show(self, request: int) -> None:
-        """Publish the request of the next round, then the round: the slot is written before."""
+        """Publish the request of the next round, then the round, whose slot has been written."""
         record(self.peers.name, request)
         self.round += 1
         words = self.peers.words
@@ -179,14 +185,15 @@ class Stream:
 
 
 class Underway:
-    """A collective under way, with the interface of c10d's Work."""
+    """A collective in flight, with the interface of c10d's Work."""
 
     __slots__ = ("_awaited", "_error", "_steps", "_stream")
 
     def __init__(self, stream: Stream, steps: Steps) -> None:
         self._stream = stream
         self._steps = steps
-        # a request, or WAIT_FOR_SLOT; None before the first and when it is complete
+        # The number that the last step has yielded: a request, or WAIT_FOR_SLOT. None before the
+        # first step and when the collective is complete.
         self._awaited: int | None = None
         # the error of the receiver of the result
         self._error: Exception | None = None
@@ -218,7 +225,8 @@ class Underway:
         """
         stream = self._stream
         awaited = self._awaited
-        self._awaited = None  # so it stays if a step raises
+        # the collective counts as complete if a step raises
+        self._awaited = None
         try:
             if awaited is not None:
                 stream.wait(awaited)
@@ -234,14 +242,15 @@ class Underway:
             closed = stream.peers.close(error)
             if isinstance(error, Exception):
                 raise closed from error
-            # an interrupt stays one
+            # an interrupt of the program is raised unchanged
             raise
         self.show(following)
 
     def show(self, request: int | None) -> None:
-        """Show the round that the last step filled, or that all rounds are read.
+        """Publish the progress that the last step has made.
 
-        The latter is the case for `WAIT_FOR_SLOT`, and for None after the last step.
+        After a request, the round that the step has written is shown. After WAIT_FOR_SLOT, or None
+        at the end, this rank has read all rounds so far.
         """
         stream = self._stream
         if request is None or request == WAIT_FOR_SLOT:
@@ -254,9 +263,9 @@ class Underway:
 
 
 class Channel:
-    """The shared memory of a group, seen by one rank: streams by name.
+    """The shared memory of a group, seen by one rank: a foreground stream, and background streams.
 
-    The stream of the foreground has small rounds.
+    Collectives that the caller waits for at once use the foreground, which has small slots.
     """
 
     def __init__(
@@ -277,14 +286,15 @@ class Channel:
         self.foreground: Stream = self.background.pop("foreground")
 
 
-# Declared mutable state: an entry goes with its group. None: the group keeps its backend.
+# Declared mutable state: the channel of each group; None if the group uses its backend. An entry is
+# dropped with its group.
 _CHANNELS: weakref.WeakKeyDictionary[ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
 
 
 def channel_of(group: ProcessGroup) -> Channel | None:
-    """Return the channel of a group of gloo, made at its first collective.
+    """Return the channel of a group of gloo; it is made at the group's first collective.
 
-    Returns None on all ranks if the group keeps its backend.
+    Returns None on all ranks if the group uses its backend.
     """
     try:
         return _CHANNELS[group]
@@ -313,14 +323,15 @@ def _make_channel(group: ProcessGroup) -> Channel | None:
     return None if segment is None else on_plain_kernels(Channel, group, segment, slots)
 
 
-# Declared mutable state: the thread that looks for deadlocks, by process: a fork has no threads.
+# Declared mutable state: the thread that looks for deadlocks, by process id, because a forked
+# process does not have the thread of its parent.
 _WATCHING: dict[int, Watcher] = {}
 
 
 def _close_all(text: str, waits: Mapping[int, str]) -> None:
     """Fail all channels of this process because of a deadlock.
 
-    The collectives in which its ranks wait are given by rank.
+    `waits` has the collective in which each rank of the deadlock waits, by rank.
     """
     for channel in list(_CHANNELS.values()):
         if channel is not None:
@@ -328,7 +339,7 @@ def _close_all(text: str, waits: Mapping[int, str]) -> None:
 
 
 def give_up(reason: str) -> None:
-    """Have the ranks that wait for this rank, or will, raise at once instead of at their timeout.
+    """Have ranks that wait for this rank, now or later, raise at once instead of at their timeout.
 
     Their errors repeat the reason of this rank.
     """
@@ -347,7 +358,7 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
     """
     token = secrets.randbits(62)
     can_share = platform.machine() in _ORDERED and os.environ.get(OPT_OUT) != "0"
-    # A number that two ranks share if one can map the other's memory; 0 if no rank can.
+    # a number that two ranks share if one can map the other's memory; 0 if this rank cannot share
     host = machine() if can_share else 0
     own_file = _create(nbytes, token) if group.rank() == 0 else -1
     own_facts = [host, os.getpid(), own_file, token, machine(), board_of_process()]
@@ -376,7 +387,7 @@ def _create(nbytes: int, token: int) -> int:
         os.ftruncate(file, nbytes)
         os.pwrite(file, token.to_bytes(8, sys.byteorder), 0)
     except (AttributeError, OSError):
-        # another system, a sandbox without it, or no memory: the group keeps its backend
+        # the system or sandbox lacks memfd, or there is no memory: the group uses its backend
         return -1
     return file
 
@@ -387,7 +398,8 @@ def _map(path: str, nbytes: int, token: int) -> mmap.mmap | None:
         with open(path, "r+b", buffering=0) as file:
             memory = mmap.mmap(file.fileno(), nbytes)
     except (OSError, ValueError):
-        # of another user, in another view of /proc; ValueError: another file, and shorter
+        # OSError: the file is another user's, or in another view of /proc. ValueError: it is another
+        # file, which is shorter.
         return None
     return memory if memory[:8] == token.to_bytes(8, sys.byteorder) else None
 
@@ -402,9 +414,10 @@ def all_have(value: object, group: ProcessGroup) -> bool:
 
 
 def ranks_per_host(group: ProcessGroup) -> int:
-    """Return how many consecutive ranks of a group each of several hosts has.
+    """Return the number of consecutive ranks of a group on each of its hosts.
 
-    Returns 0 if the hosts differ in this, or if there is one host.
+    Returns 0 if hosts have different numbers of ranks, if the ranks of a host are not consecutive,
+    if each host has one rank, or if there is one host.
     """
     machines = [machine for machine, _ in processes_of(group)]
     if not machines or not all(machines):

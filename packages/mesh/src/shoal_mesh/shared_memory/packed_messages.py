@@ -23,11 +23,11 @@ from .row_reductions import flat_of, reduce_rows
 if TYPE_CHECKING:
     from .channel import Stream
 
-# With more bytes than this, three or more ranks reduce one part each and read the parts of the
-# others: less memory moves, in two rounds.
+# A reduction of more bytes than this takes two rounds: each rank reduces one part, and then reads
+# the parts of the other ranks. Less memory moves this way.
 _ONE_ROUND_SUM_BYTES = 1 << 20
-# Bytes of a packed reduction in one round: 12 MiB take no longer in two rounds than in one, and 4
-# MiB less memory.
+# The most bytes of a packed reduction in one window. 12 MiB take no longer in two windows than in
+# one, and need 4 MiB less memory.
 _PACKED_WINDOW_BYTES = 1 << 23
 
 
@@ -54,10 +54,10 @@ class PackedMessage(NamedTuple):
         return self.kind == "all_gather"
 
     def spans(self) -> list[tuple[int, int]]:
-        """Return the elements of the messages that this rank takes, by result.
+        """Return, for each result of this rank, its elements in the messages.
 
-        For counts (2, 5): 0:2 of rank 0 and 0:5 of rank 1 are gathered; of all messages 2:7 are
-        reduced on rank 1.
+        For counts (2, 5), a gather has two results: 0:2 of the message of rank 0, and 0:5 of the
+        message of rank 1. A reduce-scatter on rank 1 has one: 2:7 of all messages, reduced.
         """
         if self.gathers:
             return [(0, count) for count in self.counts]
@@ -68,12 +68,12 @@ class PackedMessage(NamedTuple):
 def exchange_packed(message: PackedMessage, tensors: Sequence[Tensor], receive: Receive) -> Steps:
     """Pass each rank's message, or the reduction of one block of all messages, to `receive`.
 
-    Messages are to be read during the call.
+    `receive` has to copy gathered messages, because their memory is overwritten after the call.
     """
     stream, kind, counts, _, op = message
     packer = Packer(tensors)
     dtype = tensors[0].dtype
-    # The packer releases each tensor when it is packed.
+    # no reference here, so that the packer can free each tensor when it is packed
     del tensors
     length = max(counts) if message.gathers else packer.length
     window_bytes = stream.slot_bytes
@@ -98,7 +98,7 @@ def exchange_packed(message: PackedMessage, tensors: Sequence[Tensor], receive: 
             lengths = [last - first for first, last in spans]
             results = [torch.empty(count, dtype=dtype, device="cpu") for count in lengths]
         for i, (first, last) in enumerate(spans):
-            # 2:7, of which a window 4:8 brings 4:7
+            # elements 2:7 in a window 4:8: 4:7
             low = max(start, first)
             high = min(stop, last)
             if low >= high:
@@ -182,7 +182,7 @@ def all_reduce_packed(
     targets = None if receive else [flat_of(tensor) for tensor in tensors]
     packer = Packer(tensors if targets is None else targets)
     dtype = tensors[0].dtype
-    # The packer releases each tensor when it is packed.
+    # no reference here, so that the packer can free each tensor when it is packed
     del tensors
     length = packer.length
     in_parts = receive is None or length * dtype.itemsize > _ONE_ROUND_SUM_BYTES
@@ -225,7 +225,8 @@ def _reduce_in_two_rounds(reduction: _PackedReduction, start: int, length: int) 
         slots, slot = stream.slots(dtype, length)
         reduce_rows(terms, reduction.op, slot[low:high])
     else:
-        # Nobody else reads this rank's own part of its slot in this round, so it takes the result.
+        # No other rank reads this part of this rank's slot in this round, so the result is written
+        # there.
         total = torch.empty(high - low, dtype=dtype, device="cpu")
         reduce_rows(terms, reduction.op, total)
         slot[low:high].copy_(total)
@@ -290,9 +291,9 @@ class Packer:
         self.length: int = self.ends[-1]
 
     def pack(self, slot: Tensor, start: int) -> None:
-        """Fill a slot with the message from an element on, as far as it goes.
+        """Fill a slot with the message from element `start` on, up to the end of either.
 
-        Slots are filled in order.
+        Calls must have increasing `start`, because packed tensors are released.
         """
         stop = min(start + slot.numel(), self.length)
         filled = max(stop - start, 0)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
-# Elements of all rows of an average that are in float32 at a time: 1 MiB stays in the cache.
+# The number of elements, of all rows together, that an average converts to float32 at a time: 1 MiB
+# stays in the cache.
 _WIDE_ELEMENTS = 1 << 18
 
 # Reductions of two rows, and along a dim.
@@ -30,7 +31,7 @@ def reduce_rows(rows: Tensor, op: str, out: Tensor) -> None:
         out.div_(rows.shape[0])
         return
     reduce_two, reduce_along_dim = _REDUCE[op]
-    # 1 MiB each: 40 us, where a reduction along a dim takes 110
+    # for two rows of 1 MiB, 40 us; a reduction along a dim takes 110 us
     if rows.shape[0] == 2:
         reduce_two(rows[0], rows[1], out=out)
     else:
@@ -47,7 +48,8 @@ def _average_half_types(rows: Tensor, out: Tensor) -> None:
     for start in range(0, length, step):
         stop = min(start + step, length)
         wide = rows[:, start:stop].to(torch.float32)
-        # Divided first, for bfloat16 has the range of float32; small terms keep their digits there.
+        # The terms are divided before the sum: bfloat16 has the range of float32, so the sum could
+        # overflow. Small terms keep their digits in float32.
         mean = wide.mul_(1 / size).sum(0)
         elements_between(out, start, stop).copy_(mean)
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 from .._torch import ProcessGroup
 
-# Option of prctl.
+# the option PR_SET_NAME of prctl
 _SET_NAME = 15
 # Declared mutable state: machine and process id of the ranks of each group, in its order. An entry
-# goes with its group.
+# is dropped with its group.
 _PROCESSES: weakref.WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int], ...]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def note_processes(group: ProcessGroup, processes: tuple[tuple[int, int], ...]) -> None:
-    """Keep (machine, process id) of the ranks of a group."""
+    """Store (machine, process id) of the ranks of a group, in its order."""
     _PROCESSES[group] = processes
 
 
@@ -44,19 +44,20 @@ def machine() -> int:
     except OSError:
         return 0
     digest = hashlib.sha256(f"{boot}{processes}".encode()).digest()
+    # 1 to 2**56: a positive int64
     return int.from_bytes(digest[:7], "little") + 1
 
 
-# declared mutable state: the number of the job that a pool of ranks has this process run
+# declared mutable state: the number of the job that this process runs, if it is a rank of a pool
 _job = 0
 
 
 def name_process(job: int, *, returned: bool) -> None:
     """Set the name of a pool rank's process (Linux).
 
-    The name tells whether the rank runs a job, or has returned from it.
+    The other ranks read from the name whether the rank runs a job, or has returned from it.
     """
-    global _job  # noqa: PLW0603  # of the process, as its name is
+    global _job  # noqa: PLW0603  # a process has one name, and one job
     _job = job
     if sys.platform == "linux":
         name = f"returned {job}" if returned else "python"
@@ -66,10 +67,11 @@ def name_process(job: int, *, returned: bool) -> None:
 def state_of(pid: int) -> str:
     """Return the state of a process: "running", "stopped", "ended" or "returned".
 
-    A process is stopped by a signal. It has ended also if it is not yet reaped. A rank of a pool
-    has returned if it has returned from the job that this rank runs.
+    A process is stopped by a signal. A process that has ended and is not yet reaped counts as
+    ended. A rank of a pool has returned if it has returned from the job that this rank runs.
     """
     try:
+        # "1234 (returned 7) S 1 ...": process id, name, state
         head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
         return "ended"
@@ -77,6 +79,7 @@ def state_of(pid: int) -> str:
     if returned and int(job) >= _job:
         return "returned"
     state = rest.split()[0]
+    # a zombie, or dead
     if state in "ZX":
         return "ended"
     return "stopped" if state == "T" else "running"
