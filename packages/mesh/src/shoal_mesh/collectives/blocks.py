@@ -62,7 +62,8 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
         tensor([5., 5.])
     """
     comm = comm if type(comm) is Comm else resolve(comm)
-    if _check(blocks, comm, out):
+    has_subclasses = _check(blocks, comm, out)
+    if has_subclasses:
         _exchange_plain(blocks, comm, out)
     elif comm.size == 1:
         _copy_each(blocks[0], out[0])
@@ -78,7 +79,7 @@ def _exchange_plain(blocks: Blocks, comm: Comm, out: Blocks) -> None:
     all_to_all_blocks(plain_blocks, comm, plain_out)
     arrived = zip(chain.from_iterable(out), chain.from_iterable(plain_out), strict=True)
     for place, plain in arrived:
-        # a subclass that computes its values has given a copy
+        # `as_plain` has copied a subclass that computes its values
         if place.data_ptr() != plain.data_ptr():
             place.copy_(plain)
 
@@ -94,18 +95,19 @@ def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
     own_rank = comm.rank
     order = calls.group_to_index(comm)
     example = next(chain.from_iterable((*blocks, *out)), None)
-    # a rank without any block sends nothing, of any dtype
+    # A rank without any block sends and receives no elements, so the dtype does not matter.
     if example is None:
         example = torch.empty(0, dtype=torch.uint8, device=device_of(comm.group))
     traced = is_traced(example)
-    # Own blocks that are in memory between the others go through the message: one view has all.
+    # If this rank's own blocks are in memory between the blocks for other ranks, one view has all
+    # blocks, and the own ones are sent with the others.
     keeps_own = traced or not (
-        _is_around(blocks, order, own_rank) or _is_around(out, order, own_rank)
+        _are_around_own(blocks, order, own_rank) or _are_around_own(out, order, own_rank)
     )
     kept = own_rank if keeps_own else None
     sends = _blocks_in_message(blocks, order, kept)
     arrivals = _blocks_in_message(out, order, kept)
-    flat = _packed(list(chain.from_iterable(sends)), example)
+    flat = _pack(list(chain.from_iterable(sends)), example)
 
     def run() -> None:
         places = list(chain.from_iterable(arrivals))
@@ -126,7 +128,7 @@ def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
     received_counts = _counts(out)
     sent_counts[own_rank] = 0
     received_counts[own_rank] = 0
-    # Without a block this rank does not know the dtype.
+    # If this rank has no blocks, the dtype is unknown, and the event has no tensor.
     tensors: tuple[Tensor, ...] = ()
     if any(blocks) or any(out):
         tensors = (flat[: sum(sent_counts)],)
@@ -135,7 +137,7 @@ def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
 
 
 def _blocks_in_message(blocks: Blocks, order: Sequence[int], kept: int | None) -> Blocks:
-    """Return the blocks of every rank in the order of the group, none of the rank that is kept."""
+    """Return the blocks of every rank in the order of the group, without those of rank `kept`."""
     return [() if rank == kept else blocks[rank] for rank in order]
 
 
@@ -167,10 +169,11 @@ def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tens
     kinds = Tensor | None if blocks else Tensor
     taken = "like= is a tensor of the dtype of the blocks, needed if there are none"
     require(like, kinds, taken, CollectiveTypeError)
-    return _packed(blocks, like)
+    return _pack(blocks, like)
 
 
-def _packed(blocks: Sequence[Tensor], like: Tensor | None) -> Tensor:
+def _pack(blocks: Sequence[Tensor], like: Tensor | None) -> Tensor:
+    """Run `pack_blocks` on checked arguments."""
     filled = [block for block in blocks if block.numel()]
     if len(filled) == 1:
         return materialized(filled[0]).view(-1)
@@ -225,7 +228,8 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
 
 
 def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
-    # elements that are unpacked
+    """Run `unpack_blocks` on checked arguments."""
+    # number of elements that are unpacked so far
     start = 0
     for block in out:
         count = block.numel()
@@ -236,10 +240,7 @@ def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
 
 
 def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
-    """Return whether any block is of a tensor subclass.
-
-    Raises CollectiveError for arguments that are wrong on this rank alone.
-    """
+    """Check the arguments of this rank; return whether any block is of a tensor subclass."""
     taken = "all_to_all_blocks takes one list of tensors per rank"
     require_each(blocks, Sequence, taken, CollectiveTypeError)
     require_each(out, Sequence, taken, CollectiveTypeError)
@@ -285,12 +286,12 @@ def _copy_each(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
         place.copy_(block)
 
 
-def _is_around(blocks: Blocks, order: Sequence[int], own_rank: int) -> bool:
-    """Return whether the blocks of all ranks, but not the others' blocks alone, are adjacent.
+def _are_around_own(blocks: Blocks, order: Sequence[int], own_rank: int) -> bool:
+    """Return whether the blocks of all ranks are adjacent in memory, but not without this rank's.
 
     An example are the rows of a matrix of which this rank keeps some in the middle: one view has
-    all of them, so no buffer is needed. This rank's own blocks must not have more elements than the
-    other blocks.
+    all rows, so no buffer is needed. Returns False if this rank's own blocks have more elements
+    than the other blocks.
     """
     others = list(chain.from_iterable(_blocks_in_message(blocks, order, own_rank)))
     if _count(blocks[own_rank]) > _count(others) or _as_one(others) is not None:
@@ -314,8 +315,8 @@ def _as_one(blocks: Sequence[Tensor]) -> Tensor | None:
             return None
         end += block.numel() * width
     total = (end - first.data_ptr()) // width
-    # Neighbours in memory may still belong to two allocations: the view must end inside the first
-    # one's.
+    # Blocks that are adjacent in memory may still belong to two allocations. The view must end
+    # inside the allocation of the first block.
     if (first.storage_offset() + total) * width > first.untyped_storage().nbytes():
         return None
     return first.as_strided((total,), (1,))

@@ -29,14 +29,15 @@ from ..watch.backend_work import BackendWork, first_failure
 from ..watch.recorder import CARRIED_DTYPES, OPS, record
 
 REDUCE = {op: getattr(ReduceOp, op.upper()) for op in OPS if op}
-PLAIN = CARRIED_DTYPES | {torch.bool}  # what every backend sends and reduces
+# the dtypes that every backend sends and reduces
+PLAIN = CARRIED_DTYPES | {torch.bool}
 # Least bytes of a rank's input with which the ranks of several hosts share work: between two hosts
 # of two ranks, gloo alone is faster with 64 KiB.
 LEAST_BYTES = 1 << 18
 # Bytes of a window of a rank's part: the network carries one window while memory carries the next.
 # This takes 146 ms instead of 170 ms for 16 MiB.
 _WINDOW_BYTES = 1 << 20
-# Reductions that NCCL has not: values are moved, and reduced on arrival.
+# Reductions that NCCL does not have: ranks exchange the values, and reduce them on arrival.
 _ON_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
 
@@ -63,9 +64,10 @@ _EVEN: list[int] = []
 class C10dTransport(Transport):
     """The transport by the backend of a group.
 
-    The work of gloo is watched on CPU tensors alone, because gloo never completes work on meta
-    tensors. The channel belongs to the ranks of the group, or to the ranks of one host that make
-    the same calls, each in its own group that is `part_of` the named one.
+    While a rank waits for gloo on CPU tensors, it also watches the other ranks (`BackendWork`). It
+    does not on meta tensors, because gloo never completes their work. The watched ranks are those
+    of the `channel`: the ranks of the group, or the ranks of one host that make the same calls,
+    each in another group that is `part_of` the named larger group (`AcrossHosts`).
     """
 
     __slots__ = (
@@ -112,7 +114,7 @@ class C10dTransport(Transport):
             raise
 
     def _watched(self, work: Work, tensor: Tensor) -> Handle:
-        """Return the work to wait for: of gloo one that watches the other ranks meanwhile."""
+        """Return the handle of a work; for gloo, one that watches the other ranks in its wait."""
         if not self._gloo or not tensor.is_cpu:
             return work
         peers = None if self._channel is None else self._channel.peers
@@ -125,10 +127,13 @@ class C10dTransport(Transport):
         """
         return not tensor.is_cpu and f"{tensor.device.type}:gloo" not in self._backends
 
-    def _reduced_on_arrival(
+    def _reduce_on_arrival(
         self, move: Callable[[Tensor, Tensor], Handle], sent: Tensor, out: Tensor, op: str
     ) -> Handle:
-        """Reduce the ranks' rows, (size, n), into the target, (n,), after `move`."""
+        """Send by `move`, which brings a row of every rank; reduce the rows, (size, n), into `out`.
+
+        `out` has n elements.
+        """
         rows = out.new_empty(self._size, out.numel())
         work = move(sent.view(-1), rows.view(-1))
 
@@ -142,9 +147,9 @@ class C10dTransport(Transport):
         return Pending(rows, work, reduce_arrived)
 
     def _sums_here(self, tensor: Tensor) -> bool:
-        """Return whether the ranks exchange the terms of an average and sum them here.
+        """Return whether ranks exchange the terms of an average, and sum them without the backend.
 
-        They do so on CPUs, where it sends as many bytes.
+        They do so on CPUs, where the exchange sends as many bytes as a reduction.
         """
         return tensor.is_cpu and not self._fake and not self._in_python
 
@@ -167,10 +172,11 @@ class C10dTransport(Transport):
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
-            return self._reduced_on_arrival(self.all_gather, tensor, tensor, op)
-        # gloo's threads would carry one collective in the background, not the second one
-        waits = background and self._gloo
-        if op == "avg" and self._sums_here(tensor) and not waits:
+            return self._reduce_on_arrival(self.all_gather, tensor, tensor, op)
+        # In the background, gloo's threads can run one collective, but not start the second one of
+        # `_average_` after it.
+        needs_one_call = background and self._gloo
+        if op == "avg" and self._sums_here(tensor) and not needs_one_call:
             return self._average_(tensor)
         if op == "avg":
             before, after = split_divisor(tensor.dtype, self._size)
@@ -194,9 +200,9 @@ class C10dTransport(Transport):
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
-            return self._reduced_on_arrival(self.all_to_all, tensor, out, op)
+            return self._reduce_on_arrival(self.all_to_all, tensor, out, op)
         if op == "avg" and self._sums_here(tensor):
-            return self._reduced_on_arrival(self.all_to_all, tensor, out, op)
+            return self._reduce_on_arrival(self.all_to_all, tensor, out, op)
         if op == "avg":
             before, after = split_divisor(tensor.dtype, self._size)
             terms = tensor if before == 1 else tensor * before
@@ -207,7 +213,7 @@ class C10dTransport(Transport):
         work = self._call_backend(tensor, call, out, tensor, _REDUCE_SCATTER[op])
         if not self._gloo or not tensor.is_cpu:
             return work
-        # gloo's is never completed before it is waited for, so it cannot be watched.
+        # gloo completes a reduce-scatter only in `wait`, so no peers can be watched meanwhile
         return BackendWork(work, self._group, None)
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle:
@@ -218,7 +224,8 @@ class C10dTransport(Transport):
         self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
     ) -> Handle:
         self._announce(flat, "all_to_all_v", 0)
-        # torch's fake backend fills the output with the input, and in 2.11 with nothing
+        # torch's fake backend copies the input to the output, and in 2.11 it writes nothing. If
+        # there is no input, the output is set to zero here.
         if not flat.numel() and self._fake:
             flat = out.zero_()
             send = receive
@@ -265,8 +272,8 @@ class AcrossHosts(C10dTransport):
         self._ranks = sorted(comm.line)
         self._per_host = per_host
         self._host, self._own = divmod(comm.group.rank(), per_host)
-        # Inside the host and between hosts; none where memory is not shared, None before the first
-        # large message.
+        # The transports inside the host and between hosts. () if the ranks of a host cannot share
+        # memory; None before the first large message.
         self._parts: tuple[Transport, ...] | None = None
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
@@ -275,11 +282,14 @@ class AcrossHosts(C10dTransport):
         if tensor.dtype not in CARRIED_DTYPES or not is_carried(tensor, op):
             return self._plain
         if self._parts is None:
-            self._parts = self._connected()
+            self._parts = self._connect()
         return self if self._parts else self._plain
 
-    def _connected(self) -> tuple[Transport, ...]:
-        """Make the groups inside and between hosts; agree with all ranks that they share memory."""
+    def _connect(self) -> tuple[Transport, ...]:
+        """Make the groups and the transports inside the host and between hosts.
+
+        Returns () on all ranks unless the ranks of every host share memory.
+        """
         first = self._host * self._per_host
         inside = comm_for("inside_host", self._ranks[first : first + self._per_host], "gloo")
         between = comm_for("between_hosts", self._ranks[self._own :: self._per_host], "gloo")
@@ -328,20 +338,21 @@ class AcrossHosts(C10dTransport):
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
-            # of the ranks with this one's number on each host
+            # one row of each host, from the rank that has the number of this rank there
             rows = tensor.new_empty(hosts, tensor.numel())
             between.all_gather(tensor.view(-1), rows.view(-1)).wait()
-            for row, of_host in zip(rows, out.view(hosts, -1), strict=True):
-                inside.all_gather(row, of_host).wait()
+            for row, host_block in zip(rows, out.view(hosts, -1), strict=True):
+                inside.all_gather(row, host_block).wait()
 
         return self._run(steps, "all_gather", tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
-            # for the ranks with this one's number: sums of this host's ranks
+            # one row for each host: the sum over this host's ranks, for the rank that has the
+            # number of this rank there
             rows = out.new_empty(hosts, out.numel())
-            for row, of_host in zip(rows, tensor.view(hosts, -1), strict=True):
-                inside.reduce_scatter(of_host, row, op).wait()
+            for row, host_block in zip(rows, tensor.view(hosts, -1), strict=True):
+                inside.reduce_scatter(host_block, row, op).wait()
             terms = torch.empty_like(rows)
             # gloo's reduce-scatter cannot be watched
             between.all_to_all(rows.view(-1), terms.view(-1)).wait()

@@ -1,10 +1,10 @@
-"""The calls of collectives: their communicator, their checks, the backend call and the result.
+"""The steps that collectives share: checks of arguments, and seven calls that send.
 
-Checks raise before anything is sent. Collectives consist of seven calls, which use the
-communicator's transport, and which are functional collectives while compiling. Their blocks are in
-index order of the communicator along dim 0, and the communicator has several ranks. Inputs of equal
-blocks may have any strides, others are contiguous. `background` means that the caller goes on
-before it waits.
+Checks raise before anything is sent. Every collective is made of the seven calls, which use the
+communicator's transport. While a compiler traces, they are functional collectives instead. The
+blocks of the calls are in index order of the communicator along dim 0, and the communicator has
+several ranks. Inputs of equal blocks may have any strides, other inputs are contiguous.
+`background` means that the caller computes between the start and the wait.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
 Sync = Literal[False]
 Async = Literal[True]
 _STRIDED = torch.strided
-# Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a
-# third of the time.
+# An all-reduce of up to so many ranks and bytes is faster as one all-to-all of the whole tensor
+# than in gloo's ring: for 4 ranks and 64 KiB it takes a third of the time.
 ONE_SHOT_RANKS = 8
 ONE_SHOT_BYTES = 1 << 16
-# For this size malloc takes new memory from the system each time, page by page as it is first
-# written: 20 ms for 32 MiB, eight times as long as copying. In pages of 2 MiB it takes 3 ms.
+# For tensors of this size and above, malloc takes new memory from the system each time. The system
+# provides the memory page by page as it is first written: 20 ms for 32 MiB, eight times as long as
+# copying. In pages of 2 MiB it takes 3 ms.
 LARGE_BYTES = 32 << 20
 
 
-# --- what a call takes and returns ----------------------------------------------------------------
+# --- arguments and results ------------------------------------------------------------------------
 
 
 def resolve(along: object) -> Comm:
@@ -133,9 +134,9 @@ def materialized(tensor: Tensor) -> Tensor:
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """Return the `materialized` tensor, for callers that know that nothing is compiled.
+    """Return the `materialized` tensor, for calls that no compiler traces.
 
-    A compiler cannot trace the checks.
+    A compiler cannot trace the checks for lazy views.
     """
     if type(tensor) is not Tensor:
         tensor = as_plain(tensor)
@@ -199,7 +200,7 @@ def check_sizes(sizes: Sizes, comm: Comm, name: str = "sizes") -> int:
         total = sum(sizes)
         fits = len(sizes) == comm.size
     except (TypeError, RuntimeError):
-        # RuntimeError: of torch's own mesh, of sparse tensors
+        # RuntimeError: for torch's own mesh, and for sparse tensors
         raise CollectiveTypeError(f"{taken}, got {kind_of(sizes)} as {name}") from None
     if type(total) is not int:
         require(total, int | torch.SymInt, taken, CollectiveTypeError)
@@ -259,8 +260,8 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
         pending = start()
         return pending if async_op else pending.wait()
 
-    facts = {"shape": tensor.shape, **same} if flow is None else same
-    return observed(run, op, comm, (tensor,), reduce_op=reduce_op, same=facts, flow=flow)
+    same_values = {"shape": tensor.shape, **same} if flow is None else same
+    return observed(run, op, comm, (tensor,), reduce_op=reduce_op, same=same_values, flow=flow)
 
 
 # --- the seven calls ------------------------------------------------------------------------------
@@ -270,20 +271,20 @@ def carrier_of(
     comm: Comm, tensor: Tensor, op: str = "", background: bool = False, uneven: bool = False
 ) -> Transport:
     """Return the transport that carries a message of a communicator."""
-    # The world first: another thread that renews the communicator drops the old transport before it
-    # notes the world.
+    # The world is compared before the transport is read: another thread that renews the
+    # communicator drops the old transport before it sets `_world`.
     transport = comm.transport if WORLDS._default_pg is comm._world else None
     if transport is None:
-        transport = _connected(comm, tensor)
+        transport = _connect(comm, tensor)
     return transport.carrier(tensor, op, background, uneven)
 
 
-def _connected(comm: Comm, tensor: Tensor) -> Transport:
+def _connect(comm: Comm, tensor: Tensor) -> Transport:
     """Return the transport of a communicator in the present world.
 
     Over gloo it is chosen for the first CPU tensor.
     """
-    # in this order: the group of a new world has no transport yet
+    # The group is read first: in a new world this drops the transport of the old world.
     group = comm.group
     transport = comm.transport
     if transport is not None:
@@ -294,7 +295,8 @@ def _connected(comm: Comm, tensor: Tensor) -> Transport:
         transport = SharedMemoryTransport(channel, transport)
     elif per_host := ranks_per_host(group):
         transport = AcrossHosts(comm, per_host)
-    # else the ranks have not yet been asked whether they share memory
+    # Over gloo, ranks find out at the first CPU tensor whether they share memory. The transport
+    # for an earlier tensor is not stored.
     if tensor.is_cpu or not comm.on_gloo:
         comm.transport = transport
     return transport
@@ -303,7 +305,7 @@ def _connected(comm: Comm, tensor: Tensor) -> Transport:
 def is_read_at_start(tensor: Tensor, comm: Comm, op: str = "") -> bool:
     """Return whether a background collective has read its operand once it has started.
 
-    Shared memory then has a copy.
+    If so, the operand has been copied to shared memory.
     """
     return comm.size == 1 or type(carrier_of(comm, tensor, op, True)) is SharedMemoryTransport
 
@@ -314,19 +316,18 @@ def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -
         return in_graph("all_reduce", tensor, comm, op)
     sent = tensor if type(tensor) is Tensor else as_plain(tensor)
     work = carrier_of(comm, sent, op, background).all_reduce_(sent, op, background)
-    return Pending(tensor, work) if sent is tensor else _written(tensor, sent, work)
+    return Pending(tensor, work) if sent is tensor else _write_back(tensor, sent, work)
 
 
 def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
     """Return whether an all-reduce is fastest as one all-to-all with the sums taken on arrival.
 
     gloo's ring takes 2 (size - 1) turns, each of which waits for another process; one all-to-all
-    waits once. The answer is the same on all ranks: it depends on nothing that differs between
-    them.
+    waits once. The answer is the same on all ranks, because all its conditions are.
     """
     if op not in ("sum", "avg") or not 2 < comm.size <= ONE_SHOT_RANKS:
         return False
-    # before the size, which a compiler may know as a symbol only
+    # `is_traced` comes first, because the size may be a symbol of a compiler
     if is_traced(tensor) or not 0 < tensor.nbytes <= ONE_SHOT_BYTES:
         return False
     if tensor.device.type != "cpu" or not tensor.is_floating_point():
@@ -339,7 +340,7 @@ def all_gather(
 ) -> Pending:
     """Gather blocks, (m, ...) -> (size * m, ...).
 
-    Writes into `out` if it is given; `tensor` is this rank's block of `out`.
+    Writes into `out` if it is given; then `tensor` is a view of this rank's block in `out`.
     """
     if is_traced(tensor):
         pending = in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size)
@@ -453,16 +454,16 @@ def all_to_all_exact(
 
 def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
     """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
-    # order (2, 0, 1): index 0 is rank 2
+    # order (2, 0, 1): index 0 along the communicator is rank 2 of the group
     root = source if comm.order is None else comm.order[source]
     if is_traced(tensor):
         return in_graph("broadcast", tensor, comm, root)
     sent = tensor if type(tensor) is Tensor else as_plain(tensor)
     work = carrier_of(comm, sent).broadcast_(sent, root)
-    return Pending(tensor, work) if sent is tensor else _written(tensor, sent, work)
+    return Pending(tensor, work) if sent is tensor else _write_back(tensor, sent, work)
 
 
-def _written(tensor: Tensor, sent: Tensor, work: Handle) -> Pending:
+def _write_back(tensor: Tensor, sent: Tensor, work: Handle) -> Pending:
     """Overwrite a tensor of a subclass with the values of the plain tensor that was sent for it."""
     shares_memory = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if shares_memory:
@@ -474,7 +475,8 @@ def group_to_index(comm: Comm) -> list[int]:
     """Return the index along the communicator of each rank in the group, inverse to `order`."""
     indices = list(range(comm.size))
     if comm.order is not None:
-        # order (2, 0, 1), index 0 being rank 2 of the group: its ranks have indices 1, 2, 0
+        # Order (2, 0, 1): indices 0, 1, 2 are the ranks 2, 0, 1 of the group. The group's ranks 0,
+        # 1, 2 have the indices 1, 2, 0.
         indices.sort(key=comm.order.__getitem__)
     return indices
 
@@ -507,7 +509,7 @@ def in_huge_pages(new: Tensor) -> Tensor:
     # address 5000, pages of 4096: 8192
     first = -(-address // page) * page
     length = (address + new.nbytes - first) // page * page
-    # A wish: whether it is granted changes nothing but the time.
+    # The system may refuse the request, which only costs time.
     madvise = ctypes.CDLL(None).madvise
     madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return new

@@ -24,8 +24,8 @@ from . import calls
 from .calls import Along, Async, Sync, checked, collective, normal_dim
 from .reductions import WireReduction, in_tree, reduction, tree_mean, tree_sum
 
-# Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange
-# instead of two.
+# A sum in a tree of up to so many bytes takes one exchange instead of two: every rank sends its
+# whole tensor to every other rank.
 _ONE_EXCHANGE_BYTES = 1 << 14
 
 
@@ -39,7 +39,7 @@ def all_reduce(
     """`P -> R`: reduce the tensors of all ranks to a contiguous result, equal on all ranks.
 
     Args:
-        tensor: this rank's, of any shape; shape and dtype are equal on all ranks.
+        tensor: this rank's tensor, of any shape; shape and dtype are equal on all ranks.
         comm: a communicator, or (mesh, axes).
         op: "sum", "avg", "min", "max", "product", "band", "bor", "bxor". An average of float16 or
             bfloat16 is taken in float32 on CPUs (but not by gloo in the background); elsewhere the
@@ -63,7 +63,7 @@ def all_reduce(
         [[3, 1], [3, 1]]
     """
     comm = checked(tensor, comm)
-    how = reduction(tensor.dtype, op)
+    recipe = reduction(tensor.dtype, op)
 
     def start() -> Pending:
         # Functional collectives write to no operand, so compiled code needs no copy.
@@ -71,7 +71,7 @@ def all_reduce(
             terms = tensor.contiguous()
         else:
             terms = tensor.clone(memory_format=torch.contiguous_format)
-        return reduced(terms, comm, how, async_op)
+        return reduced(terms, comm, recipe, async_op)
 
     return collective("all_reduce", tensor, comm, start, async_op=async_op, reduce_op=op)
 
@@ -98,7 +98,7 @@ def all_reduce_(
         [[1.0, 1.0], [1.0, 1.0]]
     """
     comm = checked(tensor, comm)
-    how = reduction(tensor.dtype, op)
+    recipe = reduction(tensor.dtype, op)
     if comm.size == 1:
         return Pending(tensor, None) if async_op else tensor
 
@@ -109,7 +109,7 @@ def all_reduce_(
         if not tensor.is_contiguous() or is_lazily_negated:
             _refuse_overlapping(tensor)
             terms = calls.materialized(tensor)
-        pending = reduced(terms, comm, how, async_op)
+        pending = reduced(terms, comm, recipe, async_op)
         return pending if pending.value is tensor else pending.then(tensor.copy_)
 
     return collective("all_reduce", tensor, comm, start, async_op=async_op, reduce_op=op)
@@ -136,8 +136,8 @@ def all_gather(
     """`S(dim) -> R`: join the ranks' shards along `dim` in index order: n times as long there.
 
     Args:
-        tensor: this rank's shard; shape and dtype are equal on all ranks. One without dims counts
-            as of shape (1,).
+        tensor: this rank's shard; shape and dtype are equal on all ranks. A tensor without dims is
+            gathered like one of shape (1,).
         comm: a communicator of n ranks, or (mesh, axes).
         dim: the sharded dim.
         async_op: return a `Pending` at once. The tensor must not be written to before its
@@ -198,8 +198,8 @@ def reduce_scatter(
     Raises:
         CollectiveTypeError: an argument of a wrong type.
         DimError: no such dim.
-        CollectiveError: the dim does not divide, the op has no meaning for the dtype, the tensor
-            requires grad.
+        CollectiveError: the length along `dim` is not a multiple of n, the op has no meaning for
+            the dtype, or the tensor requires grad.
 
     Example:
         >>> launch(lambda: reduce_scatter(torch.arange(4), comm_over((0, 1))).tolist(), 2)
@@ -207,12 +207,12 @@ def reduce_scatter(
     """
     comm = checked(tensor, comm)
     dim = normal_dim(tensor, dim)
-    how = reduction(tensor.dtype, op)
+    recipe = reduction(tensor.dtype, op)
     if tensor.shape[dim] % comm.size:
         calls.refuse_uneven(tensor, dim, comm)
 
     def start() -> Pending:
-        return reduced_blocks(_blocks_first(tensor, comm.size, dim), comm, how, async_op)
+        return reduced_blocks(_blocks_first(tensor, comm.size, dim), comm, recipe, async_op)
 
     return collective(
         "reduce_scatter_tensor",
@@ -241,17 +241,20 @@ def all_to_all(
     Block j along `split_dim` goes to rank j; the blocks that arrive are joined.
 
     Args:
-        tensor: this rank's shard; shape and dtype are equal on all ranks, `split_dim` divides by n.
+        tensor: this rank's shard; shape and dtype are equal on all ranks, and the length along
+            `split_dim` is a multiple of n.
         comm: a communicator of n ranks, or (mesh, axes).
-        split_dim: the dim to shard, of which the result has 1/n.
-        concat_dim: the dim that was sharded, along which the blocks are joined: n times as long.
+        split_dim: the dim to shard; the result has 1/n of its length.
+        concat_dim: the dim that was sharded. The blocks are joined along it, so the result has n
+            times its length.
         async_op: return a `Pending` at once. The tensor must not be written to before its
             `wait()` has returned, as in torch.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
         DimError: no such dim.
-        CollectiveError: the dim does not divide, or the tensor requires grad.
+        CollectiveError: the length along `split_dim` is not a multiple of n, or the tensor requires
+            grad.
 
     Example:
         >>> launch(lambda: all_to_all(torch.tensor([[1, 2]]), comm_over((0, 1)), 1, 0).tolist(), 2)
@@ -313,49 +316,49 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     def run() -> Tensor:
         return calls.broadcast_(copy, comm, src).wait()
 
-    facts = {"shape": tensor.shape, "src": src}
-    return observed(run, "broadcast", comm, (tensor,), same=facts)
+    same = {"shape": tensor.shape, "src": src}
+    return observed(run, "broadcast", comm, (tensor,), same=same)
 
 
-def reduced(tensor: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
+def reduced(tensor: Tensor, comm: Comm, recipe: WireReduction, background: bool) -> Pending:
     """`P -> R`: reduce a contiguous tensor that nothing else refers to."""
-    sent = tensor if how.dtype is None else _as_sent(tensor, how.dtype)
-    is_sent_as_is = how.dtype is None and comm.on_gloo
-    if in_tree(tensor, how.op):
-        pending = Pending(_all_reduce_in_tree(sent, comm, how.op), None)
-    elif is_sent_as_is and calls.is_one_shot(tensor, comm, how.op):
-        # In the same order everywhere, so the sums of all ranks agree bit by bit.
-        # (5,) -> (4, 5)
+    sent = tensor if recipe.dtype is None else _to_wire(tensor, recipe.dtype)
+    is_sent_as_is = recipe.dtype is None and comm.on_gloo
+    if in_tree(tensor, recipe.op):
+        pending = Pending(_all_reduce_in_tree(sent, comm, recipe.op), None)
+    elif is_sent_as_is and calls.is_one_shot(tensor, comm, recipe.op):
+        # All ranks sum the terms in the same order, so their sums have the same bits. A copy for
+        # each rank: (5,) -> (4, 5).
         copies = tensor.expand(comm.size, *tensor.shape).contiguous()
         pending = calls.all_to_all(copies, comm)
-        pending = pending.then(lambda terms: _reduced_terms(terms, how.op, out=tensor))
+        pending = pending.then(lambda terms: _reduce_terms(terms, recipe.op, out=tensor))
     else:
-        pending = calls.all_reduce_(sent, comm, how.op, background)
-    is_converted = how.divide or how.dtype
-    return _as_asked(pending, comm, how, tensor.dtype) if is_converted else pending
+        pending = calls.all_reduce_(sent, comm, recipe.op, background)
+    is_converted = recipe.divide or recipe.dtype
+    return _from_wire(pending, comm, recipe, tensor.dtype) if is_converted else pending
 
 
 def reduced_blocks(
-    rows: Tensor, comm: Comm, how: WireReduction, background: bool, sizes: Sizes = ()
+    rows: Tensor, comm: Comm, recipe: WireReduction, background: bool, sizes: Sizes = ()
 ) -> Pending:
     """`P -> S(0)`: reduce blocks and return this rank's one.
 
     Shapes are (size * m, ...) -> (m, ...), or with `sizes` (sum(sizes), ...) -> (sizes[rank], ...).
     """
     if sizes and not calls.are_equal(sizes):
-        return _reduced_uneven_blocks(rows, comm, how, background, sizes=sizes)
-    sent = rows if how.dtype is None else _as_sent(rows, how.dtype)
-    if in_tree(rows, how.op):
+        return _reduce_uneven_blocks(rows, comm, recipe, background, sizes=sizes)
+    sent = rows if recipe.dtype is None else _to_wire(rows, recipe.dtype)
+    if in_tree(rows, recipe.op):
         pending = calls.all_to_all(sent, comm, background)
-        pending = pending.then(lambda terms: _reduced_in_tree(terms, comm, how.op))
+        pending = pending.then(lambda terms: _reduce_in_tree(terms, comm, recipe.op))
     else:
-        pending = calls.reduce_scatter(sent, comm, how.op, background)
-    is_converted = how.divide or how.dtype
-    return _as_asked(pending, comm, how, rows.dtype) if is_converted else pending
+        pending = calls.reduce_scatter(sent, comm, recipe.op, background)
+    is_converted = recipe.divide or recipe.dtype
+    return _from_wire(pending, comm, recipe, rows.dtype) if is_converted else pending
 
 
-def _reduced_uneven_blocks(
-    rows: Tensor, comm: Comm, how: WireReduction, background: bool, *, sizes: Sizes
+def _reduce_uneven_blocks(
+    rows: Tensor, comm: Comm, recipe: WireReduction, background: bool, *, sizes: Sizes
 ) -> Pending:
     """`P -> S(0)`: reduce blocks of different sizes and return this rank's one."""
     largest = max(sizes)
@@ -364,39 +367,39 @@ def _reduced_uneven_blocks(
     if largest * comm.size > 2 * sum(sizes):
         first = sum(sizes[: comm.rank])
         whole = rows.clone(memory_format=torch.contiguous_format)
-        pending = reduced(whole, comm, how, background)
+        pending = reduced(whole, comm, recipe, background)
         return pending.then(lambda total: total.narrow(0, first, own))
     # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
     zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
     parts = []
     for block, size in zip(torch.split(rows, list(sizes)), sizes, strict=True):
         parts += [block, zeros[: largest - size]]
-    pending = reduced_blocks(torch.cat(parts), comm, how, background)
+    pending = reduced_blocks(torch.cat(parts), comm, recipe, background)
     return pending.then(lambda block: block[:own])
 
 
-def _as_sent(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a contiguous tensor of a dtype that backends reduce, in place of another tensor.
+def _to_wire(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor to a dtype that backends reduce; the result is contiguous.
 
-    It has the same shape, or (..., 2) for complex numbers.
+    It has the shape of the tensor, or (..., 2) for complex numbers.
     """
     if tensor.is_complex():
         return torch.view_as_real(calls.materialized(tensor))
     return tensor.to(dtype)
 
 
-def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dtype) -> Pending:
-    """Convert a reduced tensor from the wire's op and dtype to those of the caller."""
-    if how.divide:
+def _from_wire(pending: Pending, comm: Comm, recipe: WireReduction, dtype: torch.dtype) -> Pending:
+    """Convert a result from the op and dtype of the wire to the ones that the caller asked for."""
+    if recipe.divide:
         pending = pending.then(lambda total: total.div_(comm.size))
-    if how.dtype is None:
+    if recipe.dtype is None:
         return pending
     if dtype.is_complex:
         return pending.then(torch.view_as_complex)
     return pending.then(lambda sent: sent.to(dtype))
 
 
-def _reduced_terms(terms: Tensor, op: str, out: Tensor) -> Tensor:
+def _reduce_terms(terms: Tensor, op: str, out: Tensor) -> Tensor:
     """Sum or average the terms of all ranks, (size, ...) -> (...)."""
     if op == "sum":
         return torch.sum(terms, 0, out=out)
@@ -404,16 +407,16 @@ def _reduced_terms(terms: Tensor, op: str, out: Tensor) -> Tensor:
     return out
 
 
-def _reduced_in_tree(terms: Tensor, comm: Comm, op: str) -> Tensor:
+def _reduce_in_tree(terms: Tensor, comm: Comm, op: str) -> Tensor:
     """Return the sum or mean of the blocks of all ranks, (size * m, ...) -> (m, ...)."""
-    # (8, 3) of 4: (4, 2, 3)
+    # (8, 3) from 4 ranks: (4, 2, 3)
     rows_per_rank = terms.shape[0] // comm.size
     rows = terms.reshape(comm.size, rows_per_rank, *terms.shape[1:])
     return tree_sum(rows) if op == "sum" else tree_mean(rows)
 
 
 def _all_reduce_in_tree(tensor: Tensor, comm: Comm, op: str) -> Tensor:
-    """Sum or average all ranks' tensors in place of a contiguous one, complete on return.
+    """Sum or average the ranks' contiguous tensors in place; the result is complete on return.
 
     Up to `_ONE_EXCHANGE_BYTES` every rank gathers all terms. Beyond that, 4 elements on 2 ranks:
 
@@ -428,12 +431,12 @@ def _all_reduce_in_tree(tensor: Tensor, comm: Comm, op: str) -> Tensor:
     # 10 elements of 4 ranks: parts of 3, of which each rank sums one
     count = flat.numel()
     part = -(-count // comm.size)
-    # 10 and two zeros
+    # 10 elements and two zeros
     padding = flat.new_zeros(part * comm.size - count)
     padded = torch.cat([flat, padding])
     terms = calls.all_to_all(padded, comm).wait()
-    own_part = _reduced_in_tree(terms, comm, op)
-    # (12,), of which 10 are wanted
+    own_part = _reduce_in_tree(terms, comm, op)
+    # (12,), without the last two: (10,)
     gathered = calls.all_gather(own_part, comm).wait()
     flat.copy_(gathered[:count])
     return tensor

@@ -1,9 +1,10 @@
 """Dependences that keep the collectives of all ranks' graphs equal if ranks compute differently.
 
-A compiler sees the program of one rank. It drops a collective whose result that rank does not use,
-although other ranks need it there. It merges two collectives that are equal on that rank, and moves
-operations between forward and backward if that saves memory for the sizes of the rank. In eager
-code these functions have no effect.
+A compiler sees the program of one rank. If the rank does not use the result of a collective, the
+compiler drops the collective, although other ranks wait for this rank in it. The compiler also
+merges two collectives that are equal on this rank, and moves operations between forward and
+backward if that saves memory for the sizes of this rank. The functions here prevent these changes.
+In eager code they have no effect.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
 A copy of this package in another package has its own namespace.
 """
 
-_calls = count(1 << 40)
+# larger than any dim, so that `tensor[-number:]` is the whole tensor
+_slice_numbers = count(1 << 40)
 
 
 def in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pending:
-    """Run a functional collective in the graph, complete.
+    """Add a functional collective, and the wait for its result, to the graph of a compiler.
 
-    It is this package's operator on gloo, where that is faster, and on groups written in Python,
-    which C++ cannot call. Elsewhere, and in exported programs, which run without this package, it
-    is torch's operator.
+    On gloo the operator is this package's, which is faster than torch's. The same holds for groups
+    that are written in Python, because C++ cannot call them. On other groups, and in exported
+    programs, which run without this package, it is torch's operator.
     """
     if not is_compiling() and has_tangent(operand):
         raise CollectiveError(
@@ -45,7 +47,7 @@ def in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pend
     else:
         operators = functional
         if arguments[:1] == ("avg",):
-            # of a half type, which backends sum in that type
+            # an average of a half type, which backends sum in this type
             before, after = split_divisor(operand.dtype, comm.size)
             operand = operand if before == 1 else operand * before
             arguments = ("sum", *arguments[1:])
@@ -66,24 +68,24 @@ def distinct(tensor: Tensor) -> Tensor:
     """Return the input of a functional collective as an expression that is unique in the graph.
 
     The compiler merges calls with equal inputs, on the assumption that all ranks have the same
-    graph. Graphs may differ: two shards that are empty on this rank are equal here, and differ
-    elsewhere. A slice from a number that no other call uses keeps the inputs apart (inductor drops
-    slices from 0). Dynamo traces the user's program line by line: equal inputs there are equal on
-    all ranks.
+    graph. Graphs may differ: two shards that are empty on this rank are equal here, and differ on
+    other ranks. A slice with a number that no other call uses makes the inputs different
+    expressions (inductor would drop a slice from 0). While Dynamo traces the program of the user,
+    equal inputs are equal on all ranks, so the tensor is returned as it is.
     """
     if tensor.ndim == 0 or torch.compiler.is_dynamo_compiling():
         return tensor
-    return tensor[-next(_calls) :]
+    return tensor[-next(_slice_numbers) :]
 
 
 def in_its_pass(collective: Callable[..., Tensor], *arguments: object) -> Tensor:
     """Return the result of a functional collective such that it stays in the backward.
 
-    This concerns code that a compiler traces in the backward. A partitioner moves operations that
-    depend on no gradient into the forward if that saves memory for the sizes of this rank's
-    tensors. The tensors of other ranks may be uneven, and their graphs would keep the operation in
-    the backward. (Symbols among the arguments may belong to the forward: they would have to stay
-    too.)
+    This concerns collectives that a compiler traces in the backward. The partitioner moves an
+    operation that does not depend on a gradient into the forward if that saves memory for the sizes
+    of this rank's tensors. Other ranks may have other sizes, and their graphs would keep the
+    operation in the backward. A collective with symbols among its arguments is not marked, because
+    the symbols may belong to the forward and would have to stay too.
     """
     if torch.compiler.is_dynamo_compiling():
         return collective(*arguments)
@@ -103,10 +105,9 @@ def bound(tensor: Tensor, *to: Tensor) -> Tensor:
     """Return the tensor; in compiled code, a copy that depends on another tensor for the compiler.
 
     Args:
-        tensor: a rank's result that uses nothing of a collective's result, or the operand of a
-            collective to which the rank contributes nothing.
-        to: the result of the collective, or the tensors that the operands of the other ranks are
-            made of.
+        tensor: a result that does not use the result of a collective on this rank, or an operand to
+            which this rank contributes nothing.
+        to: the result of the collective, or the tensors from which other ranks compute the operand.
 
     Example:
         Cumulative sums of two ranks, of which the first has nothing before it to add:
@@ -120,7 +121,7 @@ def bound(tensor: Tensor, *to: Tensor) -> Tensor:
     parts = [tensor.reshape(-1)]
     for other in to:
         values = torch.view_as_real(other.resolve_conj()) if other.is_complex() else other
-        # no elements, which still depend on the other tensor
+        # a tensor without elements that still depends on the other tensor
         nothing = values.reshape(-1)[:0]
         parts.append(nothing.to(tensor.dtype))
     return torch.cat(parts).view(tensor.shape)
@@ -135,15 +136,16 @@ def contribution(operand: Tensor, held: bool, other: float) -> Tensor:
 
     Args:
         operand: the tensor that all ranks hold.
-        held: whether this rank is the one.
-        other: a value that the reduction ignores.
+        held: whether this rank is the one that contributes the tensor.
+        other: the constant of the other ranks, which the reduction ignores: 0 for a sum.
 
     Example:
         >>> contribution(torch.ones(2), True, 0.0), contribution(torch.ones(2), False, 0.0)
         (tensor([1., 1.]), tensor([0., 0.]))
     """
     if is_traced(operand) and not is_exporting():
-        Comm.run_at_first()  # defines it
+        # registers the operator
+        Comm.run_at_first()
         result: Tensor = getattr(torch.ops, NAMESPACE).contribution(operand, held, other)
         return result
     return operand.clone() if held else torch.full_like(operand, other)

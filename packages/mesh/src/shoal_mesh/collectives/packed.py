@@ -42,8 +42,8 @@ def start_packed(
 ) -> Pending[Flat]:
     """`S -> R`, `P -> S` or `P -> R`: start a collective of many tensors in one message.
 
-    The memory that a gather returns is overwritten afterwards: the function that is passed to
-    `then` copies it.
+    The tensors that a gather passes to the function of `then` are overwritten after its call, so
+    the function has to copy them.
 
     Args:
         kind: the result. An "all_gather" returns one flat tensor for each rank, in index order (if
@@ -59,7 +59,7 @@ def start_packed(
         sizes: (n,) elements of every rank's block, 0 allowed; equal on all ranks. Not for an
             all-reduce.
         op: as for `all_reduce`.
-        background: whether the caller goes on before it waits.
+        background: whether the caller computes between the start and the wait.
 
     Raises:
         CollectiveTypeError: an argument of a wrong type.
@@ -100,7 +100,10 @@ def start_packed(
 
 
 def _check_flat(kind: str, tensors: list[Tensor], comm: Comm) -> None:
-    """Refuse tensors of several dtypes, and tensors that are not flat, or matrices of n rows."""
+    """Refuse tensors of several dtypes or of wrong shapes.
+
+    Tensors must be flat; for a reduce-scatter they may also be matrices of n rows.
+    """
     rows: tuple[int, ...] = ()
     if kind == "reduce_scatter" and tensors and tensors[0].ndim == 2:
         rows = (comm.size,)
@@ -114,7 +117,7 @@ def _check_flat(kind: str, tensors: list[Tensor], comm: Comm) -> None:
 def _start_message(
     kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool
 ) -> Pending[Flat]:
-    """Start the collective in shared memory where that carries it, else by the backend."""
+    """Start the collective in shared memory if that can carry it, else by the backend."""
     pending: Pending[Flat] = Pending((), None)
     follows_tree = bool(op) and in_tree(tensors[0], op)
     if comm.size > 1 and not is_traced(tensors[0]) and not follows_tree:
@@ -136,7 +139,7 @@ def _start_message(
         if pending.work is not None:
             return pending
     arriving = [sizes[comm.rank]] if kind == "reduce_scatter" else list(sizes)
-    # 3, 3: (2, 3); 3, 1: [(3,), (1,)]
+    # sizes 3, 3: a matrix (2, 3); sizes 3, 1: tensors of (3,) and (1,)
     is_matrix = any(arriving) and are_equal(arriving)
     message = _in_one_tensor(kind, tensors, comm, sizes, op=op, background=background)
     if is_matrix:
@@ -150,7 +153,7 @@ def _in_one_tensor(
     """Run a collective of the tensors, packed into one message for the backend."""
     if kind == "all_gather" and _is_even_in_order(tensors, comm, sizes):
         size = sizes[0]
-        # packed where it is to arrive
+        # this rank's block is packed at its place in the result
         out = calls.in_huge_pages(tensors[0].new_empty(comm.size * size))
         # rank 2, blocks of 3: 6:9
         own_place = out.narrow(0, comm.rank * size, size)
@@ -168,14 +171,14 @@ def _in_one_tensor(
         return Pending(message, None)
     if kind == "all_gather":
         return calls.all_gather_v(message, comm, sizes, background)
-    how = reduction(message.dtype, op)
+    recipe = reduction(message.dtype, op)
     if kind == "all_reduce":
-        return reduced(message, comm, how, background)
-    return reduced_blocks(message, comm, how, background, sizes=sizes)
+        return reduced(message, comm, recipe, background)
+    return reduced_blocks(message, comm, recipe, background, sizes=sizes)
 
 
 def _is_even_in_order(tensors: list[Tensor], comm: Comm, sizes: Sizes) -> bool:
-    """Tell whether equal messages arrive in the order of the group, of several ranks."""
+    """Return whether several ranks gather equal blocks, and index order is the group's order."""
     if comm.size == 1 or comm.order is not None:
         return False
     return are_equal(sizes) and not is_traced(tensors[0])
@@ -203,8 +206,8 @@ def _coalesced(
                 out[i] = result
         return out
 
-    facts = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": dim}
-    return observed(run_each, name, comm, tensors, reduce_op=op, same=facts)
+    same = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": dim}
+    return observed(run_each, name, comm, tensors, reduce_op=op, same=same)
 
 
 def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -> list[Tensor]:

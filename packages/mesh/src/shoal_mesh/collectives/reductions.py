@@ -35,7 +35,7 @@ _SENT_AS = {
     torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64,
     torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64,
 }  # fmt: skip
-# two numbers to an element, which torch does not convert
+# dtypes with two numbers in one element, which torch does not convert
 _MOVED_ONLY = {getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)}
 _BITWISE = {"band", "bor", "bxor"}
 
@@ -86,7 +86,7 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
     sent_as = None
     if dtype not in PLAIN:
         sent_as = _SENT_AS.get(dtype)
-        # of float8 and others that are not listed more bits are summed
+        # float8 dtypes and other floating-point dtypes that are not listed are summed in float32
         if sent_as is None and dtype.is_floating_point:
             sent_as = torch.float32
         if sent_as is None:
@@ -101,7 +101,7 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
 
 
 _in_tree = ScopedValue("shoal_mesh_sums_in_tree", False)
-# not empty while a compiler traces a block: it follows no context variable
+# Not empty while a compiler traces a block. A compiler cannot trace the context variable.
 _traced_blocks: list[None] = []
 
 
@@ -150,9 +150,9 @@ def in_tree(tensor: Tensor, op: str) -> bool:
 def tree_sum(terms: Tensor) -> Tensor:
     """Return the sum over dim 0 in a tree that halves n while it is even, (n, ...) -> (...).
 
-    Every half is the tree of its own terms, so a rank with an aligned half or quarter of the terms
-    has a node of the tree. An odd number of terms is padded with zeros, which do not change the
-    sum, and halved further.
+    Every half is the tree of its own terms, so the sum of a rank with an aligned half or quarter of
+    the terms is a node of the tree. An odd number of terms is padded with zeros, which do not
+    change the sum, and halved further.
 
     Example:
         >>> tree_sum(torch.tensor([1.0, 2.0, 3.0]))
@@ -160,13 +160,13 @@ def tree_sum(terms: Tensor) -> Tensor:
     """
     if terms.shape[0] == 0:
         return terms.new_zeros(terms.shape[1:])
-    terms = _filled(terms)
+    terms = _pad_odd_groups(terms)
     while terms.shape[0] > 1:
         terms = terms[0::2] + terms[1::2]
     return terms[0]
 
 
-def _filled(terms: Tensor) -> Tensor:
+def _pad_odd_groups(terms: Tensor) -> Tensor:
     """Pad the terms of a tree with zeros at each odd group, (n, ...) -> (a power of two, ...)."""
     n = terms.shape[0]
     term_shape = terms.shape[1:]
@@ -184,7 +184,8 @@ def _filled(terms: Tensor) -> Tensor:
 def tree_mean(terms: Tensor) -> Tensor:
     """Return `tree_sum / n` of a half type without sums outside of its range, (n, ...) -> (...).
 
-    Each node is the mean of its two: the sum, rounded to the half type, has the same digits.
+    Each node is the mean of its two children, rounded to the half type. It has the same digits as
+    their rounded sum, because halving only changes the exponent.
 
     Example:
         >>> tree_mean(torch.full((4,), 60_000.0, dtype=torch.float16))
@@ -192,8 +193,8 @@ def tree_mean(terms: Tensor) -> Tensor:
     """
     count = terms.shape[0]
     dtype = terms.dtype
-    terms = _filled(terms)
-    # 3 terms and a zero: the mean of 4 is 3/4 of theirs
+    terms = _pad_odd_groups(terms)
+    # 3 terms and a zero: the mean of the 4 leaves is 3/4 of the mean of the terms
     leaves = terms.shape[0]
     while terms.shape[0] > 1:
         even_halves = terms[0::2].float() / 2

@@ -79,7 +79,7 @@ def all_gather_v(
             f"rank {comm.rank} gives {own_size} along dim {dim}, but sizes say {tuple(sizes)}"
         )
     if are_equal(sizes):
-        # the overloads want a literal
+        # the overloads take `async_op` as a literal only
         gather_even: Callable[..., Tensor | Pending] = all_gather
         return gather_even(tensor, comm, dim, async_op=async_op)
 
@@ -89,9 +89,9 @@ def all_gather_v(
 
     gathered_shape = list(tensor.shape)
     gathered_shape[dim] = total
-    facts = {"shape": tuple(gathered_shape), "dim": dim, "sizes": sizes}
+    same = {"shape": tuple(gathered_shape), "dim": dim, "sizes": sizes}
     return collective(
-        "all_gather_into_tensor", tensor, comm, start, async_op=async_op, reduce_op="", same=facts
+        "all_gather_into_tensor", tensor, comm, start, async_op=async_op, reduce_op="", same=same
     )
 
 
@@ -151,18 +151,18 @@ def reduce_scatter_v(
             f"dim {dim} of shape {tuple(tensor.shape)} is not the sum of the blocks {tuple(sizes)}"
         )
     if are_equal(sizes):
-        # the overloads want a literal
+        # the overloads take `async_op` as a literal only
         reduce_even: Callable[..., Tensor | Pending] = reduce_scatter
         return reduce_even(tensor, comm, dim, op, async_op=async_op)
-    how = reduction(tensor.dtype, op)
+    recipe = reduction(tensor.dtype, op)
 
     def start() -> Pending:
-        pending = reduced_blocks(tensor.movedim(dim, 0), comm, how, async_op, sizes=sizes)
+        pending = reduced_blocks(tensor.movedim(dim, 0), comm, recipe, async_op, sizes=sizes)
         return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
-    facts = {"dim": dim, "sizes": sizes}
+    same = {"dim": dim, "sizes": sizes}
     return collective(
-        "reduce_scatter_tensor", tensor, comm, start, async_op=async_op, reduce_op=op, same=facts
+        "reduce_scatter_tensor", tensor, comm, start, async_op=async_op, reduce_op=op, same=same
     )
 
 
@@ -185,8 +185,8 @@ def all_to_all_v(
         flat: (sum(send_sizes),), one dtype on all ranks.
         comm: a communicator of n ranks, or (mesh, axes).
         send_sizes: (n,) elements for each rank, 0 allowed.
-        recv_sizes: (n,) elements from each rank: the entry for this rank in the `send_sizes` of
-            that rank.
+        recv_sizes: (n,) elements from each rank: recv_sizes[i] is equal to the entry for this rank
+            in the `send_sizes` of rank i.
         async_op: return a `Pending` at once. The tensor must not be written to before its
             `wait()` has returned, as in torch.
 
@@ -238,7 +238,7 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
             elsewhere.
         comm: a communicator of n ranks, or (mesh, axes).
         src: index along the communicator, 0 to n - 1.
-        out: where this rank's tensor is written; its shape and dtype are that tensor's.
+        out: the tensor to write to; it has the shape and dtype of this rank's tensor in the list.
 
     Returns:
         `out`.
@@ -277,8 +277,8 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
         block = calls.all_to_all_v(flat, comm, send, receive).wait()
         return out.copy_(block.view(out.shape))
 
-    facts = {"src": src, "dtype": str(out.dtype)}
-    return observed(run, "scatter", comm, sent, same=facts, flow=(send, receive))
+    same = {"src": src, "dtype": str(out.dtype)}
+    return observed(run, "scatter", comm, sent, same=same, flow=(send, receive))
 
 
 def _checked_blocks(
@@ -287,7 +287,7 @@ def _checked_blocks(
     """Return the tensors that the source scatters, or raise if they do not fit."""
     listed = tuple(tensors or ())
     require_each(listed, Tensor, "scatter sends a list of tensors", CollectiveTypeError)
-    # no gradient is followed here
+    # detached, because this collective has no gradient
     blocks = tuple([tensor.detach() for tensor in listed])
     for block in blocks:
         check_operand(block, "a tensor")
@@ -310,7 +310,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
     """`S -> one rank`: return every rank's tensor in index order on rank `dst`, None elsewhere.
 
     Args:
-        tensor: this rank's; shape and dtype are equal on all ranks.
+        tensor: this rank's tensor; shape and dtype are equal on all ranks.
         comm: a communicator of n ranks, or (mesh, axes).
         dst: index along the communicator, 0 to n - 1.
 
@@ -338,17 +338,17 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
             return None
         return [block.view(tensor.shape) for block in torch.split(out, receive)]
 
-    facts = {"shape": tensor.shape, "dst": dst}
-    return observed(run, "gather", comm, (tensor,), same=facts)
+    same = {"shape": tensor.shape, "dst": dst}
+    return observed(run, "gather", comm, (tensor,), same=same)
 
 
 def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
     """`S -> S`: return the tensor of the rank whose target is this rank.
 
     Args:
-        tensor: this rank's; shape and dtype are equal on all ranks.
+        tensor: this rank's tensor; shape and dtype are equal on all ranks.
         comm: a communicator of n ranks, or (mesh, axes).
-        targets: (n,) for every index the index it sends to; each occurs once, [1, 2, 3, 0] shifts
+        targets: (n,) index i sends to index targets[i]. Each index occurs once: [1, 2, 3, 0] shifts
             by one.
 
     Raises:
@@ -375,8 +375,8 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         block = calls.all_to_all_v(flat, comm, send, receive).wait()
         return block.view(tensor.shape)
 
-    facts = {"shape": tensor.shape, "targets": targets}
-    return observed(run, "all_to_all_single", comm, (tensor,), same=facts)
+    same = {"shape": tensor.shape, "targets": targets}
+    return observed(run, "all_to_all_single", comm, (tensor,), same=same)
 
 
 def check_targets(targets: Sequence[int], comm: Comm) -> None:

@@ -1,6 +1,7 @@
-"""DeviceMesh: how a mesh is made, and derived from another one.
+"""DeviceMesh: the creation of a mesh, and of the meshes that are derived from it.
 
-Derived meshes are slices, and meshes with flattened, split and joined axes.
+Derived meshes are slices, and meshes with flattened, split and joined axes. The base class
+`RankGrid` has the ranks, the coordinates and the communicators of a mesh.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .rank_layout import (
     read_sizes,
 )
 
+# the meshes of the enclosing `with mesh:` blocks, innermost last
 _ENTERED: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("shoal_mesh_entered", default=())
 
 
@@ -53,10 +55,11 @@ class DeviceMesh(RankGrid):
     Create one with `init_device_mesh`, `DeviceMesh(device_type, ranks)`, `DeviceMesh.from_group` or
     `abstract_mesh`. Two meshes are equal if they have the same ranks at the same coordinates, the
     same names and backend choices, in the same lifetime of the default process group. Equal meshes
-    over different groups that a program gave (`from_group`) stay apart in caches, and each mesh
-    sends on its own groups. Guards of compiled code compare meshes for equality, as torch's guards
-    do: DTensors bring their groups with them, and a mesh that is itself an argument stands for all
-    meshes that are equal to it.
+    may still run over different groups that a program passed to `from_group`: each mesh sends on
+    its own groups, and caches distinguish such meshes by their `identity`. Guards of compiled code
+    compare meshes for equality, as torch's guards do. A DTensor brings its groups into compiled
+    code. A mesh that is itself an argument of compiled code stands for all meshes that are equal to
+    it.
 
     Args:
         device_type: `cpu`, `cuda`, ...: without an index.
@@ -101,9 +104,9 @@ class DeviceMesh(RankGrid):
     ) -> None:
         require_each((validate, _init_backend), bool, "validate and _init_backend are bool")
         device_type = read_device(device_type)
-        abstract = None if _init_backend else _rank
-        world = None if abstract is not None else ensure_world(device_type).size()
-        layout = read_ranks(mesh, world)
+        abstract_rank = None if _init_backend else _rank
+        world_size = None if abstract_rank is not None else ensure_world(device_type).size()
+        layout = read_ranks(mesh, world_size)
         names = read_names(mesh_dim_names, layout.ndim)
         choices = read_backends(backend_override, names, layout.ndim)
         if _init_backend and validate:
@@ -112,7 +115,8 @@ class DeviceMesh(RankGrid):
                 f"{device_type} mesh of shape {layout.shape}, names {names}, ranks {layout.ranks}, "
                 f"backends {kinds}"
             )
-        self._set(MeshFields(device_type, layout, names, choices, abstract_rank=abstract), None)
+        fields = MeshFields(device_type, layout, names, choices, abstract_rank=abstract_rank)
+        self._set(fields, None)
         if _init_backend:
             self._create_groups()
 
@@ -165,25 +169,25 @@ class DeviceMesh(RankGrid):
                 "axis"
             )
         names = read_names(mesh_dim_names, layout.ndim)
-        self = cls._of(MeshFields(device_type, layout, names, (BackendChoice(),) * layout.ndim))
+        created = cls._of(MeshFields(device_type, layout, names, (BackendChoice(),) * layout.ndim))
         comms: list[Comm] = []
-        coordinate = self._coordinate
-        for axis, (name, group_of_axis) in enumerate(zip(self.axis_names, groups, strict=True)):
+        coordinate = created._coordinate
+        for axis, (name, group_of_axis) in enumerate(zip(created.axis_names, groups, strict=True)):
             members = tuple(_torch.group_ranks(group_of_axis))
             ranks: Sequence[int] = ()
             if coordinate is not None:
-                ranks = self._layout.select((axis,), coordinate).ranks
-            elif all(self.coordinate_of(rank) is None for rank in members):
-                # a group outside of the mesh, of a rank outside of it
+                ranks = layout.select((axis,), coordinate).ranks
+            elif all(created.coordinate_of(rank) is None for rank in members):
+                # neither this rank nor its group is in the mesh
                 continue
             if set(ranks) != set(members):
                 raise MeshError(
-                    f"axis {name} of {self!r} has the ranks {tuple(ranks)}, but its group has "
+                    f"axis {name} of {created!r} has the ranks {tuple(ranks)}, but its group has "
                     f"{members}"
                 )
             comms.append(Comm.over(group_of_axis, (name,), ranks))
-        self._give(comms)
-        return self
+        created._give(comms)
+        return created
 
     # --- derived meshes ---------------------------------------------------------------------------
 
@@ -210,22 +214,26 @@ class DeviceMesh(RankGrid):
             MeshTypeError: neither names nor indices.
             AxisError: unknown or repeated axis.
         """
-        asked = self._asked(axes)
-        mesh = self._derived.get(asked)
+        given_axes = self._as_tuple(axes)
+        mesh = self._derived.get(given_axes)
         if mesh is None:
-            mesh = self._slice(asked)
-            self._derived[asked] = mesh
+            mesh = self._slice(given_axes)
+            self._derived[given_axes] = mesh
         return mesh
 
-    def _slice(self, asked: tuple[AxisLike, ...]) -> DeviceMesh:
-        """Make the mesh of some axes, of which some may be flattened ones."""
-        flattened = self._flattened_of(asked)
+    def _slice(self, given_axes: tuple[AxisLike, ...]) -> DeviceMesh:
+        """Make the mesh of some axes; an axis may be the name of a flattened mesh."""
+        flattened = self._flattened_of(given_axes)
         if flattened:
-            lines = [flattened[a] if a in flattened else self._slice((a,)) for a in asked]
-            return lines[0] if len(lines) == 1 else self.concatenate(lines)
-        axes = self._axes(asked)
+            slices = [
+                flattened[axis] if axis in flattened else self._slice((axis,))
+                for axis in given_axes
+            ]
+            return slices[0] if len(slices) == 1 else self.concatenate(slices)
+        axes = self._axes(given_axes)
         if axes == tuple(range(self.ndim)):
             return self
+        # a rank outside of the mesh gets the slice through the first rank
         layout = self._layout.select(axes, self._coordinate or (0,) * self.ndim)
         names = self.mesh_dim_names
         if names is not None:
@@ -233,11 +241,11 @@ class DeviceMesh(RankGrid):
         choices = tuple([self._choices[axis] for axis in axes])
         return self._derive(layout, names, choices)
 
-    def _flattened_of(self, asked: tuple[AxisLike, ...]) -> dict[AxisLike, DeviceMesh]:
+    def _flattened_of(self, given_axes: tuple[AxisLike, ...]) -> dict[AxisLike, DeviceMesh]:
         """Return the flattened meshes among some axes, by their names."""
         known = self._get_root_mesh()._flattened
         flattened: dict[AxisLike, DeviceMesh] = {}
-        for axis in asked:
+        for axis in given_axes:
             if isinstance(axis, str) and axis not in self.axis_names and axis in known:
                 flattened[axis] = known[axis]
         return flattened
@@ -278,10 +286,12 @@ class DeviceMesh(RankGrid):
         elif len(set(self._choices)) == 1:
             choices = self._choices[:1]
         else:
+            # the axes have different backends, so the new axis has the default one
             choices = (BackendChoice(),)
         mesh = self._derive(self._layout.flatten(), (name,), choices)
         if self._coordinate is None and root._coordinate is not None:
-            # a slice elsewhere in the mesh: the name stays for the one through this rank
+            # The slice does not contain this rank. The name is reserved for the slice through this
+            # rank.
             return mesh
         before = root._flattened.setdefault(name, mesh)
         if before != mesh:
@@ -335,7 +345,8 @@ class DeviceMesh(RankGrid):
         choices = (*self._choices[:axis], *new_choices, *self._choices[axis + 1 :])
         if self._get_root_mesh()._layout.is_crossed_by_axes(layout):
             return self._derive(layout, every_name, choices)
-        # The root cannot find its slices, so this mesh is its own root.
+        # The root cannot derive this mesh from slices of the root, so this mesh is its own root.
+        # It shares the communicators of the old root.
         fields = replace(self._fields, layout=layout, names=every_name, choices=choices)
         mesh = self._of(fields)
         mesh._shared = self._shared
@@ -394,7 +405,7 @@ class DeviceMesh(RankGrid):
         """
         own_slice = self[axes]
         along = self._axes(axes)
-        # a slice along an axis begins at 0 of it
+        # all positions of the other axes; slices along an axis begin at its position 0
         counts = [1 if axis in along else size for axis, size in enumerate(self.shape)]
         submeshes = []
         for coordinate in product(*map(range, counts)):
@@ -403,7 +414,7 @@ class DeviceMesh(RankGrid):
             submeshes.append(own_slice if mesh == own_slice else mesh)
         return submeshes
 
-    # torch's spellings of the same.
+    # names of torch for these methods
 
     def _flatten(
         self, mesh_dim_name: str | None = None, backend_override: object = None
@@ -446,14 +457,14 @@ class DeviceMesh(RankGrid):
     # --- as a value -------------------------------------------------------------------------------
 
     def __format__(self, spec: str) -> str:
-        # torch's functional collectives format a group that they do not know
+        # torch's functional collectives format a group of an unknown type into their error
         refuse_its_own_mesh(self)
         return super().__format__(spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return ranks, names and choices.
+        """Return how to rebuild the mesh from its fields, its root, and whether it has this rank.
 
-        Groups are looked up again when the mesh is unpickled.
+        Groups are not pickled: an unpickled mesh finds or creates them at first use.
         """
         return (rebuild_mesh, (self._fields, self._root, self._coordinate is not None))
 
@@ -469,7 +480,7 @@ class DeviceMesh(RankGrid):
 
     def __exit__(self, *_: object) -> None:
         entered = [*_ENTERED.get()]
-        # blocks may end in any order: the innermost of this mesh
+        # Blocks may end in any order: remove the innermost entry of this mesh.
         for position in reversed(range(len(entered))):
             if entered[position] is self:
                 del entered[position]
@@ -480,7 +491,11 @@ class DeviceMesh(RankGrid):
 def rebuild_mesh(fields: MeshFields, root: DeviceMesh | None, follows: bool) -> DeviceMesh:
     """Rebuild a pickled mesh.
 
-    A slice that ran through the rank that pickled it runs through this rank.
+    Args:
+        fields: the fields of the mesh.
+        root: the mesh that it was derived from, or None.
+        follows: whether the rank that pickled the mesh was in it. Such a slice is moved: the result
+            is the parallel slice that contains this rank.
     """
     if root is not None and follows and root._coordinate is not None:
         fields = replace(fields, layout=root._layout.parallel(fields.layout, root.get_rank()))

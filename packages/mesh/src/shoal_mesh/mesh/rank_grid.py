@@ -1,7 +1,7 @@
 """A grid of ranks as an immutable value, and the communicators along its axes.
 
-DeviceMesh adds to it how meshes are made and derived. `axis` is a mesh dimension, given by name or
-index.
+`DeviceMesh` extends `RankGrid` by the creation and derivation of meshes. `axis` is a mesh
+dimension, given by name or index.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ AxisLike = int | str
 
 
 class MeshIdentity:
-    """A key for caches: one object for equal meshes over the same groups.
+    """A key for caches: one object for all equal meshes over the same groups.
 
-    It identifies the mesh in caches of objects that send on its groups. Equal meshes may run over
-    different groups that a program gave them. It is compared and hashed by identity.
+    Caches of objects that send on the groups of a mesh use it as key instead of the mesh, because
+    equal meshes may run over different groups that a program gave them (`from_group`). It is
+    compared and hashed by identity.
     """
 
     __slots__ = ("__weakref__",)
@@ -83,15 +84,19 @@ class RankGrid:
         "ndim",
         "shape",
     )
-    # by axes
+    # axes, as a caller wrote them or as a tuple of indices -> the communicator along them
     _comms: dict[Any, Comm]
-    # by names, ranks and choice, of all meshes that were derived from one
+    # (names, ranks, backend choice) -> communicator; one dict for a mesh and all that are derived
+    # from it
     _shared: dict[Any, Comm]
-    # by their ranks the communicators of groups that a program gave, with the groups' numbers; of
-    # all meshes that were derived from one
+    # Ranks -> the communicator of a group that a program gave, and the number of the group. One
+    # dict for a mesh and all that are derived from it.
     _given: dict[frozenset[int], tuple[Comm, int]]
+    # axes, as a caller wrote them -> slice
     _derived: dict[Any, Any]
+    # names of flattened axes -> 1-D mesh
     _flattened: dict[str, Any]
+    # the result of `mesh`, once it was read
     _tensor: torch.Tensor | None
     # `cpu`, `cuda`, ...: never with an index
     device_type: str
@@ -107,17 +112,18 @@ class RankGrid:
     is_abstract: bool
     # the key of caches: equal for equal meshes over the same groups
     identity: MeshIdentity
+    # methods that torch.compile traces into (`constant_when_compiled`)
     _TRACED = ("get_group",)
 
     @classmethod
     def _of(cls, fields: MeshFields, root: Any = None) -> Self:
         """Create a mesh of checked fields, without communication."""
-        self = object.__new__(cls)
-        self._set(fields, root)
-        return self
+        created = object.__new__(cls)
+        created._set(fields, root)
+        return created
 
     def _set(self, fields: MeshFields, root: Any) -> None:
-        """Fill the slots; no other method does."""
+        """Fill all slots."""
         self._fields = fields
         self._root = root
         self._layout = fields.layout
@@ -130,16 +136,24 @@ class RankGrid:
         self._given = {} if root is None else root._given
         self._world = None if fields.abstract_rank is not None else world_place()
         ndim = fields.layout.ndim
-        put = object.__setattr__
-        put(self, "device_type", fields.device_type)
-        put(self, "ndim", ndim)
-        put(self, "shape", fields.layout.shape)
-        put(self, "mesh_dim_names", fields.names)
-        put(self, "axis_names", fields.names or tuple(map(str, range(ndim))))
-        put(self, "is_abstract", fields.abstract_rank is not None)
+        # public slots, which `__setattr__` refuses to set
+        set_slot = object.__setattr__
+        set_slot(self, "device_type", fields.device_type)
+        set_slot(self, "ndim", ndim)
+        set_slot(self, "shape", fields.layout.shape)
+        set_slot(self, "mesh_dim_names", fields.names)
+        set_slot(self, "axis_names", fields.names or tuple(map(str, range(ndim))))
+        set_slot(self, "is_abstract", fields.abstract_rank is not None)
         choices = tuple([choice.key for choice in fields.choices])
-        facts = (fields.device_type, fields.names, fields.layout, choices)
-        self._key = (*facts, fields.abstract_rank, fields.connect, self._world)
+        self._key = (
+            fields.device_type,
+            fields.names,
+            fields.layout,
+            choices,
+            fields.abstract_rank,
+            fields.connect,
+            self._world,
+        )
         self._hash = hash(self._key)
         self._identify()
         rank = self._own_rank()
@@ -165,7 +179,7 @@ class RankGrid:
         world = _torch.default_group()
         return None if world is None else world.rank()
 
-    # --- what a mesh is ---------------------------------------------------------------------------
+    # --- ranks and axes ---------------------------------------------------------------------------
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -205,15 +219,15 @@ class RankGrid:
 
     def _axes(self, axes: AxisLike | Iterable[AxisLike]) -> tuple[int, ...]:
         """Return the indices of one or several axes; raise AxisError for a repeated one."""
-        asked = self._asked(axes)
-        indices = tuple(self.axis_index(axis) for axis in asked)
+        given_axes = self._as_tuple(axes)
+        indices = tuple(self.axis_index(axis) for axis in given_axes)
         if len(set(indices)) != len(indices) or not indices:
             raise AxisError(
-                f"asked for axes {asked} of {self!r}: name each axis once, and at least one"
+                f"asked for axes {given_axes} of {self!r}: name each axis once, and at least one"
             )
         return indices
 
-    def _asked(self, axes: AxisLike | Iterable[AxisLike]) -> tuple[AxisLike, ...]:
+    def _as_tuple(self, axes: AxisLike | Iterable[AxisLike]) -> tuple[AxisLike, ...]:
         """Return one or several axes as a tuple, as the user wrote them."""
         if isinstance(axes, int | str):
             return (axes,)
@@ -277,8 +291,8 @@ class RankGrid:
 
         Args:
             axes: one axis, or several.
-            coordinate: one index per axis of the mesh; the indices of `axes` do not matter. This
-                rank's by default.
+            coordinate: one index per axis of the mesh; the indices of `axes` do not matter. By
+                default it is the coordinate of this rank.
 
         Raises:
             AxisError: the mesh has no such axis or coordinate.
@@ -291,6 +305,7 @@ class RankGrid:
         at = self._coordinate
         if coordinate is not None:
             at = read_sizes(coordinate, "coordinate")
+            # raises for a coordinate that does not exist
             self.rank_at(at)
         if at is None:
             raise NoGroupError(
@@ -299,7 +314,7 @@ class RankGrid:
             )
         return tuple(self._layout.select(self._axes(axes), at).ranks)
 
-    # --- where this rank is -----------------------------------------------------------------------
+    # --- the place of this rank -------------------------------------------------------------------
 
     def get_rank(self) -> int:
         """Return the global rank of this process.
@@ -340,6 +355,7 @@ class RankGrid:
         return self._coordinate[axis]
 
     def _only_axis(self) -> int:
+        """Return the axis of a 1-D mesh; raise AxisError for other meshes."""
         if self.ndim != 1:
             raise AxisError(
                 f"{self!r} has {self.ndim} axes: name one of them ({', '.join(self.axis_names)})"
@@ -375,16 +391,16 @@ class RankGrid:
         try:
             comm = self._comms.get(axes)
         except TypeError:
-            # a list, or what is no axis at all
+            # unhashable: a list of axes, or an argument that `_axes` refuses
             comm = None
         if comm is not None:
             return comm
         indices = self._axes(axes)
         comm = self._comms.get(indices)
         if comm is None:
-            # of several threads that create it, all get the first one
+            # if several threads create a communicator, all get the one that was stored first
             comm = self._comms.setdefault(indices, self._create_comm(indices))
-        # a list may have come
+        # a list of axes cannot be a key
         if isinstance(axes, Hashable):
             self._comms[axes] = comm
         return comm
@@ -415,7 +431,7 @@ class RankGrid:
                 group = given.group
             else:
                 group = find_or_create(ranks, choice, f"mesh_{'_'.join(names)}")
-            # one for all threads
+            # if several threads come here, all get the communicator that was stored first
             self._shared.setdefault(key, Comm.over(group, names, ranks, choice))
         return self._shared[key]
 
@@ -445,8 +461,8 @@ class RankGrid:
     # --- as a value -------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Public facts are slots, not properties: torch.compile cannot read a property of a
-        # constant.
+        # Public attributes are slots that cannot be set. They are not properties, because
+        # torch.compile cannot read a property of a constant.
         if not name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
         object.__setattr__(self, name, value)
@@ -466,6 +482,7 @@ class RankGrid:
 
     def _stable_hash(self) -> str:
         """Return a hash that is the same in every process (for caches on disk)."""
+        # without the last entry, the lifetime of the default group
         return blake2b(repr(self._key[:-1]).encode(), digest_size=16).hexdigest()
 
     def _repr_html_(self) -> str:

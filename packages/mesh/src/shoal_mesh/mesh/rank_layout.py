@@ -1,7 +1,7 @@
 """The fields of a mesh as checked values: ranks at coordinates, and the arguments of users.
 
-Evenly spaced ranks, as most meshes and their lines have, are stored as a range: a mesh over 16,384
-ranks takes as much memory as one over four.
+Ranks with equal distances, as in most meshes and their slices, are stored as a range: a mesh over
+16,384 ranks takes as much memory as one over four.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from ..argument_types import kind_of, require, require_each
 from ..errors import AxisError, BackendError, MeshError, MeshTypeError
 from ..groups.process_groups import BackendChoice, Comm
 
-BackendOverride = (
-    Mapping[int, Any] | Mapping[str, Any] | Mapping[int | str, Any]
-    # axis -> "gloo" | Options | ("nccl", Options)
-)
+# axis -> "gloo", options, or ("nccl", options)
+BackendOverride = Mapping[int, Any] | Mapping[str, Any] | Mapping[int | str, Any]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid of distinct ranks; made by `of` and `dense`, so that equal grids are equal."""
+    """A grid of distinct ranks: a shape, and the ranks in row-major order.
+
+    Create one with `of` or `dense`: they store equal grids in the same way, so that these compare
+    equal.
+    """
 
     shape: tuple[int, ...]
-    # row-major: a range if they have one step, else a tuple
+    # a range if all steps between neighbors are equal, else a tuple
     ranks: Sequence[int]
 
     @classmethod
@@ -51,7 +53,7 @@ class Layout:
     def __setstate__(self, state: Any) -> None:
         """Restore a grid, also from files of earlier versions.
 
-        They hold a (size, step) pair for each axis, an offset, and perhaps a list of all ranks.
+        These files have (size, step) pairs for each axis, an offset, and perhaps a list of ranks.
         """
         if "axes" in state:
             grid = Layout._of_earlier_version(state["axes"], state["offset"], state["listed"])
@@ -62,8 +64,11 @@ class Layout:
     def _of_earlier_version(
         cls, axes: Sequence[Sequence[tuple[int, int]]], offset: int, listed: Sequence[int] | None
     ) -> Layout:
-        """Return the grid of the state of an earlier version."""
-        # (2, 3) with steps 3 and 1: 0 1 2 3 4 5
+        """Return the grid for the state of an earlier version.
+
+        `listed` has the ranks in the order of places; None if ranks and places are equal.
+        """
+        # sizes (2, 3) with steps (3, 1): places 0 1 2 3 4 5
         steps = [range(0, size * step, step) for axis in axes for size, step in axis]
         places = [offset + sum(shifts) for shifts in product(*steps)]
         ranks = places if listed is None else [listed[place] for place in places]
@@ -75,7 +80,7 @@ class Layout:
 
     @classmethod
     def dense(cls, shape: Sequence[int]) -> Layout:
-        """Return the grid of the ranks from 0 on."""
+        """Return the grid of the ranks 0, 1, 2, ... in row-major order."""
         return cls(tuple(shape), range(prod(shape)))
 
     @property
@@ -85,13 +90,13 @@ class Layout:
 
     @cached_property
     def _steps(self) -> tuple[int, ...]:
-        """The step of each axis from one position to the next."""
-        # (2, 3, 4): 12, 4, 1
+        """By axis, the distance in `ranks` between neighbors along the axis."""
+        # shape (2, 3, 4): 12, 4, 1
         return tuple(prod(self.shape[axis + 1 :]) for axis in range(self.ndim))
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """Return the rank at a coordinate."""
-        # (1, 2, 3) of (2, 3, 4): 12 + 8 + 3
+        # coordinate (1, 2, 3) in shape (2, 3, 4): 1 * 12 + 2 * 4 + 3 * 1 = 23
         position = sum(map(int.__mul__, coordinate, self._steps))
         return self.ranks[position]
 
@@ -107,7 +112,8 @@ class Layout:
         """Return the grid over some axes in the given order, through a coordinate."""
         others = [axis for axis in range(self.ndim) if axis not in axes]
         positions = [sum(at[axis] * self._steps[axis] for axis in others)]
-        # (2, 3, 4), axes 2 and 0 at 1 of axis 1: 4, then 4 5 6 7, then 4 16, 5 17, 6 18, 7 19
+        # Shape (2, 3, 4), axes (2, 0), position 1 of axis 1: the positions are 4 at first, then
+        # with axis 2 they are 4 5 6 7, then with axis 0 they are 4 16 5 17 6 18 7 19.
         for axis in axes:
             step = self._steps[axis]
             steps = range(0, self.shape[axis] * step, step)
@@ -134,13 +140,13 @@ class Layout:
         after = self.shape[axis + 1 :]
         return Layout((*before, *sizes, *after), self.ranks)
 
-    # --- parts of a larger grid: positions are those of their ranks in it -------------------------
+    # --- parts of a larger grid; positions are indices into the ranks of the larger grid ----------
 
     def crossed(self, parts: Sequence[Layout]) -> Layout | None:
-        """Return the grid over the axes of several parts of this one through one rank.
+        """Return the grid with the axes of several parts of this grid, which cross at one rank.
 
-        Returns None unless the parts share exactly one rank. Parts with ranks 4 5 6 7 and 1 5 of a
-        2 x 4 grid cross at 5: from 5, rank 4 is one step back, and rank 1 four steps.
+        The parts with the ranks 4 5 6 7 and 1 5 of a 2 x 4 grid cross at rank 5. They give the
+        4 x 2 grid 0 4, 1 5, 2 6, 3 7. Returns None unless the parts share exactly one rank.
         """
         lines = [self._positions(part) for part in parts]
         common = set(lines[0]).intersection(*lines[1:])
@@ -148,10 +154,11 @@ class Layout:
             return None
         crossing = next(iter(common))
         repeated = crossing * (len(lines) - 1)
-        # 4 + 1 - 5 = 0, 4 + 5 - 5 = 4
+        # Each position counts from the crossing, 5: one from 4 and 1 is 4 + 1 - 5 = 0, one from 4
+        # and 5 is 4 + 5 - 5 = 4.
         positions = [sum(combination) - repeated for combination in product(*lines)]
-        has_twice = len(set(positions)) < len(positions)
-        if has_twice or max(positions) >= len(self.ranks):
+        has_repeated = len(set(positions)) < len(positions)
+        if has_repeated or max(positions) >= len(self.ranks):
             return None
         shape = [size for part in parts for size in part.shape]
         return Layout.of(shape, [self.ranks[position] for position in positions])
@@ -161,26 +168,29 @@ class Layout:
         return [self.ranks.index(rank) for rank in part.ranks]
 
     def is_crossed_by_axes(self, part: Layout) -> bool:
-        """Return whether a part of this grid is the span of its axes through one rank."""
+        """Return whether a part equals the grid that its lines along its axes give (`crossed`)."""
         origin = (0,) * part.ndim
         axes = [part.select((axis,), origin) for axis in range(part.ndim)]
         return self.crossed(axes) == part
 
     def parallel(self, part: Layout, rank: int) -> Layout:
-        """Return the part with the same steps through another rank.
+        """Return the parallel part, with the same steps, that contains another rank.
 
-        For the ranks 4-7 of a 2 x 4 grid, the part through rank 1 is ranks 0-3.
+        The ranks 4-7 are a row of a 2 x 4 grid. The parallel row that contains rank 1 is 0-3.
         """
         positions = self._positions(part)
         first = min(positions)
+        # moves back from the position of the rank to the first position of the parallel part
         start = self.ranks.index(rank)
         offsets = [position - first for position in sorted(positions)]
-        # 4-7 and 16-19 of a 2 x 3 x 4 grid: 0 1 2 3 12 13 14 15, a run of 4 by 1, which leaves 0
-        # 12, a run of 2 by 12.
+        # The part 4-7 and 16-19 of a 2 x 3 x 4 grid has the offsets 0 1 2 3 12 13 14 15. They begin
+        # with a run of 4 in steps of 1. Every fourth offset remains: 0 12, a run of 2 in steps of
+        # 12.
         while len(offsets) > 1:
             step = offsets[1]
             size = _length_of_run(offsets)
-            # through 21: 21 - 1 = 20, then 20 - 12 = 8
+            # Rank 21 is at 1 of 4 in steps of 1, so 21 - 1 = 20, which is at 1 of 2 in steps of 12,
+            # so 20 - 12 = 8: the parallel part is 8-11 and 20-23.
             start -= start // step % size * step
             offsets = offsets[::size]
         shift = start - first
@@ -188,7 +198,7 @@ class Layout:
 
 
 def _length_of_run(offsets: Sequence[int]) -> int:
-    """Return how many offsets from 0 on have the step of the first two."""
+    """Return the number of offsets at the beginning that continue the step of the first two."""
     step = offsets[1]
     for length, offset in enumerate(offsets):
         if offset != length * step:
@@ -221,9 +231,9 @@ class MeshFields:
 
 
 def read_sizes(values: Iterable[int], name: str) -> tuple[int, ...]:
-    """Return integers in an order as a tuple; raise MeshTypeError for anything else."""
+    """Return a sequence of integers as a tuple; raise MeshTypeError for anything else."""
     if not isinstance(values, str | bytes | Set | Mapping):
-        # torch's own mesh raises a RuntimeError.
+        # RuntimeError: of torch's own mesh, when it is iterated
         with suppress(TypeError, RuntimeError):
             return tuple(map(index, values))
     raise MeshTypeError(f"{name} is a sequence of int, got {kind_of(values)}")
@@ -254,10 +264,15 @@ def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> Layout:
-    """Return the layout of the ranks that a user has listed, as tensor or nested list.
+    """Return the layout of the ranks that a user has listed.
 
-    None is the whole world in a row. Raises MeshError if the ranks are repeated, not in the world
-    (None if its size is unknown), not integers, or if the list is empty.
+    Args:
+        mesh: a tensor or nested list of ranks; None for the whole world in a row.
+        world: the number of ranks of the world; None if it is unknown.
+
+    Raises:
+        MeshTypeError: the ranks are not integers.
+        MeshError: ranks are repeated or not in the world, or there are none.
     """
     if mesh is None:
         return Layout.dense((world or 1,))
@@ -320,19 +335,20 @@ def read_backends(
     require(override, Mapping | None, "backend_override maps axes to backends")
     axis_names = tuple(names or ())
     for axis, value in (override or {}).items():
-        index = axis
+        position = axis
         if isinstance(axis, str) and axis in axis_names:
-            index = axis_names.index(axis)
-        if not isinstance(index, int) or not 0 <= index < ndim:
+            position = axis_names.index(axis)
+        if not isinstance(position, int) or not 0 <= position < ndim:
             axes: Sequence[object] = axis_names or range(ndim)
             raise AxisError(f"backend_override names axis {axis!r}; the axes are {tuple(axes)}")
-        if index in choices:
+        if position in choices:
             raise AxisError(f"backend_override gives axis {axis!r} twice, by name and by index")
-        choices[index] = _read_choice(axis, value)
+        choices[position] = _read_choice(axis, value)
     return tuple(choices.get(i, BackendChoice()) for i in range(ndim))
 
 
 def _read_choice(axis: int | str, value: object) -> BackendChoice:
+    """Return the backend choice that a user passes for an axis."""
     if isinstance(value, BackendOptions):
         return BackendChoice(options=value)
     backend = value

@@ -1,7 +1,7 @@
-"""The order of ranks along mesh axes: the fastest links join the last axis.
+"""The order of ranks along mesh axes: ranks with the fastest links are along the last axis.
 
-The next fastest links join the axis before it. The costs are measured: the time of a message
-between any two ranks of the world.
+The next fastest links are along the axis before it. `measured_costs` measures the time of a message
+between any two ranks of the world, and `order_by_costs` groups the ranks by these times.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from ..watch.backend_work import BackendWork
 _BYTES = 1 << 20
 # Round trips of which the fastest counts; the first one also connects.
 _REPEATS = 4
-# Links inside a host, or between two hosts, are equal if the slowest takes less than this many
-# times the fastest.
+# The links inside one host, or between the same two hosts, count as equal if the time of the
+# slowest one is less than this many times the time of the fastest one.
 _NOISE = 2.0
-# Another order than rank order is used only if an axis takes less than this share of the time.
+# Another order replaces rank order only if an axis takes less than this share of its time in rank
+# order.
 _WORTHWHILE = 0.9
-# Rounds of exchanges between groups, after which the order is kept as it is.
+# the most rounds of exchanges of units between groups (`_group_nearest`)
 _ROUNDS = 10
 
 # Costs[a][b]: seconds of a message from rank a to rank b.
 Costs = Sequence[Sequence[float]]
-# Ranks that stay together, row-major over the inner axes.
+# Ranks that have been grouped along the inner axes, in row-major order over these axes.
 Unit = tuple[int, ...]
 
 
@@ -42,10 +43,10 @@ class RankOrder(NamedTuple):
     """The order in which a mesh lists its ranks, and the time that it saves.
 
     Attributes:
-        ranks: row-major.
-        before: for every axis, the seconds of an all-gather of 1 MiB a rank along the slowest line
-            of the axis, in rank order.
-        after: the same, in this order.
+        ranks: the global ranks in row-major order of the mesh.
+        before: for every axis, the seconds of an all-gather of 1 MiB per rank along the slowest
+            line of the axis, if the ranks are in rank order.
+        after: the same, if they are in the order of `ranks`.
     """
 
     ranks: tuple[int, ...]
@@ -65,8 +66,8 @@ def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
     """Return the order of ranks for a mesh shape; rank order unless another is clearly better.
 
     Args:
-        shape: of the mesh, over the ranks from 0 on.
-        costs: seconds of a message of 1 MiB between any two ranks, symmetric.
+        shape: the shape of the mesh, whose ranks are 0, 1, 2, ...
+        costs: the seconds of a message of 1 MiB between any two ranks; symmetric.
 
     Example:
         Ranks 0 and 2 share a host, and ranks 1 and 3:
@@ -81,10 +82,12 @@ def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
     units: list[Unit] = [(rank,) for rank in rank_order]
     for size in reversed(shape):
         units = _group_nearest(units, size, costs)
+    # one unit with all ranks is left
     (grouped,) = units
     before = _seconds_by_axis(shape, rank_order, costs)
     after = _seconds_by_axis(shape, grouped, costs)
-    # The last axis decides first: most bytes, the bytes of every layer, are sent along it.
+    # The last axis is compared first, because the most bytes are sent along it. The next axis
+    # decides if neither order is clearly better.
     for old, new in zip(reversed(before), reversed(after), strict=True):
         if new < _WORTHWHILE * old:
             return RankOrder(grouped, before, after)
@@ -94,9 +97,10 @@ def order_by_costs(shape: Sequence[int], costs: Costs) -> RankOrder:
 
 
 def _seconds_by_axis(shape: Sequence[int], ranks: Unit, costs: Costs) -> tuple[float, ...]:
-    """Return for every axis the seconds of its slowest line.
+    """Return for every axis the seconds of an all-gather along its slowest line.
 
-    All ranks of a line send to the next one, size - 1 times: 3 ranks with at most 9 ms take 18 ms.
+    In an all-gather every rank of a line sends to the next rank, size - 1 times: 3 ranks with links
+    of at most 9 ms take 18 ms.
     """
     seconds = []
     for axis, size in enumerate(shape):
@@ -129,7 +133,7 @@ def _group_nearest(units: list[Unit], size: int, costs: Costs) -> list[Unit]:
     The first unit that is left begins a group, and the nearest ones join it. Then groups exchange
     units while that makes their slowest links faster.
     """
-    groups = list[list[Unit]]()
+    groups: list[list[Unit]] = []
     remaining = list(units)
     while remaining:
         group = [remaining.pop(0)]
@@ -185,7 +189,7 @@ def measured_costs(world: ProcessGroup, device: torch.device) -> list[list[float
     seconds = [0.0] * size
     message = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
     for turn in range(size):
-        # 5 ranks, turn 1: rank 0 meets 1, rank 2 meets 4, and rank 3 has no partner.
+        # 5 ranks, turn 1: ranks 0 and 1 exchange, ranks 2 and 4 too, and rank 3 has no partner.
         other = (turn - own_rank) % size
         if other != own_rank:
             seconds[other] = _message_seconds(world, message, other)
@@ -225,7 +229,7 @@ def fastest(run: Callable[[], object], times: int, device: torch.device) -> floa
 
 
 def smoothed(costs: list[list[float]], hosts: list[str]) -> list[list[float]]:
-    """Replace the costs of links that are equal but for noise by their median.
+    """Replace costs by their median if they differ by noise only.
 
     Links inside one host are compared with each other, and links between the same two hosts.
 
@@ -233,7 +237,7 @@ def smoothed(costs: list[list[float]], hosts: list[str]) -> list[list[float]]:
         >>> smoothed([[0, 1.0, 9.0], [1.2, 0, 10.0], [9.0, 10.0, 0]], ["a", "a", "b"])
         [[0, 1.1, 9.5], [1.1, 0, 9.5], [9.5, 9.5, 0]]
     """
-    # Imported here: with fractions and decimals it is a tenth of the import of shoal_mesh.
+    # Imported here: it imports fractions and decimals, a tenth of the time of `import shoal_mesh`.
     import statistics
 
     pairs_by_hosts: defaultdict[frozenset[str], list[tuple[int, int]]] = defaultdict(list)

@@ -1,8 +1,8 @@
 """The transport between CPU ranks of one host: collectives as steps of a stream of rounds.
 
-Messages of more than a slot take several rounds, each of which shows a window of them. Every
-function returns with its first round shown: `wait` completes the result. Sums are taken in the
-order of ranks on every rank, so all ranks have the same bits. Many tensors are packed straight into
+A message that is larger than a slot takes several rounds, and each round shows a window of it.
+Every function returns when its first round is shown; `wait` completes the result. Every rank adds
+terms in the order of ranks, so all ranks have the same bits. Many tensors are packed straight into
 the slots and read straight from them: no rank has a second copy of the message.
 """
 
@@ -21,16 +21,16 @@ from .packed_messages import PackedMessage, all_reduce_packed, exchange_packed
 from .rounds import Steps
 from .row_reductions import elements_between, flat_of, reduce_rows
 
-# With more bytes than this, three or more ranks reduce one part each and read the parts of the
-# others: less memory moves, in two rounds.
+# An all-reduce of more bytes than this takes two rounds between three or more ranks: each rank
+# reduces one part, and then reads the parts of the other ranks. Less memory moves this way.
 _ONE_ROUND_SUM_BYTES = 1 << 16
 
 
 class SharedMemoryTransport(Transport):
     """The transport of a group whose ranks have a channel, with the `backend` as a fallback.
 
-    In the background it carries messages of one round only, which are visible to the others at
-    once: messages of several rounds go to the backend, whose threads process them. Messages use the
+    In the background it carries only messages of one round, which the other ranks can read at once.
+    Messages of several rounds go to the backend, whose threads carry them on. Messages use the
     channel's foreground if no `stream` is given.
     """
 
@@ -48,7 +48,7 @@ class SharedMemoryTransport(Transport):
             return self
         stream_name = "reductions" if op else "gathers"
         stream = self._channel.background[stream_name]
-        # uneven: a rank learns the number of rounds from the other ranks
+        # of uneven blocks, this rank does not have the number of rounds yet (`_exchange`)
         if uneven or tensor.nbytes > stream.slot_bytes:
             return self._backend
         return SharedMemoryTransport(self._channel, self._backend, stream)
@@ -109,11 +109,11 @@ def is_carried(tensor: Tensor, op: str) -> bool:
 def _in_windows(
     stream: Stream, kind: str, tensor: Tensor, out: Tensor, op: str = "", root: int | None = None
 ) -> Steps:
-    """Run rounds that each show a window of the tensor's rows, and read it of all ranks.
+    """Run rounds in which each rank shows a window of its tensor's rows, and reads all ranks'.
 
-    There is one row, or one row for each rank; then each rank reads the row with its number. Only
-    the root of a broadcast shows a row. An all-to-all of abcdef and ghijkl, in windows of 2
-    elements of both rows:
+    The tensor of a reduce-scatter or an all-to-all has one row for each rank, and each rank reads
+    the rows with its number. Other tensors are one row. Only the root of a broadcast shows its row.
+    An all-to-all of abcdef and ghijkl, in windows of 2 elements of both rows:
 
         round 1   slot 0  ab de   slot 1  gh jk   rank 0 reads ab, gh   rank 1 reads de, jk
         round 2   slot 0  c  f    slot 1  i  l    rank 0 reads c, i     rank 1 reads f, l
@@ -122,9 +122,9 @@ def _in_windows(
     target = _movable(out)
     row_count = stream.size if kind in ("reduce_scatter", "all_to_all") else 1
     number = request(kind, source.dtype, source.numel(), op, root=root or 0)
-    # 10 elements, of an all-to-all of 2: rows of 5
+    # an all-to-all of 10 elements between 2 ranks: rows of 5 elements
     length = source.numel() // row_count
-    # slots of 1 MiB, float32, 2 rows: 131072
+    # slots of 1 MiB, float32, 2 rows: windows of 131072 elements
     window = stream.slot_bytes // source.element_size() // row_count
     shows = root is None or root == stream.rank
     for start in range(0, max(length, 1), window):
@@ -159,13 +159,13 @@ def _exchange(
     """
     element_bytes = flat.element_size()
     window = stream.slot_bytes
-    published = stream.peers.said
+    published = stream.peers.published
     # A rank without any element may not know the dtype, and publishes 0.
     has_elements = flat.numel() or out.numel()
     dtype = number_of(flat.dtype) + 1 if has_elements else 0
     flat = as_bytes(flat)
     out = as_bytes(out)
-    # 3 of float32: 12 bytes
+    # 3 elements of float32: 12 bytes
     sent_bytes = [count * element_bytes for count in send]
     received_bytes = [count * element_bytes for count in receive]
     number = request("all_to_all_v", flat.dtype, 0)
@@ -177,22 +177,22 @@ def _exchange(
         slots, slot = stream.slots(flat.dtype, window)
         slot[: shown.numel()].copy_(shown)
         if start == 0:
-            # `yield` shows the next round
+            # for the next round, which `yield` shows
             own_numbers = published[stream.round + 1 & 1][stream.rank]
             own_numbers[:] = array("Q", (*sent_bytes, flat.numel(), dtype))
         yield number
         if start == 0:
-            # of each rank: bytes for every rank and in all, and the dtype
+            # of each rank: the bytes for every rank, the sum of these, and the number of the dtype
             counts = [words.tolist() for words in published[stream.round & 1]]
-            _require_one_dtype(stream, [of_rank.pop() for of_rank in counts])
+            _require_one_dtype(stream, [counts_of_rank[-1] for counts_of_rank in counts])
             sources = _source_blocks(stream, counts, received_bytes)
-            longest = max(of_rank[-1] for of_rank in counts)
+            longest = max(counts_of_rank[-2] for counts_of_rank in counts)
         for rank, first, last, target in sources:
-            # block 3:9, window 4:8: 4:8
+            # block 3:9, window 4:8: bytes 4:8
             low = max(first, start)
             high = min(last, start + window)
             if low < high:
-                # block 3:9 from 4 on: 1 behind its begin
+                # byte 4 of the input is one behind the begin of block 3:9
                 place = target + low - first
                 arrived = slots[rank, low - start : high - start]
                 out[place : place + high - low].copy_(arrived)
@@ -220,7 +220,7 @@ def _source_blocks(
 ) -> list[_SourceBlock]:
     """Return the blocks for this rank; raise if a rank sends another number of bytes than expected.
 
-    `counts` has for each rank the bytes that it sends to every rank.
+    `counts[i][j]` is the number of bytes that rank i sends to rank j.
     """
     sources = []
     target = 0
@@ -232,7 +232,7 @@ def _source_blocks(
                 f"{stream.rank}, but it expects {expected}"
             )
         if count:
-            # 3, 1, 2: rank 2 from 4
+            # rank i sends 3, 1 and 2 bytes: the block for rank 2 begins at 4
             first = sum(sent[: stream.rank])
             sources.append(_SourceBlock(rank, first, first + count, target))
         target += count
@@ -255,7 +255,7 @@ def _require_one_dtype(stream: Stream, numbers: Sequence[int]) -> None:
 
 
 def _has_number(tensor: Tensor) -> bool:
-    """Tell whether shared memory has a number for the dtype of a tensor."""
+    """Return whether shared memory has a number for the dtype of a tensor."""
     return tensor.dtype in CARRIED_DTYPES
 
 

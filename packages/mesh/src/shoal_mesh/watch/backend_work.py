@@ -1,4 +1,9 @@
-"""Collectives of gloo that watch the other ranks while they wait, so that errors name a culprit."""
+"""Collectives of gloo that watch the other ranks while they wait, so that errors name a culprit.
+
+gloo reports that a connection has failed, but not which rank is at fault. A `BackendWork` looks at
+the other ranks while it waits for gloo. If gloo fails, it inspects the processes of this machine,
+and all ranks report their last collective in the store of the default group (`_roll_call`).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,9 @@ from .peers import Peers, different_collectives, wait_until
 from .processes import machine, processes_of, state_of
 from .recorder import dump, last_of_backend
 
-# how long the end of a process may show up after that of its connections
+# seconds by which the end of a process may become visible after the end of its connections
 _DEATH_SECONDS = 0.5
-# how long other ranks may take to report the same failure
+# seconds that the other ranks have to report the same failure
 _ROLL_CALL_SECONDS = 3.0
 
 T = TypeVar("T")
@@ -30,10 +35,10 @@ _ABANDONED: list[Work] = []
 def settle(timeout: float) -> None:
     """Wait until no thread of gloo needs the interpreter's lock, so that groups can be freed.
 
-    A thread drops the tensors of a collective a moment after its end, for which it needs the lock,
-    and a group that is freed under the lock waits for its threads. Collectives that a rank has
-    abandoned end when other ranks release their groups, or when gloo times out by itself, after
-    `timeout` seconds.
+    A thread of gloo frees the tensors of a collective a moment after the end of the collective, and
+    needs the lock to do it. A group that is freed waits for its threads with the lock held, which
+    would be a deadlock. Collectives that a rank has abandoned end when other ranks release their
+    groups, or when gloo times out by itself, after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while not all(work.is_completed() for work in _ABANDONED):
@@ -41,7 +46,7 @@ def settle(timeout: float) -> None:
             break
         time.sleep(0.01)
     _ABANDONED.clear()
-    # from the end of a collective to the drop are microseconds
+    # the tensors are freed within microseconds after the end of their collective
     time.sleep(0.05)
 
 
@@ -49,8 +54,9 @@ class BackendWork:
     """The work of a collective of gloo, with the interface of c10d's Work.
 
     `wait` raises a PeerError if a rank has ended, has given up or runs another collective, or if
-    the timeout is over. The `peers` are watched meanwhile, and are notified of a
-    failure. Ranks of the group that this group is `part_of` raise the same error.
+    the timeout is over. It watches the `peers` meanwhile, and notifies them of a failure. `part_of`
+    is the name of a larger group that makes the same calls in several groups such as this one; all
+    its ranks raise the same error.
     """
 
     __slots__ = ("_call", "_group", "_part_of", "_peers", "_work")
@@ -62,7 +68,7 @@ class BackendWork:
         self._group = group
         self._peers = peers
         self._part_of = part_of
-        # the number of the call that was announced for it
+        # the number under which this rank has announced the call of the backend
         self._call = 0 if peers is None else peers.calls
 
     def is_completed(self) -> bool:
@@ -79,14 +85,11 @@ class BackendWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise _explained(self._group, str(error), peers, self._part_of) from error
+            raise _explain(self._group, str(error), peers, self._part_of) from error
 
 
-def _explained(group: ProcessGroup, message: str, peers: Peers | None, part_of: str) -> PeerError:
-    """Return the error that names the ranks at fault, for a message of gloo.
-
-    Processes of this machine are inspected; all other processes are requested to report.
-    """
+def _explain(group: ProcessGroup, message: str, peers: Peers | None, part_of: str) -> PeerError:
+    """Return the error for a message of gloo; it names the ranks at fault."""
     # `[file.cc:123] message. This is typically ...`
     reason = message.partition("] ")[2].partition(". This is typically")[0] or message
     if not _torch.is_live(group):
@@ -106,13 +109,14 @@ def _explained(group: ProcessGroup, message: str, peers: Peers | None, part_of: 
 
 
 def first_failure(name: str, text: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return the first failure of a group, and the ranks at fault, by the store.
+    """Return the first failure of a group that the store has, and the ranks at fault.
 
-    The ranks of the group see different failures. If the store has no failure, this one becomes the
-    first.
+    The ranks of the group `name` see different failures. If the store has no failure of the group,
+    this one becomes the first.
     """
     own_failure = json.dumps([text, ranks])
-    first = _answer(lambda store: store.compare_set(f"shoal_failed/{name}", "", own_failure), 0)
+    key = f"shoal_failed/{name}"
+    first = _ask_store(lambda store: store.compare_set(key, "", own_failure), 0)
     text, ranks = json.loads(first or own_failure)
     return text, tuple(ranks)
 
@@ -149,15 +153,15 @@ def _diagnose_loss(
 ) -> tuple[str, tuple[int, ...]]:
     """Describe the failure of a group that has lost ranks; return also the ranks at fault."""
     text = ", ".join(f"rank {rank} {state}" for rank, state in lost.items())
-    # gloo may have aborted it, for what another rank sent
+    # gloo may have aborted the process because another rank sent data of another collective
     if all("ended" in state for state in lost.values()):
         others = [rank for rank in ranks if rank not in lost]
         started = _roll_call(group, others, own_rank, _DEATH_SECONDS)
         if started and len(set(started.values())) > 1:
             difference, _ = different_collectives(started)
             text = f"{text}; {difference}"
-    # A rank beside a lost one has most likely returned because it failed for that one, sooner than
-    # this rank.
+    # If one rank has ended and another one has returned, the latter most likely failed because of
+    # the former, sooner than this rank.
     culprits = tuple(rank for rank, state in lost.items() if "returned" not in state)
     return text, culprits or tuple(lost)
 
@@ -194,10 +198,11 @@ def _roll_call(
 ) -> dict[int, str] | None:
     """Return the last collectives of the ranks that report a failure of the group.
 
-    Returns None if the store does not answer.
+    Each rank that sees the failure writes its last collective to the store, and waits at most
+    `seconds` for the reports of the other ranks. Returns None if the store does not answer.
     """
 
-    def ask(store: Store) -> dict[int, str]:
+    def collect_reports(store: Store) -> dict[int, str]:
         name = group.group_name
         keys = {rank: f"shoal_failed/{name}/{rank}" for rank in ranks}
         store.set(keys[own_rank], last_of_backend(name))
@@ -207,23 +212,23 @@ def _roll_call(
         reported = {rank: key for rank, key in keys.items() if store.check([key])}
         return {rank: store.get(key).decode() for rank, key in reported.items()}
 
-    return _answer(ask, seconds)
+    return _ask_store(collect_reports, seconds)
 
 
-def _answer(ask: Callable[[Store], T], seconds: float) -> T | None:
+def _ask_store(ask: Callable[[Store], T], seconds: float) -> T | None:
     """Call a function with the store of the default group, and return its result.
 
-    Returns None if the store does not answer in time.
+    Returns None if the store does not answer in time: `seconds` and one more.
     """
     answer: list[T] = []
 
-    def quietly() -> None:
+    def append_answer() -> None:
         # RuntimeError: the store is gone
         with suppress(RuntimeError):
             answer.append(ask(_torch.default_store()))
 
-    # a store that is out of reach blocks for minutes
-    thread = threading.Thread(target=quietly, daemon=True)
+    # in a thread, because a store that is out of reach blocks for minutes
+    thread = threading.Thread(target=append_answer, daemon=True)
     thread.start()
     thread.join(seconds + 1)
     return answer[0] if answer else None

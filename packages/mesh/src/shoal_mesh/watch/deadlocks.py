@@ -1,10 +1,12 @@
 """Detection of ranks that wait for each other in different collectives, over all channels.
 
-Every process has a board: memory that other processes of the host read by way of /proc. A thread
-looks twice a second whether all threads of its process that run a program wait in collectives, and
-then writes on the board which processes they wait for. From there it follows the boards: where
-every process that it comes to waits, none of them can go on, so all channels of this process fail.
-A process that computes, sends, sleeps or is stopped does not wait, so a slow rank is not an alarm.
+Every process has a board: a file in memory that other processes of the host read by way of /proc.
+A thread of every process, the `Watcher`, looks at the other threads twice a second. If all threads
+that run the program wait in collectives, it writes on the board which processes they wait for. Then
+it reads the boards of these processes, the boards of the processes that they wait for, and so on.
+If all processes that it comes to wait, none of them can continue, and all channels of this process
+fail. A process that computes, sends, sleeps or is stopped counts as not waiting, so a slow rank
+does not raise an alarm.
 
     rank 0 waits for rank 1 in an all-reduce, rank 1 for rank 0 in an all-gather: a deadlock
     rank 0 waits for rank 1 in an all-reduce, rank 1 reads a file: rank 0 waits on
@@ -31,15 +33,18 @@ import torch.distributed as dist
 from .. import _torch
 from .._torch import ProcessGroup
 
-# from one look of the thread to the next
+# seconds from one look of the watcher to the next
 _SECONDS = 0.5
-# so often a process looks at unchanged waits before it raises
+# looks of every process at unchanged waits before they count as a deadlock
 _LOOKS = 4
+# size of a board; a state that does not fit is not written
 _BOARD_BYTES = 1 << 14
-# Read and written by a process between two looks: more is a transfer that goes on.
+# A process that has read and written more bytes than this since the last look is transferring data.
 _BYTES_OF_TRANSFER = 1 << 20
+# the file with the collectives of torch.distributed
 _OF_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
-# Folders of code that runs in threads that serve a program: pools, monitors, notebooks.
+# Folders of installed code. A thread that runs only such code serves the program, as the threads of
+# pools, monitors and notebooks do.
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 _LOG = logging.getLogger("shoal.deadlocks")
 
@@ -54,7 +59,14 @@ class Address(NamedTuple):
 
 
 class Wait:
-    """A wait of one thread, from the first time that the wait looks around."""
+    """A wait of one thread in a collective, from the first look of the thread at the other ranks.
+
+    Attributes:
+        serial: a number that no other wait of this process has.
+        text: the description of the collective.
+        awaited: returns the boards of the processes that the thread waits for.
+        looks: how often the thread has looked and found that it must still wait.
+    """
 
     __slots__ = ("awaited", "looks", "serial", "text")
 
@@ -62,14 +74,16 @@ class Wait:
         self.serial: int = next(_SERIALS)
         self.text: str = text
         self.awaited: Callable[[], Sequence[Address]] = awaited
-        # how often the thread has seen that it has to wait on
         self.looks: int = 0
 
 
-# Declared mutable state: of this process, the waits by thread, its board and the boards of others.
+# --- declared mutable state of this process
+# thread -> its wait
 WAITS: dict[int, Wait] = {}
+# global rank -> the location of its board
 _ADDRESSES: dict[int, Address] = {}
 _SERIALS = count()
+# process id -> the number of the open file of the board; only this process has an entry
 _BOARD: dict[int, int] = {}
 
 
@@ -87,7 +101,7 @@ def board_of_process() -> int:
     """Return the number of the open file of this process's board; -1 if there is none."""
     pid = os.getpid()
     if pid not in _BOARD:
-        # a fork has its parent's
+        # a forked process has the entry of its parent
         _BOARD.clear()
         try:
             _BOARD[pid] = os.memfd_create("shoal_board")
@@ -106,7 +120,7 @@ def note_addresses(ranks: Sequence[int], pids: Sequence[int], files: Sequence[in
 def addresses(ranks: Sequence[int]) -> list[Address]:
     """Return the boards of global ranks.
 
-    The address of an unknown board has no process, so it never waits.
+    An unknown board has an address that cannot be read, so its rank counts as not waiting.
     """
     return [_ADDRESSES.get(rank, Address(rank, 0, -1)) for rank in ranks]
 
@@ -115,20 +129,26 @@ class Watcher(threading.Thread):
     """The thread that looks for deadlocks.
 
     Args:
-        fail: called with the text about a deadlock, and by rank the collective that each of its
-            ranks waits in.
+        fail: called for a deadlock, with a text about it and with the collective in which each of
+            its ranks waits, by rank.
     """
 
     def __init__(self, fail: Callable[[str, Mapping[int, str]], object]) -> None:
         super().__init__(name="shoal deadlocks", daemon=True)
         self._fail = fail
+        # number of the present look
         self._beat = 0
+        # bytes that this process had read and written at the last look
         self._transferred = 0
+        # serials of waits -> their `looks` at the last look
         self._looks: dict[int, int] = {}
-        # numbers of the waits that the last look has seen
+        # `_places_of_waits` at the last look
         self._places: tuple[int, ...] = ()
+        # whether the board says that this process waits
         self._was_blocked = False
-        # serials of the waits of all processes, and the processes' beats when these were first seen
+        # By process: the serials of its waits, and its beat when this watcher first saw them. As
+        # long as all serials stay the same, `_unchanged` is the number of looks that every process
+        # has made since then.
         self._seen_serials: dict[int, list[Any]] = {}
         self._first_beats: dict[int, int] = {}
         self._unchanged = 0
@@ -137,12 +157,12 @@ class Watcher(threading.Thread):
         """Look until the process ends."""
         while True:
             time.sleep(_SECONDS)
-            # whatever happens here, the program must not suffer from it
+            # an error of the watcher must not end the program
             with suppress(Exception):
                 self.look()
 
     def look(self) -> None:
-        """Write where this process waits; fail if all processes that it waits for wait, too."""
+        """Write on the board where this process waits, and fail if it is part of a deadlock."""
         state = self._state()
         if not state["waits"]:
             if self._was_blocked:
@@ -159,7 +179,7 @@ class Watcher(threading.Thread):
             text, waits = describe_deadlock(states)
             self._unchanged = 0
             if not WAITS:
-                # a call of torch cannot be made to raise
+                # this process waits in a call of torch, which cannot be made to raise
                 _LOG.error(text)
             self._fail(text, waits)
 
@@ -178,22 +198,20 @@ class Watcher(threading.Thread):
         self._unchanged = min(beat - self._first_beats[pid] for pid, beat in beats.items())
 
     def _state(self) -> dict[str, Any]:
-        """Return the content of the board: the waits of all threads that run a program.
-
-        There are none if one of the threads does not wait.
-        """
+        """Return the content of the board for this look."""
         waits = self._waits()
         self._beat += 1
         rank = dist.get_rank() if dist.is_initialized() else -1
         return {"rank": rank, "beat": self._beat, "waits": waits}
 
     def _waits(self) -> list[dict[str, Any]]:
+        """Return the waits of all threads that run the program; [] if one of them does not wait."""
         places = _places_of_waits()
-        before_last = self._places
+        last_places = self._places
         self._places = places
-        if not places or places != before_last:
-            # Frames keep the objects of their functions alive, so frames of short waits are not
-            # read.
+        if not places or places != last_places:
+            # The waits are new. A frame that is read keeps the objects of its function alive, so
+            # frames are read only for waits that last from one look to the next.
             return []
         waits: list[dict[str, Any]] = []
         looks: dict[int, int] = {}
@@ -207,22 +225,24 @@ class Watcher(threading.Thread):
             if facts is None:
                 continue
             if not facts["awaits"]:
+                # all ranks have reached the collective of this thread
                 return []
             if wait is not None:
                 looks[wait.serial] = wait.looks
             waits.append(facts)
-        before = self._looks
+        last_looks = self._looks
         self._looks = looks
-        # a thread that has not looked may have what it waits for
-        has_idle_thread = any(before.get(serial) == count for serial, count in looks.items())
-        if self._transfers() or has_idle_thread:
+        # a thread that has not looked since the last look may have left its wait
+        has_idle_thread = any(last_looks.get(serial) == times for serial, times in looks.items())
+        if self._has_transferred() or has_idle_thread:
             return []
         return waits
 
-    def _transfers(self) -> bool:
-        """Return whether this process has sent or received since the last call."""
-        lines = Path("/proc/self/io").read_text().split()
-        transferred = int(lines[1]) + int(lines[3])
+    def _has_transferred(self) -> bool:
+        """Return whether this process has sent or received a lot since the last call."""
+        # "rchar: 300 wchar: 70 ...": 300 bytes read, 70 written
+        words = Path("/proc/self/io").read_text().split()
+        transferred = int(words[1]) + int(words[3])
         before = self._transferred
         self._transferred = transferred
         return transferred - before > _BYTES_OF_TRANSFER
@@ -239,12 +259,13 @@ def _places_of_waits() -> tuple[int, ...]:
     numbers = [wait.serial for wait in list(WAITS.values())]
     frame = sys._current_frames().get(_MAIN)
     if frame is not None and frame.f_code.co_filename.endswith(_OF_C10D):
+        # the main thread is in a collective of torch: the instruction at which it is
         numbers += [id(frame), frame.f_lasti]
     return tuple(numbers)
 
 
 def _facts_of(wait: Wait) -> dict[str, Any]:
-    """Return a wait as the board has it."""
+    """Return a wait in the form in which it is written on the board."""
     return {"serial": wait.serial, "text": wait.text, "awaits": [*wait.awaited()], "call": ""}
 
 
@@ -261,16 +282,16 @@ def _wait_of_torch(frame: FrameType | None) -> dict[str, Any] | None:
     name = f"torch.distributed.{frame.f_code.co_name}"
     ranks = _torch.ranks_in_order(group)
     others = [rank for rank in ranks if rank != dist.get_rank()]
-    # The next call may have the same frame again, but another number.
+    # The next call may have a frame at the same address, but the group counts its collectives.
     serial = f"{id(frame)} {frame.f_lasti} {_torch.sequence_of(group)}"
     call = f"{name} of group {group.group_name}"
     return {"serial": serial, "text": name, "awaits": addresses(others), "call": call}
 
 
 def _is_of_program(frame: FrameType | None) -> bool:
-    """Return whether a thread runs code of a program, of torch or of shoal.
+    """Return whether a thread runs code of the program, of torch or of shoal.
 
-    Threads that only serve these do not count.
+    Threads that run only other installed code do not count.
     """
     while frame is not None:
         path = frame.f_code.co_filename
@@ -287,10 +308,12 @@ def _is_of_program(frame: FrameType | None) -> bool:
 
 
 def _write(state: Mapping[str, Any]) -> None:
+    """Write a state on the board of this process."""
     file = board_of_process()
     data = json.dumps(state).encode()
     if file >= 0 and len(data) < _BOARD_BYTES:
-        # A reader that comes in between finds no JSON, and looks again.
+        # A process that reads the board during this write finds invalid JSON (`_read`), and reads
+        # it again in its next look.
         os.pwrite(file, data.ljust(_BOARD_BYTES), 0)
 
 
@@ -318,7 +341,7 @@ def processes_that_wait(
     pending = [state]
     while pending:
         for wait in pending.pop()["waits"]:
-            is_apart = False
+            awaits_other_call = False
             for fields in wait["awaits"]:
                 address = Address(*fields)
                 other = states.get(address.pid) or read(address)
@@ -326,19 +349,19 @@ def processes_that_wait(
                     return {}
                 calls_of_other = [wait_of_other["call"] for wait_of_other in other["waits"]]
                 if wait["call"] and wait["call"] in calls_of_other:
-                    # both are in one call, which may be about to end
+                    # both processes are in the same call of torch, which may be about to end
                     continue
-                is_apart = True
+                awaits_other_call = True
                 if address.pid not in states:
                     states[address.pid] = other
                     pending.append(other)
-            if not is_apart:
+            if not awaits_other_call:
                 return {}
     return states
 
 
 def describe_deadlock(states: Mapping[int, Mapping[str, Any]]) -> tuple[str, dict[int, str]]:
-    """Return the text about a deadlock, and the collective that each of its ranks waits in."""
+    """Return the text about a deadlock, and by rank the collective in which the rank waits."""
     texts: dict[int, str] = {}
     for state in sorted(states.values(), key=lambda state: int(state["rank"])):
         texts[state["rank"]] = ", ".join(wait["text"] for wait in state["waits"])

@@ -1,4 +1,9 @@
-"""The ranks of a group: one waits for words of the others, and raises if one ends or gives up."""
+"""Waits of one rank for the other ranks of its group, by words in the memory that they share.
+
+A word is an unsigned integer of 8 bytes. Each rank counts its progress in words of its own, which
+the other ranks only read. `Peers.wait` waits until a word of another rank has reached a value, and
+raises if that cannot happen: the other rank has ended, has given up, or runs another collective.
+"""
 
 from __future__ import annotations
 
@@ -20,57 +25,63 @@ from .deadlocks import WAITS, addresses, note_wait
 from .processes import state_of
 from .recorder import current_purpose, describe, dump, last_of_backend, request
 
-# words of 8 bytes to a cache line, so that ranks do not write into one another's
+# words of 8 bytes in a cache line; two ranks never write to one line
 LINE = 8
-# written by a rank that has given up: larger than any other word
+# The value that a rank writes to its words when it gives up. It is larger than any other value, so
+# it ends all waits for the rank.
 BROKEN = 1 << 62
-# of each rank: why it has given up, for the others to repeat
+# space in a rank's page for the reason why it has given up, which the other ranks repeat
 REASON_BYTES = 1 << 12
-# of each rank's last calls of the backend
+# the number of its last backend calls that a rank's page holds
 ANNOUNCED = 16
 # times that a waiting rank offers its core before it sleeps, about half a millisecond
 _YIELDS = 1000
-# from one look of a sleeping rank at the others to the next
+# seconds between two looks of a sleeping rank at the other ranks
 _CHECK_SECONDS = 0.02
-# about 6 s: so often a rank is seen stopped before it counts as lost, whatever the timeout
+# A rank that is stopped in so many looks in a row counts as lost, whatever the timeout. These are
+# about 6 s.
 _STOPPED_CHECKS = 250
 
 
 def head_bytes(size: int, streams: int) -> int:
-    """Return the bytes before the slots.
+    """Return the bytes of the shared memory before the slots, which hold the data.
 
     They are a line for a token, and a page for each rank (`Peers`).
     """
     head = 8 * (LINE + size * _page_words(size, streams))
     # torch's large tensors begin 64 bytes into a page of memory. Copies in either direction are
     # slow if the target begins a little behind the source in its page, so slots begin half a page
-    # from there: 9152 bytes end at 14400.
+    # from there. A head of 9152 bytes takes 3 pages and 2112 bytes: 14400.
     return -(-head // 4096) * 4096 + 2112
 
 
 def _page_words(size: int, streams: int) -> int:
-    """Return the words of a rank's page."""
-    # of 2 ranks 8 words: a line
-    published = -(-2 * _said_words(size) // LINE) * LINE
-    # 2 ranks, 3 streams: 32 + 16 + 8 + 512
+    """Return the number of words in a rank's page."""
+    # For even and for odd rounds, in whole lines. 2 ranks: 4 words each, together one line.
+    published = -(-2 * _published_words(size) // LINE) * LINE
+    # 2 ranks, 3 streams: 32 + 16 + 8 + 512 words
     return LINE * (streams + 1) + ANNOUNCED + published + REASON_BYTES // 8
 
 
-def _said_words(size: int) -> int:
+def _published_words(size: int) -> int:
     """Return how many numbers a rank publishes in a round.
 
-    They are the bytes for each rank and in all, and a number of the dtype.
+    They are the bytes that it sends to each rank, the sum of these, and a number for the dtype.
     """
     return size + 2
 
 
 class Peers:
-    """The ranks of a group, as one of them waits for the words that they write.
+    """The pages of all ranks of a group, as one rank writes its own page and reads the others.
 
-    Every rank writes its own page: for each stream a line with the rounds that it has shown, the
-    rounds that it has read, and its requests in even and odd rounds; then a line with the number of
-    its backend calls, and the last of these calls; then the numbers that it publishes in even and
-    odd rounds; then the reason for which it has given up.
+    A stream is a sequence of collectives in rounds. In each round a rank shows data in its slot,
+    and reads the slots of the other ranks. A page consists of:
+
+    - for each stream a line: the rounds that the rank has shown, the rounds that it has read, and
+      its requests (numbers of collectives) in the last even and the last odd round;
+    - a line with the number of its backend calls, then the requests of its last backend calls;
+    - the numbers that the rank publishes in even rounds, then those of odd rounds;
+    - the reason why the rank has given up.
     """
 
     def __init__(
@@ -86,18 +97,19 @@ class Peers:
         self._pids = pids
         page_words = _page_words(self.size, streams)
         pages = [LINE + rank * page_words for rank in range(self.size)]
-        # by stream and rank
+        # by stream and rank: the index of the first word of a line
         self.lines: list[list[int]] = []
         for stream in range(streams):
             self.lines.append([page + LINE * stream for page in pages])
+        # by rank: the index of the word with the number of backend calls
         self._announced = [page + LINE * streams for page in pages]
-        # By parity of the round and rank: the numbers that it publishes in a round of the first
-        # stream.
-        published = [call + LINE + ANNOUNCED for call in self._announced]
-        count = _said_words(self.size)
-        self.said: list[list[memoryview]] = []
+        # By parity of the round and by rank: the numbers that the rank publishes in a round of the
+        # first stream.
+        self.published: list[list[memoryview]] = []
+        first_words = [line + LINE + ANNOUNCED for line in self._announced]
+        count = _published_words(self.size)
         for start in (0, count):
-            self.said.append([self.words[first + start :][:count] for first in published])
+            self.published.append([self.words[first + start :][:count] for first in first_words])
         page_ends = [8 * (page + page_words) for page in pages]
         self._reasons = [memory[end - REASON_BYTES :] for end in page_ends]
         self._calls = 0
@@ -115,10 +127,14 @@ class Peers:
         reason: str = "",
         kind: type[PeerError] = PeerError,
     ) -> PeerError:
-        """Return the error that this and every later call raises, here and on the other ranks.
+        """Give up the group: return the error that this and every later call on this rank raises.
 
-        The other ranks repeat the reason, though not always the text, and raise a LockstepError
-        unchanged. The global ranks at fault may be in other groups.
+        Args:
+            text: the message of the error on this rank.
+            ranks: the global ranks at fault, which may be in other groups.
+            reason: the part of the message that the other ranks repeat; the text by default.
+            kind: the class of the error. The other ranks raise a LockstepError with the same
+                message.
         """
         if self._failure is None:
             hint = dump(self.ranks[self.rank], text, ranks, self._seen())
@@ -129,10 +145,12 @@ class Peers:
     def _publish_failure(self, reason: str, ranks: Sequence[int], *, is_final: bool) -> None:
         """Write why this rank gives up, then the words that end the waits of the other ranks.
 
-        They raise a final reason unchanged.
+        The other ranks raise a final reason as it is, and embed any other reason in a text.
         """
         data = json.dumps([reason, list(ranks), is_final]).encode()
+        # the first two bytes are the length
         if len(data) > REASON_BYTES - 2:
+            # a character may take 6 bytes in JSON, such as \u00e9
             beginning = reason[: REASON_BYTES // 8] + " ..."
             data = json.dumps([beginning, list(ranks)[:32], is_final]).encode()
         page = self._reasons[self.rank]
@@ -144,7 +162,7 @@ class Peers:
             self.words[line + 1] = BROKEN
 
     def close(self, error: BaseException) -> PeerError:
-        """Close the group on all ranks because this one has failed after it had shared its part."""
+        """Close the group on all ranks because this rank failed after it had shared its part."""
         own_rank = self.ranks[self.rank]
         return self.fail(
             f"rank {own_rank} failed in a collective in shared memory after it had shared its part "
@@ -163,8 +181,11 @@ class Peers:
                 seen[rank] = f"round {last} of group {self.name}: {describe(number)}"
         return seen
 
-    def heard(self, rank: int) -> PeerError:
-        """Return the error for a rank of the group that has given up, with its reason."""
+    def error_of(self, rank: int) -> PeerError:
+        """Return the error of this rank for a rank of the group that has given up.
+
+        The error has the reason of the other rank.
+        """
         page = self._reasons[rank]
         length = int.from_bytes(page[:2], "little")
         reason = "see its error"
@@ -181,8 +202,8 @@ class Peers:
         """Publish the next call of the backend, and compare it with the calls of other ranks.
 
         No rank blocks here. If two ranks differ, the later one raises before it calls the backend,
-        so that the backend of the earlier one does not get unexpected data. The earlier one is
-        notified while it waits (`check_others`).
+        so that the backend of the earlier one does not get unexpected data. The earlier one raises
+        while it waits for its backend (`check_others`).
         """
         self.check()
         self._calls += 1
@@ -201,8 +222,11 @@ class Peers:
         self.words[self._announced[self.rank]] = self._calls
 
     def _check_calls(self) -> None:
-        """Raise if a rank has announced another call than this rank has."""
-        # calls of the ranks that have reached this call, and whose word for it is not overwritten
+        """Raise if another rank has announced a different call under the number of the last call.
+
+        Call 20 is compared with the ranks that have announced 20 to 35 calls: the word of a call is
+        overwritten after `ANNOUNCED` further calls.
+        """
         requests = {}
         position = LINE + self._calls % ANNOUNCED
         for rank, line in enumerate(self._announced):
@@ -214,7 +238,7 @@ class Peers:
     def _ranks_behind(self, word: int, value: int, rank: int) -> list[int]:
         """Return the global ranks whose word has not reached a value, or that have given up.
 
-        `word` is the index of the word of `rank`.
+        `word` is the index of the word in the page of `rank`.
         """
         page_words = _page_words(self.size, len(self.lines))
         behind = []
@@ -233,7 +257,7 @@ class Peers:
         ]
 
     def _describe_wait(self, awaited: int | None) -> str:
-        """Describe the collective and the group in which this rank waits, and the ranks awaited."""
+        """Describe the collective and the group in which this rank waits."""
         text = "memory to be read" if awaited is None else describe(awaited)
         purpose = current_purpose()
         if purpose:
@@ -248,7 +272,7 @@ class Peers:
     def check_others(self, call: int = 0) -> None:
         """Raise if a rank has given up, or differs, while this rank waits for its backend.
 
-        `call` is the number of the backend call that it waits for.
+        `call` is the number of the backend call that this rank waits for.
         """
         self.check()
         words = self.words
@@ -259,8 +283,8 @@ class Peers:
             )
         for rank, line in enumerate(self.lines[0]):
             if rank != self.rank and words[line] == BROKEN:
-                raise self.heard(rank)
-            # A rank that has started the collective may return before it is complete.
+                raise self.error_of(rank)
+            # A rank that has started the collective may return before this rank has completed it.
             is_late = words[self._announced[rank]] < self._calls
             if is_late and state_of(self._pids[rank]) == "returned":
                 raise self.fail(
@@ -272,9 +296,15 @@ class Peers:
     def wait(self, word: int, value: int, rank: int, awaited: int | None = None) -> None:
         """Wait until a word of a rank is at least a value; raise PeerError if that cannot happen.
 
-        The request `awaited` is the one that both ranks run.
+        Args:
+            word: the index of the word.
+            value: the least value.
+            rank: the rank in the group that writes the word.
+            awaited: the request that both ranks run; None if this rank waits until the other rank
+                has read its slot.
         """
         words = self.words
+        # looks in a row at which the rank was stopped
         stopped = 0
 
         def look(waited: float) -> None:
@@ -288,15 +318,15 @@ class Peers:
                 )
             group = self._group()
             state = state_of(self._pids[rank])
-            # Counted, not timed: a job that is stopped as a whole and goes on has not waited for a
-            # rank.
+            # Looks are counted, and not seconds: if the whole job was stopped and continues, no
+            # rank has waited meanwhile.
             stopped = stopped + 1 if state == "stopped" else 0
             if group is None or not _torch.is_live(group):
                 text = "the process group was destroyed while one of its collectives waited"
                 raise self.fail(text, [self.ranks[self.rank]])
             if words[word] >= value:
                 return
-            # now: it may be set after the first steps, which are slow
+            # read in every look: a program may set it after its first steps, which are slow
             timeout = _torch.timeout_of(group)
             own_name = f"rank {self.ranks[self.rank]}"
             name = self._name(rank)
@@ -325,7 +355,7 @@ class Peers:
 
         wait_until(lambda: words[word] >= value, look)
         if words[word] == BROKEN:
-            raise self.heard(rank)
+            raise self.error_of(rank)
 
     def differ(self, lines: Sequence[int], requests: Sequence[int]) -> PeerError:
         """Return the error for ranks with different requests.
@@ -334,7 +364,7 @@ class Peers:
         """
         for rank, line in enumerate(lines):
             if rank != self.rank and self.words[line] == BROKEN:
-                return self.heard(rank)
+                return self.error_of(rank)
         return self._differ(dict(enumerate(requests)))
 
     def _differ(self, requests: Mapping[int, int]) -> PeerError:
@@ -351,7 +381,7 @@ def wait_until(
 ) -> None:
     """Wait until `done()`; first yield the core, then sleep in growing steps of at most 1 ms.
 
-    `look` is called with the seconds waited, once `every` so many seconds, and raises if the wait
+    `look` is called with the seconds waited so far, once in `every` seconds. It raises if the wait
     is in vain.
     """
     for _ in range(_YIELDS):
@@ -363,6 +393,7 @@ def wait_until(
     try:
         while not done():
             now = time.monotonic()
+            # 50 us at first, 1 ms after 15 ms
             time.sleep(min(1e-3, 5e-5 + (now - start) / 16))
             if now - looked > every:
                 looked = now
@@ -378,6 +409,7 @@ def different_collectives(texts: Mapping[int, str]) -> tuple[str, tuple[int, ...
     return text + _hint_at_sizes(texts.values()), minority(texts)
 
 
+# the count in `describe`: "all_reduce sum of 6 x float32"
 _SIZE = re.compile(r" of \d+ x ")
 
 
@@ -396,6 +428,7 @@ def minority(values: Mapping[int, object]) -> tuple[int, ...]:
     """Return the keys whose value differs from the value of more than half of all keys."""
     counts = Counter(values.values())
     common, times = counts.most_common(1)[0]
-    if times * 2 <= len(values):
+    has_majority = times * 2 > len(values)
+    if not has_majority:
         return ()
     return tuple(key for key, value in values.items() if value != common)

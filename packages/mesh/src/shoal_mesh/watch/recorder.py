@@ -36,12 +36,15 @@ DTYPES = (
     torch.complex32, torch.complex64, torch.complex128,
     torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
+# the largest number in 5 bits
 _OTHER_DTYPE = 31
+# the dtypes that shared memory can reduce
 CARRIED_DTYPES = frozenset(DTYPES[:8])
 # Packages whose frames do not belong to the program: a package of shoal, of whatever name, and
 # torch.
 LIBRARIES = r"(shoal_\w+|torch)"
-# the folder of the files; "0" for none
+# The environment variable with the folder of the files that are written when a rank is lost; "0"
+# means that none are written.
 SWITCH = "SHOAL_POSTMORTEM"
 Text = str | Callable[[], str]
 # The purposes of a collective, as the program states them with `purpose`, innermost last.
@@ -52,9 +55,10 @@ class _Entry(NamedTuple):
     """The record of one collective.
 
     Attributes:
-        started: when it started.
+        started: when the collective started, in seconds of `time.monotonic`.
         group: the name of its group.
-        call: a request, or the arguments of one to a backend.
+        call: its number (`request`) if shared memory runs it; for a backend the tuple of kind,
+            dtype, count, op and root.
         purposes: its purposes, innermost last.
     """
 
@@ -64,8 +68,8 @@ class _Entry(NamedTuple):
     purposes: tuple[Text, ...]
 
 
-# Declared mutable state: the fields of `_Entry`, as plain tuples, which take a quarter of the time
-# to make. A shorter entry is a note.
+# Declared mutable state: the last entries. A collective is a plain tuple of the fields of `_Entry`,
+# which takes a quarter of the time to make. A pair is a note (`note`).
 ENTRIES: deque[tuple[float, str, Any, tuple[Text, ...]] | tuple[str, int]] = deque(maxlen=512)
 
 _append = ENTRIES.append
@@ -75,10 +79,14 @@ _purposes = PURPOSES.get
 
 @lru_cache(maxsize=4096)
 def request(kind: str, dtype: torch.dtype, count: int, op: str = "", root: int = 0) -> int:
-    """Return the number of a collective: `count` elements of a dtype.
+    """Return the number of a collective, which ranks compare.
 
-    They are reduced with `op`, or sent from the group's rank `root`. All dtypes without their own
-    number share one. Ranks do not know a common count of uneven blocks.
+    Args:
+        kind: one of `KINDS`.
+        dtype: the dtype; all dtypes that are not in `DTYPES` share one number.
+        count: the number of elements; 0 for uneven blocks, because ranks have different counts.
+        op: the reduction; '' for a collective that only moves data.
+        root: the rank in the group that sends a broadcast.
     """
     # 38 bits of the count, 12 of the root, 4 of the reduction, 3 of the kind, 5 of the dtype
     number = count * 4096 + root
@@ -88,7 +96,12 @@ def request(kind: str, dtype: torch.dtype, count: int, op: str = "", root: int =
 
 
 def describe(number: int) -> str:
-    """Describe a number that `request` returned."""
+    """Describe a number that `request` returned.
+
+    Example:
+        >>> describe(request("all_reduce", torch.float32, 6, "sum"))
+        'all_reduce sum of 6 x float32'
+    """
     number, dtype = divmod(number, 32)
     number, kind = divmod(number, 8)
     number, op = divmod(number, 16)
@@ -107,6 +120,7 @@ def name_of(number: int) -> str:
 
 
 def _in_words(kind: str, dtype: object, count: int, op: str, root: int) -> str:
+    """Describe a collective in words."""
     extra = ""
     if op:
         extra = f" {op}"
@@ -120,10 +134,10 @@ def _in_words(kind: str, dtype: object, count: int, op: str, root: int) -> str:
 def note(purpose: tuple[str, int]) -> None:
     """Record the purpose of the next collectives of this process.
 
-    It is cheaper than `purpose`, for the recorder alone.
+    A note is cheaper than a block of `purpose`, but only the recorder has it.
 
     Args:
-        purpose: the purpose, and how many collectives it has at least.
+        purpose: the purpose, and the least number of collectives that serve it.
 
     Example:
         >>> note(("redistribute S(0) -> R", 1))
@@ -139,15 +153,17 @@ def record(group: str, call: Any) -> None:
 def current_purpose() -> str:
     """Return the purpose of the last collective of this process; '' if it has none."""
     entries = list(_with_notes())
-    return _joined(entries[-1].purposes) if entries else ""
+    return _join(entries[-1].purposes) if entries else ""
 
 
 def last_of_backend(group: str) -> str:
     """Describe the last call of a group's backend; 'nothing' if it is no longer known."""
     for entry in reversed(ENTRIES):
+        # a note
         if len(entry) == 2:
             continue
         _, group_of_entry, call, _ = entry
+        # a tuple is a call of a backend
         if group_of_entry == group and isinstance(call, tuple):
             return _in_words(*call)
     return "nothing"
@@ -167,9 +183,16 @@ def folder() -> str:
 
 
 def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]) -> str:
-    """Write the last collectives of this rank, those seen of other ranks, and its error to a file.
+    """Write the last collectives of this rank, and the error with which it fails, to a file.
 
-    Returns a hint how to read the file, to be added to the error; '' if nothing was written.
+    Args:
+        rank: the global rank.
+        error: the text of the error.
+        culprits: the global ranks at fault.
+        seen: by global rank, the last collective that this rank has seen of the rank.
+
+    Returns:
+        A hint how to read the file, to be added to the error; '' if nothing was written.
     """
     path = folder()
     now = time.monotonic()
@@ -186,11 +209,11 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
         call = entry.call
         text = describe(call) if isinstance(call, int) else _in_words(*call)
         seconds = round(now - entry.started, 3)
-        collectives.append((seconds, entry.group, text, _joined(entry.purposes)))
+        collectives.append((seconds, entry.group, text, _join(entry.purposes)))
     frames = traceback.extract_stack()
     stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
     world = dist.get_world_size() if dist.is_initialized() else rank + 1
-    written = {
+    content = {
         "rank": rank,
         "world": world,
         "error": error,
@@ -204,13 +227,13 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
     }
     with suppress(OSError):
         os.makedirs(path, mode=0o700, exist_ok=True)
-        # a name in a shared folder may be somebody else's
+        # the folder is in a folder of all users, so another user may own it
         if os.stat(path).st_uid != os.getuid():
             return ""
         complete = os.path.join(path, f"rank{rank}.json")
         partial = f"{complete}.part"
         with open(partial, "w") as file:
-            json.dump(written, file)
+            json.dump(content, file)
         os.replace(partial, complete)
         package = __package__.partition(".")[0]
         return (
@@ -220,25 +243,25 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
 
 
 def _with_notes() -> Iterator[_Entry]:
-    """Yield the collectives, each with the note that it belongs to."""
+    """Yield the collectives; add the last note to the purposes of those that it covers."""
     noted = ""
-    left = 0
+    remaining = 0
     for entry in [*ENTRIES]:
         if len(entry) == 2:
-            noted, left = entry
+            noted, remaining = entry
             continue
         collective = _Entry(*entry)
-        if left > 0:
+        if remaining > 0:
             collective = collective._replace(purposes=(*collective.purposes, noted))
         yield collective
-        left -= 1
+        remaining -= 1
 
 
-def _joined(texts: tuple[Text, ...]) -> str:
+def _join(texts: tuple[Text, ...]) -> str:
     """Join the texts of a collective's purpose."""
     purposes = []
     for text in reversed(texts):
-        # a text of the program's own, which is asked late
+        # a function of the program, which is called late, may raise
         with suppress(Exception):
             purposes.append(text if isinstance(text, str) else text())
     return "; ".join(purposes)
