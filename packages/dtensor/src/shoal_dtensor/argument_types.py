@@ -162,11 +162,11 @@ def takes(**kinds: Kinds) -> Callable[[Function], Function]:
 
 def _check_each(where: str, name: str, value: Any, kinds: Kinds) -> None:
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    of_items = tuple(kind for kind in kinds if kind is not list)
-    words = " or ".join(_WORDS.get(kind, kind.__name__) for kind in of_items)
+    item_kinds = tuple(kind for kind in kinds if kind is not list)
+    words = " or ".join(_WORDS.get(kind, kind.__name__) for kind in item_kinds)
     is_list = isinstance(value, list) and list in kinds and bool(value)
     for item in value if is_list else [value]:
-        check_type(where, name, item, of_items, expected=words, error=StyleTypeError)
+        check_type(where, name, item, item_kinds, expected=words, error=StyleTypeError)
 
 
 def submodule_of(where: str, stage: object) -> nn.Module:

@@ -37,9 +37,11 @@ _LAYERS: dict[str, tuple[tuple[str, ...], bool]] = {
     "torch.distributed.checkpoint.state_dict": (("shoal_dtensor",), True),
     "torch.utils._debug_mode": (("shoal_dtensor",), True),
 }
-# the other names of torch.distributed are those of c10d
-_OF_MESHES = {"DeviceMesh", "init_device_mesh"}
+# names of torch.distributed that shoal_mesh has; its other names belong to c10d and stay
+_MESH_NAMES = {"DeviceMesh", "init_device_mesh"}
+# names that can be imported although `__all__` does not list them
 _UNLISTED = {"shoal_mesh._mesh_resources", "shoal_dtensor._StridedShard"}
+# private attributes, and what to use instead
 _PRIVATE = {"_op_dispatcher": "cache_info, explain, register_rule"}
 # methods of sharded modules that shoal refuses, and their replacements
 _METHODS = {
@@ -93,8 +95,8 @@ def _find(module: str, name: str) -> _Home:
     """Return the home of a name of a module of torch."""
     root = _root_of(module)
     if not root or _is_module(f"{module}.{name}"):
-        is_of_meshes = module == "torch.distributed" and name in _OF_MESHES
-        return _Home("shoal_mesh" if is_of_meshes else "")
+        is_mesh_name = module == "torch.distributed" and name in _MESH_NAMES
+        return _Home("shoal_mesh" if is_mesh_name else "")
     layers, stays = _LAYERS[root]
     hints = []
     absent = []

@@ -42,8 +42,8 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -
     comm = mesh.comm(tuple(range(mesh.ndim)))
     if meeting is None:
         return _gather(comm, numbers)
-    of_rank = meeting.rows(about(), numbers)
-    return [of_rank[rank] for rank in comm.line]
+    row_of_rank = meeting.rows(about(), numbers)
+    return [row_of_rank[rank] for rank in comm.line]
 
 
 def extremes_of_ranks(

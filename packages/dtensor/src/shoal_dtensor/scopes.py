@@ -76,7 +76,8 @@ current: Callable[[], Scope] = _current.get
 entered: Callable[[Scope], AbstractContextManager[None]] = _current.entered
 # a block that changes the scope by a function; it may end after the block around it
 changed_by: Callable[[Callable[[Scope], Scope]], AbstractContextManager[None]] = _current.changed
-context_scope: Callable[[], Scope] = _current.own  # for dispatch, because it needs no Python call
+# for dispatch, because it needs no Python call
+context_scope: Callable[[], Scope] = _current.own
 open_blocks: list[None] = _current.blocks
 
 

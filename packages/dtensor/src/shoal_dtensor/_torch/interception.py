@@ -269,25 +269,26 @@ def around_staging(copy: Callable[..., Any], apply: Callable[..., Any]) -> None:
     call_after_import("torch.distributed._state_dict_utils", wrap_helpers)
 
 
-# --- modes that see functions ---------------------------------------------------------------------
+# --- modes for torch functions --------------------------------------------------------------------
 
 
-def _unseen(source: Any) -> Callable[..., Any]:
-    """Return a torch function that no mode observes, though modes are active in its callees."""
-    unasked = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)
-    unseen = FunctionType(
+def _unobserved(source: Any) -> Callable[..., Any]:
+    """Return a copy of a torch function that no mode observes, though modes observe its callees."""
+    # The copy does not look for modes or tensor classes that handle the function.
+    checks = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)
+    unobserved = FunctionType(
         source.__code__,
-        source.__globals__ | unasked,
+        source.__globals__ | checks,
         source.__name__,
         source.__defaults__,
         source.__closure__,
     )
-    unseen.__kwdefaults__ = source.__kwdefaults__
-    return unseen
+    unobserved.__kwdefaults__ = source.__kwdefaults__
+    return unobserved
 
 
 _BACKWARD = {
-    f: _unseen(f) for f in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+    f: _unobserved(f) for f in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 }
 
 
@@ -300,15 +301,15 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        unseen = _BACKWARD.get(func)
-        if unseen is None:
+        unobserved = _BACKWARD.get(func)
+        if unobserved is None:
             return func(*args, **kwargs)
         subclass = next((kind for kind in types if kind is not torch.Tensor), None)
         with self:
             return (
                 subclass.__torch_function__(func, types, args, kwargs)
                 if subclass
-                else unseen(*args, **kwargs)
+                else unobserved(*args, **kwargs)
             )
 
 
@@ -374,10 +375,10 @@ class ReplacedAttention(FunctionMode):
 
 Enter = Callable[[], AbstractContextManager[object]]
 
-# The functions whose frames refer to it; from torch 2.14 on, `checkpoint` calls another one for the
-# second kind.
+# The functions whose frames refer to the object with the function to recompute, for the two kinds
+# of checkpoint. From torch 2.14 on, `checkpoint` calls an inner function for the second kind.
 _REENTRANT = CheckpointFunction.forward.__code__
-_OTHER = unwrap(
+_NON_REENTRANT = unwrap(
     getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)
 ).__code__
 
@@ -407,9 +408,10 @@ def checkpoints() -> list[Any]:
     for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code is _REENTRANT:
             running.append(frame.f_locals["ctx"])
-        elif frame.f_code is _OTHER and "gen" in frame.f_locals:
+        elif frame.f_code is _NON_REENTRANT and "gen" in frame.f_locals:
             record = frame.f_locals["gen"].gi_frame.f_locals.get("new_frame")
-            running += [] if record is None else [record]  # there is none without gradients
+            # Without gradients there is no record.
+            running += [] if record is None else [record]
     return running
 
 

@@ -46,9 +46,10 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
         # a meta kernel, or need the device.
         try:
             args, kwargs = build(META)
-            args = _as_meta_kernels_take_it(op._schema.name, args)
-            shapes = _SHAPES.get(op._schema.name, op)
-            return _as_kernels_make_it(op._schema.name, args, shapes(*args, **kwargs), device_type)
+            args = _for_meta_kernel(op._schema.name, args)
+            compute_shapes = _SHAPES.get(op._schema.name, op)
+            shapes = compute_shapes(*args, **kwargs)
+            return _as_on_device(op._schema.name, args, shapes, device_type)
         except (NotImplementedError, RuntimeError):
             pass
         except ZeroDivisionError:
@@ -56,7 +57,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
             return results_of(op, build)
         with mode or _fake_mode():
             args, kwargs = build(torch.device("cpu"))
-            return op(*_as_meta_kernels_take_it(op._schema.name, args), **kwargs)
+            return op(*_for_meta_kernel(op._schema.name, args), **kwargs)
 
 
 def results_of(op: OpOverload, build: Build) -> Any:
@@ -246,10 +247,10 @@ def _shape_of_grouped_mm(
 _SHAPES: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _shape_of_grouped_mm}
 
 
-def _as_meta_kernels_take_it(name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """Convert byte masks among the arguments of an operator to the bool masks that they represent.
+def _for_meta_kernel(name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of an operator with bool masks in place of byte masks.
 
-    The kernel accepts byte masks; the meta kernel does not.
+    Kernels accept byte masks; meta kernels do not.
     """
     if name not in ("aten::index", "aten::_unsafe_index"):
         return args
@@ -274,10 +275,11 @@ def _is_in_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> b
     return has_format and not tensor.is_contiguous()
 
 
-def _as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type: str) -> Any:
+def _as_on_device(name: str, args: Sequence[Any], result: Any, device_type: str) -> Any:
     """Correct a meta kernel's result to the dtypes and strides of the device's kernel."""
     if name == "aten::convolution" and result.ndim == 4:
-        # Channels-last if an operand is; in three spatial dims the CPU's results are contiguous.
+        # The result is channels-last if an operand is. With three spatial dims, results on the CPU
+        # are contiguous.
         last = torch.channels_last
         like_operands = any(_is_in_format(t, last) for t in args[:2])
         return result.contiguous(memory_format=last) if like_operands else result

@@ -50,8 +50,8 @@ def _convert(a: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-# Others have the name of the operator of `aten` and its arguments.
-_OTHERS: dict[str, Callable[..., Any]] = {
+# Operators with another name or other arguments than in `aten`.
+_RENAMED: dict[str, Callable[..., Any]] = {
     "bessel_i0e": aten.special_i0e,
     "bessel_i1": aten.special_i1,
     "bessel_i1e": aten.special_i1e,
@@ -70,6 +70,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {
     "zeta": aten.special_zeta,
 }
 # Operators with the same name and arguments as in `aten`.
+# Operators with the same name and arguments as in `aten`.
 _SAME_NAMES = (
     "abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor "
     "ceil conj_physical cos cosh digamma eq erf erfc exp exp2 expm1 floor fmax fmin fmod frexp gcd "
@@ -86,4 +87,4 @@ def by_aten(op: OpOverload) -> Callable[..., Any] | None:
         return None
     if name in _SAME_NAMES.split():
         return getattr(aten, name)  # type: ignore[no-any-return]  # attributes of namespaces are untyped
-    return _OTHERS.get(name)
+    return _RENAMED.get(name)

@@ -199,7 +199,7 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
     if not has_init and (optimizer.state or takes_closure):
         return {}
     stand_in = object.__new__(kind)
-    inside = {}
+    copy_of = {}
     vars(stand_in).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
     vars(stand_in).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     for group in groups:
@@ -208,7 +208,7 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
         ]
         for param, copied in zip(group["params"], copies, strict=True):
             copied.requires_grad_().grad = torch.zeros_like(copied)
-            inside[param] = copied
+            copy_of[param] = copied
         copied_group = {**group, "params": copies}
         if not has_init and "lr" in group:
             copied_group["lr"] = group["lr"] * 0
@@ -219,11 +219,11 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
                 [] for _ in range(len(signature(kind._init_group).parameters) - 2)
             ]
             kind._init_group(stand_in, group, *lists)
-    elif inside:
+    elif copy_of:
         kind.step(stand_in)
     return {
         param: stand_in.state[copied]
-        for param, copied in inside.items()
+        for param, copied in copy_of.items()
         if stand_in.state.get(copied)
     }
 

@@ -1,7 +1,7 @@
 """Factories of DTensors from plain tensors, modules, stored tensors, sizes and numbers.
 
 `distribute_tensor` and `distribute_module` shard existing values. The factories (`empty`, `zeros`,
-`rand`, ...) have the names and arguments of torch's, and make only this rank's shard where they can.
+`rand`, ...) have the names and arguments of torch's.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def distribute_tensor(
         expected="an int or None",
     )
     if isinstance(tensor, DTensor):
-        asked = Spec(
+        requested = Spec(
             mesh,
             wanted,
             tensor.shape,
@@ -100,11 +100,11 @@ def distribute_tensor(
             dtype=tensor.dtype,
             shard_order=shard_order,
         )
-        if tensor._spec.same_layout(asked):
+        if tensor._spec.same_layout(requested):
             return tensor
         raise PlacementError(
             f"distribute_tensor: the tensor is a DTensor already, {tensor._spec!r}; use "
-            f"redistribute to {asked!r}"
+            f"redistribute to {requested!r}"
         )
     if not isinstance(tensor, torch.Tensor):
         return _read(tensor, mesh, wanted, shard_order)
@@ -112,7 +112,7 @@ def distribute_tensor(
     spec = _layout_of(tensor, mesh, wanted, shard_order)
     with torch.no_grad():
         values = tensor.detach()
-        local = _shared_out(spec, lambda start: shard_of(values, start, src_data_rank))
+        local = _local_values(spec, lambda start: shard_of(values, start, src_data_rank))
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
     return (
         nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]  # Parameter keeps the DTensor class
@@ -121,10 +121,11 @@ def distribute_tensor(
     )
 
 
-def _shared_out(spec: Spec, values: Callable[[Spec], torch.Tensor]) -> torch.Tensor:
-    """Return the local tensor of global values.
+def _local_values(spec: Spec, values: Callable[[Spec], torch.Tensor]) -> torch.Tensor:
+    """Return the local tensor of global values in a layout.
 
-    Along a partial axis the values start out replicated, and each rank then keeps its term.
+    `values` returns the local tensor in a layout without partials. Along partial axes the values
+    are first replicated; then each rank keeps its term.
     """
     start = gradient_spec(spec)
     return values(start) if start is spec else run(plan(start, spec), values(start))
@@ -224,12 +225,12 @@ def distribute_module(
             "distribute_module: this module was distributed before; distribute a fresh one"
         )
     places = _places(module)
-    several = {held: where for held, where in places.items() if len(where) > 1}
+    shared = {tensor: where for tensor, where in places.items() if len(where) > 1}
     plain = [ref(param) for param in module.parameters() if not isinstance(param, DTensor)]
     for name, child in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, child, mesh)
-    _replicate(module, mesh, several, plain)
+    _replicate(module, mesh, shared, plain)
     if before is not None:
         module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
     if after is not None:
@@ -259,45 +260,54 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[...
 
 
 def _places(module: nn.Module) -> dict[torch.Tensor, list[tuple[dict[str, Any], str]]]:
-    """Return where the plain parameters and buffers below a module are stored."""
+    """Return the places (dict, name) of the plain parameters and buffers of a module."""
     places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
     for child in module.modules():
         for table in (child._parameters, child._buffers):
-            for name, held in table.items():
-                if held is not None and not isinstance(held, DTensor):
-                    places.setdefault(held, []).append((table, name))
+            for name, tensor in table.items():
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    places.setdefault(tensor, []).append((table, name))
     return places
 
 
 def _replicate(
-    module: nn.Module, mesh: DeviceMesh, several: Mapping[torch.Tensor, Any], before: list[Any]
+    module: nn.Module,
+    mesh: DeviceMesh,
+    shared: Mapping[torch.Tensor, Any],
+    plain_parameters: list[Any],
 ) -> None:
-    """Replicate the remaining plain tensors.
+    """Replicate the tensors that `partition_fn` left plain.
 
-    A replacement that `partition_fn` made for a tensor with several places is stored in all of
-    them.
+    Args:
+        module: the module after `partition_fn`.
+        mesh: the mesh.
+        shared: the places of tensors that had several. A replacement that `partition_fn` made in
+            one of them is stored in all of them.
+        plain_parameters: references to the parameters that were plain before `partition_fn`.
     """
-    from ..modules.owners import carry_attached, note_replaced  # here: tensors are made without it
+    # Imported here, because tensors can be distributed without it.
+    from ..modules.owners import carry_attached, note_replaced
 
-    shared: dict[torch.Tensor, DTensor] = {}
-    for held, where in several.items():
+    replacements: dict[torch.Tensor, DTensor] = {}
+    for tensor, where in shared.items():
         for table, name in where:
             if isinstance(made := table.get(name), DTensor):
-                first = shared.setdefault(held, made)
+                first = replacements.setdefault(tensor, made)
                 table[name] = first
                 if not made._spec.same_layout(first._spec):
                     raise PlacementError(
                         "distribute_module: partition_fn gave a shared parameter two layouts, "
                         f"{first._spec!r} and {made._spec!r}"
                     )
-    for held, where in _places(module).items():
-        if held not in shared:
-            shared[held] = distribute_tensor(held, mesh)
-            carry_attached(held, shared[held])
+    for tensor, where in _places(module).items():
+        if tensor not in replacements:
+            replacements[tensor] = distribute_tensor(tensor, mesh)
+            carry_attached(tensor, replacements[tensor])
         for table, name in where:
-            table[name] = shared[held]
-    for param in [each() for each in before]:
-        if param is not None:  # an optimizer may hold it
+            table[name] = replacements[tensor]
+    for param in [reference() for reference in plain_parameters]:
+        # A parameter that is still alive may belong to an optimizer.
+        if param is not None:
             note_replaced(param)
 
 
@@ -329,7 +339,7 @@ _DEFAULTS = Keywords(
 
 
 def _factory(function: F) -> F:
-    """Decorate a factory to be one node of compiled graphs and to show all keywords and defaults."""
+    """Decorate a factory to be one node of compiled graphs, with all keywords in its signature."""
     factory = whole_when_compiled(function)
     given = inspect.signature(factory)
     own = [*given.parameters.values()][:-1]  # without **keywords
@@ -385,7 +395,7 @@ def _new(
     if number is None:
         local = torch.empty(spec.local_shape, dtype=dtype, device=device)
     else:
-        local = _shared_out(
+        local = _local_values(
             spec, lambda start: torch.full(start.local_shape, number, dtype=dtype, device=device)
         )
     return DTensor(local, spec, requires_grad=options["requires_grad"])
@@ -593,6 +603,6 @@ def _spaced(keywords: Keywords, compute: Callable[..., torch.Tensor]) -> DTensor
     spec = result._spec
     if spec.coordinate is not None:
         whole = compute(dtype=values.dtype, device=result._local_tensor.device)
-        local = _shared_out(spec, lambda start: shard_of(whole, start, None))
+        local = _local_values(spec, lambda start: shard_of(whole, start, None))
         result._local_tensor.copy_(local)
     return result.requires_grad_(keywords.get("requires_grad", False))

@@ -112,11 +112,11 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
             for name, option in inspect.signature(DebugMode).parameters.items()
             if not option.default
         ]
-        asked = ", ".join(name for name in off if options[name])
-        # they record something else, all of them
-        if asked:
+        # Every option that is off by default records something that this mode does not record.
+        refused = ", ".join(name for name in off if options[name])
+        if refused:
             raise ArgumentValueError(
-                f"DebugMode: {asked} is not supported: this mode records operators on DTensors "
+                f"DebugMode: {refused} is not supported: this mode records operators on DTensors "
                 "and collectives only; CommDebugMode names the module that starts a collective, "
                 "torch.utils._debug_mode.DebugMode records torch's own operators"
             )

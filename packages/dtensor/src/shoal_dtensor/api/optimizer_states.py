@@ -49,15 +49,15 @@ class _Complete(State):
 
 @contextmanager
 def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Give trainable parameters without state, in the block, the state of their first step."""
-    with ExitStack() as ends:
+    """Inside the block, give trainable parameters without state the state of their first step."""
+    with ExitStack() as restored:
         for optimizer in optimizers:
             before = optimizer.state
             complete: Any = _Complete()
             complete.update({param: entry for param, entry in before.items() if entry != {}})
             complete.update(first_states(optimizer, lambda param: param.requires_grad))
             optimizer.state = complete
-            ends.callback(setattr, optimizer, "state", before)
+            restored.callback(setattr, optimizer, "state", before)
         yield
 
 
@@ -153,8 +153,8 @@ def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     if missing and not _is_by_number(given):
         unlisted = len(missing) - 5
         more = f" and {unlisted} more" if unlisted > 0 else ""
-        # All stages of a pipeline save their groups under the same names, so that only the groups of
-        # one stage remain.
+        # All stages of a pipeline save their groups under the same names, so that only the groups
+        # of one stage remain.
         stages = f". {FOR_STAGES}" if without_options else ""
         raise StateDictError(
             f"the optimizer's state dict lacks {', '.join(missing[:5])}{more}; strict=False "

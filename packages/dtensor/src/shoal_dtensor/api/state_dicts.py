@@ -247,12 +247,12 @@ def _load(original: Callable[..., Any], original_get: Callable[..., Any], *args:
         return _load_states(partial(original_get, *owners), owners[1], state, options)
     if not options.full_state_dict:
         return original(*args)
-    of_shards = _sharded_options(options)
-    target = original_get(*owners, replace(of_shards, ignore_frozen_params=False))
-    return original(*owners, _sharded(state, target, options), of_shards)
+    sharded_options = _sharded_options(options)
+    target = original_get(*owners, replace(sharded_options, ignore_frozen_params=False))
+    return original(*owners, _sharded(state, target, options), sharded_options)
 
 
-# Has the functions of torch gather and shard DTensors, from the first DTensor that is a leaf on.
+# Makes torch's functions gather and shard DTensors. It is called when the first `Spec` is made.
 install_in_torch = partial(around_state_dicts, _get, _load)
 
 

@@ -53,7 +53,7 @@ def _step(length: int, shards: int, unit: int) -> int:
     """Return the number of elements of the first shard, a multiple of `unit`."""
     # Example: 10 elements are 3 units of 4.
     units = -(-length // unit)
-    # 3 units over 2 shards: the first shard has 2 units, 8 elements.
+    # The first of 2 shards has 2 of these 3 units, which are 8 elements.
     units_of_first = -(-units // shards)
     return units_of_first * unit
 

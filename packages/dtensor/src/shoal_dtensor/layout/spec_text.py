@@ -47,7 +47,8 @@ def _sizes(sharding: Any) -> str:
 
 COLORS = ("#8dd3c7", "#fdb462", "#bebada", "#fb8072", "#b3de69", "#80b1d3", "#fccde5", "#d9d9d9")
 INK = "#222222"  # the color of text on these colors
-_MOST_RANKS = 1024  # with more ranks a notebook does not show a table
+# With more ranks, a notebook does not show a table.
+_MOST_RANKS = 1024
 
 
 def color_of_rank(rank: int) -> str:
@@ -69,7 +70,8 @@ class RankTable(NamedTuple):
     # element ranges of the first dim, such as `0:4`
     rows: Sequence[str]
     columns: Sequence[str]  # element ranges of the second dim
-    cells: Sequence[Sequence[str]]  # the ranks that hold these elements, such as `0,1`
+    # the ranks that hold these elements, such as `0,1`
+    cells: Sequence[Sequence[str]]
 
     def color(self, cell: str) -> str:
         """Return the color of the first rank of a cell; none for a cell that no rank holds."""
