@@ -1,4 +1,4 @@
-"""Rules of operators: the ways to run each on one mesh axis, in tables merged in `default`.
+"""Rules of operators: the ways to run each operator on one mesh axis (see `all_rules`).
 
 May import: _torch, errors, host_memory, layout, redistribute, rng, scopes.
 """

@@ -1,4 +1,4 @@
-"""The standing rules: all family tables, one line each."""
+"""The table of all rules, merged from the tables of the families of operators."""
 
 from __future__ import annotations
 

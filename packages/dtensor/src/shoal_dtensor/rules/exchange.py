@@ -1,8 +1,9 @@
 """Exchange of ranges of a sharded dim by one all-to-all with exact blocks; windows and halos.
 
-An operator like `roll` or `repeat` puts every shard of a dim at some places of its result. The
-blocks that each rank sends and receives follow from these places and from the ranges that the ranks
-want. `roll` by 1 of 6 elements on 2 ranks puts 0:3 at 1 and at -5:
+An operator like `roll` or `repeat` puts every shard of a dim at one or more places of its result.
+These places, and the ranges of the result that the ranks want, determine the blocks that each rank
+sends and receives. For example, `roll` by 1 of 6 elements on 2 ranks puts the shard 0:3 at 1 and at
+-5, and the shard 3:6 at 4 and at -2:
 
     rank 0: a b c  ->  f a b        sends c to rank 1
     rank 1: d e f  ->  c d e        sends f to rank 0
@@ -13,14 +14,15 @@ rows with kernel 3 and padding 1, sharded as 4 + 4 on 2 ranks (`-` is padding):
     rank 0 holds  0 1 2 3        computes outputs 0..3, reads  - 0 1 2 3 4    row 4 is its halo, from rank 1
     rank 1 holds  4 5 6 7        computes outputs 4..7, reads  3 4 5 6 7 -    row 3 is its halo, from rank 0
 
-Transposed, with stride 2, kernel 3 and padding 1, input `i` adds to the outputs 2i-1, 2i, 2i+1.
-With 4 inputs and 7 outputs:
+In a transposed convolution with stride 2, kernel 3 and padding 1, input `i` adds to the outputs
+2i-1, 2i and 2i+1. With 4 inputs and 7 outputs:
 
     rank 0 holds  0 1            computes outputs 0..3, reads  0 1 2          input 2 adds to output 3
     rank 1 holds  2 3            computes outputs 4..6, reads  2 3
 
-Without padding, inputs 0 1 2 make the outputs -1..5, which are cropped to 0..3, or filled up with
-zeros. The gradient of a halo goes back the same way and is added to the owner's.
+On rank 0, the kernel without padding computes the outputs -1..5 from the inputs 0 1 2, and they are
+cropped to 0..3. Outputs that the kernel does not compute are filled with zeros. The gradient of a
+halo is sent back and added to the gradient of the rank that holds the rows.
 
 May import: language.
 """
@@ -62,11 +64,11 @@ def _blocks(places: Sequence[int], size: int, wanted: Interval) -> list[Relocate
     first, last = wanted
     blocks = []
     for place in places:
-        # 3:6 at 4, of 3:6: 4, 6
+        # Example: the shard 3:6, put at 4, has the part 4:6 of the wanted range 3:6.
         start = max(place, first)
         stop = min(place + size, last)
         if start < stop:
-            # 0, 1, 2
+            # In the example, 2 elements from position 0 of the shard, at position 1 of the range.
             blocks.append(RelocatedBlock(start - place, start - first, stop - start))
     return blocks
 
@@ -74,11 +76,17 @@ def _blocks(places: Sequence[int], size: int, wanted: Interval) -> list[Relocate
 class Relocation:
     """The exchange from the shards of a dim to the ranges that ranks want.
 
-    Every rank along the axes of the dim takes part.
+    Every rank along the axes of the dim takes part. Every shard is put at one or more places of the
+    result, and each rank wants a range of the result. The ranges may overlap and reach over the
+    ends of the dim. If nothing `moves`, every rank already has the elements of its range, and no
+    collective is started.
 
-    Every shard is put at some places of a dim, and the rank of each shard wants a range of that
-    dim. The ranges may overlap and reach over the ends of the dim. If nothing `moves`, every rank
-    already has its range in place, and no collective is started.
+    Args:
+        spec: the spec of the tensor with the shards.
+        dim: the sharded dim.
+        places: for each shard, the positions in the result of its first element.
+        wanted: for each shard, the range of the result that its rank wants.
+        moves: whether elements move between ranks.
     """
 
     def __init__(
@@ -97,18 +105,19 @@ class Relocation:
         sizes = spec.sizes(dim)
         own_places = places[self.index]
         self.size: int = sizes[self.index]
-        # roll of abc | def by 1: rank 0 wants f ab, and sends c to rank 1
+        # Example: in the roll of abc | def by 1, rank 0 wants f a b and sends c to rank 1.
         self.wanted: Interval = wanted[self.index]
         self.sends = [_blocks(own_places, self.size, range_of_rank) for range_of_rank in wanted]
         self.receives: list[list[RelocatedBlock]] = []
         for places_of_rank, size in zip(places, sizes, strict=True):
             self.receives.append(_blocks(places_of_rank, size, self.wanted))
-        # Whether something is put everywhere. Not every dtype has a zero to fill gaps with.
+        # Whether blocks fill the whole range. Then it is not filled before, because some dtypes do
+        # not have a zero.
         start, stop = self.wanted
         arriving = sum(block.length for blocks in self.receives for block in blocks)
         self._has_no_gap = arriving == stop - start
-        # How much more is wanted at the start and at the end, where nothing moves: 3:9 of 4:8: (1,
-        # 1); 5:7: (-1, -1).
+        # If nothing moves, how much larger the range is than the shard at its start and end.
+        # Example: the shard 4:8 and the range 3:9 give (1, 1), the range 5:7 gives (-1, -1).
         place = own_places[0]
         before = place - start
         after = stop - place - self.size
@@ -141,7 +150,7 @@ class Relocation:
             arriving.append([gradient.new_empty(shape) for shape in shapes])
         self._exchange(sent, arriving, gradient, total)
         for blocks, summands in zip(self.sends, arriving, strict=True):
-            # behind this rank's summands is an empty one
+            # This rank's own list ends with the empty tensor that `_exchange` has appended.
             for block, summand in zip(blocks, summands, strict=False):
                 total.narrow(self.dim, block.in_shard, block.length).add_(summand)
         return total
@@ -153,7 +162,7 @@ class Relocation:
     def _exchange(
         self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor
     ) -> None:
-        # so that a rank that sends and receives nothing has the dtype
+        # A rank that sends and receives nothing needs a tensor with the dtype.
         blocks[self.index].append(source.narrow(self.dim, 0, 0))
         out[self.index].append(result.narrow(self.dim, 0, 0))
         axes = self.spec.dim_sharding(self.dim).axes
@@ -168,12 +177,14 @@ class Relocation:
 
 @dataclass(frozen=True, slots=True)
 class Windows(ShardingMap):
-    """The inputs that each output reads along a dim; as a map of shardings, the outputs of a shard.
+    """The inputs that each output of an operator with windows reads along a dim.
+
+    As a map of shardings, it gives the outputs that each shard of inputs computes.
 
     Output `o` reads inputs `o * stride - padding + dilation * j` for `j` below `kernel`; a shard
-    computes the outputs whose windows have their middle in it. Transposed, input `i` adds to the
-    outputs `i * stride - padding + dilation * j`; a shard of n inputs computes `n * stride`
-    outputs, and the last shard also computes the remaining outputs.
+    computes the outputs whose windows have their middle in it. In a transposed operator, input `i`
+    adds to the outputs `i * stride - padding + dilation * j`; a shard of n inputs computes
+    `n * stride` outputs, and the last shard also computes the remaining outputs.
 
     Example:
         >>> Windows(8, 8, kernel=3, padding=1)(DimSharding((0,), (2,), (5, 3))).sizes
@@ -189,9 +200,9 @@ class Windows(ShardingMap):
     stride: int = 1
     padding: int = 0
     dilation: int = 1
-    transposed: bool = False  # whether windows are of outputs
-    # more inputs on either side that an output reads besides the inputs of its window; only
-    # interpolation reads them
+    transposed: bool = False  # whether each input has a window of outputs
+    # number of inputs that an output reads on either side of the inputs of its window; not 0 for
+    # interpolation only
     beside: int = 0
 
     @property
@@ -200,7 +211,7 @@ class Windows(ShardingMap):
         return self.dilation * (self.kernel - 1)
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        # 8 outputs of 5 + 3, kernel 3: from 0, 5
+        # Example: 8 inputs sharded as 5 + 3, kernel 3, padding 1. The outputs begin at 0 and 5.
         return sharding.resharded(self._before, self.outputs)
 
     def _before(self, position: int) -> int:
@@ -212,9 +223,9 @@ class Windows(ShardingMap):
         if self.transposed:
             outputs = position * self.stride
         else:
-            # kernel 3, padding 1: 1 - 1 = 0
+            # Example: for kernel 3 and padding 1, the middle of the first window is 1 - 1 = 0.
             middle = self.reach // 2 - self.padding
-            # 5, by 2: 3
+            # In the example, with stride 2, 3 windows have their middle before input 5.
             outputs = -(-(position - middle) // self.stride)
         return min(max(outputs, 0), self.outputs)
 
@@ -232,7 +243,7 @@ class Windows(ShardingMap):
         first = -(-before // self.stride) - self.beside
         last_output = stop - 1 + self.padding
         last = last_output // self.stride + 1 + self.beside
-        # kernel 3, stride 2, padding 1, outputs 0:4: inputs 0:3
+        # Example: for kernel 3, stride 2 and padding 1, the outputs 0:4 read the inputs 0:3.
         return self.clipped((first, last))
 
     def clipped(self, inputs: Interval) -> Interval:
@@ -243,9 +254,9 @@ class Windows(ShardingMap):
     def reached(self, inputs: Interval) -> Interval:
         """Return the range of outputs that a range of inputs reaches, for a transposed operator."""
         first, last = inputs
-        # inputs 0:3, stride 2, padding 1: -1
+        # Example: for stride 2, kernel 3 and padding 1, the inputs 0:3 reach the outputs from -1 to
+        # -1 + 2 * 2 + 3 = 6.
         start = first * self.stride - self.padding
-        # -1 + 2 * 2 + 3 = 6
         steps = last - first - 1
         start_of_last = start + steps * self.stride
         return start, start_of_last + self.reach + 1
@@ -254,7 +265,7 @@ class Windows(ShardingMap):
 def per_dim(call: OpCall, name: str, count: int) -> list[int]:
     """Return an argument as a list with one number for each of `count` spatial dims."""
     value = call.get(name, [1])
-    # [2] for 3 dims: [2, 2, 2]
+    # Example: [2] for 3 dims is [2, 2, 2].
     return [*value] * count if len(value) == 1 else [*value]
 
 
@@ -292,8 +303,8 @@ def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | No
     """Return the traffic of windows along a sharded dim of `source`; None if they need no halos.
 
     Example:
-        Windows of 2 that do not overlap, of 4 inputs: sharded as 3 + 1 the second one needs an
-            input of the first rank.
+        Windows of 1 do not need halos. Windows of 2 that do not overlap do: if 4 inputs are sharded
+        as 3 + 1, the second window needs an input of each rank.
 
         >>> row = TensorMeta((4, 2), (2, 1), torch.float32)
         >>> halo_traffic(Windows(4, 4, kernel=1), row, 0) is None
@@ -305,13 +316,13 @@ def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | No
         return None
     other_sizes = [n for d, n in enumerate(source.shape) if d != dim]
     row_bytes = source.dtype.itemsize * prod(other_sizes)
-    # Inputs that two neighbouring windows share, so about the size of a halo.
+    # The number of inputs that two adjacent windows share, which is about the size of a halo.
     if windows.transposed:
-        # 3, by 2: 2 - 1 = 1
+        # Example: kernel 3 and stride 2 give 2 - 1 = 1.
         windows_of_input = -(-(windows.reach + 1) // windows.stride)
         overlap = max(windows_of_input - 1, 0) + 2 * windows.beside
     else:
-        # kernel 3, stride 1: 2; kernel 2, stride 2: 0
+        # Example: kernel 3 and stride 1 give 2; kernel 2 and stride 2 give 0.
         overlap = windows.reach + 1 - windows.stride
     size = max(overlap, 1) * max(row_bytes, 1)
     return lambda ranks: size
@@ -319,7 +330,7 @@ def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | No
 
 @lru_cache(maxsize=4096)
 def _needs_halo(windows: Windows) -> bool:
-    """Tell whether shards read each other under any sharding; test shards of one input each."""
+    """Tell whether shards read each other under some sharding, by a test of shards of one input."""
     single = DimSharding((0,), (windows.length,), (1,) * windows.length)
     return _reads_others(windows, single)
 
@@ -341,7 +352,7 @@ def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
     wanted = []
     for (place, _), outputs in zip(spans(sharding.sizes), outputs_of_shards, strict=True):
         first, last = outputs
-        # -1:5, 3:9
+        # Example: -1:5 and 3:9 for the convolution in this module's docstring.
         wanted.append(windows.reads(outputs) if first < last else (place, place))
     return wanted
 
@@ -350,14 +361,14 @@ class Halos:
     """The halos of a shard of an input along all sharded dims along which windows run."""
 
     def __init__(self, spec: Spec, windows: Mapping[int, Windows]) -> None:
-        # By dim: the exchange that fetches the inputs of this rank's windows, and returns the
-        # gradient of these inputs.
+        # For each dim, the exchange that fetches the inputs of this rank's windows, and sends back
+        # the gradient of these inputs.
         self.exchanges: dict[int, Relocation] = {}
-        # Outputs missing at the start and at the end because the operator reads only the local
-        # window; negative where it computes too many.
+        # The number of outputs that the operator, run on the shard with its halos, lacks at the
+        # start and at the end. It is negative where the operator computes too many.
         self._widths: dict[int, tuple[int, int]] = {}
-        # The sizes of the shard with its halos and with padding beyond the ends of the input, and
-        # its start.
+        # The sizes and the start of the shard with its halos, which include padding beyond the ends
+        # of the input.
         self.shape = [*spec.local_shape]
         self.first = [0] * spec.ndim
         for dim, along in windows.items():
@@ -369,17 +380,17 @@ class Halos:
             moves = _reads_others(along, sharding)
             exchange = Relocation(spec, dim, places, wanted, moves=moves)
             begin, end = along(sharding).interval_of(exchange.index)
-            # kernel 3, padding 1, outputs 0:4: rows -1:5
+            # Example: for kernel 3 and padding 1, the outputs 0:4 read the rows -1:5.
             first, last = exchange.wanted
             start = begin
             stop = end
             if along.transposed:
-                # inputs 0:3 to -1:6
+                # Example: the inputs 0:3 reach the outputs -1:6.
                 start, stop = along.reached((first, last))
             self.exchanges[dim] = exchange
-            # of 0:4, -1:6: (-1, -2)
+            # Example: (-1, -2) if -1:6 is computed and 0:4 is wanted.
             self._widths[dim] = (start - begin, end - stop)
-            # rows -1:5: from -1, 6 of them
+            # Example: the rows -1:5 are 6 rows from -1 on.
             self.first[dim] = first
             self.shape[dim] = last - first
 
@@ -399,7 +410,7 @@ class Halos:
             if name in ("padding", "output_padding"):
                 paddings[name] = per_dim(call, name, count)
                 for dim in self.exchanges:
-                    # dim 3 of 4, the last 2: padding[1]
+                    # Example: dim 3 of 4 dims, of which 2 are spatial, has the entry 1.
                     paddings[name][dim - spatial] = 0
         return paddings
 
@@ -420,9 +431,9 @@ class Halos:
         return _pad(outputs, self._widths)
 
     def uncropped(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the operator's outputs, given the gradient of this rank's outputs.
+        """Return the gradient of the operator's outputs for the result of `fetch`.
 
-        The operator's outputs are its outputs for the result of `fetch`.
+        `gradient` is the gradient of this rank's outputs.
         """
         return _pad(gradient, self._widths, sign=-1)
 
@@ -434,7 +445,7 @@ def _pad(
 
     The widths are multiplied by `sign`.
     """
-    # torch begins with the last
+    # torch lists the widths from the last dim on.
     pad = []
     for dim in reversed(range(x.ndim)):
         pad += [sign * n for n in widths.get(dim, (0, 0))]

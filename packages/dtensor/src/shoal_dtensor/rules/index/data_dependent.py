@@ -142,9 +142,10 @@ def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFu
 
 
 def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
-    """Copy the source elements of this rank's shard, with the mask replicated.
+    """Copy the source elements for this rank's shard.
 
-    Every rank counts on the mask the elements that are taken before each of its own elements.
+    The mask is replicated, so every rank can count the elements that are taken before each of its
+    own elements.
     """
     spec = local_call.outputs[0]
     is_written = bool(local_call.call.written)
@@ -237,7 +238,8 @@ def _histc(local_call: LocalCall) -> LocalFunction | None:
         lowest = all_reduced(lowest, spec, axes, "min")
         highest = all_reduced(highest, spec, axes, "max")
         low, high = torch.stack((lowest, highest)).tolist()
-        # Equal bounds would mean "look them up" again: torch then widens them by one on each side.
+        # For equal bounds torch would compute the bounds of the shard. It widens equal bounds of the
+        # elements by one on each side.
         widening = 1 if low == high else 0
         return op(x, bins, low - widening, high + widening, **kwargs)
 
@@ -265,7 +267,7 @@ def _bincount(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
         needed = all_reduced(top.to(torch.int64), spec, axes, "max")
         length = max(minlength, int(needed.item()))
         counts = torch.bincount(x, weights, length)
-        # torch counts nothing in integers, with any weights
+        # Without elements, torch's counts are integers even if there are weights.
         if weights is not None and not x.numel():
             is_single = weights.dtype == torch.float32
             counts = counts.to(torch.float32 if is_single else torch.float64)
@@ -278,7 +280,7 @@ DATA_DEPENDENT: Table = family(
     {
         "nonzero.default masked_select.default": Rule(nonzero, _nonzero, kind="dynamic"),
         "_unique2.default _unique.default": Rule(nonzero, _unique, kind="dynamic"),
-        # Neighbours and whole slices are compared.
+        # These compare adjacent elements or whole slices.
         "unique_dim.default unique_consecutive.default repeat_interleave.Tensor": Rule(
             replicated, kind="dynamic"
         ),

@@ -57,11 +57,14 @@ def lookup_partial(source: TensorMeta) -> P:
 def lookup(
     local_call: LocalCall, place: int, local: Callable[[Any], tuple[Any, Tensor]], behind: int = 0
 ) -> LocalFunction:
-    """Sum over shards the elements found in each shard, with 0 for an element of another shard.
+    """Return a lookup in this rank's shard, with 0 for the elements of other shards.
 
-    The indices are the operator's argument `place` after its source. `local` converts them to
-    positions in the shard and a mask of the indices that are in the shard. The result has `behind`
-    dims after the dims of the indices.
+    Args:
+        local_call: the call of the lookup.
+        place: the position of the indices among the arguments after the source.
+        local: converts the indices to positions in the shard and a mask of the indices that are in
+            the shard.
+        behind: the number of dims of the result after the dims of the indices.
     """
     call = local_call.call
     shape = local_call.outputs[0].local_shape
@@ -79,12 +82,12 @@ def lookup(
 
 
 def _per_element(call: OpCall) -> bool:
-    """Tell whether every element has an index; else one index of one dim selects whole slices."""
+    """Tell whether every element has an index of its own; otherwise an index selects whole slices."""
     return any(name in call.op.__name__ for name in ("gather", "scatter"))
 
 
 def _by_index(call: OpCall, *along: Row) -> Iterator[Row]:
-    """Yield rows for the dims that indices are not along, then the rows `along` the other dim."""
+    """Yield rows for the dims that are not indexed, then the rows `along` the indexed dim."""
     per_element = _per_element(call)
     source = _source(call)
     operands = [call[name].shape for name in ("self", "index", source) if name]
@@ -94,7 +97,7 @@ def _by_index(call: OpCall, *along: Row) -> Iterator[Row]:
     for d in range(len(shape)):
         if d == call.dim():
             continue
-        # A shorter index reads or writes only the first rows of a dim: shards would not match.
+        # A shorter index uses only the first rows of a dim, so shards would not correspond.
         if per_element and len({sizes[d] for sizes in operands}) > 1:
             continue
         entries = {source: S(d)} if source else {}
@@ -118,7 +121,7 @@ def gather(call: OpCall) -> Iterator[Row]:
 @along_dim
 def _gather(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     behind = 0 if _per_element(local_call.call) else spec.ndim - dim - 1
-    # torch counts no index of `gather` and `index_select` from the end: -1 is out of range.
+    # Indices of `gather` and `index_select` do not count from the end: -1 is out of range.
     to_local = partial(local_positions, spec=spec, dim=dim, from_end=False)
     return lookup(local_call, 1, to_local, behind)
 
@@ -157,12 +160,12 @@ def scatter_add(call: OpCall) -> Iterator[Row]:
 @along_dim
 def _scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """Scatter the elements of this shard; write others to an extra last position and drop it."""
-    # The in-place form of any operator, of the same overload: `src` of `src_out`.
+    # The in-place form with the same overload, for example `src` for `src_out`.
     name, _, overload = local_call.call.op.__name__.partition(".")
     in_place = getattr(torch.ops.aten, name.removesuffix("_") + "_")
     functional_overload = overload.removesuffix("out").rstrip("_")
     write = getattr(in_place, functional_overload or "default")
-    # positions 0..size - 1 are of the shard, `size` is of all others
+    # Positions 0 to `size` - 1 are in the shard. `size` is the extra position for other elements.
     size = spec.local_shape[dim]
 
     def run(x: Tensor, dim_: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -236,14 +239,16 @@ _row_indices = partial(index_check, argument="indices", length=_rows)
 
 
 def embedding_dense_backward(call: OpCall) -> Iterable[Row]:
-    frequencies = "..." if call["scale_grad_by_freq"] else ""  # of all indices
+    # The frequencies must be counted over all indices.
+    frequencies = "..." if call["scale_grad_by_freq"] else ""
     return product("... e, ... -> v e", linear=(0,), replicated=frequencies).rows(call)
 
 
 def embedding_bag(call: OpCall) -> Iterator[Row]:
-    """Yield rows that shard the embedding dim, like indices of maxima, or the vocabulary.
+    """Yield rows that shard the embedding dim or the vocabulary.
 
-    The vocabulary is sharded only in a forward call that does not take a maximum.
+    With maxima, their indices are sharded by the embedding dim too. The vocabulary is sharded only
+    in a forward call that does not take a maximum.
     """
     of_maxima = S(1) if call["mode"] == MAX else R
     if "grad" in call.places:
@@ -255,7 +260,7 @@ def embedding_bag(call: OpCall) -> Iterator[Row]:
 
 
 def _dense_gradient(local_call: LocalCall) -> LocalFunction | None:
-    """Return the gradient as a dense tensor: no DTensor is sparse."""
+    """Return the gradient as a dense tensor, because a DTensor cannot be sparse."""
     call = local_call.call
     return with_arguments(call, sparse=False) if call.get("sparse") else None
 
@@ -277,8 +282,8 @@ def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
     def run(*args: Any, **kwargs: Any) -> Any:
         table, indices = args[place : place + 2]
         positions, is_local = local_positions(indices, weight, 0, from_end=False)
-        # Rows 4..7 on this rank are 0..3, row 4 stands for all others, and row 5 for padding, which
-        # is not counted.
+        # Example: this rank's rows 4..7 of the vocabulary are rows 0..3 of its shard. Row 4 is for
+        # all other rows of the vocabulary, and row 5 for padding, which is not counted.
         positions = positions.masked_fill(~is_local, size)
         positions = positions.masked_fill(indices == padding, size + 1)
         zeros = table.new_zeros((2, table.shape[1]))
@@ -333,7 +338,7 @@ GATHER_SCATTER: Table = family(
         "_embedding_bag_dense_backward _embedding_bag_backward": Rule(
             embedding_bag, _dense_gradient, linear="grad"
         ),
-        # Each is the product of a row of the gradient and one of the vocabulary.
+        # Each result is the product of a row of the gradient and a row of the vocabulary.
         "_embedding_bag_per_sample_weights_backward": replace(
             product(
                 "b e, v e, i, o, k -> i", linear=(0, 1), replicated="b i o k", local=_embedding_bag

@@ -101,11 +101,12 @@ def indexed_dims(source: TensorMeta, indices: Sequence[TensorMeta | None]) -> In
 
 
 def index(call: OpCall) -> Iterator[Row]:
+    """Yield the rows of `x[indices]`."""
     source, *indices = call.tensors
     dims = indexed_dims(source, call["indices"])
     if any(map(_is_mask, indices)):
         if len(indices) == 1 and not dims.first and not call.schema.outs:
-            # The length of `x[mask]` is data-dependent: every rank gathers the elements of all.
+            # The length of `x[mask]` depends on data, so every rank gathers all elements.
             traffic = assumed_result_bytes(call)
             for d in dims.indexed[0]:
                 yield call.row(self=S(d), indices=S(d), traffic=traffic)
@@ -125,7 +126,7 @@ def index(call: OpCall) -> Iterator[Row]:
 
 @on_functional_form
 def _index(local_call: LocalCall) -> LocalFunction | None:
-    """Sum over shards the elements whose indices are all in the shard, with 0 for the others."""
+    """Look up elements in each shard, with 0 for elements of other shards, and sum over shards."""
     call = local_call.call
     spec = local_call["self"]
     dims = indexed_dims(call["self"], call["indices"])
@@ -146,7 +147,7 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
 
     dims_behind = local_call.outputs[0].ndim - dims.first - dims.ndim
     read = lookup(local_call, 0, to_local, dims_behind)
-    # Left partial, it would read as another result by `to_local`.
+    # The result is not left partial, because `to_local` would show a rank's part as the result.
     axes = sharding_axes(spec, sharded)
     reduction = lookup_partial(call["self"]).reduce_op
 
@@ -157,7 +158,7 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _index_by_mask(local_call: LocalCall) -> LocalFunction | None:
-    """Select the elements of all shards, if one mask is sharded as the tensor; else run the kernel."""
+    """Select the elements of all shards if one mask is sharded like the tensor, else run the kernel."""
     if len(local_call.inputs) != 2:
         return None
     mask = local_call.inputs[1]
@@ -168,7 +169,7 @@ def _index_by_mask(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _index_checks(call: OpCall) -> dict[str, list[Check]]:
-    """Return checks that the elements of each index tensor are in the dim; a mask needs none."""
+    """Return checks that the indices of each index tensor are in range; a mask needs no check."""
     tensors = [index for index in call["indices"] if index is not None]
     indexed = indexed_dims(call["self"], call["indices"]).indexed
     checks: list[Check] = []
@@ -186,7 +187,7 @@ def _pass(index: Tensor) -> None:
 
 
 def _checked(local_call: LocalCall, function: LocalFunction | None) -> LocalFunction | None:
-    """Return the local function; on a rank with an empty shard, check the indices before it.
+    """Return the local function, which on a rank with an empty shard first checks the indices.
 
     Kernels do not compare indices with the size of the dim if the shard is empty.
     """
@@ -225,7 +226,7 @@ def index_put(call: OpCall) -> Iterator[Row]:
     has_all_values = values.ndim == ndim and not any(map(_is_mask, indices))
     if not has_all_values:
         return
-    # Indices and values sharded alike: each rank adds its own, a partial sum.
+    # If indices and values are sharded alike, each rank adds its own values to a partial sum.
     for j in range(dims.ndim):
         value_dim = dims.first + j
         have_dim = all(_has_dim(index, j, dims.ndim) for index in indices)
@@ -262,7 +263,7 @@ def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
         local_mask = indices[place]
         assert local_mask is not None, "the mask must be at its place in the call"
-        # the mask covers the shard of x, except on a rank without elements of x
+        # This rank's part of the mask contains its shard of x, except if x has no elements here.
         for j, d in sharded:
             size = spec.local_shape[d]
             start = spec.local_offset[d] - mask.local_offset[j] if size else 0
@@ -298,7 +299,7 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
         for n in sharded:
             positions[n], is_in_dim = local_positions(positions[n], spec, dims[n])
             is_local &= is_in_dim
-        # one row of values for each position: the common dims first, flattened
+        # Flatten the common dims: one row of values for each position.
         common = [*range(first, first + len(shape))]
         wide = [1] * (ndim - values.ndim) + list(values.shape)
         wide[first : first + len(shape)] = shape
@@ -359,13 +360,14 @@ class _Writes(NamedTuple):
         """Return writes that add the local rows to a shard, and nothing in place of the others."""
         if self._is_nothing(x):
             return self._nothing()
-        # each somewhere else: a device adds equal positions one after another
+        # The other rows get different positions, because a device adds to equal positions one after
+        # another.
         count = torch.arange(len(self.is_local), device=x.device)
         positions = []
         for position, dim in zip(self.positions, self.dims, strict=True):
             elsewhere = count % x.shape[dim]
             positions.append(torch.where(self.is_local, position, elsewhere))
-        # -0.0 + -0.0 is -0.0
+        # Adding -0.0 does not change any value, whereas adding 0.0 would change -0.0.
         nothing = self.rows.new_full((), -0.0)
         rows = torch.where(self._column(), self.rows, nothing)
         return self._replace(positions=positions, rows=rows)

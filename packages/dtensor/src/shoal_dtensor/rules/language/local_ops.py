@@ -1,4 +1,4 @@
-"""Helpers of local functions: replaced arguments, reductions, indices."""
+"""Helpers for local functions: replaced arguments, reductions, indices."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "su
 
 def bytes_of(*tensors: TensorMeta) -> int:
     """Return the total number of bytes of global tensors."""
-    return sum(prod(t.shape) * t.dtype.itemsize for t in tensors)  # (4, 6) of float32: 96
+    # Example: (4, 6) of float32 has 96 bytes.
+    return sum(prod(t.shape) * t.dtype.itemsize for t in tensors)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -116,9 +117,10 @@ def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
 
     Only the first result is a mean.
 
-    Even shards leave the average of their means, as in torch. The mean of uneven shards is not the
-    average of their means, so it is all-reduced: `to_local` would show a rank's summand as if it
-    were the mean. Means of half types are all-reduced in float32.
+    For even shards, the result is partial: the average of the shards' means, as in torch. For
+    uneven shards the mean is not the average of the shards' means, so the result is all-reduced. It
+    is not left as a partial sum, because `to_local` would show a rank's summand as if it were the
+    mean. Means of half types are all-reduced in float32.
     """
     own_traffic = row.traffic or (lambda ranks: 0.0)
     reduced = all_reduce_traffic(wide_bytes_of(call.outputs[0]))
@@ -132,16 +134,16 @@ def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
 
 
 def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Return a function from this rank's part of a mean to the mean of `mean_rows`.
+    """Return a function that converts this rank's part of a mean to the result of a `mean_rows` row.
 
-    This rank's part is its part of a sum over shards by `axes`, divided by the global count.
-
-    The part is in the `wide_dtype` of the mean.
+    The part is this rank's sum divided by the global count, in the `wide_dtype` of the mean. The
+    elements of the sum are sharded by `axes`.
     """
     result = local_call.outputs[0]
     averaged_axes = [axis for axis, op in result.partials if op == "avg"]
     averaged = {axis for axis in averaged_axes if axis in axes}
-    # 2: a part of 3 counts as 6, so that avg is a sum
+    # A partial average divides by the number of ranks, so a part is multiplied by it. Example: on 2
+    # ranks, a part of 3 becomes 6.
     ranks = prod(result.mesh.shape[axis] for axis in averaged)
     others = tuple(axis for axis in axes if axis not in averaged)
 
@@ -160,7 +162,7 @@ def functional(call: OpCall) -> Any:
     """Return the operator's functional form; the default overload if no other has its arguments."""
     name, _, overload = call.op.__name__.partition(".")
     packet = getattr(torch.ops.aten, name.removesuffix("_"))
-    # "Tensor_out": Tensor
+    # Example: "Tensor" for the overload "Tensor_out".
     without_out = overload.removesuffix("out").rstrip("_")
     is_out = overload.endswith("out")
     return getattr(packet, without_out if is_out and without_out else "default")
@@ -189,7 +191,7 @@ def on_functional_form(local: Local) -> Local:
 def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
     """Return the operator with the arguments named in `changes` replaced."""
     op = call.op
-    # view(self, size): size is 1
+    # Example: for view(self, size), the place of `size` is 1.
     names = (*call.schema.inputs, *call.schema.outs)
     places = {name: i for i, name in enumerate(names)}
     positions = tuple((places[name], name, value) for name, value in changes.items())
@@ -245,11 +247,10 @@ def along_dim(local: Callable[[LocalCall, Spec, int], LocalFunction]) -> Local:
 
 
 def check_values(is_valid: Tensor, message: str) -> None:
-    """Raise an error on the ranks that have values if some are not valid.
+    """Raise an error on the ranks that have the values if some are not valid.
 
-    On an accelerator the device raises the error later.
-
-    Compiled code raises a RuntimeError when it runs.
+    On an accelerator the device raises the error later. Compiled code raises a RuntimeError when it
+    runs.
     """
     if is_valid.device.type != "cpu" or isinstance(is_valid, TRACED):
         torch.ops.aten._assert_async.msg(is_valid.all(), message)
@@ -299,9 +300,10 @@ def compares_indices(
     raise a RuntimeError where other kernels raise an IndexError: `OperatorIndexError` is both.
 
     Args:
-        local: of a rule; the function that it returns compares the indices itself.
-        argument: the name of the indices.
-        length: the number of elements that they count.
+        local: the local function of a rule. If it returns a function, this function compares the
+            indices itself.
+        argument: the name of the argument with the indices.
+        length: returns the number of elements of the indexed dim.
         from_end: whether negative indices count from the end.
     """
 
@@ -333,7 +335,8 @@ def compares_indices(
 def from_the_front(index: Tensor, length: int) -> Tensor:
     """Convert valid indices that count from the end (-1 is the last) to count from the front."""
     check_indices(index, length, from_end=True)
-    return torch.where(index < 0, index + length, index)  # [-1, 2] into 5: [4, 2]
+    # Example: [-1, 2] in a dim of 5 elements becomes [4, 2].
+    return torch.where(index < 0, index + length, index)
 
 
 def local_positions(
@@ -343,9 +346,9 @@ def local_positions(
 
     An index that is not local gets position 0.
     """
-    # With 8 elements on 2 ranks, the indices 1, 5, -1 are positions 0, 1, 3 on rank 1, and only the
-    # first is not local.
-    if from_end:  # else no index may count from the end
+    # Example: 8 elements on 2 ranks. On rank 1, the indices 1, 5 and -1 have the positions 0, 1 and
+    # 3, and only the first is not local.
+    if from_end:
         return in_shard(from_the_front(index, spec.shape[dim]), spec, dim)
     check_indices(index, spec.shape[dim])
     return in_shard(index, spec, dim)
@@ -356,8 +359,10 @@ def in_shard(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor]:
 
     Indices may be out of range: they are not local. See `local_positions`.
     """
-    position = index - spec.offset(dim)  # 1, 5, 7 on the rank with 4:8: -3, 1, 3
-    is_local = (position >= 0) & (position < spec.local_shape[dim])  # False, True, True
+    # Example: on the rank with 4:8, the indices 1, 5 and 7 have the positions -3, 1 and 3. The last
+    # two are local.
+    position = index - spec.offset(dim)
+    is_local = (position >= 0) & (position < spec.local_shape[dim])
     return position.masked_fill(~is_local, 0), is_local
 
 
@@ -368,11 +373,15 @@ def moved_between_boxes(
 
     A position outside the other box becomes a position at its edge.
 
-    Positions are in row-major order; along every dim they are larger in the other box by `shift`.
+    Args:
+        index: flat positions in row-major order.
+        source: the shape of the box in which the positions are given.
+        target: the shape of the other box.
+        shift: for each dim, the position in the other box minus the position in the first one.
 
     Example:
-        Element 7 of a (3, 4) tensor is row 1, column 3; on the rank with columns 2..3 it is row 1,
-        column 1: element 3.
+        Element 7 of a (3, 4) tensor is in row 1 and column 3. On the rank with columns 2..3 it is
+        in row 1 and column 1, so it is element 3.
 
         >>> moved_between_boxes(torch.tensor([7, 4]), (3, 4), (3, 2), (0, -2))
         (tensor([3, 2]), tensor([ True, False]))
@@ -382,7 +391,7 @@ def moved_between_boxes(
     step = 1
     sizes = zip(reversed(source), reversed(target), reversed(shift), strict=True)
     for size, length, by in sizes:
-        # 7 of (3, 4), columns 2:4: 7 % 4 - 2 = 1, then 1 % 3 = 1
+        # In the example for 7: the column is 7 % 4 - 2 = 1, then the row is 1 % 3 + 0 = 1.
         place = index % size + by
         is_inside &= (place >= 0) & (place < length)
         at_most_the_edge = place.clamp(0, max(length - 1, 0))

@@ -68,7 +68,7 @@ def parse(text: str) -> Pattern:
 
 
 def _operand(part: str, text: str) -> tuple[Dim, ...]:
-    # "b (h d)": ("", "b"), ("h d", "")
+    # Example: the tokens of "b (h d)" are ("", "b") and ("h d", "").
     tokens = re.findall(r"\(([^()]*)\)|([^\s()]+|[()])", part)
     dims: list[Dim] = []
     for group, name in tokens:
@@ -91,7 +91,7 @@ def _spread(dims: tuple[Dim, ...], ndim: int, pattern: Pattern) -> list[Dim]:
     Factors are named from the right so that operands align.
     """
     has_ellipsis = (ELLIPSIS,) in dims
-    # 4 dims as "... m k": 2, named ...1 ...0
+    # Example: for 4 dims and "... m k", `...` stands for 2 dims, named ...1 and ...0.
     free = ndim - len(dims) + has_ellipsis
     if free < 0 or (free and not has_ellipsis):
         raise NotationError(
@@ -143,12 +143,12 @@ def factor_rows(
         is_broadcast = name.startswith(ELLIPSIS)
         if name in replicated or (is_broadcast and ELLIPSIS in replicated):
             continue
-        # by k: S(1), S(0)
+        # Example: S(1), S(0) for the factor k of "m k, k n -> m n".
         input_entries = _entries(operands, inputs, name, sizes)
         output_entries = _entries(results, outputs, name, sizes)
         if input_entries is None or output_entries is None:
             continue
-        # out lacks k: P(sum)
+        # In the example, the output lacks k, so it is P(sum).
         reduced = [P(reduce) if entry is R else entry for entry in output_entries]
         rows.append(Row(tuple(input_entries), tuple(reduced)))
     return rows
@@ -166,8 +166,7 @@ def _factors_of(operands: Sequence[list[Dim]]) -> list[str]:
 def _factor_sizes(
     pattern: Pattern, dims: Sequence[list[Dim]], tensors: Sequence[TensorMeta]
 ) -> dict[str, int]:
-    """Return the extent of every factor; broadcast operands (size 1) do not count."""
-    """Return the extent of every factor; broadcast operands (size 1) do not count."""
+    """Return the size of every factor; operands that broadcast it (size 1) do not count."""
     sizes: dict[str, int] = {}
     pairs: list[tuple[Dim, int]] = []
     for operand, tensor in zip(dims, tensors, strict=True):
@@ -175,7 +174,7 @@ def _factor_sizes(
     for dim, n in pairs:
         if len(dim) == 1:
             (name,) = dim
-            # "k" of 1 (broadcast), then of 6: 6
+            # Example: if "k" is 1 (broadcast) in one operand and 6 in another, it is 6.
             size = sizes.get(name, 1)
             if size not in (1, n) and n != 1:
                 raise NotationError(
@@ -190,7 +189,7 @@ def _factor_sizes(
     for dim, n in by_unknown:
         unknown = [name for name in dim if name not in sizes]
         if len(unknown) == 1:
-            # (h d) of 12 with d = 4: h = 3
+            # Example: if (h d) is 12 and d is 4, h is 3.
             others = prod(sizes[name] for name in dim if name in sizes)
             sizes[unknown[0]] = n // others if others else 1
         elif unknown:
@@ -203,7 +202,10 @@ def _factor_sizes(
 def _entries(
     operands: Sequence[list[Dim]], tensors: Sequence[TensorMeta], name: str, sizes: dict[str, int]
 ) -> list[Entry] | None:
-    """Return the placements of operands when factor `name` is sharded; None if one has none."""
+    """Return the placements of operands when factor `name` is sharded.
+
+    Return None if the shards of an operand would not be contiguous.
+    """
     entries = []
     for dims, tensor in zip(operands, tensors, strict=True):
         entry = _entry(dims, tensor, name, sizes)
@@ -216,17 +218,17 @@ def _entries(
 def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]) -> Entry | None:
     """Return the placement of an operand when factor `name` is sharded.
 
-    None if the operand's shards would not be contiguous.
+    Return None if the operand's shards would not be contiguous.
     """
     for i, dim in enumerate(dims):
         if name not in dim:
             continue
         position = dim.index(name)
-        # "(h d)" by d: every head has a part
+        # Example: sharded by d, a shard of "(h d)" would have a run of every head.
         runs = prod([sizes[outer] for outer in dim[:position]])
         if runs != 1:
             return None
-        # (1, 6) beside (4, 6) sharded by rows: R beside S(0)
+        # Example: (1, 6) is broadcast to (4, 6), which is sharded by rows: R and S(0).
         if tensor.shape[i] == 1 and sizes[name] != 1:
             return R
         unit = prod([sizes[inner] for inner in dim[position + 1 :]])
@@ -238,7 +240,7 @@ def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
     """Return the rows that are partial in one linear operand and in the outputs.
 
     Args:
-        linear: indices of the inputs, each of which the operator is linear in by itself.
+        linear: indices of the inputs in each of which alone the operator is linear.
         inputs: number of tensor inputs.
         outputs: number of tensor outputs.
     """
@@ -280,7 +282,7 @@ def product(
     fixed = tuple(replicated.split())
 
     def rows(call: OpCall) -> list[Row]:
-        # a mask argument may leave results out
+        # Results that a mask argument leaves out are removed from the pattern.
         places = zip(pattern.outputs, call.results.values(), strict=False)
         present = tuple(dims for dims, place in places if place)
         wanted = replace(pattern, outputs=present)
@@ -304,7 +306,7 @@ def aligned(meta: TensorMeta, dim: int, ndim: int, unit: int = 1) -> Entry:
 
 
 def alike(call: OpCall, *fixed: int) -> Iterator[Row]:
-    """Yield one row per dim that is not `fixed`, which shards it in all operands and results."""
+    """Yield a row for each dim that is not `fixed`; it shards the dim in all operands and results."""
     for d in range(call.outputs[0].ndim):
         if d not in fixed:
             tensors = (*call.places, "out")
@@ -327,12 +329,12 @@ def pointwise(
     Every dim may be sharded, in all operands alike.
 
     Args:
-        linear: operands in which it is linear when the others are fixed (`mul`: each; `neg`: the
-            only one).
-        jointly: whether it is linear in all tensor operands together, with no constant term
-            (`real`, `add` without numbers): partial sums in, partial sums out.
-        monotone: for one operand: whether it never decreases, so that it commutes with partial
-            `max` and `min`.
+        linear: operands in which it is linear when the others are fixed. For `mul` this is each of
+            them, for `neg` the only one.
+        jointly: whether it is linear in all tensor operands together, without a constant term
+            (`real`, `add` without numbers). Then partial sums give partial sums.
+        monotone: for an operator with one operand, whether the result never decreases when the
+            operand increases. Then it commutes with partial `max` and `min`.
         partial: further rows with partial values.
 
     Example:

@@ -57,9 +57,10 @@ class S:
         dim: the tensor dim.
         unit: elements of the dim per step of the factor.
         runs: equal runs of the dim that are all sharded alike.
-        map: for outputs whose shards are not multiples of the input's (for a slice, each shard
-            keeps its part of the selected range), and for inputs sharded as such outputs: from the
-            factor's sharding to this dim's, over the same axes. `unit` is not used then.
+        map: a function from the sharding of the factor to the sharding of this dim, over the same
+            axes. It is for outputs whose shards are not multiples of the input's shards, and for
+            inputs that are sharded like such outputs. For example, each shard of a slice is the
+            part of the selected range in a shard of the input. `unit` is not used then.
     """
 
     dim: int
@@ -155,7 +156,7 @@ class OpSchema:
         positional: the names in `inputs` that have a position.
         defaults: the values of the arguments that have a default.
         outs: names of the `out=` arguments.
-        written: names of the inputs that are written in place.
+        written: names of the inputs that the operator writes to in place.
         unmarked: names of the inputs that are written in training although the schema does not mark
             them.
         returns: names of the returned tensors or lists of tensors: the schema's, else `out`, or
@@ -341,7 +342,7 @@ class OpCall:
             return [f"out{i}" for i in range(len(counts))], counts
         count = len(self.outputs)
         if any(schema.is_list):
-            # one element's results, of which the last lists are empty: the state of AMSGrad
+            # In the call of one element, the last lists may be empty, such as the state of AMSGrad.
             if 0 < count < len(names):
                 return names[:count], [1] * count
             return names, [count // len(names)] * len(names)

@@ -5,9 +5,9 @@ input and output along one mesh axis. Rules do not depend on a mesh, on costs or
 the propagator chooses one row for each mesh axis and estimates the cost of redistributing the
 inputs to it.
 
-Row functions are generators, named after the operator (`OpCall.row`). The same function serves the
-functional, the in-place and the `out=` form; for operators that only write to their inputs
-(`_foreach_add_`) `out` means the written inputs.
+Row functions are generators that are named after the operator and make rows by `OpCall.row`. The
+same function serves the functional, the in-place and the `out=` form. For operators that only write
+to their inputs (`_foreach_add_`), `out` means the written inputs.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ class LocalCall:
 
     Attributes:
         call: the global call.
-        inputs: spec of every tensor input as the local function gets it (after redistribution),
-            flattened.
-        outputs: spec of every tensor output, flattened.
+        inputs: the spec of every tensor input after its redistribution, flattened.
+        outputs: the spec of every tensor output, flattened.
     """
 
     call: OpCall
@@ -94,8 +93,8 @@ class Rule:
         by_value: whether numbers among the arguments influence `rows` or `local`. Where they do not
             (pointwise and optimizer operators), only their types key the cache, so a learning rate
             adds no entry per step.
-        unordered: whether only the sizes of shards matter, not where in the dim they are, to every
-            row whose entries are plain `S(dim)` and to `local` under them. Such rows also run on
+        unordered: whether rows whose entries are plain `S(dim)`, and `local` for such rows, depend
+            only on the sizes of shards and not on their positions in the dim. Such rows also run on
             strided dims (`StridedDimSharding`).
         sizes: the names of arguments that are lists of sizes, if the output sizes depend only on
             equalities among the input sizes, 0 and 1. A run on tiny tensors then gives the outputs
@@ -122,7 +121,7 @@ class Rule:
     checks: Callable[[OpCall], Mapping[str, Sequence[Check]]] | None = None
 
     def rows_of(self, call: OpCall) -> list[Row]:
-        """Return the rows for a call whose reductions may come after its conversions of dtypes.
+        """Return the rows for a call, without the rows that `reducible_later` removes.
 
         For an operator that writes to inputs and returns nothing, return only the rows in which
         every written input already has the placement of the result.
@@ -212,8 +211,8 @@ def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
     """Return the rows, with one copy per norm in `norms` of each row that names `ANY_NORM`.
 
     Args:
-        rows: of a rule, some of which have `ANY_NORM` among their entries.
-        norms: the partial placements to put there.
+        rows: the rows of a rule, some of which may have `ANY_NORM` among their entries.
+        norms: the partial placements that replace `ANY_NORM`.
     """
     result: list[Row] = []
     for row in rows:
@@ -236,21 +235,21 @@ def replicated(call: OpCall) -> Iterable[Row]:
     return ()
 
 
-# --- what a rank runs -----------------------------------------------------------------------------
+# --- the functions that a rank runs ---------------------------------------------------------------
 
 
 def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> LocalFunction | None:
     """Return the function that a rank runs instead of the operator; None for the operator itself.
 
     Args:
-        rule: of the operator.
+        rule: the rule of the operator.
         local_call: the call with its specs.
-        communicates: whether a row of the decision does; every rank runs the rule's own function
-            then.
+        communicates: whether a row of the decision communicates. Then every rank runs the rule's
+            own function, also with empty shards.
     """
     if rule.skip_empty and not communicates and local_call.outputs:
-        # With (3, 5) sharded by rows over 4 ranks, rank 3 has (0, 5): its rows of an output are
-        # empty, and it adds 0 to a sum. A list is faster here than a generator.
+        # Example: (3, 5) sharded by rows over 4 ranks. Rank 3 has (0, 5), so its rows of an output
+        # are empty, and it adds 0 to a sum. A list is faster here than a generator.
         lacks_input = any([is_empty_shard(spec) for spec in local_call.inputs])  # noqa: C419  # see above
         if all(_adds_nothing(spec, lacks_input) for spec in local_call.outputs):
             return contribution(local_call)
@@ -286,7 +285,7 @@ def contribution(local_call: LocalCall) -> LocalFunction:
             stride = (1,) if spec.coordinate is None else spec.local_stride
             part = tensors[0].new_empty_strided(spec.local_shape, stride, dtype=spec.dtype)
             part.fill_(value)
-            # as where the operator runs
+            # For a compiler, the result must depend on the arguments as on the other ranks.
             if torch.compiler.is_compiling():
                 part = bound(part, *tensors)
             filled.append(part)
@@ -301,7 +300,7 @@ def contribution(local_call: LocalCall) -> LocalFunction:
 
 
 def _neutral_value(spec: Spec) -> float:
-    """Return the value that changes nothing when an output is reduced."""
+    """Return the value that does not change the result when an output is reduced."""
     if not spec.partials:
         return 0
     _, first_op = spec.partials[0]
@@ -366,11 +365,10 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
     that no call with a DTensor leads to: overloads with a list to write to
     (`_foreach_add.List_out`), TorchScript's own overloads for lists and dicts of tensors, and
     overloads that take a dim by its name (torch 2.11 has them; a DTensor cannot have named dims).
-    With `unordered`, all rules are (see `Rule`).
 
     Args:
         rules: rules by lists of names.
-        unordered: whether all of them are (see `Rule`).
+        unordered: whether all of them are `unordered` (see `Rule`).
 
     Raises:
         DuplicateRuleError: if two rules have the same overload.
@@ -416,12 +414,12 @@ def _is_dim_name(name: str, name_of_type: str) -> bool:
 
 
 def _tensor_overloads(name: str) -> Iterator[Any]:
-    """Yield the overloads that take tensors, fill no list and take no dim by its name."""
+    """Yield the overloads that take tensors, except those that fill a list or take a dim by name."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return
     for overload in packet.overloads():
-        # of TorchScript
+        # overloads of TorchScript
         if overload in ("Dict_Tensor", "Tensor_list"):
             continue
         op = getattr(packet, overload)

@@ -1,9 +1,9 @@
 """Sharding of operators that make a tensor like another, of constants or of random numbers.
 
-Any sharding of random numbers is free: each rank fills its own box of the global tensor
-(`rng.draw`), and how the values relate to the mesh is up to the random mode, read when the operator
-runs. Random numbers are never partial sums, because drawn addends would not add up to the requested
-distribution. Operators whose use of the generator is data-dependent are replicated.
+Random numbers can have any sharding without communication, because each rank fills its own box of
+the global tensor (`rng.draw`). The random mode at the time of the call determines which numbers the
+ranks draw. Random numbers are never partial sums, because drawn addends would not add up to the
+requested distribution. Operators whose use of the generator depends on data are replicated.
 """
 
 from __future__ import annotations
@@ -48,13 +48,16 @@ from ..language.rule import (
 
 
 def fill(call: OpCall) -> Iterator[Row]:
-    """Yield rows like the first input's, along dims of equal size; only its sizes are read."""
+    """Yield rows that shard the result like the first input, of which only the sizes are read.
+
+    A dim of the result is sharded if it has the same size in the input.
+    """
     source = call["self"].shape
     result = call.outputs[0].shape
     for d, n in enumerate(source):
         keeps_dim = len(source) == len(result) and n == result[d]
         yield call.row(self=S(d), out=S(d) if keeps_dim else R)
-    # a partial tensor that is written to stays one; a new tensor like it is replicated
+    # A partial tensor that is written to stays partial. A new tensor like it is replicated.
     if call.written:
         for op in ("sum", "avg", "max", "min"):
             yield call.row(self=P(op), out=P(op))
@@ -75,7 +78,8 @@ def _fills(name: str, *parameters: str | float) -> Rule:
         numbers = Fill(name, tuple(values))
         (spec,) = local_call.outputs
         in_place = bool(call.written)
-        # Every rank draws; of a partial sum the first coordinate has the values, the others zeros.
+        # Every rank draws. In a partial sum, the first coordinate keeps the values and the others
+        # get zeros.
         summed = [axis for axis, op in spec.partials if op == "sum"]
         gets_zeros = spec.coordinate is not None and any(spec.coordinate[axis] for axis in summed)
         unreduced = spec.without_partials()
@@ -153,9 +157,9 @@ def _native_dropout(local_call: LocalCall) -> LocalFunction:
 
 
 def rrelu_with_noise(call: OpCall) -> Iterable[Row]:
-    """Return the rows of a pointwise operator; none while training.
+    """Return the rows of a pointwise operator; no rows in training.
 
-    The generator then makes numbers for negative elements only, so how many depends on values.
+    In training, numbers are drawn for negative elements only, so their count depends on values.
     """
     return () if call["training"] else alike(call)
 
@@ -163,7 +167,7 @@ def rrelu_with_noise(call: OpCall) -> Iterable[Row]:
 def multinomial(call: OpCall) -> Iterator[Row]:
     """Yield the row that shards a matrix of probabilities by rows.
 
-    The matrix is gathered inside the local function, because of the order of the generator.
+    The local function gathers the matrix, because the numbers are drawn in the global order.
     """
     if call["self"].ndim == 2:
         size = bytes_of(call["self"])
@@ -187,7 +191,7 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
     ) -> Tensor:
         own_generator = generator_of(chances.device) if generator is None else generator
         check_in_step(spec.mesh, own_generator)
-        # outside of the mesh, where as many numbers are drawn
+        # A rank outside the mesh draws as many numbers, so that all generators advance equally.
         if spec.coordinate is None:
             op(chances.new_ones(spec.shape), *args, generator=generator, **kwargs)
             return chances.new_empty(0, dtype=result.dtype)
@@ -209,10 +213,10 @@ def _local_size(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _empty_like(local_call: LocalCall) -> LocalFunction | None:
-    """Fill memory that a tensor on the meta device gets with NaN.
+    """Fill the result with NaN if it replaces a tensor on the meta device.
 
-    `Module.to_empty()` calls the operator, so a parameter that nobody initializes afterwards does
-    not have the numbers that are there by chance.
+    `Module.to_empty()` calls the operator. A parameter that is not initialized afterwards is then
+    NaN instead of arbitrary numbers.
     """
     call = local_call.call
     if call.get("device") is None:

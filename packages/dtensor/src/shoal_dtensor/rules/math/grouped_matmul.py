@@ -15,14 +15,15 @@ from torch.nn import functional
 from ..language.notation import product
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, Table, family
 
-# By the numbers of dims of both operands. The groups are g, the dim that is divided into them is t.
+# The patterns by the numbers of dims of both operands. The groups are g; the dim that is divided
+# into groups is t.
 _PATTERNS = {
     (2, 3): "t k, g k n, g -> t n",
     (3, 2): "g m k, k t, g -> m t",
     (2, 2): "m t, t n, g -> g m n",
     (3, 3): "g m k, g k n -> g m n",
 }
-# The operand and the dim of it that is divided into groups.
+# The position of the operand with the dim that is divided into groups, and this dim.
 _DIVIDED = {(2, 3): (0, 0), (3, 2): (1, 1), (2, 2): (0, 1)}
 # Kernels refuse rows (or columns) that do not begin at multiples of 16 bytes.
 _ALIGNMENT = 16
@@ -49,7 +50,7 @@ def _is_batch(call: OpCall) -> bool:
 
 
 def _grouped_mm(local_call: LocalCall) -> LocalFunction | None:
-    """Multiply shards, with the ends of groups in this shard, and rows padded to the alignment."""
+    """Multiply shards, with the ends of groups moved into this shard and padding for the alignment."""
     call = local_call.call
     operands = [local_call[name] for name in ("self", "mat2")]
     output = local_call.outputs[0]

@@ -1,9 +1,9 @@
 """Sharding of linear algebra: products, distances, factorizations, solvers, Fourier transforms.
 
-A factor in both inputs and the output of a product shards all three; a factor only in the inputs is
-summed: partial output. An added matrix (`addmm`) must then be a partial sum too, so that it is
-counted once. For factorizations, batch dims may be sharded; for transforms, the dims that are not
-transformed.
+Sharding a factor of a product shards every operand that has the factor. If only the inputs have it,
+it is summed, so the output is partial. An added matrix (`addmm`) must then be a partial sum too, so
+that it is counted once. For factorizations, batch dims may be sharded; for transforms, the dims
+that are not transformed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _added(text: str, name: str = "self") -> Rule:
         pattern = parse(text)
         (index,) = call.places[name]
         (result,) = pattern.outputs
-        # a vector added to "m n": "n"
+        # Example: a vector that is added to "m n" has the dims "n".
         dims = result[len(result) - call[name].ndim :]
         inputs = (*pattern.inputs[:index], dims, *pattern.inputs[index:])
         with_added = Pattern(text, inputs, pattern.outputs)
@@ -57,8 +57,8 @@ def _added(text: str, name: str = "self") -> Rule:
                 entries[index] = P("sum")
                 row = replace(row, inputs=tuple(entries))
             yield row
-        # Linear in the added operand together with any one factor; an average may also meet a fixed
-        # added operand.
+        # The result is linear in the added operand together with any one factor. An average may also
+        # be combined with a fixed added operand.
         factors = [operand for operand, place in call.places.items() if place and operand != name]
         for factor in factors:
             yield from call.keeping_partials(name, factor, ops=("sum", "avg"))
@@ -104,7 +104,7 @@ def linear(call: OpCall) -> Iterator[Row]:
 def matmul(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `a @ b` for any numbers of dims; a vector is a matrix without one dim."""
     a, b = call.tensors
-    # the last dims of matrices; dims of a batch are in front
+    # The dims of the matrices. Dims of a batch are added in front below.
     left = "k" if a.ndim == 1 else "m k"
     right = "k" if b.ndim == 1 else "k n"
     result = left.removesuffix("k") + right.removeprefix("k").strip()
@@ -114,7 +114,7 @@ def matmul(call: OpCall) -> Iterator[Row]:
         right = f"... {right}"
     if max(a.ndim, b.ndim) > 2:
         result = f"... {result}"
-    # 2 and 3 dims: "m k, ... k n -> ... m n"
+    # Example: "m k, ... k n -> ... m n" for operands of 2 and 3 dims.
     rule = product(f"{left}, {right} -> {result}", linear=(0, 1))
     yield from rule.rows(call)
 
@@ -128,7 +128,7 @@ def kron(call: OpCall) -> Iterator[Row]:
     ndim = max(first.ndim, second.ndim)
     left = _dims_at_the_right("a", first.ndim, ndim)
     right = _dims_at_the_right("b", second.ndim, ndim)
-    # 1 and 2 dims: "( b0) (a1 b1)"
+    # Example: "( b0) (a1 b1)" for operands of 1 and 2 dims.
     pairs = zip(left, right, strict=True)
     merged = [f"({a} {b})" for a, b in pairs]
     operands = f"{' '.join(left)}, {' '.join(right)}"
@@ -137,7 +137,7 @@ def kron(call: OpCall) -> Iterator[Row]:
 
 
 def _dims_at_the_right(name: str, count: int, ndim: int) -> list[str]:
-    """Return names for the last `count` of `ndim` dims, empty ones before: ["", "a1"]."""
+    """Return names for the last `count` of `ndim` dims, and empty names before: ["", "a1"]."""
     lacking = ndim - count
     names = [f"{name}{i}" for i in range(lacking, ndim)]
     return [""] * lacking + names
@@ -145,8 +145,8 @@ def _dims_at_the_right(name: str, count: int, ndim: int) -> list[str]:
 
 def batched(call: OpCall) -> Iterator[Row]:
     """Yield rows for leading dims that all operands share; the last two dims are matrices."""
-    # An operand whose batch dim is broadcast (size 1) gives no row; one without batch dims (pivots)
-    # is replicated.
+    # If the batch dim of an operand is broadcast (size 1), there is no row. An operand without batch
+    # dims, such as pivots, is replicated.
     main = max(call.tensors, key=lambda t: t.ndim)
     for d, n in enumerate(main.shape[:-2]):
         inputs = [_batch_entry(t, d, n) for t in call.tensors]
@@ -166,7 +166,8 @@ def _batch_entry(tensor: TensorMeta, dim: int, size: int) -> Entry:
 @where_sharded
 def _trace(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
     """Sum over shards the part of the global diagonal that crosses each shard."""
-    # rows 2:4 of (4, 4): 2 and 0, so the shard's (0, 2) and (1, 3)
+    # Example: for rows 2:4 of (4, 4) the offset is (2, 0), so the elements are (0, 2) and (1, 3) of
+    # the shard.
     row, column = spec.local_offset
     return lambda matrix, *_, **__: matrix.diagonal(row - column).sum()
 
@@ -187,7 +188,7 @@ def trilinear(call: OpCall) -> Iterator[Row]:
     Some dims of the product are summed.
     """
     dims = range(call["i1"].ndim + len(call["expand1"]))
-    # by 1, of 3: "d0 d2"
+    # Example: "d0 d2" for an operand that is expanded by dim 1 of 3.
     texts = []
     for lacking in ("expand1", "expand2", "expand3", "sumdim"):
         names = [f"d{d}" for d in dims if d not in call[lacking]]
@@ -237,9 +238,9 @@ MATMUL: Table = family(
         "linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp": _BATCHED,
         "linalg_qr linalg_solve_triangular lu_unpack": _BATCHED,
         "linalg_householder_product geqrf ormqr triangular_solve": _BATCHED,
-        # every rank sees all matrices, so all raise alike
+        # Every rank has all matrices, so all ranks raise the same error.
         "_linalg_check_errors": Rule(replicated),
-        # Its kernel is made of other operators, which look at conjugate marks.
+        # Its kernel is made of other operators, which use marks for conjugates.
         "linalg_pinv.atol_rtol_tensor*": Rule(
             batched, lambda local_call: with_conjugates(local_call.call.op), skip_empty=True
         ),

@@ -1,8 +1,8 @@
 """Sharding of operators that compare along a dim: sort, median, topk, argmax, cumulative ones.
 
-Along a sharded dim the shards are exchanged for complete columns and back. Where few values of a
-shard matter, every rank gathers only these values: the candidates of `topk` and `argmax`, the
-totals of the shards before its own.
+Along a sharded dim, shards are exchanged for complete columns, and the results are exchanged back.
+If only a few values of a shard matter, every rank gathers only these: the candidates of `topk` and
+`argmax`, or, for a cumulative operator, the total of each shard.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def sort(call: OpCall) -> Iterator[Row]:
     if "dim" not in call.bound:
         return
     is_sort = "sort" in call.op.__name__
-    # the bytes that all ranks send to make columns of shards, and back
+    # bytes of the inputs, which are exchanged for columns, and of the results, which are sent back
     nbytes = bytes_of(*call.tensors, *call.outputs)
 
     def traffic(ranks: int) -> float:
@@ -142,7 +142,10 @@ def _topk(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     dims=lambda call: range(call["self"].ndim) if call["dim"] is None else call.dims(),
 )
 def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """Return the first best of the shards' first best values, along a dim or flattened."""
+    """Find the best value along a dim, or of all elements; of equal values the first one counts.
+
+    Each rank finds the first best value of its shard, and every rank compares these.
+    """
     call = local_call.call
     result = local_call.outputs[0]
     dim = None if call["dim"] is None else call.dim()
@@ -171,7 +174,7 @@ def _extremum(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Local
         values = all_gather(value.reshape(1, *result.local_shape), comm)
         indices = all_gather(index.reshape(1, *result.local_shape), comm)
         best, _ = find(values, 0)
-        # NaN != NaN
+        # NaN is the best value, and it differs from itself.
         is_worse = (values != best) & (values == values)
         first = indices.masked_fill(is_worse, behind_all).amin(0)
         return (best, first) if with_values else first
@@ -203,14 +206,14 @@ def _extreme(wins: Callable[[Tensor, Tensor], Tensor], before: Scan, here: Scan)
     """Return the running extreme and its index; the last of equal values wins, NaN beats all."""
     end, place = before
     values, indices = here
-    # NaN != NaN
+    # NaN differs from itself.
     end_is_number = end == end
     is_nan = values != values
     is_later = wins(values, end) & end_is_number | is_nan
     return torch.where(is_later, values, end), torch.where(is_later, indices, place)
 
 
-# The scan of a shard, given the end of the scan of all shards before and that of the shard alone.
+# Functions that combine the end of the scan of all shards before with the scan of one shard alone.
 _SCANS: dict[str, Callable[[Scan, Scan], Scan]] = {
     "cumsum": lambda before, here: (before[0] + here[0],),
     "cumprod": lambda before, here: (before[0] * here[0],),

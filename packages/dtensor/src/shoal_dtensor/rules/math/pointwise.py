@@ -1,9 +1,10 @@
 """Sharding of elementwise operators, on one mesh axis.
 
 Every dim may be sharded, in all operands alike (the rows of `pointwise`). Operators differ in their
-treatment of partial values: linear operators pass partial sums on, increasing ones partial extrema,
-and choosing ones (`where`, `copy_`) any reduction that gives `x` for equal values `x`. Scalars
-never influence a row, only whether an operand is a number.
+treatment of partial values. Linear operators allow partial sums, increasing operators allow partial
+extrema, and operators that choose elements (`where`, `copy_`) allow every reduction that returns
+`x` for equal values `x`. The values of scalars do not influence the rows; only the fact that an
+operand is a scalar does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ..language.rule import (
 
 PartialRows = list[tuple[tuple[Entry, ...], Entry]]
 Number = int | float | complex
-# reducing equal values gives that value
+# reductions that return `x` for equal values `x`
 IDEMPOTENT = ("avg", "max", "min", "band", "bor")
 
 
@@ -57,7 +58,7 @@ def _partial(call: OpCall, ops: Iterable[str], *groups: tuple[int, ...]) -> Part
 
 
 def _number_operands(call: OpCall) -> int:
-    """Count the numbers among the first two operands (lists for `foreach` operators)."""
+    """Return how many of the first two operands are numbers, or lists of numbers (`foreach`)."""
     values = [call.get(name) for name in call.schema.inputs[:2]]
     firsts = []
     for value in values:
@@ -67,7 +68,7 @@ def _number_operands(call: OpCall) -> int:
 
 
 def _offset(local_call: LocalCall) -> LocalFunction | None:
-    """Add a number to a partial sum, or put it there, on the first coordinate only; elsewhere 0."""
+    """Add or write a number to a partial sum on the first coordinate only; other ranks use 0."""
     call = local_call.call
     result = local_call.outputs[0]
     axes = [axis for axis, op in result.partials if op == "sum"]
@@ -83,11 +84,11 @@ def _offset(local_call: LocalCall) -> LocalFunction | None:
 
 def _sums(call: OpCall) -> PartialRows:
     """Return partials of `a + b`: two sums, or an average and a fixed value."""
-    # Not partial extrema, though addition is increasing: in int8, 100 + 50 wraps to -106 on the
-    # rank that has the maximum, and in floats an all-infinite shard gives inf - inf.
+    # Partial extrema are excluded, although addition is increasing. In int8, 100 + 50 wraps to -106
+    # on the rank that has the maximum, and infinite floats may give inf - inf.
     name = call.op.__name__.partition(".")[0]
-    # A number makes a partial sum a value that users read: only a result written in place stays
-    # partial (`_offset`).
+    # A sum with a number is probably read next, so it is reduced. Only a result that is written in
+    # place stays partial (see `_offset`).
     is_in_place = name.endswith("_") and not name.startswith("_foreach")
     adds_number = bool(_number_operands(call))
     ops = ["avg"] if adds_number and not is_in_place else ["sum", "avg"]
@@ -98,9 +99,10 @@ def _sums(call: OpCall) -> PartialRows:
 
 
 def _negated(call: OpCall) -> PartialRows:
-    """Return partials of `neg`: of floats, a maximum becomes a minimum and vice versa.
+    """Return partials of `neg`: a maximum of floats becomes a minimum and vice versa.
 
-    The smallest integer has no negative, and unsigned integers wrap.
+    This does not hold for integers, because the smallest integer does not have a negative, and
+    unsigned integers wrap.
     """
     is_floating = call.tensors[0].dtype.is_floating_point
     if not is_floating:
@@ -109,7 +111,7 @@ def _negated(call: OpCall) -> PartialRows:
 
 
 def _chosen(call: OpCall) -> PartialRows:
-    """Return partials of `where`, which chooses elements of operands behind the condition.
+    """Return partials of `where`, which chooses between the operands after the condition.
 
     The choice does not depend on the values of these operands.
     """
@@ -134,7 +136,7 @@ def _replaced(call: OpCall) -> PartialRows:
 
     The old values do not matter.
     """
-    # Not partial norms: writes to them must pass through `write_back`, because they cache the
+    # Partial norms are excluded. Writes to them must go through `write_back`, because they cache the
     # result of their reduction.
     if len(call.tensors) == 2:
         rows = _partial(call, REDUCE_OPS, ())
@@ -144,9 +146,9 @@ def _replaced(call: OpCall) -> PartialRows:
 
 
 def _extremum(op: str) -> Rule:
-    """Return the rule of the larger (smaller) of two values, each fixed or a partial `op`.
+    """Return the rule of the larger or smaller of two values, each fixed or a partial `op`.
 
-    The rule is not for `fmax`, which drops a NaN that wins the reduction.
+    The rule is not for `fmax`, which ignores NaN, whereas a reduction by `max` returns NaN.
     """
 
     def partials(call: OpCall) -> PartialRows:
@@ -157,7 +159,7 @@ def _extremum(op: str) -> Rule:
 
 
 def _joint(op: str) -> Partials:
-    """Return a function for `op` of two partial values that are reduced with the same `op`."""
+    """Return the partials of `op` of two partial values that are reduced with the same `op`."""
 
     def partials(call: OpCall) -> PartialRows:
         return [] if _number_operands(call) else _partial(call, [op], ())
@@ -218,7 +220,7 @@ _PLAIN = pointwise()
 _RISING = pointwise(monotone=True)
 _LINEAR = pointwise(linear=(0,))
 _LINEAR_RISING = pointwise(linear=(0,), monotone=True)
-# Values unchanged: any reduction still to be done stays to be done.
+# The operator does not change values, so any reduction may stay pending.
 _KEPT = replace(_PLAIN, moves="self")
 _SUM = replace(pointwise(partial=_sums), local=_offset)
 
@@ -244,7 +246,7 @@ _RULES: dict[str, Rule] = {
     "addcmul": _linear_in((0, 1), (0, 2), averages=[(0,)]),
     "addcdiv": _linear_in((0, 1), averages=[(0,)]),
     "conj_physical _conj_physical resolve_conj resolve_neg": _LINEAR,
-    # The flags for a pending conjugation are ignored below a tensor subclass: compute now.
+    # A mark for a later conjugation is ignored inside a tensor subclass, so it is computed now.
     "_conj": replace(_LINEAR, local=lambda local_call: torch.conj_physical, kind="copy"),
     "_neg_view": replace(_LINEAR, local=lambda local_call: torch.neg, kind="copy"),
     "rad2deg deg2rad": _LINEAR_RISING,
@@ -295,7 +297,7 @@ _RULES: dict[str, Rule] = {
     "sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward": _LINEAR,
     "threshold_backward native_dropout_backward _masked_scale rrelu_with_noise_backward": _LINEAR,
     "infinitely_differentiable_gelu_backward": pointwise(partial=_linear_unless_rounded),
-    # -- one Python value: `item()` of a partial or sharded tensor is that of the global one
+    # -- one Python value, which is the value for the global tensor
     "equal allclose": Rule(equal, _equal),
     "_local_scalar_dense": Rule(replicated),
 }
@@ -336,7 +338,7 @@ def fused_optimizer(call: OpCall) -> Iterator[Row]:
         entries: dict[str, Entry] = {name: R if name in shared else S(d) for name in call.places}
         for i, name in enumerate(call.schema.written):
             entries[f"out{i}"] = entries[name]
-        # functional forms return new values of the arguments of these names
+        # Functional forms return the new values under the names of the arguments.
         for result in call.results:
             name = result.removesuffix("_out")
             if name in entries:

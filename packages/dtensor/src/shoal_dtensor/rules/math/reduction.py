@@ -86,13 +86,13 @@ def rows_along(
 
 
 def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
-    """Return a rule that leaves `P(op)` where a reduced dim is sharded.
+    """Return the rule of a reduction whose result is `P(op)` if a reduced dim is sharded.
 
-    Partial values of the reductions `passed` pass through.
+    Inputs that are partial by one of the reductions `passed` give results that are partial alike.
     """
 
     def rows(call: OpCall) -> Iterator[Row]:
-        # which no collective does
+        # No collective multiplies complex numbers.
         multiplies_complex = op == "product" and call.outputs[0].dtype.is_complex
         yield from rows_along(call, None if multiplies_complex else P(op))
         yield from call.keeping_partials("self", ops=passed)
@@ -116,7 +116,7 @@ def mean(call: OpCall) -> Iterator[Row]:
 
 @by_reduced_dims
 def _mean(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction | None:
-    """Run the operator itself over even shards; over uneven ones, add local sum / global count."""
+    """Run the operator itself on even shards; for uneven ones, add up local sum / global count."""
     dims = list(reduced_dims(local_call.call))
     count = _count(local_call)
     partials = local_call.outputs[0].partials
@@ -181,7 +181,8 @@ def _squared_size(x: Tensor) -> Tensor:
     """Return |x| ** 2."""
     if not x.is_complex():
         return x * x
-    # Not by `conj()`: a conjugate is a mark, and marks are not looked at below a tensor subclass.
+    # `conj()` cannot be used, because it only sets a mark, which is ignored inside a tensor
+    # subclass.
     return x.real**2 + x.imag**2
 
 
@@ -195,8 +196,8 @@ def norm(call: OpCall) -> Iterator[Row]:
 
     Partial norms are reduced before their norm is taken.
     """
-    # The norm of partial norms is partial too, but clipping returns it, and `to_local` would read a
-    # rank's part.
+    # A norm of partial norms could stay partial. But clipping returns it to the user, and `to_local`
+    # would show a rank's part, so it is reduced.
     order = _order(call)
     simple = {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
     partial_op = simple.get(order) or f"norm{order!r}"
@@ -204,7 +205,7 @@ def norm(call: OpCall) -> Iterator[Row]:
 
 
 def _norm(local_call: LocalCall) -> LocalFunction:
-    """Run the operator itself, except for empty shards in a list, which do not have an extremum."""
+    """Run the operator itself, with a neutral element in place of empty shards in a list."""
     order = _order(local_call.call)
     op = local_call.call.op
     is_list = local_call.call.schema.is_list == (True,)
@@ -266,7 +267,7 @@ def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Loca
 
 
 def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
-    """Return the maximum along dims of which some are sharded; -inf if there are no elements."""
+    """Return the maximum along dims, some of which may be sharded; -inf without elements."""
     if x.numel():
         largest = x.amax(tuple(dims), keepdim=True)
     else:
@@ -275,9 +276,9 @@ def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
 
 
 def segment_reduce(call: OpCall) -> Iterator[Row]:
-    """Yield rows for the dims behind `axis`, the dim of the segments.
+    """Yield rows for the dims after `axis`, the dim of the segments.
 
-    Lengths have the dims before `axis`, all of which the kernel reads.
+    The dims before `axis` are not sharded, because the kernel reads all lengths of the segments.
     """
     tensors = [name for name in ("grad", "output", "data") if name in call.bound]
     first = int(call["axis"]) % call["data"].ndim + 1
@@ -324,7 +325,7 @@ def _softmax(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         return result.to(dtype)
 
     def backwards(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Compute g * y - y * (sum of g * y); of the logarithm g - exp(y) * (sum of g)."""
+        """Compute g * y - y * (sum of g * y), or for the logarithm g - exp(y) * (sum of g)."""
         weighted = gradient if is_log else gradient * output
         weights = output.exp() if is_log else output
         total = all_reduced(weighted.sum(dim, keepdim=True, dtype=wide), spec, axes)
@@ -341,7 +342,7 @@ REDUCTION: Table = family(
         "prod": _reduction("product", "product"),
         "amax max.default max.unary_out": _reduction("max", "max", skip_empty=True),
         "amin min.default min.unary_out": _reduction("min", "min", skip_empty=True),
-        # Every slice along its dim has a norm of its own.
+        # Every slice along the dim has a norm of its own.
         "renorm": Rule(lambda call: (call.row(self=S(call.dim()), out=S(call.dim())),)),
         "aminmax": Rule(
             lambda call: rows_along(call, R, min=P("min"), max=P("max")), skip_empty=True

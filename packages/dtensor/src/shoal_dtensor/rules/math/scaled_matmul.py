@@ -1,7 +1,7 @@
 """Sharding of products of small numbers with scales, such as float8.
 
-Operands are sharded as those of a plain product. A scale of a row, a column or a block is sharded
-with its numbers; a scale of a whole operand is replicated.
+Operands are sharded like the operands of a plain product. A scale of a row, a column or a block is
+sharded with its numbers; a scale of a whole operand is replicated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..language.rule import (
 
 # Kernels refuse contracted dims and columns whose sizes are not multiples of this number.
 _MULTIPLE = 16
-# In a scale of one dim, the scales of this number of rows are next to each other.
+# A scale with one dim stores the scales of this number of rows next to each other.
 _ROWS_OF_LIST = 128
 
 
@@ -75,7 +75,7 @@ class _Operand:
         if scale.ndim == 1:
             is_list_of_rows = dim == self.outer and size % _ROWS_OF_LIST == 0
             return _ROWS_OF_LIST if is_list_of_rows else None
-        # A matrix of other dtypes is in the order of tensor cores, not of rows and columns.
+        # Scales of other dtypes are stored in the order of tensor cores, not by rows and columns.
         is_in_order = scale.dtype == torch.float32
         count = scale.shape[dim]
         has_whole_blocks = count > 0 and size % count == 0
@@ -86,7 +86,8 @@ class _Operand:
         if self._covers_all(scale, dim):
             return R
         scale_dim = 0 if scale.ndim == 1 else dim
-        # 256 rows at multiples of 128, 2 scales of blocks of 128 rows: at multiples of 1
+        # Example: 256 rows are sharded at multiples of 128, and have 2 scales for blocks of 128
+        # rows. The scales are sharded at multiples of 1.
         return S(scale_dim, unit * scale.shape[scale_dim] // self.meta.shape[dim])
 
     def _covers_all(self, scale: TensorMeta, dim: int) -> bool:
@@ -99,7 +100,7 @@ class _Operand:
 def _operands(call: OpCall) -> tuple[_Operand, _Operand]:
     """Return both operands of a call."""
     scales_a, scales_b = [[*flatten(call[name])] for name in ("scale_a", "scale_b")]
-    # A scale of shape (1, 1) is that of a row if the other operand has scales of columns.
+    # A scale of shape (1, 1) belongs to a row if the other operand has scales of columns.
     has_vectors = any(s.ndim == 2 and prod(s.shape) > 1 for s in (*scales_a, *scales_b))
     rows, _ = call["self"].shape
     _, columns = call["mat2"].shape
@@ -111,7 +112,7 @@ def _operands(call: OpCall) -> tuple[_Operand, _Operand]:
 
 def scaled_mm(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `(scale_a * self) @ (scale_b * mat2) + bias`."""
-    # an empty list stands for the usual dims
+    # An empty list stands for the usual dims; other dims are not supported.
     if call.get("contraction_dim"):
         return
     first, second = _operands(call)
@@ -147,7 +148,7 @@ def _by_contracted_dim(call: OpCall, first: _Operand, second: _Operand) -> Itera
         "scale_a": _given(call, "scale_a", first.entries(1, unit)),
         "scale_b": _given(call, "scale_b", second.entries(0, unit)),
     }
-    # a partial bias is counted once
+    # The bias is a partial sum too, so that it is counted once.
     bias = P("sum")
     yield call.row(scales, self=S(1, unit), mat2=S(0, unit), bias=bias, out=P("sum"))
 

@@ -1,9 +1,9 @@
 """Sharding of fused scaled-dot-product attention: by batch and by head, forward and backward.
 
 Query heads that share a head of keys stay on the rank of that head. Queries may also be sharded
-along their sequence while keys and values are replicated; with a causal mask, which depends on
-positions, only for the kernel that takes a mask instead. Kernels whose random state is an output
-(dropout inside) run replicated: their streams cannot be split.
+along their sequence, with replicated keys and values. A causal mask depends on positions, so with
+one this is possible only for the kernel that accepts a mask instead. Kernels with dropout, whose
+random state is an output, run replicated, because the state cannot be sharded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
         return aligned(meta, dim, query.ndim, group)
     if name in KEY_SIDE and dim < query.ndim - 2:
         return S(dim)
-    # With 8 query and 4 key heads, a `group` of 2 query heads is one step.
+    # Example: with 8 query heads and 4 key heads, a `group` of 2 query heads is one step.
     if name in QUERY_SIDE and meta.ndim > dim:
         return S(dim, group)
     return R
@@ -67,12 +67,12 @@ def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
     for d in range(sequence):
         queries = query[d]
         keys = key[d]
-        # query heads may share a head of keys
+        # Several query heads may share a head of keys.
         fits = keys and keys == value[d] and queries % keys == 0
         is_batch_or_heads = queries == keys or d == heads
         if fits and is_batch_or_heads:
             yield d, queries // keys
-    # other kernels take the longest sequence as a number or pad the log-sum
+    # Other kernels get the longest sequence as a number, or pad the log-sum.
     if "logsumexp" in call.bound:
         outputs_follow = masked
     else:
@@ -131,7 +131,7 @@ def _attend(local_call: LocalCall) -> LocalFunction | None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         like = args[place]
-        # Queries 4..7 of 8 are rows 4..7: row `i` of the shard reads keys up to `4 + i`.
+        # Example: on the rank with queries 4..7, row `i` of the shard reads keys up to `4 + i`.
         everywhere = torch.ones((queries, keys), dtype=torch.bool, device=like.device)
         is_later = everywhere.triu_(start + 1)
         mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device)

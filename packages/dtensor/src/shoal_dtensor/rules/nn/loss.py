@@ -53,7 +53,7 @@ SUM = 2
 
 
 def loss(call: OpCall) -> Iterator[Row]:
-    """Yield elementwise rows without reduction; else every sharded dim leaves a partial sum."""
+    """Yield elementwise rows if the loss is not reduced, else rows with a partial loss."""
     if call["reduction"] == NONE:
         yield from pointwise().rows(call)
         return
@@ -66,7 +66,7 @@ def loss(call: OpCall) -> Iterator[Row]:
 
 
 def _loss(local_call: LocalCall) -> LocalFunction | None:
-    """Run the operator itself over even shards; else sum (this shard's sum / global count)."""
+    """Run the operator itself on even shards, else add up this shard's sum / global count."""
     call = local_call.call
     axes: set[int] = set()
     if call["reduction"] == MEAN:
@@ -89,10 +89,10 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
     def run(*args: Any, **kwargs: Any) -> Any:
         result = sum_of(*args, **kwargs)
         total, *rest = [result] if isinstance(result, Tensor) else result
-        # some kernels leave a sum of no samples as the memory was
+        # Some kernels do not initialize the sum of no samples.
         if has_nothing:
             total.zero_()
-        # of a gradient the one of the sum / global count
+        # A gradient of the sum is divided by the global count too.
         total = finish(total.div_(count))
         return (total, *rest) if rest else total
 
@@ -105,7 +105,7 @@ def _unchanged(part: Tensor) -> Tensor:
 
 def _broadcast_count(call: OpCall) -> int:
     """Return the number of elements of the operands broadcast together."""
-    # From the last dim on. torch.broadcast_shapes would import sympy.
+    # `torch.broadcast_shapes` would import sympy. Dims are aligned at the last dim.
     by_dim = zip_longest(*[reversed(meta.shape) for meta in call.tensors], fillvalue=1)
     count = 1
     for sizes in by_dim:
@@ -123,7 +123,8 @@ def _loss_of_half_type(
         mean_of = with_arguments(call, reduction=MEAN)
         has_samples = "multi" in call.op.__name__
         local_count = spec.local_shape[0] if has_samples else spec.local_shape.numel()
-        # of the global mean, the one of this shard's mean * local count / global count
+        # The gradient of the global mean is the gradient of this shard's mean * local count /
+        # global count.
         return lambda *args, **kwargs: mean_of(*args, **kwargs).mul_(local_count / count)
     losses_of = with_arguments(call, reduction=NONE)
 
@@ -171,11 +172,11 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
     traffic = all_reduce_traffic(source.dtype.itemsize) if returns_weight else None
     both = all_reduce_traffic(bytes_of(*call.outputs))
     for d in range(source.ndim):
-        # (N, C, H) scores have (N, H) targets
+        # Example: scores of shape (N, C, H) have targets of shape (N, H).
         target = S(d - (d > classes))
         if d == classes:
-            # losses are all-reduced too: as partial sums they would read as other losses by
-            # `to_local`
+            # Losses are all-reduced too, because `to_local` would show a partial sum as if it were
+            # the loss.
             loss = S(d) if is_gradient else R
             summed = None if is_gradient else both
             yield call.row(self=S(d), weight=S(0), out0=loss, traffic=summed, ordered=True)
@@ -190,15 +191,15 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
             yield row
             continue
         averaged, all_reduced_mean = mean_rows(call, row)
-        # A rank with most of the weight would hold several times the mean: half types are
-        # all-reduced.
+        # As a partial average, the rank with most of the weight would hold several times the mean,
+        # which may overflow half types. They are all-reduced.
         is_half = wide_dtype(source.dtype) is not source.dtype
         if not is_half:
             yield averaged
         yield all_reduced_mean
 
 
-_IGNORED = -100  # no position in a shard
+_IGNORED = -100  # a target that is not a position in a shard
 
 
 def _target_check(call: OpCall) -> dict[str, list[Check]]:
@@ -225,7 +226,7 @@ def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tenso
 
     def run(target: Tensor) -> Tensor:
         check(target)
-        # targets may be bytes
+        # Targets may be bytes, which cannot be negative.
         position, is_here = in_shard(target.long(), spec, classes)
         return position.masked_fill(~is_here | (target == ignored), _IGNORED)
 
@@ -234,7 +235,7 @@ def _targets_here(local_call: LocalCall, spec: Spec) -> Callable[[Tensor], Tenso
 
 @where_sharded
 def _nll_loss(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunction:
-    """Sum over shards (this shard's weighted losses / total weight of all shards) for a mean."""
+    """Compute the losses of this shard; a mean divides them by the total weight of all shards."""
     call = local_call.call
     over_classes = sharding_axes(spec, (_class_dim(local_call.call),))
     over_samples = tuple(axis for axis in axes if axis not in over_classes)
@@ -290,7 +291,7 @@ def _mean_nll_of_half_type(
 
 
 def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
-    """Compute, with sharded classes, the gradient of the targets whose class this rank has."""
+    """With sharded classes, compute the gradient for the targets whose class this rank has."""
     call = local_call.call
     spec = local_call.inputs[1]
     if not sharding_axes(spec, (_class_dim(call),)):
@@ -306,7 +307,7 @@ def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
 def _label_check(call: OpCall) -> dict[str, list[Check]]:
     """Return the check of the labels of `multi_margin_loss` and `multilabel_margin_loss`.
 
-    The list of labels of a sample ends with -1 in the latter.
+    In `multilabel_margin_loss`, the list of a sample's labels ends with -1.
     """
     count = call["self"].shape[-1]
     lowest = -1 if "multilabel" in call.op.__name__ else 0

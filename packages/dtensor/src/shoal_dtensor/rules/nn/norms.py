@@ -45,7 +45,7 @@ def _dims(call: OpCall) -> tuple[list[int], list[int]]:
     """Return the input's dims that every statistic reduces, and the dims of weight and bias."""
     ndim = call["input"].ndim
     if "normalized_shape" in call.bound:
-        # (8, 6, 5) over (6, 5): [1, 2]
+        # Example: [1, 2] for an input of (8, 6, 5) and a normalized shape of (6, 5).
         last = [*range(ndim - len(call["normalized_shape"]), ndim)]
         return last, last
     spatial = [*range(2, ndim)]
@@ -57,7 +57,7 @@ def _dims(call: OpCall) -> tuple[list[int], list[int]]:
 def _unit(call: OpCall) -> int:
     """Return the number of channels that share statistics.
 
-    6 channels in 3 groups of 2 are 3 steps, so a rank has 2, 4 or 6 channels.
+    For example, 6 channels in 3 groups of 2 are 3 steps, so a rank has 0, 2, 4 or 6 channels.
     """
     return call["C"] // call["group"] if "group" in call.bound else 1
 
@@ -100,11 +100,11 @@ def norm(call: OpCall) -> Iterator[Row]:
     is_gradient = "grad_out" in call.places
     is_training = _is_training(call)
     statistics_metas = call.outputs[1:]
-    # two sums as large as a statistic are all-reduced
+    # For a gradient, two sums of the size of a statistic are all-reduced.
     if is_gradient:
         statistics_metas = (call.get("rstd") or _per_channel(call["input"]),) * 2
     traffic = all_reduce_traffic(bytes_of(*statistics_metas)) if is_training else None
-    # Tensors beside the input and the gradient; reserved outputs of some overloads are empty.
+    # The other tensors than input and gradient. Reserved outputs of some overloads are empty.
     present = [name for name, place in call.places.items() if place]
     vectors = [name for name in present if call[name].shape != (0,)]
     for source, parameters, statistics in _shardings(call):
@@ -119,8 +119,8 @@ def norm(call: OpCall) -> Iterator[Row]:
             entries["out"] = P("sum") if parameters is R else parameters
         else:
             for i, meta in enumerate(statistics_metas, 1):
-                # without the batch's statistics there are none to return: what stands for them is
-                # empty: `_with_given`
+                # With given statistics, the outputs for the statistics of the batch are empty (see
+                # `_with_given_statistics`).
                 is_returned = is_training and meta.shape != (0,)
                 entries[f"out{i}"] = statistics if is_returned else R
         yield call.row(entries, traffic=traffic if statistics is R else None)
@@ -129,9 +129,9 @@ def norm(call: OpCall) -> Iterator[Row]:
 class Statistics:
     """The dims, shape and count that the statistics of a norm reduce.
 
-    If an input (8, 6, 5) is sharded by its last dim into 3 + 2 elements, rank 0 has (8, 6, 3). A
-    group norm of 3 groups splits that into (8, 3, 6), with statistics (8, 3, 1) over 10 elements
-    each, and parameters (6, 1).
+    Example: an input of (8, 6, 5) is sharded by its last dim into 3 + 2 elements, so rank 0 has (8,
+    6, 3). A group norm of 3 groups views it as (8, 3, 6). Its statistics are (8, 3, 1), each over
+    10 global elements, and its weight and bias are viewed as (1, 6, 1).
     """
 
     def __init__(self, local_call: LocalCall) -> None:
@@ -140,24 +140,24 @@ class Statistics:
         local = self.spec.local_shape
         reduced, parameter_dims = _dims(call)
         unit = _unit(call)
-        # the mesh axes over which they are summed
+        # the mesh axes over which the statistics are summed
         self.axes = sharding_axes(self.spec, reduced)
-        # of how many elements: (8, 6, 5), unit 2: 2 * 5
+        # the number of global elements of each statistic: 2 * 5 in the example
         self.count = unit * prod(self.spec.shape[d] for d in reduced)
-        # The shape of the local input in which they are over whole `dims`, and that of weight and
-        # bias beside it.
+        # The shape of the local input in which statistics reduce whole dims, and these dims. Then
+        # the shape in which weight and bias broadcast to the local input.
         self.shape: Sequence[int] = local
         self.dims = reduced
         self.parameters = [n if d in parameter_dims else 1 for d, n in enumerate(local)]
         if "group" in call.bound:
-            # (8, 6, 3): (8, 3, 6)
+            # In the example, (8, 6, 3) is viewed as (8, 3, 6).
             batch, channels, *spatial = local
             self.shape = (batch, channels // unit, unit * prod(spatial))
             self.dims = [2]
 
     def means(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return the means over `dims` of all ranks for each tensor, with one all-reduce."""
-        # 2 of (8, 3, 6): (2, 8, 3, 1)
+        # In the example, 2 tensors of (8, 3, 6) give sums of (2, 8, 3, 1).
         sums = torch.stack([value.sum(self.dims, keepdim=True) for value in values])
         means = all_reduced(sums, self.spec, self.axes) / self.count
         return means.unbind()
@@ -180,7 +180,7 @@ def _norm(local_call: LocalCall) -> LocalFunction | None:
     batch, channels, *_ = local_call["input"].local_shape
     if (batch, channels) == (call["N"], call["C"]):
         return None
-    # 4 of 6 channels are 4 * 3 // 6 = 2 of 3 groups
+    # Example: 4 of 6 channels are 4 * 3 // 6 = 2 of 3 groups.
     groups = channels * call["group"] // max(call["C"], 1)
     return with_arguments(call, N=batch, C=channels, group=groups)
 
@@ -237,7 +237,7 @@ def _update_running(
     arguments: Mapping[str, Any], mean: Tensor, variance: Tensor, count: int
 ) -> None:
     """Update running statistics, which are equal on every rank; the running variance is unbiased."""
-    # of 10 elements: 10 / 9
+    # Example: the factor is 10 / 9 for 10 elements.
     unbiased = variance * (count / max(count - 1, 1))
     for name, value in (("running_mean", mean), ("running_var", unbiased)):
         running = arguments.get(name)
@@ -297,7 +297,7 @@ def _with_given(local_call: LocalCall) -> LocalFunction | None:
     """
     if _is_training(local_call.call) or not sharding_axes(local_call["input"]):
         return None
-    # without `out=`
+    # The default overload does not have `out=` arguments.
     name, _, _ = local_call.call.op.__name__.partition(".")
     op = getattr(torch.ops.aten, name)
     statistics = local_call.outputs[1:]

@@ -1,10 +1,12 @@
 """Sharding of operators on images: convolution, pooling, resampling, moves between dims.
 
 The dims before the spatial dims may be sharded. In a convolution output channels may be sharded
-too, and sharded input channels leave partial sums. Along a spatial dim, ranks fetch the border rows
-that their windows read; other spatial dims are replicated. Resampling to a multiple of a sharded
-dim enlarges the shard with the adjacent rows, and drops the outputs of the halos. At the ends of
-the dim nothing is added, so the kernel treats the ends as in the global tensor. Linear, by 2:
+too, and sharded input channels leave partial sums. Along a sharded spatial dim, ranks fetch the
+border rows that their windows read. If an operator cannot run with windows in this way, its spatial
+dims are replicated. To enlarge a sharded dim to a multiple of its size, a rank fetches the adjacent
+rows, enlarges its rows together with these, and drops the outputs for the adjacent rows. At the
+ends of the dim nothing is fetched, so the kernel treats the ends as in the global tensor. For
+example, linear interpolation by 2:
 
     rank 1 holds rows 4 5 6 7, reads 3 4 5 6 7 8, enlarges them to 12 rows, keeps rows 2..9 of these
 """
@@ -40,7 +42,7 @@ def spatial_dims(call: OpCall) -> int:
 def planes(call: OpCall) -> Iterator[Row]:
     """Yield rows for the leading dims that all operands share.
 
-    Windows, and pads that reflect, read all of the other dims.
+    The spatial dims are not sharded by these rows, because windows and reflecting pads read them.
     """
     operands = (*call.tensors, *call.outputs)
     free = min(t.ndim for t in operands) - spatial_dims(call)
@@ -66,8 +68,8 @@ def _takes_maximum(call: OpCall) -> bool:
 
 
 def _windows(call: OpCall) -> dict[int, Windows]:
-    """Return the windows of every spatial dim; for averages, only if every window counts alike."""
-    # the targets would need the size of shards with halos
+    """Return the windows of the spatial dims; for averages, only if all have the same divisor."""
+    # `out=` targets would need the size of shards with halos.
     if call.schema.outs:
         return {}
     if "upsample" in call.op.__name__:
@@ -91,7 +93,7 @@ def _adaptive_windows(source: TensorMeta, pooled: TensorMeta, spatial: int) -> d
         n = source.shape[d]
         outputs = pooled.shape[d]
         if outputs and n % outputs == 0:
-            # 8 to 4: 2, 2
+            # Example: 8 inputs and 4 outputs have windows of 2 with a stride of 2.
             length = n // outputs
             windows[d] = Windows(n, outputs, length, length)
     return windows
@@ -99,16 +101,16 @@ def _adaptive_windows(source: TensorMeta, pooled: TensorMeta, spatial: int) -> d
 
 def _divides_alike(windows: Windows, counts_padding: bool) -> bool:
     """Tell whether every window of an average divides by the same number."""
-    # 5 by 2s, ceil_mode: reads to 6
+    # Example: 5 inputs in windows of 2 with ceil_mode are read up to position 6.
     _, last = windows.reads((0, windows.outputs))
     overhangs = last > windows.length + windows.padding
     return not overhangs and (counts_padding or windows.padding == 0)
 
 
 def _enlarging(call: OpCall) -> dict[int, Windows]:
-    """Return the windows of every spatial dim that is enlarged to a multiple of itself.
+    """Return the windows of every spatial dim that is enlarged to a multiple of its size.
 
-    Each input makes the same number of outputs.
+    Each input has the same number of outputs.
     """
     if call.get("align_corners") or "scale_factors" in call.bound:
         return {}
@@ -120,7 +122,7 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
     scale_names = ("scales",) if spatial == 1 else ("scales_d", "scales_h", "scales_w")[-spatial:]
     windows = {}
     for dim, name in enumerate(scale_names, len(small) - spatial):
-        # 4 rows to 8: factor 2
+        # Example: from 4 rows to 8 rows, the factor is 2.
         n = small[dim]
         factor = large[dim] // max(n, 1)
         is_multiple = factor * n == large[dim]
@@ -133,7 +135,7 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
 def windowed(call: OpCall) -> Iterator[Row]:
     """Yield the rows of planes, then one row per spatial dim.
 
-    Tensors of the result's size are sharded as its windows are.
+    Tensors of the size of the result are sharded like the result.
     """
     is_gradient = "grad_output" in call.places
     yield from planes(call)
@@ -146,7 +148,7 @@ def windowed(call: OpCall) -> Iterator[Row]:
 
 
 def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
-    """Run the operator on shards with halos, without padding along the dims with halos.
+    """Return the operator for shards with halos, without padding along the dims with halos.
 
     The shards themselves are padded along these dims.
     """
@@ -157,7 +159,7 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
         large = (call.get("grad_output") or call.outputs[0]).shape
         sizes = []
         for d in range(len(large) - spatial, len(large)):
-            # 6 rows by 2: 12
+            # Example: 6 rows with a factor of 2 are 12 rows.
             has_halo = d in halos.exchanges
             sizes.append(halos.shape[d] * windows[d].stride if has_halo else large[d])
         if "input_size" in call.bound:
@@ -172,7 +174,7 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
 def _windowed(local_call: LocalCall) -> LocalFunction | None:
     """Run the operator, or its gradient, on a shard with halos.
 
-    The gradient by elements that other ranks' outputs read comes from these ranks.
+    Other ranks send their part of the gradient of elements that their windows read.
     """
     call = local_call.call
     is_gradient = "grad_output" in call.places
@@ -205,13 +207,13 @@ def _windowed(local_call: LocalCall) -> LocalFunction | None:
     def backwards(gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if is_empty:
             return halos.return_gradient(gradient.new_zeros(halos.shape))
-        # behind all arguments are the places of the maxima
+        # The last argument is the places of the maxima.
         if takes_maximum:
             *others, places = args
             shift = [-n for n in first]
             local_places, _ = moved_between_boxes(places, whole, local, shift)
             args = (*others, local_places)
-        # nothing but the shape of the input is read
+        # Only the shape of the input is read.
         if "self" in call.places:
             args = (gradient.new_empty(halos.shape), *args[1:])
         return halos.return_gradient(on_halos(halos.uncropped(gradient), *args, **kwargs))
@@ -228,7 +230,7 @@ def fractional_max_pool(call: OpCall) -> Iterator[Row]:
     """Yield the rows of a fractional max-pool, whose random samples are (N, C, spatial)."""
     source = call["self"]
     samples = call["random_samples"]
-    # of (C, H, W): 1, so channels, 0, are dim 1
+    # Example: for (C, H, W) it is 1, so dim 0 (channels) is dim 1 of the samples.
     new = 2 + spatial_dims(call) - source.ndim
     for d in range(2 - new):
         if samples.shape[d + new] == source.shape[d]:
@@ -260,10 +262,9 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
         sums: Case = {"bias": P("sum"), "out": P("sum")}
         yield {"input": S(channel), "weight": S(of_input), **sums}, None
     else:
-        # 4 groups of 2 input and 3 output channels are sharded as 4 steps: input channels by 2,
-        # output channels by 3.
-        # The weight is (12, 2, ...), transposed (8, 3, ...): it has 4 steps of 3 or 2 along its
-        # first dim.
+        # Example: 4 groups of 2 input channels and 3 output channels are sharded in 4 steps, each of
+        # 2 input channels and 3 output channels. The weight is (12, 2, ...), with 4 steps of 3
+        # along its first dim. If transposed, it is (8, 3, ...), with 4 steps of 2.
         first, second, *_ = call["weight"].shape
         unit = first // groups
         inputs = unit if call["transposed"] else second
@@ -327,9 +328,9 @@ def _local_groups(call: OpCall, weight: Spec) -> int:
 
 
 def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
-    """Return a result in the memory format of the global result.
+    """Return a local function whose result has the memory format of the global result.
 
-    The operands' shards may suggest another format to the kernel.
+    The kernel chooses a format by its operands, and shards may lead to another choice.
     """
     convolve = _convolve(local_call)
     result = local_call.outputs[0]
@@ -343,7 +344,11 @@ def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _convolve(local_call: LocalCall) -> LocalFunction | None:
-    """Convolve a shard; add the bias after cropping or filling, and return it alone if empty."""
+    """Convolve a shard with its halos; without elements to convolve, return only the bias.
+
+    In a transposed convolution with halos, the bias is added after the outputs are cropped or
+    filled.
+    """
     call = local_call.call
     source, weight, *_ = local_call.inputs
     shape = local_call.outputs[0].local_shape
@@ -373,9 +378,9 @@ def _convolve(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
-    """Compute the gradients; if a shard is empty they are zeros, except for the bias.
+    """Compute the gradients; if a shard is empty, they are zeros except for the bias.
 
-    The gradient of the bias does not depend on an operand.
+    The gradient of the bias does not depend on input and weight.
     """
     call = local_call.call
     gradient, source, weight = local_call.inputs
@@ -443,8 +448,8 @@ WINDOWED: Table = family(
         "convolution_backward": Rule(
             convolution_backward, _convolve_backward, linear="grad_output"
         ),
-        # k elements of its window for each channel; by 2, a channel of 2 x 2 fine pixels is 4
-        # channels of coarse ones
+        # In im2col, k is the number of elements of a window. In pixel_unshuffle by 2, a channel of
+        # 2 x 2 fine pixels becomes 4 channels of one coarse pixel.
         "im2col": _images("... c h w -> ... (c k) l", "h w"),
         "col2im": _images("... (c k) l -> ... c h w", "l"),
         "pixel_shuffle": _images("... (c r s) h w -> ... c (h r) (w s)"),
@@ -462,7 +467,7 @@ WINDOWED: Table = family(
         "avg_pool1d": Rule(planes, skip_empty=True, linear="self"),
         "max_unpool2d max_unpool3d": Rule(planes, skip_empty=True),
         _SAMPLED: Rule(fractional_max_pool, skip_empty=True),
-        # at the places in `t`: batch, channels of the image, rows and columns of the grid
+        # n is the batch, c the channels, h and w the image, p and q the grid; t holds the places.
         "grid_sampler_2d": _images("n c h w, n p q t -> n c p q", "h w t"),
         "grid_sampler_3d": _images("n c d h w, n o p q t -> n c o p q", "d h w t"),
         "grid_sampler_2d_backward": _images(

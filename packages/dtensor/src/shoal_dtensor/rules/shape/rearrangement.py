@@ -1,11 +1,11 @@
 """Sharding of operators that join tensors, move whole dims or use diagonals.
 
-For example cat, pad, roll, repeat and tril.
+Examples are cat, pad, roll, repeat and tril.
 
-Along a dim that grows, the sharded operand stays in place, and its first and last shard grow by the
-elements before and after it: `cat([a, x, b])` with x of 4 rows on 2 ranks is a, x[:2] on rank 0 and
-x[2:], b on rank 1. To roll, flip or repeat a sharded dim, each rank sends exactly the ranges that
-others need.
+Along a dim that grows, the shards of the sharded operand stay in place, and its first and last
+shard grow by the elements before and after it. For example, if x has 4 rows on 2 ranks, `cat([a, x,
+b])` is a, x[:2] on rank 0 and x[2:], b on rank 1. To roll, flip or repeat a sharded dim, each rank
+sends exactly the ranges that other ranks need.
 
 A diagonal is a view of a matrix whose rows and columns may be sharded. If both are sharded, by
 different mesh axes, an element is held by the rank whose rows and columns both contain it: on 2 x 2
@@ -46,7 +46,7 @@ def cat(call: OpCall) -> Iterator[Row]:
     (result,) = call.outputs
     tensors = call.tensors
     dim = int(call["dim"]) % max(result.ndim, 1)
-    # torch lets 1-D tensors without elements pass beside tensors of any shape.
+    # torch ignores 1-D tensors without elements among tensors of any shape.
     joined = [i for i, t in enumerate(tensors) if t.ndim == result.ndim]
     count = len(tensors)
     for d in range(result.ndim):
@@ -57,7 +57,7 @@ def cat(call: OpCall) -> Iterator[Row]:
     for i in joined:
         lengths[i] = tensors[i].shape[dim]
     for i in joined:
-        # lengths 2, 4, 1, i = 1: -2:5
+        # Example: for lengths 2, 4 and 1, the result is -2:5 in positions of the second operand.
         before = sum(lengths[:i])
         after = sum(lengths[i:])
         padded = SliceMap(-before, after, exclusive=True)
@@ -67,9 +67,8 @@ def cat(call: OpCall) -> Iterator[Row]:
 
 def _cat(local_call: LocalCall) -> LocalFunction | None:
     """Join the parts of the operands that this rank's shard of the result covers."""
-    # If different axes shard two operands, one operand has all its elements on one coordinate; a
-    # rank there may hold them, and those of replicated operands, without being the one that joins
-    # them.
+    # Each rank joins only the parts that belong to its shard of the result. It may hold more: all
+    # elements of replicated operands, and elements of an operand that another axis shards.
     (result,) = local_call.outputs
     dim = int(local_call.call["dim"]) % max(result.ndim, 1)
     joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
@@ -79,16 +78,16 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
         return None
     op = local_call.call.op
     start = result.offset(dim)
-    # cat of 2, 4 as 2 + 2, 1: rank 1 has 4:7
+    # Example: operands of 2, 4 (sharded as 2 + 2) and 1 rows. Rank 1 has 4:7 of the result.
     stop = start + result.local_shape[dim]
     parts = []
     before = 0
     for i in joined:
         spec = local_call.inputs[i]
-        # 0:2, 4:6, 6:7
+        # In the example, rank 1 holds the parts 0:2, 4:6 and 6:7.
         first = before + spec.offset(dim)
         last = first + spec.local_shape[dim]
-        # nothing of the first, all of the others
+        # In the example, it joins nothing of the first part, and all of the others.
         length = max(min(last, stop) - max(first, start), 0)
         at = max(first, start) - first if length else 0
         parts.append((i, at, length))
@@ -103,7 +102,7 @@ def _cat(local_call: LocalCall) -> LocalFunction | None:
 
 def _pads(call: OpCall) -> dict[int, tuple[int, int]]:
     """Return the growth of every padded dim at its start and at its end."""
-    # (1, 2, 0, 3) of 2 dims: {1: (1, 2), 0: (0, 3)}
+    # Example: for 2 dims, (1, 2, 0, 3) gives {1: (1, 2), 0: (0, 3)}.
     pad = [int(n) for n in call["pad"]]
     ndim = call["self"].ndim
     pads = {}
@@ -119,7 +118,7 @@ def constant_pad_nd(call: OpCall) -> Iterator[Row]:
     pads = _pads(call)
     for d, n in enumerate(call["self"].shape):
         if d in pads:
-            # pad (2, 1) of 8 elements: -2:9
+            # Example: the padding (2, 1) of 8 elements gives -2:9.
             before, after = pads[d]
             padded = SliceMap(-before, n + after, exclusive=True)
             yield call.row(self=S(d), out=S(d, map=padded))
@@ -134,9 +133,10 @@ def constant_pad_nd(call: OpCall) -> Iterator[Row]:
 def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
     """Pad only the ends that this rank holds.
 
-    A negative width takes elements off the shards at that end.
+    A negative width removes elements from the shards at that end.
     """
-    # With 6 elements on 2 ranks and pad (2, -4), rank 0 pads by (2, -1) and rank 1 by (0, -3).
+    # Example: for 6 elements on 2 ranks and the padding (2, -4), rank 0 pads by (2, -1) and rank 1
+    # by (0, -3).
     source = local_call["self"]
     (result,) = local_call.outputs
     pads = _pads(local_call.call)
@@ -146,8 +146,9 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
     for d in reversed(range(source.ndim)):
         have = source.local_shape[d]
         want = result.local_shape[d]
-        # Rank 1 holds 3:6, behind the pad 5:8, and keeps 4:4: 5 - 4 elements, but it takes off no
-        # more than 3, and adds no more than 0: 0 at the start, 0 - 3 - 0 at the end.
+        # In the example, rank 1 holds 3:6, which is 5:8 after the padding of 2, and has 4:4 of the
+        # result. `low` would be 5 - 4 = 1, but it must not exceed the wanted size, which is 0. The
+        # end is then 0 - 3 - 0 = -3.
         before, _ = pads.get(d, (0, 0))
         low = source.local_offset[d] + before - result.local_offset[d]
         low = min(max(low, -have), want)
@@ -194,11 +195,10 @@ def _rearrange(
     *,
     always: bool = False,
 ) -> LocalFunction | None:
-    """Rearrange the sharded dims between ranks, then the other dims locally.
+    """Return a function that rearranges sharded dims between ranks, then the others by `rest`.
 
-    The dims are independent of each other.
-
-    Where no dim moves, `rest` takes the place of the operator only if it `always` does.
+    The dims are independent of each other. If no dim moves, return None, so that the operator itself
+    runs; with `always`, return a function that runs `rest`.
     """
 
     def run(x: Tensor, *args: object) -> Tensor:
@@ -260,7 +260,8 @@ class RepeatMap(ShardingMap):
 def repeat(call: OpCall) -> Iterator[Row]:
     repeats = call["repeats"]
     ndim = call["self"].ndim
-    # 2 dims by (3, 1, 2): 1, so dim 0 is dim 1 of the result and is not repeated
+    # Example: for 2 dims and repeats (3, 1, 2) there is 1 new dim, so dim 0 is dim 1 of the result
+    # and is not repeated.
     new = len(repeats) - ndim
     single = [d for d in range(ndim) if repeats[d + new] == 1]
     yield from same_dims(call, ((d, d + new) for d in single))
@@ -288,9 +289,9 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
         for start in source.dim_sharding(d).offsets:
             of_shard = [start + n * k for k in range(times)]
             places.append(of_shard)
-        # of 3 elements twice, 2:3 is put at 2 and 5
+        # Example: if 3 elements are repeated twice, the shard 2:3 is put at 2 and 5.
         moves.append(Relocation(source, d, places, wanted))
-    # (2, 3), dim 0 fetched: (1, 3)
+    # Example: for repeats (2, 3), if dim 0 is exchanged between ranks, the others are (1, 3).
     others = [*repeats]
     for d in sharded:
         others[d + new] = 1
@@ -298,7 +299,7 @@ def _repeat(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _beside_matrix(call: OpCall, ndim: int) -> list[int]:
-    """Return the other dims of a tensor of `ndim` dims that has the rows and columns."""
+    """Return the dims other than rows and columns of a tensor of `ndim` dims."""
     matrix = {int(call["dim1"]) % ndim, int(call["dim2"]) % ndim}
     return [d for d in range(ndim) if d not in matrix]
 
@@ -309,7 +310,7 @@ def diagonal(call: OpCall) -> Iterator[Row]:
     offset = call["offset"]
     last = call.outputs[0].ndim - 1
     length = call.outputs[0].shape[-1]
-    # (4, 4), offset 1: rows 0:3, columns 1:4
+    # Example: the diagonal of (4, 4) with offset 1 is in rows 0:3 and columns 1:4.
     for d, start in ((one, max(0, -offset)), (two, max(0, offset))):
         selected = SliceMap(start, start + length, intersects=True)
         yield call.row(self=S(d), out=S(last, map=selected))
@@ -325,7 +326,7 @@ def _diagonal(local_call: LocalCall) -> LocalFunction | None:
     two = call.dim("dim2")
     if not (spec.dim_shardings[one].axes or spec.dim_shardings[two].axes):
         return None
-    # For rows 2:4 of (4, 4) it is 0 + 2 - 0: (2, 2) is their (0, 2).
+    # Example: for rows 2:4 of (4, 4) it is 0 + 2 - 0, because element (2, 2) is (0, 2) of the shard.
     offset = call["offset"] + spec.offset(one) - spec.offset(two)
     return lambda x, *args: x.diagonal(offset, one, two)
 
@@ -345,7 +346,7 @@ def _tril(local_call: LocalCall) -> LocalFunction | None:
     row, column = local_call["self"].local_offset[-2:]
     if row == column:
         return None
-    # rows 2:4 of (4, 4): 0 + 2 - 0
+    # Example: for rows 2:4 of (4, 4) it is 0 + 2 - 0.
     diagonal = local_call.call["diagonal"] + row - column
     return with_arguments(local_call.call, diagonal=diagonal)
 

@@ -1,9 +1,9 @@
 """Sharding of slices, selections, splits, their gradients, and writes into a slice out of place.
 
-A slice of a sharded dim stays sharded, a view of local storage. A selected index is held by one
-coordinate, which has all of the result. Gradients are put into zeros, the other way round: many
-shardings of the longer dim fit, and the sharding of `torch.chunk` is preferred, because the forward
-input most likely had it.
+A slice of a sharded dim stays sharded, and is a view of local storage. A selected index is held by
+one coordinate, which then has the whole result. A gradient is put into zeros of the longer dim.
+Several shardings of the longer dim would fit. The sharding of `torch.chunk` is preferred, because
+the forward input most likely had it.
 
 Each map is a value (hashable, printable) from the sharding of one dim to the sharding of another
 dim, over the same mesh axes.
@@ -36,11 +36,10 @@ aten: Any = torch.ops.aten
 class SliceMap(ShardingMap):
     """The map to a slice: shards keep elements `start`, `start + step`, ... below `stop`.
 
-    Every selected element is `unit` elements of the result.
-
-    For a selected index, the shard that has the index holds all elements of some dim of the result,
-    and the other shards hold no elements. A range that reaches over the ends of the dim makes it
-    longer: the added elements belong to the first and the last shard.
+    Every selected element stands for `unit` elements of the result. For a selected index, `unit` is
+    the size of some dim of the result: the shard that has the index holds the whole dim, and the
+    other shards hold no elements. A range that reaches over the ends of the dim makes it longer;
+    the added elements belong to the first and the last shard.
 
     Example:
         >>> sharding = DimSharding((0,), (2,), (4, 4))
@@ -54,28 +53,27 @@ class SliceMap(ShardingMap):
     stop: int
     step: int = 1
     unit: int = 1
-    # Along a dim that may grow only one operand may be sharded: shards of another operand would be
-    # next to its shards.
+    # Along a dim that may grow, only one operand may be sharded. The shards of two operands would
+    # not be in one order.
     exclusive: bool = False
-    # For a diagonal, which may be sharded by rows and by columns, a shard is the intersection of
-    # both.
+    # A diagonal may be sharded by rows and by columns; a shard is then the intersection of both.
     intersects: bool = False
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
         is_inside = 0 <= self.start < self.step and not self.exclusive
         if is_inside and sharding.ragged is None and sharding.step % self.step == 0:
-            # x[::2] of 4 + 4: 2 + 2
+            # Example: x[::2] of shards 4 + 4 has shards 2 + 2.
             length = self.before(sharding.length)
             step = sharding.step // self.step
             selected = DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step)
         else:
-            # x[1:7] of 4 + 4: up to 3 and 6, so 3 + 3.
+            # Example: x[1:7] of shards 4 + 4 has shards 3 + 3.
             selected = sharding.resharded(self.before, self.before(self.stop))
         return selected.scaled(self.unit)
 
     def before(self, position: int) -> int:
         """Return the number of selected elements before `position`."""
-        # x[1::3], before 8: 1, 4, 7, so 3
+        # Example: x[1::3] has the 3 elements 1, 4 and 7 before position 8.
         elements = min(position, self.stop) - self.start
         return max(0, -(-elements // self.step))
 
@@ -108,7 +106,8 @@ class SliceGradMap(ShardingMap):
                 return self.length
             return self.start + n * self.step
 
-        # x[2:8] of 9 elements in shards of 4 + 2: the first shard ends with element 5, so 6 + 3.
+        # Example: x[2:8] of 9 elements has shards 4 + 2. The first shard ends with element 5 of x,
+        # so the shards of x are 6 + 3.
         return sharding.resharded(end, self.length)
 
 
@@ -133,7 +132,7 @@ class _SelectedHere(NamedTuple):
     """The elements of a slice in one shard.
 
     Attributes:
-        first: number of selected elements in the shards before.
+        first: number of selected elements in the shards before this one.
         elements: number of selected elements in the shard.
         bounds: start, stop and step of the local slice.
     """
@@ -147,17 +146,16 @@ def _selected_here(call: OpCall, spec: Spec, dim: int) -> _SelectedHere:
     """Return the elements that a slice selects in this rank's shard."""
     selected = selection(call, spec.shape[dim])
     offset = spec.offset(dim)
-    # 1:7, shard 4:8: 3, 6
+    # Example: for x[1:7] and the shard 4:8 they are 3 and 6.
     first = selected.before(offset)
     stop = selected.before(offset + spec.local_shape[dim])
     count = stop - first
     if not count:
         return _SelectedHere(first, 0, (0, 0, 1))
-    # x[1::3], the shard from 4 on: element 4 is the second selected one (1, 4, 7), and local
-    # position 0.
+    # Example: x[1::3] selects 1, 4 and 7. In the shard 4:8, element 4 is at the local position 0,
+    # and the local slice is 0:4:3.
     start = selected.start + first * selected.step - offset
     last = start + (count - 1) * selected.step
-    # 4, 7: 0:4:3
     return _SelectedHere(first, count, (start, last + 1, selected.step))
 
 
@@ -168,8 +166,7 @@ def slice_(call: OpCall) -> Iterator[Row]:
     if "start" in call.bound:
         maps = [selection(call, source.shape[dim])]
     else:
-        # split into 2 and 3: 0:2, 2:5
-        # split into 2 and 3: 0:2, 2:5
+        # Example: a split into 2 and 3 elements gives 0:2 and 2:5.
         sizes = [output.shape[dim] for output in call.outputs]
         maps = [SliceMap(*span) for span in spans(sizes)]
     yield call.row(self=S(dim), out=[S(dim, map=selected) for selected in maps])
@@ -186,7 +183,7 @@ def _slice(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 def _split(local_call: LocalCall) -> LocalFunction | None:
     dim = local_call.call.dim()
     sizes = [output.local_shape[dim] for output in local_call.outputs]
-    # 0.4 us less than working the sizes out at every call
+    # This takes 0.4 us less than computing the sizes in every call.
     split = torch.split_with_sizes
     return lambda x, size, at=0: split(x, sizes, dim)
 
@@ -209,7 +206,7 @@ def select(call: OpCall) -> Iterator[Row]:
         if n:
             maps = [SliceMap(index, index + 1, unit=n) for index in indices]
             yield call.row(self=S(dim), out=[S(d, map=selected) for selected in maps])
-    # one element, which no dim is left to be sharded
+    # The result is one element without dims, so it is broadcast.
     if is_one and not shape:
         yield call.row(self=S(dim), traffic=lambda ranks: source.dtype.itemsize, ordered=True)
     others = [d for d in range(source.ndim) if d != dim]
@@ -220,7 +217,8 @@ def select(call: OpCall) -> Iterator[Row]:
 def _select(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     sharding = spec.dim_sharding(dim)
     index = local_call.call["index"] % spec.shape[dim]
-    at = index - spec.offset(dim)  # x[5] on the shard with 4:8: its row 1
+    # Example: x[5] is row 1 of the shard with 4:8.
+    at = index - spec.offset(dim)
     if local_call.outputs[0].ndim:
         return lambda x, *args: x.select(dim, at)
     holds = 0 <= at < spec.local_shape[dim]
@@ -235,14 +233,15 @@ def _select(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 @along_dim
 def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
-    # 4:8: result 5 is its row 5 - 4
+    # Example: on the shard with 4:8, result 5 is row 5 - 4.
     first = spec.offset(dim)
     count = spec.local_shape[dim]
     shapes = [output.local_shape for output in local_call.outputs]
 
     def run(x: Tensor, *args: Any) -> list[Tensor]:
         local_rows = aten.unbind.int(x, dim)
-        # of `x`: a compiler must see that every rank uses it, or ranks' graphs differ
+        # Empty results are parts of `x`, because the graphs of compiled code must use `x` on all
+        # ranks.
         nothing = x.narrow(0, 0, 0)
         results = []
         for i, shape in enumerate(shapes):
@@ -254,13 +253,13 @@ def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     return run
 
 
-# --- gradients: zeros around ----------------------------------------------------------------------
+# --- gradients, which are put into zeros ----------------------------------------------------------
 
 
 def slice_backward(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `slice_backward` and `select_backward`.
 
-    A gradient held by one coordinate goes back to the place that the elements were taken from.
+    A gradient that is held by one coordinate stays on the coordinate that holds the selected index.
     """
     dim = int(call["dim"]) % len(call["input_sizes"])
     is_one = "index" in call.bound
@@ -275,7 +274,7 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
     if not is_one:
         yield call.row(grad_output=S(dim), out=back)
         return
-    # one coordinate has all of a selection's gradient
+    # One coordinate has the whole gradient of a selection.
     for d, n in enumerate(gradient.shape):
         if n:
             yield call.row(grad_output=S(d, n), out=back)

@@ -1,14 +1,15 @@
 """Sharding of views: reshapes, permutations, broadcasts, windows and reinterpretations.
 
-Every local call is a view of local storage, so a write through the result changes its base. An
-input whose sharding does not have a row is gathered by the propagator, which records that the
-result is not a view of its input.
+Every local call is a view of local storage, so a write through the result changes its base. If the
+sharding of an input does not have a row, the propagator redistributes the input, and records that
+the result is not a view of it.
 
-A reshape keeps the row-major order of elements. When dims are merged and split together, the
-slowest dim stays sharded, at multiples of both dims' steps: (6, 4) -> (4, 6) has steps of 4 and 6
-elements, so shards are multiples of 12, which are 3 source rows or 2 target rows. Shards of a
-faster dim become equal runs (`StridedDimSharding`) where the dims before it are merged with it: (4,
-6) -> (24,) by columns has 4 runs of 6, and splitting them makes it plain again.
+A reshape keeps the row-major order of elements. If dims are merged and divided again, the slowest
+dim stays sharded, at multiples of the steps of both dims. For example, (6, 4) -> (4, 6) has steps
+of 4 and 6 elements, so shards are multiples of 12 elements, which are 3 source rows or 2 target
+rows. If a sharded dim is merged with dims before it, its shards become equal runs
+(`StridedDimSharding`). For example, (4, 6) -> (24,) with sharded columns has 4 runs of 6. Dividing
+the dim again makes the sharding plain again.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, ra
         j += 1
         while have != want:
             if have < want:
-                # (2, 3, 4) -> (6, 4): 2, then 2 * 3 = 6
+                # Example: for (2, 3, 4) -> (6, 4), it is 2, then 2 * 3 = 6.
                 have *= source[i]
                 i += 1
             else:
-                # (6, 4) -> (2, 3, 4): the same of the target
+                # Example: for (6, 4) -> (2, 3, 4), the same holds for the target.
                 want *= target[j]
                 j += 1
         result.append((range(first, i), range(second, j)))
@@ -83,11 +84,11 @@ def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple
     for dims, results in groups(source, target):
         for in_runs in (False, True):
             mappings += _group_mappings(dims, results, source, target, in_runs=in_runs)
-    # A source dim of size 1 is held by one coordinate, which then holds everything: any target dim
-    # can say so.
+    # If a source dim of size 1 is sharded, one coordinate holds all elements. Any target dim can be
+    # sharded in this way.
     reached = {entry.dim for entry, _ in mappings}
     for i, size in enumerate(source):
-        # (4, 1) -> (4,): dim 1
+        # Example: dim 1 of (4, 1) -> (4,).
         if size == 1 and i not in reached:
             mappings += [(S(i), S(j, n)) for j, n in enumerate(target)]
     return mappings
@@ -96,13 +97,13 @@ def reshape_mappings(source: Sequence[int], target: Sequence[int]) -> list[tuple
 def _mappings_of_empty(source: Sequence[int], target: Sequence[int]) -> list[tuple[S, S]]:
     """Return the mappings of a tensor without elements.
 
-    Nothing but the sizes counts: dims that are equal from the left or from the right stay.
+    Only the sizes matter: leading and trailing dims with equal sizes keep their sharding.
     """
+    # Example: for (2, 0, 3) -> (2, 0, 1, 3), the shift is 1. The leading dims 2 and 0 give the pairs
+    # (0, 0) and (1, 1), and the trailing dim 3 gives (2, 3).
     ndim = len(source)
-    # (2, 0, 3) -> (2, 0, 1, 3): 1
     shift = len(target) - ndim
     pairs: list[tuple[int, int]] = []
-    # 2, 0 of (2, 0, 3): (0, 0), (1, 1)
     for i in range(min(ndim, len(target))):
         if source[i] != target[i]:
             break
@@ -121,41 +122,40 @@ def _mappings_of_empty(source: Sequence[int], target: Sequence[int]) -> list[tup
 def _group_mappings(
     dims: range, results: range, source: Sequence[int], target: Sequence[int], *, in_runs: bool
 ) -> Iterator[tuple[S, S]]:
-    """Yield shardings of the slowest dims of a group or, `in_runs`, of one of several runs."""
-    # Runs are those of a dim that has slower ones in the source, the target or both.  (2, 6) -> (4,
-    # 3), dim 1 of each: there are 2 and 4 rows, so 4 runs of 3 elements, of which a row of the
-    # source has 2 and one of the target 1.
-    # (2, 6) -> (4, 3) is one group of 12
+    """Yield the shardings of the slowest dims of a group or, `in_runs`, of faster dims in runs."""
+    # A dim is sharded in runs if the source, the target or both have slower dims in the group.
+    # Example: dim 1 of each in (2, 6) -> (4, 3), a group of 12 elements. There are 2 and 4 rows, so
+    # there are 4 runs of 3 elements. A row of the source has 2 runs, a row of the target 1.
     total = prod(source[i] for i in dims)
     for i, j in product(dims, results):
         before_i = prod(source[dims.start : i])
         before_j = prod(target[results.start : j])
-        # (2, 6) -> (4, 3), dim 1 of each: of (2, 4), 4
+        # In the example: max(2, 4) = 4.
         runs = max(before_i, before_j)
-        # sizes may be symbols, whose comparisons are not bools
+        # Sizes may be symbols, whose comparisons are not bools.
         is_other_kind = runs == 1 if in_runs else runs != 1
         if is_other_kind or runs % before_i or runs % before_j:
             continue
         if in_runs and source[i] == 1:
             continue
-        # 2 runs in a row of 6, 1 in a row of 3
+        # In the example: 2 runs in a row of 6, and 1 in a row of 3.
         runs_in_i = runs // before_i
         runs_in_j = runs // before_j
         inside_i = prod(source[i + 1 : dims.stop])
         inside_j = prod(target[j + 1 : results.stop])
-        # (6, 4) -> (4, 6), dim 0 of each: lcm(4, 6) = 12 elements
+        # Example: for dim 0 of each in (6, 4) -> (4, 6), the step is lcm(4, 6) = 12 elements.
         step = _lcm(inside_i, inside_j)
         if source[i] % runs_in_i or target[j] % runs_in_j:
             continue
         if step < total // runs or source[i] == 1:
-            # 12: 3 rows of 4, 2 of 6
+            # In this example, 12 elements are 3 rows of 4 or 2 rows of 6.
             yield S(i, step // inside_i, runs_in_i), S(j, step // inside_j, runs_in_j)
 
 
 def _lcm(one: int, other: int) -> int:
-    """Return the least common multiple; for symbols, only if one is a multiple of the other.
+    """Return the least common multiple.
 
-    Otherwise the symbols become constants.
+    Symbols become constants, unless one of the two is a multiple of the other.
     """
     if type(one) is int and type(other) is int:
         return lcm(one, other)
@@ -166,7 +166,7 @@ def _lcm(one: int, other: int) -> int:
 
 
 def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]]) -> Iterator[Row]:
-    """Yield a row per pair of a dim of the first argument and an output dim, sharded alike."""
+    """Yield a row for each pair of a dim of the first argument and an output dim sharded alike."""
     first = next(iter(call.places))
     for d, target in pairs:
         yield call.row({first: S(d)}, out=S(target))
@@ -190,7 +190,7 @@ def _squeezed(call: OpCall) -> list[int]:
     """Return the dims to remove: requested dims that are 1 globally; others may be 1 locally."""
     source = call["self"]
     if "dim" in call.bound and call["dim"] in ((), []):
-        # an empty list asks for none, where reductions take it for all
+        # Here an empty list means no dims, whereas reductions take it for all dims.
         return []
     return [d for d in call.dims() if source.shape[d] == 1]
 
@@ -203,7 +203,7 @@ def squeeze(call: OpCall) -> Iterator[Row]:
     """
     gone = _squeezed(call)
     ndim = call["self"].ndim
-    # (3, 1, 4) without dim 1: [0, 2]
+    # Example: [0, 2] for (3, 1, 4) without dim 1.
     others = [d for d in range(ndim) if d not in gone]
     yield from same_dims(call, ((d, i) for i, d in enumerate(others)))
     for d in gone:
@@ -221,7 +221,7 @@ def unsqueeze(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `unsqueeze` and `stack`."""
     ndim = call.outputs[0].ndim
     dim = int(call["dim"]) % ndim
-    # at 1 of 2 dims: 0 -> 0, 1 -> 2
+    # Example: a new dim 1 of 2 dims maps dim 0 to dim 0 and dim 1 to dim 2.
     kept = [d for d in range(ndim) if d != dim]
     yield from same_dims(call, enumerate(kept))
 
@@ -238,7 +238,7 @@ def view_dtype(call: OpCall) -> Iterator[Row]:
         last = source.ndim - 1
         n = source.shape[-1]
         m = target.shape[-1]
-        # 8 of f32 as 4 of f64: 4, so units of 2 and 1
+        # Example: 8 elements of float32 as 4 of float64 are 4 steps, of 2 elements and 1 element.
         steps = max(1, min(n, m))
         unit = max(1, n // steps)
         target_unit = max(1, m // steps)
@@ -257,7 +257,7 @@ def permute(call: OpCall) -> Iterator[Row]:
     elif "dims" not in call.bound:
         # `t`
         dims.reverse()
-    # (2, 0, 1): 2 -> 0
+    # Example: the order (2, 0, 1) maps dim 2 to dim 0.
     yield from same_dims(call, ((dim % ndim, i) for i, dim in enumerate(dims)))
 
 
@@ -265,7 +265,7 @@ def expand(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `expand` and of `masked_scatter`, whose target is broadcast to the mask."""
     source = call["self"]
     target = call.outputs[0]
-    # (3,) -> (2, 3): 1, so dim 0 is dim 1
+    # Example: for (3,) -> (2, 3) there is 1 new dim, so dim 0 is dim 1 of the result.
     new = target.ndim - source.ndim
     for d, n in enumerate(source.shape):
         if n == target.shape[d + new]:
@@ -282,8 +282,8 @@ def unfold(call: OpCall) -> Iterator[Row]:
 
     Windows without overlap and remainder are a split; other windows need elements of neighbors.
     """
-    # 12 elements in windows of 3 every 4: window i is elements 4i to 4i + 2, so shards of elements
-    # are of 4, 8 or 12.
+    # Example: 12 elements in windows of 3 every 4 elements. Window i has the elements 4i to 4i + 2,
+    # so shards are multiples of 4 elements.
     is_gradient = "grad_in" in call.places
     step = call["step"]
     whole = call.outputs[0] if is_gradient else call["self"]
@@ -328,7 +328,7 @@ VIEWS: Table = family(
         ),
         "permute.default transpose.int t.default": Rule(permute, sizes=(), moves="self"),
         "expand.default": Rule(expand, _expand, moves="self"),
-        # of a shard that is too short for a window
+        # The kernel refuses a shard that is too short for a window.
         "unfold.default": Rule(unfold, skip_empty=True, moves="self"),
     },
     unordered=True,
@@ -336,7 +336,8 @@ VIEWS: Table = family(
     {
         "view.dtype": Rule(view_dtype),
         "view_as_real.default view_as_complex.default": Rule(view_as_real, linear="self"),
-        # Strides are about one storage, which no rank has: gathered, and so no view of its input.
+        # Strides refer to one storage, which no rank has. The input is gathered, so the result is
+        # not a view of it.
         "as_strided.default": Rule(replicated, moves="self"),
         "as_strided_scatter.default": Rule(replicated, moves="self src"),
         "unfold_backward.default": Rule(
