@@ -200,7 +200,8 @@ class Windows(ShardingMap):
     stride: int = 1
     padding: int = 0
     dilation: int = 1
-    transposed: bool = False  # whether each input has a window of outputs
+    # whether each input has a window of outputs
+    transposed: bool = False
     # number of inputs that an output reads on either side of the inputs of its window; not 0 for
     # interpolation only
     beside: int = 0

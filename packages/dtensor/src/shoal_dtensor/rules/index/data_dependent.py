@@ -238,8 +238,8 @@ def _histc(local_call: LocalCall) -> LocalFunction | None:
         lowest = all_reduced(lowest, spec, axes, "min")
         highest = all_reduced(highest, spec, axes, "max")
         low, high = torch.stack((lowest, highest)).tolist()
-        # For equal bounds torch would compute the bounds of the shard. It widens equal bounds of the
-        # elements by one on each side.
+        # For equal bounds torch would compute the bounds of the shard. It widens equal bounds of
+        # the elements by one on each side.
         widening = 1 if low == high else 0
         return op(x, bins, low - widening, high + widening, **kwargs)
 

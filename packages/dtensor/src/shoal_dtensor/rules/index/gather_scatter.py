@@ -82,7 +82,7 @@ def lookup(
 
 
 def _per_element(call: OpCall) -> bool:
-    """Tell whether every element has an index of its own; otherwise an index selects whole slices."""
+    """Tell whether every element has an index of its own, or an index selects a whole slice."""
     return any(name in call.op.__name__ for name in ("gather", "scatter"))
 
 

@@ -158,7 +158,7 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _index_by_mask(local_call: LocalCall) -> LocalFunction | None:
-    """Select the elements of all shards if one mask is sharded like the tensor, else run the kernel."""
+    """Select elements of all shards if one mask is sharded like the tensor, else run the kernel."""
     if len(local_call.inputs) != 2:
         return None
     mask = local_call.inputs[1]

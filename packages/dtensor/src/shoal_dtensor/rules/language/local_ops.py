@@ -134,7 +134,7 @@ def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
 
 
 def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Return a function that converts this rank's part of a mean to the result of a `mean_rows` row.
+    """Return a function that converts this rank's part of a mean to the result of `mean_rows`.
 
     The part is this rank's sum divided by the global count, in the `wide_dtype` of the mean. The
     elements of the sum are sharded by `axes`.

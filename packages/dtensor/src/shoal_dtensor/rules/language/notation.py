@@ -306,7 +306,7 @@ def aligned(meta: TensorMeta, dim: int, ndim: int, unit: int = 1) -> Entry:
 
 
 def alike(call: OpCall, *fixed: int) -> Iterator[Row]:
-    """Yield a row for each dim that is not `fixed`; it shards the dim in all operands and results."""
+    """Yield a row for each dim that is not `fixed`, sharded in all operands and results."""
     for d in range(call.outputs[0].ndim):
         if d not in fixed:
             tensors = (*call.places, "out")

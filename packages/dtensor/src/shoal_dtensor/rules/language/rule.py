@@ -414,7 +414,7 @@ def _is_dim_name(name: str, name_of_type: str) -> bool:
 
 
 def _tensor_overloads(name: str) -> Iterator[Any]:
-    """Yield the overloads that take tensors, except those that fill a list or take a dim by name."""
+    """Yield the overloads that take tensors, and do not fill a list or take a dim by its name."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return

@@ -50,7 +50,7 @@ def _is_batch(call: OpCall) -> bool:
 
 
 def _grouped_mm(local_call: LocalCall) -> LocalFunction | None:
-    """Multiply shards, with the ends of groups moved into this shard and padding for the alignment."""
+    """Multiply shards, with the ends of groups moved into this shard and aligned rows."""
     call = local_call.call
     operands = [local_call[name] for name in ("self", "mat2")]
     output = local_call.outputs[0]

@@ -57,8 +57,8 @@ def _added(text: str, name: str = "self") -> Rule:
                 entries[index] = P("sum")
                 row = replace(row, inputs=tuple(entries))
             yield row
-        # The result is linear in the added operand together with any one factor. An average may also
-        # be combined with a fixed added operand.
+        # The result is linear in the added operand together with any one factor. An average may
+        # also be combined with a fixed added operand.
         factors = [operand for operand, place in call.places.items() if place and operand != name]
         for factor in factors:
             yield from call.keeping_partials(name, factor, ops=("sum", "avg"))
@@ -145,8 +145,8 @@ def _dims_at_the_right(name: str, count: int, ndim: int) -> list[str]:
 
 def batched(call: OpCall) -> Iterator[Row]:
     """Yield rows for leading dims that all operands share; the last two dims are matrices."""
-    # If the batch dim of an operand is broadcast (size 1), there is no row. An operand without batch
-    # dims, such as pivots, is replicated.
+    # If the batch dim of an operand is broadcast (size 1), there is no row. An operand without
+    # batch dims, such as pivots, is replicated.
     main = max(call.tensors, key=lambda t: t.ndim)
     for d, n in enumerate(main.shape[:-2]):
         inputs = [_batch_entry(t, d, n) for t in call.tensors]

@@ -87,8 +87,8 @@ def _sums(call: OpCall) -> PartialRows:
     # Partial extrema are excluded, although addition is increasing. In int8, 100 + 50 wraps to -106
     # on the rank that has the maximum, and infinite floats may give inf - inf.
     name = call.op.__name__.partition(".")[0]
-    # A sum with a number is probably read next, so it is reduced. Only a result that is written in
-    # place stays partial (see `_offset`).
+    # Users read the sum of a tensor and a number, so it is reduced. Only a result that is written
+    # in place stays partial (see `_offset`).
     is_in_place = name.endswith("_") and not name.startswith("_foreach")
     adds_number = bool(_number_operands(call))
     ops = ["avg"] if adds_number and not is_in_place else ["sum", "avg"]
@@ -136,8 +136,8 @@ def _replaced(call: OpCall) -> PartialRows:
 
     The old values do not matter.
     """
-    # Partial norms are excluded. Writes to them must go through `write_back`, because they cache the
-    # result of their reduction.
+    # Partial norms are excluded. Writes to them must go through `write_back`, because they cache
+    # the result of their reduction.
     if len(call.tensors) == 2:
         rows = _partial(call, REDUCE_OPS, ())
     else:

@@ -149,8 +149,8 @@ def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunct
     call = local_call.call
     count = _count(local_call)
     dims = list(reduced_dims(local_call.call))
-    gone = () if call.get("keepdim") else tuple(dims)
-    # how many elements fewer to divide by: 1 by default
+    removed_dims = () if call.get("keepdim") else tuple(dims)
+    # The divisor is the count minus the correction, which is 1 by default.
     correction = call.get("correction", call.get("unbiased"))
     fewer = 1.0 if correction is None else float(correction)
     divisor = max(count - fewer, 0.0)
@@ -171,8 +171,8 @@ def _var(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFunct
         zero = torch.zeros((), dtype=total.dtype, device=total.device)
         variance = total / (divisor or zero)
         result = variance.sqrt() if is_deviation else variance
-        result = result.squeeze(gone).to(dtype)
-        return (result, mean.squeeze(gone).to(mean_dtype)) if with_mean else result
+        result = result.squeeze(removed_dims).to(dtype)
+        return (result, mean.squeeze(removed_dims).to(mean_dtype)) if with_mean else result
 
     return run
 
@@ -196,8 +196,8 @@ def norm(call: OpCall) -> Iterator[Row]:
 
     Partial norms are reduced before their norm is taken.
     """
-    # A norm of partial norms could stay partial. But clipping returns it to the user, and `to_local`
-    # would show a rank's part, so it is reduced.
+    # A norm of partial norms could stay partial. But clipping returns it to the user, and
+    # `to_local` would show a rank's part, so it is reduced.
     order = _order(call)
     simple = {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
     partial_op = simple.get(order) or f"norm{order!r}"
@@ -253,7 +253,7 @@ def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Loca
     dims = reduced_dims(local_call.call)
     dtype = local_call.outputs[0].dtype
     wide = wide_dtype(dtype)
-    gone = () if local_call.call.get("keepdim") else dims
+    removed_dims = () if local_call.call.get("keepdim") else dims
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
         x = x.to(wide)
@@ -261,7 +261,7 @@ def _logsumexp(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Loca
         top = torch.where(top.isfinite(), top, 0)
         weights = (x - top).exp()
         total = all_reduced(weights.sum(dims, keepdim=True), spec, axes)
-        return (total.log() + top).squeeze(gone).to(dtype)
+        return (total.log() + top).squeeze(removed_dims).to(dtype)
 
     return run
 

@@ -199,7 +199,8 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
         yield all_reduced_mean
 
 
-_IGNORED = -100  # a target that is not a position in a shard
+# a target that is not a position in a shard
+_IGNORED = -100
 
 
 def _target_check(call: OpCall) -> dict[str, list[Check]]:

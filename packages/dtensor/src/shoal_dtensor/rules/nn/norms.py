@@ -162,9 +162,8 @@ class Statistics:
         means = all_reduced(sums, self.spec, self.axes) / self.count
         return means.unbind()
 
-    def given(self, statistic: Tensor) -> Tensor:
-        """Reshape a statistic that an operator is given, or returns, to broadcast to `shape`."""
-        # (8, 3, 6): (8, 3, 1)
+    def broadcastable(self, statistic: Tensor) -> Tensor:
+        """Return a statistic in a view that broadcasts to `shape`: (8, 3, 1) in the example."""
         return statistic.reshape(keepdim_shape(self.shape, self.dims))
 
 
@@ -173,10 +172,10 @@ def _norm(local_call: LocalCall) -> LocalFunction | None:
     is_gradient = "grad_out" in local_call.call.places
     reduced, _ = _dims(call)
     if sharding_axes(local_call["input"], reduced) and _is_training(call):
-        normalise = _normalise_backward if is_gradient else _normalise
-        return normalise(local_call, Statistics(local_call))
+        normalize = _normalize_backward if is_gradient else _normalize
+        return normalize(local_call, Statistics(local_call))
     if "group" not in call.bound:
-        return None if is_gradient else _with_given(local_call)
+        return None if is_gradient else _with_given_statistics(local_call)
     batch, channels, *_ = local_call["input"].local_shape
     if (batch, channels) == (call["N"], call["C"]):
         return None
@@ -190,10 +189,10 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
+def _normalize(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
     """Normalize with mean = (sum of x) / count, variance = (sum of (x - mean) ** 2) / count.
 
-    The sums are sums over all shards.
+    The sums are over all shards.
     """
     call = local_call.call
     names = call.schema.positional
@@ -208,17 +207,17 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
         x = arguments["input"]
         weight = arguments["weight"]
         bias = arguments.get("bias")
-        centred = _wide(x).reshape(statistics.shape)
-        made = []
-        # RMS norm, which does not have a mean, uses 0
+        centered = _wide(x).reshape(statistics.shape)
+        other_results = []
+        # RMS norm does not have a bias and does not subtract a mean.
         if "bias" in arguments:
-            (mean,) = statistics.means(centred)
-            made.append(mean)
-            centred = centred - mean
-        (variance,) = statistics.means(centred * centred)
+            (mean,) = statistics.means(centered)
+            other_results.append(mean)
+            centered = centered - mean
+        (variance,) = statistics.means(centered * centered)
         rstd = (variance + eps).rsqrt()
-        made.append(rstd)
-        result = (centred * rstd).reshape(x.shape)
+        other_results.append(rstd)
+        result = (centered * rstd).reshape(x.shape)
         if weight is not None:
             result = result * weight.reshape(parameters)
         if bias is not None:
@@ -226,8 +225,8 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
         if "momentum" in arguments:
             _update_running(arguments, mean, variance, statistics.count)
             # the reserved output that some overloads need for their gradient
-            made.append(x.new_empty(0))
-        pairs = zip((result, *made), outputs, strict=False)
+            other_results.append(x.new_empty(0))
+        pairs = zip((result, *other_results), outputs, strict=False)
         return tuple(t.to(spec.dtype).reshape(spec.local_shape) for t, spec in pairs)
 
     return in_every_form(call, run)
@@ -246,8 +245,8 @@ def _update_running(
             running.lerp_(new, arguments["momentum"])
 
 
-def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
-    """Compute the input's gradient from two means, which are sums over shards / count.
+def _normalize_backward(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
+    """Compute the input's gradient from two means, each a sum over all shards / count.
 
     The gradient of RMS norm needs only one mean.
     """
@@ -261,14 +260,14 @@ def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalF
         arguments = dict(zip(names, args, strict=False)) | kwargs
         x = arguments["input"]
         weight = arguments["weight"]
-        rstd = statistics.given(arguments[rstd_name])
+        rstd = statistics.broadcastable(arguments[rstd_name])
         gradient = _wide(arguments["grad_out"])
         scaled = gradient if weight is None else gradient * weight.reshape(statistics.parameters)
         scaled = scaled.reshape(statistics.shape)
-        centred = _wide(x).reshape(statistics.shape)
+        centered = _wide(x).reshape(statistics.shape)
         if mean_name:
-            centred = centred - statistics.given(arguments[mean_name])
-        normal = centred * rstd
+            centered = centered - statistics.broadcastable(arguments[mean_name])
+        normal = centered * rstd
         if mean_name:
             mean, projection = statistics.means(scaled, scaled * normal)
             of_input = (scaled - mean - normal * projection) * rstd
@@ -290,7 +289,7 @@ def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalF
     return in_every_form(call, run)
 
 
-def _with_given(local_call: LocalCall) -> LocalFunction | None:
+def _with_given_statistics(local_call: LocalCall) -> LocalFunction | None:
     """Run the kernel of a batch norm with given statistics on this shard.
 
     The outputs for the statistics of the batch are empty.

@@ -57,9 +57,10 @@ def _have_equal_sizes(tensors: Iterable[TensorMeta], dim: int) -> bool:
 
 # --- pooling, resampling --------------------------------------------------------------------------
 
-# With float32 scales a nearest neighbour is exact up to a factor of 40; 41 / 41 rounds down.
-LARGEST = 16
-# How many inputs to either side of its own an output reads.
+# The largest factor by which a sharded dim is enlarged. Kernels compute positions with float32
+# scales: nearest neighbors are exact for factors up to 40, and 41 / 41 is rounded down.
+LARGEST_FACTOR = 16
+# The number of inputs that an output reads on either side of its own input.
 BESIDE = {"nearest": 0, "linear": 1, "cubic": 2, "lanczos": 3}
 
 
@@ -127,7 +128,7 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
         factor = large[dim] // max(n, 1)
         is_multiple = factor * n == large[dim]
         is_scale = call.get(name) in (None, float(factor))
-        if is_multiple and is_scale and 1 <= factor <= LARGEST:
+        if is_multiple and is_scale and 1 <= factor <= LARGEST_FACTOR:
             windows[dim] = Windows(n, large[dim], factor, factor, transposed=True, beside=beside)
     return windows
 
@@ -262,8 +263,8 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
         sums: Case = {"bias": P("sum"), "out": P("sum")}
         yield {"input": S(channel), "weight": S(of_input), **sums}, None
     else:
-        # Example: 4 groups of 2 input channels and 3 output channels are sharded in 4 steps, each of
-        # 2 input channels and 3 output channels. The weight is (12, 2, ...), with 4 steps of 3
+        # Example: 4 groups of 2 input channels and 3 output channels are sharded in 4 steps, each
+        # of 2 input channels and 3 output channels. The weight is (12, 2, ...), with 4 steps of 3
         # along its first dim. If transposed, it is (8, 3, ...), with 4 steps of 2.
         first, second, *_ = call["weight"].shape
         unit = first // groups

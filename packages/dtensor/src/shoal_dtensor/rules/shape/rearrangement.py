@@ -156,36 +156,40 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
     return with_arguments(local_call.call, pad=local)
 
 
-def _a_shard(call: OpCall) -> Traffic:
+def _shard_traffic(call: OpCall) -> Traffic:
     """Return the traffic of receiving at most the rank's shard of the result."""
     return lambda ranks: bytes_of(call.outputs[0]) / ranks
 
 
-def _turns(call: OpCall) -> dict[int, int]:
-    """Return the shift of every dim that roll or flip rearranges; empty for a flattened tensor."""
+def _shift_of_dims(call: OpCall) -> dict[int, int]:
+    """Return the shift of every dim that roll or flip rearranges; 0 for flip.
+
+    The result is empty for a roll of the flattened tensor.
+    """
     source = call["self"]
-    turns = dict[int, int]()
+    shift_of = dict[int, int]()
     if not source.ndim:
-        return turns
+        return shift_of
     dims = call["dims"]
     shifts = call.get("shifts") or [0] * len(dims)
     for d, shift in zip(dims, shifts, strict=False):
         dim = int(d) % source.ndim
-        # 6 rolled by 1: 1; by -1: 5
-        turn = turns.get(dim, 0) + int(shift)
-        turns[dim] = turn % max(source.shape[dim], 1)
-    return turns
+        # Example: for 6 elements, a roll by 1 shifts by 1, and a roll by -1 shifts by 5.
+        total = shift_of.get(dim, 0) + int(shift)
+        shift_of[dim] = total % max(source.shape[dim], 1)
+    return shift_of
 
 
 def roll(call: OpCall) -> Iterator[Row]:
-    turns = _turns(call)
-    is_flattened = not turns and call.get("shifts") is not None
+    """Yield the rows of `roll` and `flip`."""
+    shift_of = _shift_of_dims(call)
+    is_flattened = not shift_of and call.get("shifts") is not None
     if is_flattened:
         return
-    others = [d for d in range(call["self"].ndim) if d not in turns]
+    others = [d for d in range(call["self"].ndim) if d not in shift_of]
     yield from same_dims(call, ((d, d) for d in others))
-    for d in turns:
-        yield call.row(self=S(d), out=S(d), traffic=_a_shard(call))
+    for d in shift_of:
+        yield call.row(self=S(d), out=S(d), traffic=_shard_traffic(call))
 
 
 def _rearrange(
@@ -197,8 +201,8 @@ def _rearrange(
 ) -> LocalFunction | None:
     """Return a function that rearranges sharded dims between ranks, then the others by `rest`.
 
-    The dims are independent of each other. If no dim moves, return None, so that the operator itself
-    runs; with `always`, return a function that runs `rest`.
+    The dims are independent of each other. If no dim moves, return None, so that the operator
+    itself runs; with `always`, return a function that runs `rest`.
     """
 
     def run(x: Tensor, *args: object) -> Tensor:
@@ -219,25 +223,25 @@ def _roll(local_call: LocalCall) -> LocalFunction | None:
     call = local_call.call
     source = local_call["self"]
     moves = []
-    turns = _turns(call)
+    shift_of = _shift_of_dims(call)
     is_flip = call.get("shifts") is None
-    for d in [d for d in turns if source.dim_shardings[d].axes]:
+    for d in [d for d in shift_of if source.dim_shardings[d].axes]:
         n = source.shape[d]
         shards = spans(source.sizes(d))
-        # With 6 elements, the shard 3:6, rolled by 1, is put at 4 and at -2; to be flipped it needs
-        # the elements 0:3.
+        # Example: the shard 3:6 of 6 elements. A roll by 1 puts it at 4 and at -2. A flip leaves
+        # shards at their places, and the rank wants 0:3, which it then flips.
         places: list[tuple[int, ...]]
         if is_flip:
             places = [(start,) for start, _ in shards]
             wanted = [(n - stop, n - start) for start, stop in shards]
         else:
-            turn = turns.pop(d)
-            turned = [start + turn for start, _ in shards]
-            places = [(start, start - n) for start in turned]
+            shift = shift_of.pop(d)
+            shifted = [start + shift for start, _ in shards]
+            places = [(start, start - n) for start in shifted]
             wanted = shards
         moves.append(Relocation(source, d, places, wanted))
-    if not is_flip and turns:
-        return _rearrange(local_call, moves, lambda x: x.roll([*turns.values()], [*turns]))
+    if not is_flip and shift_of:
+        return _rearrange(local_call, moves, lambda x: x.roll([*shift_of.values()], [*shift_of]))
     if not is_flip:
         return _rearrange(local_call, moves, lambda x: x)
     dims = call["dims"]
@@ -268,7 +272,7 @@ def repeat(call: OpCall) -> Iterator[Row]:
     for d in range(ndim):
         if repeats[d + new] > 1:
             repeated = S(d + new, map=RepeatMap(repeats[d + new]))
-            yield call.row(self=S(d), out=repeated, traffic=_a_shard(call))
+            yield call.row(self=S(d), out=repeated, traffic=_shard_traffic(call))
 
 
 def _repeat(local_call: LocalCall) -> LocalFunction | None:
@@ -326,7 +330,7 @@ def _diagonal(local_call: LocalCall) -> LocalFunction | None:
     two = call.dim("dim2")
     if not (spec.dim_shardings[one].axes or spec.dim_shardings[two].axes):
         return None
-    # Example: for rows 2:4 of (4, 4) it is 0 + 2 - 0, because element (2, 2) is (0, 2) of the shard.
+    # Example: for rows 2:4 of (4, 4) it is 0 + 2 - 0: element (2, 2) is (0, 2) of the shard.
     offset = call["offset"] + spec.offset(one) - spec.offset(two)
     return lambda x, *args: x.diagonal(offset, one, two)
 

@@ -188,8 +188,8 @@ def _split(local_call: LocalCall) -> LocalFunction | None:
     return lambda x, size, at=0: split(x, sizes, dim)
 
 
-def _after(dim: int, removed: int) -> int:
-    # without dim 1, dim 0 is dim 0 and dim 2 is dim 1
+def _without_dim(dim: int, removed: int) -> int:
+    """Return the position of a dim after another one is removed: 1 for dim 2 without dim 1."""
     return dim - (dim > removed)
 
 
@@ -210,7 +210,7 @@ def select(call: OpCall) -> Iterator[Row]:
     if is_one and not shape:
         yield call.row(self=S(dim), traffic=lambda ranks: source.dtype.itemsize, ordered=True)
     others = [d for d in range(source.ndim) if d != dim]
-    yield from same_dims(call, ((d, _after(d, dim)) for d in others))
+    yield from same_dims(call, ((d, _without_dim(d, dim)) for d in others))
 
 
 @along_dim
@@ -267,7 +267,7 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
     length = call["input_sizes"][dim]
     other_dims = [d for d in range(call.outputs[0].ndim) if d != dim]
     for d in other_dims:
-        gradient_dim = _after(d, dim) if is_one else d
+        gradient_dim = _without_dim(d, dim) if is_one else d
         yield from same_dims(call, [(gradient_dim, d)])
     selected = selection(call, length)
     back = S(dim, map=SliceGradMap(length, selected.start, selected.step))
@@ -307,7 +307,7 @@ def slice_scatter(call: OpCall) -> Iterator[Row]:
     is_one = "index" in call.bound
     for d in range(call["self"].ndim):
         if d != dim:
-            dim_of_source = _after(d, dim) if is_one else d
+            dim_of_source = _without_dim(d, dim) if is_one else d
             yield call.row(self=S(d), src=S(dim_of_source), out=S(d))
     yield call.row(self=S(dim), out=S(dim))
 

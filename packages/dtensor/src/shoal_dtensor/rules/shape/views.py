@@ -99,8 +99,8 @@ def _mappings_of_empty(source: Sequence[int], target: Sequence[int]) -> list[tup
 
     Only the sizes matter: leading and trailing dims with equal sizes keep their sharding.
     """
-    # Example: for (2, 0, 3) -> (2, 0, 1, 3), the shift is 1. The leading dims 2 and 0 give the pairs
-    # (0, 0) and (1, 1), and the trailing dim 3 gives (2, 3).
+    # Example: for (2, 0, 3) -> (2, 0, 1, 3), the shift is 1. The leading dims 2 and 0 give the
+    # pairs (0, 0) and (1, 1), and the trailing dim 3 gives (2, 3).
     ndim = len(source)
     shift = len(target) - ndim
     pairs: list[tuple[int, int]] = []
