@@ -17,11 +17,11 @@ without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclas
 Mask = Tensor | None
 Outputs = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
-# Kernels of attention of (batch, heads, length, width), none of the tensors empty. A forward takes
-# queries, keys and values, whether it is causal (then there are as many queries as keys), the mask
-# that is added to the scores, and the factor of the scores; it returns the output and the
-# log-sum-exp of each row. A backward takes the gradient first, and after the values the output and
-# the log-sums, which may include further keys.
+# The kernels below compute attention of tensors (batch, heads, length, width), none of them empty. A
+# forward takes queries, keys and values, whether it is causal (then there are as many queries as
+# keys), the mask that is added to the scores, and the factor of the scores. It returns the output
+# and the log-sum-exp of each row. A backward takes the gradient, the queries, keys and values, the
+# output and the log-sums. The output and the log-sums may be over more keys than the kernel gets.
 _aten = torch.ops.aten
 
 
@@ -56,11 +56,12 @@ def cuda_flash_attention_backward(
 ) -> Gradients:
     """Return the gradients of the CUDA flash kernel.
 
-    The kernel reads log-sums by their address alone.
+    The kernel ignores the strides of the log-sums, so they must be contiguous.
     """
     grad, q, k, v, out, lse = tensors
     op = _aten._scaled_dot_product_flash_attention_backward.default
-    # The kernel takes no cumulative lengths, and a random state for dropout.
+    # No cumulative lengths, because all sequences have one length. Without dropout, the random state
+    # is not read.
     no_lengths = (None, None)
     most_queries_and_keys = (q.shape[-2], k.shape[-2])
     inputs = (grad, q, k, v, out, lse.contiguous(), *no_lengths, *most_queries_and_keys)
@@ -74,7 +75,7 @@ def efficient_attention(
     """Return output and log-sum-exp of the memory-efficient CUDA kernel."""
     op = _aten._scaled_dot_product_efficient_attention.default
     out, lse, *_ = op(q, k, v, _aligned(mask, q), True, 0.0, causal, scale=scale)
-    # The kernel returns a multiple of 32 rows.
+    # the kernel pads the log-sums to a multiple of 32 rows
     return out, lse.narrow(-1, 0, q.shape[-2])
 
 
@@ -83,7 +84,7 @@ def efficient_attention_backward(
 ) -> Gradients:
     """Return the gradients of the memory-efficient CUDA kernel."""
     grad, q, k, v, out, lse = tensors
-    # Rows that are appended to a multiple of 32 have the softmax exp(-inf).
+    # The kernel reads a multiple of 32 rows. In the added rows the softmax is exp(-inf) = 0.
     missing_rows = -lse.shape[-1] % 32
     lse = functional.pad(lse.contiguous(), (0, missing_rows), value=torch.inf)
     aligned_mask = _aligned(mask, q)

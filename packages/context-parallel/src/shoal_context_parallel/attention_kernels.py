@@ -1,9 +1,9 @@
 """Kernels of attention, and attention of some queries to some keys (a tile).
 
-Queries are (n, group, length, width) and keys (n, 1, length, width): n counts batch rows and heads of
-keys, `group` query heads share a head of keys. The kernel is one of torch's kernels that return
-log-sums, if the device has one for these tensors; otherwise plain operators compute the same, some
-queries at a time.
+Queries are (n, group, length, width) and keys (n, 1, length, width): n counts batch rows times heads
+of keys, and `group` query heads share a head of keys. The kernel is one of torch's kernels that
+return log-sums, if the device has one for these tensors. Otherwise plain operators compute the same
+results, for some queries at a time.
 
 May import: _torch, sequence_layout.
 """
@@ -21,8 +21,8 @@ from . import _torch
 from ._torch import Gradients, Mask, Outputs
 from .sequence_layout import UNBOUNDED, Tile, TileKind
 
-# Elements of the scores that exist at once in plain operators: in float32 16 MiB on a CPU, elsewhere
-# 128 MiB.
+# Most elements of the scores that plain operators compute at once. In float32 they are 16 MiB on a
+# CPU, and 128 MiB on other devices.
 _SCORES = 1 << 22
 _SCORES_OF_DEVICE = 1 << 25
 
@@ -34,10 +34,10 @@ class AttentionKernel(NamedTuple):
         forward: function of queries, keys, values, causal, mask (added to the scores) and scale;
             returns output and log-sums.
         backward: function that returns the gradients, see `_torch`.
-        multiple: number of which the widths of keys and values are multiples.
-        equal_widths: these two widths are equal.
-        masks: something may be added to the scores.
-        groups: query heads may share a head of keys.
+        multiple: the widths of keys and values must be multiples of this number.
+        equal_widths: whether the two widths must be equal.
+        masks: whether a mask can be added to the scores.
+        groups: whether query heads may share a head of keys.
         name: name of torch's function that returns whether it runs the kernel for a dtype on a
             device; "" for always.
     """
@@ -63,7 +63,7 @@ class AttentionKernel(NamedTuple):
         if not self.name:
             return True
         requires_grad = q.requires_grad
-        # torch looks at dtype, device and widths of a sample.
+        # torch decides by dtype, device and widths, so small samples are enough
         sample_query = q.new_empty(1, 1, 16, key_width, requires_grad=requires_grad)
         sample_value = v.new_empty(1, 1, 16, value_width, requires_grad=requires_grad)
         return _torch.can_use(self.name, sample_query, sample_value)
@@ -111,7 +111,7 @@ def _scores(
     """Yield ranges of queries and their scores, in float32 or more."""
     limit = _SCORES if q.is_cpu else _SCORES_OF_DEVICE
     exact = torch.promote_types(q.dtype, torch.float32)
-    # 6 x 4 heads, 8192 keys: 21 queries
+    # Example: 6 batch rows, 4 heads and 8192 keys -> 21 queries at a time on a CPU.
     batch_rows, heads, queries, _ = q.shape
     scores_per_query = batch_rows * heads * k.shape[-2]
     step = max(1, limit // max(1, scores_per_query))
@@ -201,7 +201,7 @@ class BlockKernel:
             k = _expand_heads(k, q)
             v = _expand_heads(v, q)
         out, lse = kernel.forward(q, k, v, causal, mask=mask, scale=self.scale)
-        # Kernels return other numbers for a row without a key.
+        # kernels return other numbers for a query that reads no key
         if self.attn_mask is not None and mask is not None:
             is_empty = mask.amax(-1) == -torch.inf
             out = out.masked_fill(is_empty.unsqueeze(-1), 0)
@@ -260,11 +260,15 @@ def _expand_heads(tensor: Tensor, q: Tensor) -> Tensor:
 
 
 def _mask_of_tile(mask: Tensor, tile: Tile, *, rows: int, columns: int) -> Tensor:
-    """Return the part of a mask for a tile; folded tensors of its batch row have so many rows."""
+    """Return the part of a mask for a tile.
+
+    `rows` is the number of rows of folded tensors for one batch row, and `columns` the number of
+    the tile's keys.
+    """
     end_key = tile.first_key + columns
     mask = mask[..., tile.queries, tile.first_key : end_key]
     if tile.row is None or mask.shape[0] == 1:
         return mask
-    # 2 heads of keys, batch row 1: 2:4
+    # Example: 2 heads of keys in each batch row -> batch row 1 has the rows 2:4.
     first_row = tile.row * rows
     return mask[first_row : first_row + rows]

@@ -3,14 +3,14 @@
 q, k, v: S(sequence) -> S(sequence). Only the rank's own tensors are saved for backward; blocks are
 sent again in backward.
 
-A block is one flat tensor: keys, then values, of one rank. Blocks go around a ring, or are
-gathered; their gradients go back likewise. Each generator of blocks yields the rank's own block
-first and starts the next message before it yields, so that a block is in flight while the previous
-block is computed.
+A block is one flat tensor with the keys, then the values, of one rank. Blocks are sent around a
+ring, or gathered. Their gradients are sent around the ring too, or reduce-scattered. Each generator
+of blocks yields the rank's own block first, and starts the next message before it yields, so that a
+block is in flight while the computation uses the previous one.
 
-Each block contributes its part of the softmax, its log-sum, and both gradients. Queries are (n,
-group, length, width) and keys (n, 1, length, width): n counts batch rows and heads of keys, `group`
-query heads share a head of keys.
+Each block contributes a part of the softmax, which `merge` adds to the result. Queries are (n,
+group, length, width) and keys (n, 1, length, width): n counts batch rows times heads of keys, and
+`group` query heads share a head of keys.
 
 May import: attention_kernels, sequence_layout.
 """
@@ -37,15 +37,21 @@ from .sequence_layout import AttentionMask, SequenceLayout, Tile, tiles
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge the attention of a block into the previous result, in place: the online softmax.
 
-    `softmax` over both key sets is a mean of the two outputs (..., queries, width), weighted by the
-    sums of their exponentials. The logarithms of these sums are (..., queries); -inf for queries
-    that have not read a key yet.
+    The attention over both sets of keys is the mean of the two outputs, weighted by their sums of
+    exponentials.
+
+    Args:
+        out: the previous output, (..., queries, width).
+        lse: the logarithm of its sums of exponentials, (..., queries); -inf for queries that have
+            not read a key yet.
+        block_out: the output over the keys of the block.
+        block_lse: the logarithm of its sums of exponentials.
     """
-    # sums of exponentials 1 before, 3 in the block: log 4
+    # Example: the sums of exponentials are 1 before and 3 in the block -> log 4.
     total = torch.logaddexp(lse, block_lse)
-    # zero for queries that have read nothing
+    # zero for queries that have not read any key, so that the differences below are not NaN
     finite = total.masked_fill(total == -torch.inf, 0)
-    # of sums 1 and 3: 1 / 4 for the previous result, 3 / 4 for the block
+    # Example, continued: the weights are 1 / 4 for the previous output, and 3 / 4 for the block's.
     weight = (lse - finite).exp_().unsqueeze(-1)
     block_weight = (block_lse - finite).exp_().unsqueeze(-1)
     out.mul_(weight).addcmul_(block_out.to(out.dtype), block_weight)
@@ -81,9 +87,8 @@ class Task:
         """Return the rows of a folded tensor that belong to the batch row of a tile."""
         if tile.row is None:
             return folded
-        # 6 rows of a batch of 3: 2 heads of keys each
+        # Example: 3 batch rows with 2 heads of keys, folded to 6 rows -> batch row 1 has 2:4.
         heads = folded.shape[0] // self.batch
-        # batch row 1 of 3, 2 heads each: 2:4
         first_row = tile.row * heads
         return folded[first_row : first_row + heads]
 
@@ -111,21 +116,23 @@ def around_ring(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
 
     Two blocks, of `sizes` elements, are in memory at a time.
     """
-    # of three ranks, rank 1 yields the blocks of 1 0 2; alone, the block of 0
+    # Example: of 3 ranks, rank 1 yields the blocks of 1 0 2. If a rank holds the whole sequence,
+    # there is one block, 0.
     owner = comm.rank % len(sizes)
     for _ in range(len(sizes) - 1):
         pending = _to_next(block, sizes, owner, comm, contents="keys and values")
         yield owner, block
-        # of 3 ranks, after the block of 0 the block of 2
+        # Example: of 3 ranks, the block of 2 follows the block of 0.
         block = pending.wait()
         owner = (owner - 1) % comm.size
     yield owner, block
 
 
 def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
-    """Return the gradient of this rank's block, as a sum that travels around the ring.
+    """Return the gradient of this rank's block, as a sum that is sent around the ring.
 
-    The sum follows the block, and returns to this rank after the last step.
+    Each rank adds its term while it has the block. After the last step the sum is back on the rank
+    that owns the block.
     """
     arriving: Pending | None = None
     for owner, block in blocks:
@@ -149,7 +156,7 @@ def _to_next(block: Tensor, sizes: list[int], owner: int, comm: Comm, *, content
     next_rank = (comm.rank + 1) % comm.size
     previous_rank = (comm.rank - 1) % comm.size
     send[next_rank] = block.numel()
-    # rank 1 sends block 1 to 2, gets 0 from 0
+    # Example: rank 1 sends its own block to rank 2, and receives the block of 0 from rank 0.
     receive[previous_rank] = sizes[(owner - 1) % comm.size]
     with purpose(f"ring attention: {contents}"):
         return all_to_all_v(block, comm, send, receive, async_op=True)
@@ -162,7 +169,7 @@ def gathered_blocks(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
     yield comm.rank, block
     blocks = torch.split_with_sizes(pending.wait(), sizes)
     for step in range(1, comm.size):
-        # rank 1 of 3: after its own block the blocks of 0 and 2
+        # Example: rank 1 of 3 yields the blocks of 0 and 2 after its own.
         owner = (comm.rank - step) % comm.size
         yield owner, blocks[owner]
 
@@ -170,14 +177,14 @@ def gathered_blocks(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
 def gathered_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
     """Return the gradient of this rank's block: the ranks' terms, summed by one reduce-scatter."""
     terms = {owner: gradient(owner, block) for owner, block in blocks}
-    # rank 1 of 3 computed 1, 0, 2; now 0, 1, 2
+    # Example: rank 1 of 3 has computed the terms in the order 1 0 2, and sends them as 0 1 2.
     flat = torch.cat([terms[owner] for owner in range(comm.size)])
     with purpose("attention: gradients of keys and values"):
         return reduce_scatter_v(flat, comm, sizes)
 
 
 class Rotation(NamedTuple):
-    """The ways of blocks to this rank, and of their gradients to the ranks that own them."""
+    """A way to bring blocks to this rank, and to bring their gradients to the ranks that own them."""
 
     blocks: Callable[[Tensor, list[int], Comm], Blocks]
     gradients: Callable[[Gradient, Blocks, list[int], Comm], Tensor]
@@ -202,7 +209,7 @@ class _BlockShapes:
         self.widths = (k.shape[-1], v.shape[-1])
         n = k.shape[0]
         self.shapes = [(n, 1, length) for length in layout.sizes]
-        # 6 * 4 * (8 + 8) = 384
+        # Example: keys (6, 1, 4, 8) and values (6, 1, 4, 8) -> 6 * 4 * (8 + 8) = 384 elements.
         total_width = sum(self.widths)
         self.flat = [prod(shape) * total_width for shape in self.shapes]
 
@@ -210,7 +217,7 @@ class _BlockShapes:
         """Return views of a flat block as keys and values, each (n, 1, length, width)."""
         shape = self.shapes[owner]
         key_width, value_width = self.widths
-        # 6 * 4 * 8 = 192, twice
+        # Example, continued: 6 * 4 * 8 = 192 elements of keys, and 192 of values.
         rows = prod(shape)
         k, v = torch.split_with_sizes(flat, [rows * key_width, rows * value_width])
         return k.view(*shape, key_width), v.view(*shape, value_width)
@@ -240,7 +247,8 @@ class _RotatedAttention(Function):
                 tile_lse = task.sums(tile, lse)
                 merge(tile_out, tile_lse, block_out, block_lse)
         result = out.to(q.dtype)
-        # A query that reads nothing has the output 0, and no gradient: exp(-inf - 0).
+        # A query that reads no key has the output 0. With a log-sum of 0, its softmax in backward
+        # is exp(-inf - 0) = 0, so it does not have a gradient.
         finite_lse = lse.masked_fill_(lse == -torch.inf, 0)
         ctx.save_for_backward(q, own_block, result, finite_lse)
         ctx.task = task
@@ -290,8 +298,8 @@ def rotated_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
 
     The shape (batch, heads, local length, width) has the width of values.
     """
-    # Batch 3, 8 heads with 2 heads of keys: 6 heads of keys in the first dim, the 4 heads that read
-    # each of them in the next.
+    # Example: a batch of 3, and 8 query heads with 2 heads of keys -> the first dim is 6, and the 4
+    # query heads that read each head of keys are in the second dim.
     batch, key_heads = k.shape[:2]
     folded = batch * key_heads
     group = q.shape[1] // max(key_heads, 1)

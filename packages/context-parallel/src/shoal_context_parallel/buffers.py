@@ -44,7 +44,7 @@ from .sequence_layout import AttentionMask, Documents, SequenceLayout
 # Functions of torch that carry a state along a dim of their first argument.
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 _ROTATE_METHODS: dict[str, Method] = {"allgather": "allgather", "alltoall": "ring"}
-# One element, which `set_rotate_method` changes.
+# a list of one element, which `set_rotate_method` replaces
 _default_method: list[Method] = ["allgather"]
 
 
@@ -69,7 +69,7 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
     the whole sequence, in the block or after it.
 
     Args:
-        mesh: with one axis.
+        mesh: a mesh with one axis.
         buffers: the same on all ranks: inputs, labels, positions, tables of rotary embeddings. They
             are sharded in place, and get their contents back after the block.
         buffer_seq_dims: the dim of each buffer that is the sequence.
@@ -77,11 +77,12 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
         layout: which positions each rank holds. By default early and late ones, so that a causal
             mask leaves all ranks equal work.
         method: as for `context_parallel_attention`; if left out, the method of `set_rotate_method`.
-        window, documents: as for `context_parallel_attention`.
+        window: as for `context_parallel_attention`.
+        documents: as for `context_parallel_attention`.
 
     Yields:
         The layout: `layout.positions(mesh.get_local_rank())` are this rank's global positions. None
-            where there are no buffers and `layout` is a name.
+            if there are no buffers and `layout` is a name.
 
     Raises:
         LayoutError: before anything is changed, if the mesh has several axes, lists or sequences
@@ -197,9 +198,9 @@ def context_parallel_unshard(
     """Gather the global tensors from the ranks' shards, with positions in order.
 
     Args:
-        mesh: with one axis.
+        mesh: a mesh with one axis.
         buffers: this rank's shards; all of the same positions.
-        seq_dims: the dim of each that is the sequence.
+        seq_dims: the dim of each buffer that is the sequence.
         load_balancer: the layout of the sequence; if left out, the layout of the `context_parallel`
             block around the call, or the default layout of such a block if there is none.
 
@@ -253,19 +254,19 @@ def _layout_of_block(length: int, ranks: int) -> SequenceLayout:
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Set the method of `context_parallel` blocks that are given none.
+    """Set the method of `context_parallel` blocks for which no method is passed.
 
     Args:
         rotate_method: "allgather", or "alltoall" for the ring, as torch names them.
 
     Raises:
-        UnsupportedAttentionError: for another name.
+        UnsupportedAttentionError: if the name is another one.
 
     Example:
         >>> set_rotate_method("alltoall")
         >>> set_rotate_method("allgather")
     """
-    # A list cannot be looked up in a dict.
+    # compared with a tuple, because a wrong argument such as a list is not hashable
     if rotate_method not in tuple(_ROTATE_METHODS):
         raise UnsupportedAttentionError(
             f"rotate_method must be one of {', '.join(_ROTATE_METHODS)}; got {rotate_method!r}"
@@ -285,7 +286,7 @@ class RoutedAttention(ReplacedAttention):
         self.comm = mesh.comm(0)
         self.options = options
         self._agreed = self.comm.size == 1
-        # Error of this rank's calls before the first attention.
+        # an error on this rank before the first attention, at which all ranks raise
         self._refusal: StyleError | None = None
         # Mask of the attention that runs now, in addition to the mask of the options.
         self._rule: AttentionMask | None = None
@@ -328,7 +329,7 @@ class RoutedAttention(ReplacedAttention):
         if func is functional.conv1d:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             reach = weight.shape[-1] - 1
-            # A causal convolution pads its input by hand.
+            # a causal convolution pads its input before the call
             lengths = (positions, positions + reach)
             is_mixed = reach > 0 and values.shape[-1] in lengths
         else:
@@ -373,8 +374,8 @@ class RoutedAttention(ReplacedAttention):
             check_attention(qkv, attn_mask, enable_gqa, self.comm, options=options)
         except StyleError as error:
             failure = failure or error
-        # A selective checkpoint compares the operators with those of a recomputation, which does
-        # not repeat this query.
+        # A selective checkpoint compares the operators of a forward and of its recomputation, which
+        # does not repeat this all-gather.
         with unwatched():
             device = qkv[0].device
             failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)

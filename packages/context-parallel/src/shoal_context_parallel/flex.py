@@ -110,7 +110,7 @@ def _mask_of_rows(
     last_column = layout.length - 1
 
     def mask_by_position(row: Any, head: Any, query: Any, key: Any) -> Any:
-        # Blocks have indices behind the last query and key, too.
+        # blocks also have indices after the last query and the last key
         query = query.clamp(max=last_row)
         key = key.clamp(max=last_column)
         position = positions[query]

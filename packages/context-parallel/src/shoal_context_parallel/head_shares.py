@@ -52,7 +52,7 @@ class HeadShares:
     def keys_of_queries(self, rank: int) -> list[int] | None:
         """Return the head of keys of each of a rank's query heads, as an index on this rank.
 
-        None if the rank has complete groups, which need no heads of their own.
+        None if the rank has complete groups: query head i then reads head `i // group`.
 
         Example:
             >>> HeadShares.of(8, 4, ranks=4).keys_of_queries(1)

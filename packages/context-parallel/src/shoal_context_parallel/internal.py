@@ -1,4 +1,4 @@
-"""Internal interface: names that the packages above use beside the public facade.
+"""Internal interface: names that the packages above use in addition to the public facade.
 
 These names may change with any release; all packages are released together.
 

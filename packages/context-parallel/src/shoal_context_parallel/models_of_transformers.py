@@ -186,7 +186,7 @@ def _layout_of(block: Block, count: int) -> SequenceLayout | None:
 def _rule_of(
     arguments: Any, layout: SequenceLayout, documents: Documents | None
 ) -> AttentionMask | None:
-    """Return the mask as ranges of positions; None for overlays that are known as functions."""
+    """Return the mask as ranges of positions; None for a mask that is known only as a function."""
     skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
     if not any(arguments.get(name, False) for name in skips):
         return None
@@ -252,7 +252,7 @@ def _whole_rows(
     function = arguments["mask_function"]
 
     def by_position(row: Any, head: Any, query: Any, key: Any) -> Any:
-        # Block masks also evaluate indices behind the last query.
+        # block masks also evaluate indices after the last query
         position = positions[query.clamp(max=len(positions) - 1)]
         key = key.clamp(max=layout.length - 1)
         return function(row, head, position, key) & by_options(row, position, key)
@@ -337,7 +337,7 @@ def _attend_by_block(  # noqa: PLR0913  # the arguments of transformers' functio
     """Call transformers' "sdpa" function, whose call of attention the block replaces."""
     if not isinstance(attention_mask, PositionMask):
         return implementation(module, query, key, value, attention_mask, **options)
-    # Without a mask it has heads of keys shared by heads of queries, which are fewer to send.
+    # Without a mask, the function does not repeat shared heads of keys, so fewer keys are sent.
     with block.ruled(attention_mask.rule):
         return implementation(module, query, key, value, None, **options)
 
@@ -367,7 +367,7 @@ def _attend_all_keys(  # noqa: PLR0913  # likewise
             "attention_dropout=0 in the configuration"
         )
     layout = _layout_of(block, query.shape[-2])
-    # The cache of the model may have gathered them.
+    # the model's cache (`KeysOfAllRanks`) may have gathered the keys
     is_whole = layout is not None and key.shape[-2] == layout.length
     if not is_whole:
         block.agree((query, key, value), None)
@@ -471,7 +471,7 @@ def _check_positions(block: Block, model: Any, parameters: Any, arguments: Any) 
     """Raise if the model would number this rank's positions from 0."""
     name = type(model).__name__
     if "position_ids" not in parameters:
-        # Biases of ALiBi follow from the cache.
+        # these models compute biases of positions (ALiBi) from the lengths of the cache
         if model.config.model_type in _READ_A_CACHE:
             return
         raise UnsupportedAttentionError(
@@ -494,7 +494,7 @@ def _shift_labels(block: Block, labels: Tensor) -> Tensor:
         gathered = all_gather_v(labels.contiguous(), block.comm, layout.sizes, labels.ndim - 1)
     shards = torch.split_with_sizes(gathered, list(layout.sizes), -1)
     whole = layout.in_order(shards, -1)
-    # -100: no label follows the last position.
+    # the last position has no next label: -100 is the index that losses ignore
     shifted = nn.functional.pad(whole[..., 1:], (0, 1), value=-100)
     return layout.shard(shifted, -1, block.comm.rank)
 

@@ -1,10 +1,11 @@
 """`context_parallel_attention`: scaled dot-product attention of a sharded sequence.
 
-Ulysses exchanges positions for heads by an all-to-all: from some positions of all heads to all
-Ulysses exchanges positions for heads by an all-to-all: from some positions of all heads to all
-positions of some heads, and back. With 8 query heads, 2 heads of keys and 4 ranks, rank 1 gets
-query heads 2 and 3 and head 0 of the keys, which rank 0 gets too. If the ranks do not divide the
-heads, heads are distributed as by `torch.chunk`: some ranks may have none.
+Three methods bring keys and values to the queries. The ring and the all-gather are in
+`block_attention`. Ulysses, in this file, exchanges positions for heads by an all-to-all: from some
+positions of all heads to all positions of some heads, and back. For example, with 8 query heads, 2
+heads of keys and 4 ranks, rank 1 gets the query heads 2 and 3, and head 0 of the keys, which rank 0
+gets too. If the number of ranks does not divide the number of heads, heads are distributed as by
+`torch.chunk`, and some ranks may have none.
 
 May import: attention_kernels, block_attention, errors, head_shares, sequence_layout.
 """
@@ -134,32 +135,36 @@ def context_parallel_attention(  # noqa: PLR0913  # arguments of torch's functio
 
     The backward is supported too.
 
-    "allgather" gathers keys and values once; a rank holds the keys and values of the sequence.
-    "ring" moves keys and values too, one rank's block at a time, overlapped with the computation; a
-    rank holds two blocks. "ulysses" moves queries, keys, values and outputs, heads for positions,
-    all to all; a rank holds the sequence of its heads.
+    The methods are:
+
+    - "allgather" gathers keys and values once. A rank holds the keys and values of the sequence.
+    - "ring" sends keys and values one rank's block at a time, overlapped with the computation. A
+      rank holds two blocks.
+    - "ulysses" exchanges queries, keys, values and outputs by all-to-alls, so that a rank computes
+      some heads of the whole sequence.
 
     Args:
         query: (..., heads, local length, width): this rank's positions, in the order of the layout.
         key: (..., heads, local length, width).
         value: (..., heads, local length, width of values).
-        mesh: with one axis.
+        mesh: a mesh with one axis.
         attn_mask: broadcastable to (..., heads, local length, length of the sequence): this rank's
-            rows of a mask whose columns are in global order; a bool mask (True: read), or values
-            that are added to the scores. The mask gets no gradient.
-        is_causal: queries read keys up to their own global position.
-        scale: of the scores; `1 / sqrt(width)` if left out.
-        enable_gqa: several query heads may share a head of keys.
+            rows of a mask whose columns are in global order. It is a bool mask (True: read), or
+            values that are added to the scores. The mask gets no gradient.
+        is_causal: whether queries read only keys up to their own global position.
+        scale: factor of the scores; `1 / sqrt(width)` if left out.
+        enable_gqa: whether several query heads may share a head of keys.
         method: how keys and values reach the queries.
-        layout: the positions that each rank holds: a layout, or the name of a layout for ranks that
-            hold equally many.
-        window: (left, right): keys before and behind the query's own position that it may read;
-            None: no bound.
+        layout: the positions that each rank holds: a layout, or the name of a layout if all ranks
+            hold equally many positions.
+        window: (left, right), the numbers of keys before and after its own position that a query
+            reads; None for no bound.
         documents: documents of a packed sequence; queries read keys of their own document only.
 
     Raises:
         LayoutError: if shapes, layout and mesh do not fit each other.
-        UnsupportedAttentionError: `attn_mask` that requires grad, or with `method="ulysses"`.
+        UnsupportedAttentionError: if `attn_mask` requires a gradient, or is passed with
+            `method="ulysses"`.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -248,7 +253,7 @@ def _attend_by_heads(
     sent_heads = sum(stop - start for start, stop in shares.keys)
     is_repeated = sent_heads > k.shape[1]
     if is_repeated:
-        # Several ranks read a head: a copy for each of them.
+        # if several ranks read a head of keys, each of them gets a copy
         k = _concatenate_shares(k, shares.keys)
         v = _concatenate_shares(v, shares.keys)
     key_heads = k.shape[1]
@@ -257,20 +262,21 @@ def _attend_by_heads(
     move_v = _heads_for_positions(v, key_heads, shares.keys, layout, mesh=mesh)
     with unwatched():
         exchanged = apply(_Exchange, [move_q, move_k, move_v], q, k, v)
-    # Dim 2 has the positions of rank after rank.
+    # in dim 2 the positions of the ranks follow one another, in the order of the ranks
     by_rank = [tensor.split(layout.sizes, 2) for tensor in exchanged]
     q, k, v = [layout.in_order(shards, 2) for shards in by_rank]
     rank = mesh.comm(0).rank
     keys_of_queries = shares.keys_of_queries(rank)
     if keys_of_queries is not None:
-        # Groups do not fit the rank's heads: a head of keys for every query head.
+        # The rank's query heads are not complete groups, so each gets a copy of its head of keys.
         index = torch.tensor(keys_of_queries, device=q.device)
         k = k.index_select(1, index)
         v = v.index_select(1, index)
     if q.shape[1]:
         out = rotated_attention(q, k, v, whole)
     else:
-        # Without heads the product is empty, and takes part in the exchanges of backward.
+        # Without heads the result is empty. It depends on q, k and v, so that backward runs the
+        # exchanges of their gradients here too.
         out = q @ k.transpose(-1, -2) @ v
     shards = [layout.shard(out, 2, rank) for rank in range(layout.ranks)]
     rows = torch.cat(shards, 2)

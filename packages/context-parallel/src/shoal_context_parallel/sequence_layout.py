@@ -1,7 +1,8 @@
 """`SequenceLayout`: the positions of each rank; `AttentionMask`: the keys that queries read.
 
-`tiles` returns the queries and keys that both leave to compute. A mask is not a tensor of queries
-times keys: it splits ranges of positions into tiles, most of which are full.
+`tiles` returns the blocks of queries and keys that have to be computed for a layout and a mask. A
+mask is not a tensor of queries times keys: it splits ranges of positions into tiles, and in most
+tiles every query reads every key.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes, spans
 
-# First position, and the position behind the last one.
+# The first position, and the position after the last one.
 Range = tuple[int, int]
-# Reach of a query to keys of any position.
+# The reach of a query that reads keys at any distance; larger than every length.
 UNBOUNDED = 1 << 62
 # Queries of one tile at a window's edge; its mask has 512 x (512 + window) elements.
 _BAND_ROWS = 512
@@ -33,14 +34,14 @@ class SequenceLayout:
     """The positions of a sequence that each rank holds, as ranges in the rank's own order.
 
     Attributes:
-        ranges: for each rank its ranges; together they hold every position once.
+        ranges: the ranges of each rank; together they hold every position once.
 
     Raises:
         LayoutError: if the ranges overlap or leave positions out.
 
     Example:
-        Under a causal mask late positions have more to do; with the head and the tail, ranks have
-        equal work:
+        Under a causal mask late queries read more keys. If each rank has a part of the head and a
+        part of the tail, all ranks have equal work:
 
         >>> SequenceLayout.head_tail(8, ranks=2).ranges
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
@@ -71,7 +72,7 @@ class SequenceLayout:
 
         The last ranks may have no positions.
         """
-        # 10 on 4 ranks: 3, 3, 3, 1
+        # Example: 10 positions on 4 ranks -> 3, 3, 3, 1.
         sizes = shard_sizes(length, Shard(0), ranks)
         return cls._of([[span] for span in spans(sizes)])
 
@@ -99,11 +100,11 @@ class SequenceLayout:
         chunks = 2 * ranks
         starts = accumulate(lengths, initial=0)
         for start, length in zip(starts, lengths, strict=False):
-            # 8 from 4 on, 2 ranks: 4 6 8 10 12
+            # Example: a document of the 8 positions from 4 on, 2 ranks -> bounds 4 6 8 10 12.
             bounds = [start + length * i // chunks for i in range(chunks + 1)]
             ranges_of_chunks = [*pairwise(bounds)]
             for rank in range(ranks):
-                # rank 0 of 2: 4:6, 10:12
+                # Example, continued: rank 0 gets 4:6 and 10:12.
                 early = ranges_of_chunks[rank]
                 late = ranges_of_chunks[-1 - rank]
                 ranges[rank] += [early, late]
@@ -168,13 +169,13 @@ class SequenceLayout:
         """
         blocks: list[tuple[Range, Tensor]] = []
         for ranges, shard in zip(self.ranges, shards, strict=True):
-            # 0:2, 6:8: 2, 2
+            # Example: the ranges 0:2 and 6:8 -> sizes 2 and 2.
             sizes = [*map(_size, ranges)] or [0]
             blocks_of_rank = torch.split_with_sizes(shard, sizes, dim)
             blocks += zip(ranges, blocks_of_rank, strict=False)
         if not blocks:
             return torch.cat([shards[0]], dim)
-        # by range: 0:2, 2:4, 4:6, 6:8
+        # sorted by first positions, because the ranges are disjoint
         blocks.sort(key=lambda item: item[0])
         return torch.cat([block for _, block in blocks], dim)
 
@@ -197,14 +198,14 @@ class TileKind(Enum):
 
 
 class Tile(NamedTuple):
-    """Local queries and keys of one block of keys; each has at least one partner.
+    """Queries of a rank and keys of one block: each query reads a key, and each key is read.
 
     Attributes:
         row: batch row; None for all.
         queries: slice of the rank's queries.
         keys: slice of the block's keys.
         kind: the keys that each query reads.
-        offset: position of the first query less the position of the first key.
+        offset: position of the first query minus the position of the first key.
         first_key: global position of the first key.
     """
 
@@ -231,8 +232,8 @@ class Documents:
     Queries read keys of their own document only.
 
     Attributes:
-        rows: for each batch row, or once for all of them, runs of positions: (start, stop,
-            document).
+        rows: runs of positions (start, stop, document) of each batch row; one entry if all batch
+            rows have the same documents.
 
     Example:
         >>> Documents.from_cu_seqlens([0, 3, 8]) == Documents.from_ids([7, 7, 7, 9, 9, 9, 9, 9])
@@ -283,7 +284,7 @@ class Documents:
             distinct = dict.fromkeys(runs)
             numbers = {document: number for number, document in enumerate(distinct)}
             segments = []
-            # 7 7 9: 0:2 of document 0, 2:3 of document 1
+            # Example: ids 7 7 9 -> 0:2 is document 0, and 2:3 is document 1.
             for (start, stop), document in zip(spans(lengths.tolist()), runs, strict=True):
                 segments.append(_Segment(start, stop, numbers[document]))
             rows.append(tuple(segments))
@@ -314,10 +315,10 @@ class AttentionMask:
     """The keys that a query reads, by global positions.
 
     Attributes:
-        causal: only keys up to the query's own position.
-        window: (left, right), the numbers of keys before and behind the query's own position; None
-            is unbounded.
-        documents: only keys of the query's own document; None: all are one document.
+        causal: whether a query reads only keys up to its own position.
+        window: (left, right), the numbers of keys before and after its own position that a query
+            reads; None for no bound.
+        documents: the documents, if a query reads only keys of its own document; else None.
     """
 
     causal: bool = False
@@ -332,7 +333,7 @@ class AttentionMask:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Keys before and behind the query's own position that it may read."""
+        """Numbers of keys before and after its own position that a query may read."""
         left, right = [UNBOUNDED if side is None else side for side in self.window]
         if self.causal:
             right = 0
@@ -363,7 +364,7 @@ def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) ->
 
 
 class _HeldSegment(NamedTuple):
-    """A rank's part of a document.
+    """A run of positions of one document that a rank holds.
 
     Attributes:
         positions: global positions.
@@ -383,7 +384,7 @@ class _HeldSegment(NamedTuple):
 
 
 def _held_segments(ranges: Sequence[Range], segments: Sequence[_Segment]) -> Iterator[_HeldSegment]:
-    """Yield a rank's part of each document."""
+    """Yield the runs of positions of one document in a rank's ranges."""
     index = 0
     for start, stop in ranges:
         for segment in segments:
@@ -421,8 +422,8 @@ class _Pair(NamedTuple):
 
 def _pairs(queries: Range, keys: Range, left: int, right: int) -> Iterator[_Pair]:
     """Yield the tiles of a range of queries and a range of keys; every query has a key to read."""
-    # Queries 4 to 8, keys 0 to 4, left 2, right 0: queries 4 and 5 alone have keys to read, which
-    # are 2 and 3.
+    # Example: queries 4:8, keys 0:4, left 2, right 0 -> only the queries 4 and 5 have keys to read,
+    # the keys 2 and 3.
     first_key, end_key = keys
     first_query = max(queries[0], first_key - right)
     end_query = min(queries[1], end_key + left)
@@ -433,7 +434,8 @@ def _pairs(queries: Range, keys: Range, left: int, right: int) -> Iterator[_Pair
         yield _Pair(readers, keys, TileKind.FULL)
         return
     if left == UNBOUNDED and right == 0:
-        # Two ranges of a layout are the same, or apart.
+        # Runs of positions are equal or disjoint, so queries that do not begin with the first key
+        # follow all keys.
         kind = TileKind.CAUSAL if first_query == first_key else TileKind.FULL
         yield _Pair(readers, keys, kind)
         return
