@@ -64,7 +64,7 @@ def expect_all(
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is strided, and no wrapper as ShardedTensor and DTensor are."""
+    """Tell whether a tensor is strided, and not a wrapper such as a ShardedTensor or a DTensor."""
     is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return not is_wrapper and tensor.layout == torch.strided
 

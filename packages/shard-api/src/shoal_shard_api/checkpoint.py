@@ -167,7 +167,7 @@ def _read(
             process_group=group,
         )
     except (Exception, CheckpointException) as error:  # noqa: BLE001, RUF100
-        # Reading a broken file raises anything.
+        # reading a broken file may raise any error
         cause = _first_cause(error)
         raise CheckpointError(
             f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {cause}"
@@ -206,7 +206,7 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
         index = FileSystemReader(where).read_metadata()
         saved: Mapping[str, Any] = index.state_dict_metadata
     except Exception as error:  # noqa: BLE001, RUF100
-        # There is no folder, or the index is truncated: pickle raises anything.
+        # if the folder is missing, or the index is truncated, reading may raise any error
         raise CheckpointError(
             f"there is no readable checkpoint at {where}: {type(error).__name__}: {error}"
         ) from error

@@ -133,8 +133,8 @@ class ShardedOptimizer(optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the local tensors; no communication.
 
-        A parameter without a shard on this rank is stepped as an empty one, so all ranks have the
-        same state entries.
+        If this rank has no shard of a parameter, an empty tensor is stepped in its place, so that
+        all ranks have the same state entries.
 
         Raises:
             UnsupportedOpError: A parameter was resharded since it was added: its old shards would
@@ -222,10 +222,10 @@ class ShardedOptimizer(optim.Optimizer):
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load state and options; all ranks call it, since state in another layout is moved.
+        """Load state and options; all ranks call it, because state in another layout is moved.
 
         Args:
-            state_dict: What ``state_dict`` of an optimizer with the same parameter names returned.
+            state_dict: The result of ``state_dict`` of an optimizer with the same parameter names.
 
         Raises:
             ArgumentTypeError: ``state_dict`` is not a mapping.

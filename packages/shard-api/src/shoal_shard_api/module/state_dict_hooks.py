@@ -74,9 +74,10 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
         module: The module whose attributes are set, with the attributes of its sub-modules.
         state_dict: The state dict.
         prefix: Prefix of all keys.
-        local_metadata, unexpected_keys: Ignored.
+        local_metadata: Ignored.
         strict: Report missing keys.
         missing_keys: Keys of present ShardedTensors that the state dict lacks are appended.
+        unexpected_keys: Ignored.
         error_msgs: Messages about sizes that differ are appended.
 
     Example:

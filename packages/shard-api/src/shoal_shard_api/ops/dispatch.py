@@ -2,15 +2,17 @@
 
 1. the user's override of the function, ``custom_sharded_op_impl``;
 2. the user's override for the class of the spec, ``custom_sharding_spec_op``;
-3. the tables below: metadata, work on each shard, code of its own, refusals;
-4. shard by shard, if the function is pointwise and a layout has no placements, via_dtensor.py;
-5. embedding and embedding_bag with plain indices, lookup.py;
-6. by way of DTensors, via_dtensor.py. Results without dims are plain tensors, others
-   ShardedTensors: a replicated or partial result is sharded like an argument of its shape, else
+3. the tables below: DESCRIBE (metadata), SHARDWISE (each shard alone), HANDLERS (special code) and
+   REFUSED;
+4. embedding and embedding_bag with plain indices, lookup.py;
+5. each shard alone, if the function is pointwise and a layout has no placements, via_dtensor.py;
+6. by way of DTensors, via_dtensor.py. Results without dims are plain tensors, others are
+   ShardedTensors: a replicated or partial result is sharded like an argument of its shape, or else
    along dim 0.
 
-A layout without placements (several shards on a rank, no grid) is refused in 6, or moved inside
-``implicit_reshard()``. The class ShardedTensor is an argument here.
+A layout without placements (several shards on a rank, or no grid) is refused in 6, or moved inside
+``implicit_reshard()``. Functions get the class ShardedTensor as the argument ``cls``, because its
+module imports this one.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ Handler = Callable[[Any, Function, tuple[Any, ...], dict[str, Any]], Any]
 CustomOp = Callable[[tuple[type, ...], tuple[Any, ...], "dict[str, Any]", ProcessGroup], Any]
 """An override: (types, args, kwargs, process_group) -> result, as in ``__torch_function__``."""
 
-# By class of spec, or None for any, and function.
+# By (class of spec, function); the class is None for overrides for any spec.
 _OVERRIDES: dict[tuple[type | None, Function], CustomOp] = {}  # declared mutable state
 
 

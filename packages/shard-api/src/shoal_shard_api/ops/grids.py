@@ -1,8 +1,10 @@
 """Grids of shards: a mesh of ranks, and for every mesh axis the tensor dim that it shards.
 
-one sharded dim           1-D mesh, ranks in the order of their shards; size 0 without a shard
+one sharded dim           1-D mesh, ranks in the order of their shards; ranks without a shard have
+                          an empty one
 n-D grid of shards        n-D mesh of the same shape
-bricks, several per rank  no placements: NotExpressibleError
+no grid, or several       no placements: NotExpressibleError
+shards on a rank
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
     if not shape:
         raise NotExpressibleError("a tensor of 0 dims cannot have a Shard placement")
     holders = _holders(layout)
-    # 0:2 and 2:3 of (3,): ((2, 1),)
+    # Example: shards 0:2 and 2:3 of a tensor of size (3,) -> ((2, 1),).
     cells = grid(list(holders), shape)
     if cells is None:
         held = ", ".join([f"{format_box(box)} on rank {rank}" for box, rank in holders.items()])
@@ -75,7 +77,7 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
     idle_ranks = iter(idle)
     ranks = []
     for coordinate in product(*map(range, mesh_shape)):
-        # In a mesh of (3, 2) over 2 x 2 cells, the coordinates (2, 0) and (2, 1) have no cell.
+        # Example: in a mesh of (3, 2) over 2 x 2 cells, (2, 0) and (2, 1) do not have a cell.
         index_by_dim = dict(zip(dims, coordinate, strict=True))
         is_inside = all(index < len(cells[dim]) for dim, index in index_by_dim.items())
         if holders and is_inside:
@@ -107,7 +109,7 @@ def _holders(layout: Layout) -> dict[Box, int]:
 def _dim_of_empty_shards(layout: Layout, shape: tuple[int, ...]) -> int:
     """Return the dim to shard if one rank holds every element, or if there is no element.
 
-    It is a dim along which the other shards are empty.
+    The dim is one along which the other shards are empty.
     """
     if 0 in shape:
         return shape.index(0)
@@ -131,7 +133,7 @@ def _add_empty_shards(axes: list[list[int]], idle: list[int], filled: int, membe
         NotExpressibleError: The idle ranks fill the rows of no axis.
     """
     for sizes in axes:
-        # The ranks that share one index on the axis: in a 2 x 2 grid, 2 idle ranks are one row.
+        # Number of ranks at one index of the axis. Example: in a 2 x 2 grid, 2 ranks are a row.
         row = max(filled, 1) // max(len(sizes), 1)
         if len(idle) % row == 0:
             sizes += [0] * (len(idle) // row)

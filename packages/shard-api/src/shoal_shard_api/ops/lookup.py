@@ -1,7 +1,7 @@
-"""``F.embedding`` and ``F.embedding_bag`` of a sharded weight and plain indices, own or replicated.
+"""``F.embedding`` and ``F.embedding_bag`` of a sharded weight and plain indices.
 
-Own indices are gathered over the ranks and looked up as one batch. Each rank keeps the rows of its
-own indices:
+By default each rank has its own indices. They are gathered over the ranks and looked up as one
+batch, and each rank keeps the rows of its own indices:
 
     indices of ranks 0..2   [3 7] [] [1]     gathered: [3 7 1], in shards of 2, 0 and 1 rows
 """
@@ -88,7 +88,11 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Check this rank's indices; return this rank's sizes, and facts that all ranks share."""
+    """Check this rank's indices; return facts for `agree_on`.
+
+    "~sizes", which may differ between ranks, has the length of the indices along dim 0, and the
+    number of rows of the result.
+    """
     name = call.name
     # Only embedding_bag has offsets.
     bags = "offsets" in arguments
@@ -152,7 +156,7 @@ def _gather_arguments(
     """
 
     def collect(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """S(0) -> R; the gradient of the result must be equal on all ranks."""
+        """Gather shards of dim 0 (S(0) -> R); the result's gradient must be equal on all ranks."""
         shape = torch.Size([sum(sizes), *tensor.shape[1:]])
         stride = torch.empty(shape, device="meta").stride()
         rows = Shard(0, sizes=tuple(sizes))
@@ -171,7 +175,7 @@ def _gather_arguments(
             tensor = tensor.reshape(-1)
         gathered[name] = collect(tensor, lengths)
     if offsets is not None:
-        # Offsets [0 2] of 3 indices on rank 0 and [0] of 1 index on rank 1 become [0 2 3].
+        # Example: offsets [0 2] of 3 indices on rank 0, and [0] of 1 index on rank 1 -> [0 2 3].
         includes_end = bool(arguments["include_last_offset"])
         *starts, end = accumulate(lengths, initial=0)
         shifted = offsets + starts[mesh.get_local_rank()]

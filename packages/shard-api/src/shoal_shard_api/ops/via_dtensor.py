@@ -1,9 +1,10 @@
 """Conversion of ShardedTensor to DTensor and back, and functions by way of DTensors.
 
-Both describe a ``Grid`` (grids.py). The arguments of a function are converted to the mesh of the
-first tensor whose layout has placements. Pointwise functions, detected by a run on meta tensors,
-need no placements: they are computed on each shard alone, in any layout. The class ShardedTensor is
-an argument here.
+A conversion needs shards that form a ``Grid`` (grids.py). The arguments of a function are converted
+to the mesh of the first tensor whose layout has placements, the home mesh. Pointwise functions,
+detected by a run on meta tensors, do not need placements: they are computed on each shard alone, in
+any layout. Functions get the class ShardedTensor as the argument ``cls``, because its module imports
+this one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ _ALSO_POINTWISE = {
 
 
 def spec_for(tensor: Any) -> Spec:
-    """Return the spec of the DTensor of the same shards; a NotExpressibleError if there is none."""
+    """Return the spec of the DTensor with the same shards.
+
+    Raises:
+        NotExpressibleError: There is none.
+    """
     group = tensor.process_group
     device_type = tensor._local_tensors[0].device.type
     shape = tuple(tensor.size())
@@ -162,8 +167,8 @@ class DTensorCall:
 
     Attributes:
         tensors: The ShardedTensors among the arguments.
-        initializer: The function is one of torch.nn.init.
-        in_place: The function writes to its first argument.
+        initializer: True if the function is one of torch.nn.init.
+        in_place: True if the function writes to its first argument.
         specs: By the id of a tensor: the spec of its DTensor; None if its layout has no placements.
         problem: The reason why a tensor has no placements; "" if all have.
     """
@@ -206,8 +211,9 @@ class DTensorCall:
         """Compute the call shard by shard or by way of DTensors, or refuse it.
 
         Args:
-            args, kwargs: The arguments of the function.
-            plain: Turns a result with dims into a plain tensor; by default it becomes a
+            args: The positional arguments of the function.
+            kwargs: The keyword arguments of the function.
+            plain: Converts a result with dims to a plain tensor; by default the result becomes a
                 ShardedTensor.
         """
         self._refuse_leaf(args, kwargs)
@@ -261,7 +267,10 @@ class DTensorCall:
         return pytree.tree_map(convert_back, result)
 
     def _refuse_leaf(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a write to a leaf that requires grad, which torch allows on a view of it."""
+        """Refuse a write to a leaf that requires grad.
+
+        Torch would allow the write, because the DTensor of the call is not a leaf.
+        """
         if self.initializer or not torch.is_grad_enabled():
             return
         written = [args[0]] if self.in_place and args else []
@@ -328,7 +337,10 @@ class DTensorCall:
 
 
 def _shard_further(dtensor: DTensor) -> tuple[Any, ...]:
-    """Return placements with Shard(0) on the axes without a shard; on all if an axis has it."""
+    """Return placements of shards only: Shard(0) on the axes that do not shard.
+
+    If an axis shards dim 0 already, all axes get Shard(0).
+    """
     placements = dtensor.placements
     if any(placement.is_shard(0) for placement in placements):
         return (Shard(0),) * len(placements)

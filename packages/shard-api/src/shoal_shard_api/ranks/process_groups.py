@@ -89,7 +89,7 @@ def agree_on(
         try:
             pickle.loads(pickle.dumps(facts))
         except Exception as cause:  # noqa: BLE001, RUF100
-            # pickling runs code of the values' classes, which raises anything
+            # pickling runs code of the values' classes, which may raise any error
             raise ArgumentTypeError(
                 f"{', '.join(facts)}: a value cannot be sent to other ranks ({cause})"
             ) from cause

@@ -33,7 +33,7 @@ class ShardMetadata:
         placement: "rank:1/cuda:1" (a global rank and its device), a parsed one, or None if unknown.
 
     Raises:
-        ShardingSpecError: Offsets and sizes are no sequences of integers of one length, one is
+        ShardingSpecError: Offsets and sizes are not sequences of integers of one length, one is
             negative, or the placement cannot be parsed.
 
     Example:
@@ -119,7 +119,7 @@ class MEM_FORMAT_ENCODING(Enum):
     TORCH_PRESERVE_FORMAT = 2
 
 
-# At the index of each format: the value of its encoding.
+# The index of a format is the value of its encoding.
 _MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]
 
 
@@ -129,7 +129,8 @@ class TensorProperties:
 
     Attributes:
         dtype: Element type; the default dtype unless given.
-        layout, memory_format: Always torch.strided and torch.contiguous_format for a ShardedTensor.
+        layout: Always torch.strided for a ShardedTensor.
+        memory_format: Always torch.contiguous_format for a ShardedTensor.
         requires_grad: True if the shards require gradients.
         pin_memory: True if the shards are in pinned host memory.
 

@@ -1,8 +1,8 @@
 """Sharding specs: the abstract class, chunks of one dim, lists of shards, and the simplest spec.
 
-A spec maps a global size to shards; it holds no data. ``ShardingSpec.shard`` needs the class
-ShardedTensor, which is defined above: tensor/sharded_tensor.py sets ``ShardingSpec._scatter`` to
-its constructor.
+A spec maps a global size to shards, and does not hold data. ``ShardingSpec.shard`` needs the class
+ShardedTensor, whose module imports this one. So tensor/sharded_tensor.py sets
+``ShardingSpec._scatter`` to the constructor that it needs.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class ChunkShardingSpec(ShardingSpec):
                 f"dim {self.dim} is not a dim of a tensor of size {tuple(tensor_sizes)}"
             )
         dim = self.dim % ndim
-        # 5 rows on 4 placements: chunks of 2, 2, 1 and 0 rows, which begin at 0, 2, 4 and 5.
+        # Example: 5 rows on 4 placements -> chunks of 2, 2, 1 and 0 rows from 0, 2, 4 and 5 on.
         total = tensor_sizes[dim]
         split = get_split_size(total, len(self.placements))
         shards = []
@@ -234,7 +234,7 @@ def get_split_size(dim_size: int, chunks: int) -> int:
     expect_all("get_split_size", "(dim_size, chunks)", (dim_size, chunks), int)
     if chunks < 1:
         raise ShardingSpecError(f"get_split_size: chunks must be at least 1, got {chunks}")
-    return (dim_size + chunks - 1) // chunks  # (5 + 3) // 4 = 2
+    return (dim_size + chunks - 1) // chunks
 
 
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
@@ -246,7 +246,7 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
         idx: Index of the chunk.
 
     Raises:
-        ArgumentTypeError: A number is no integer.
+        ArgumentTypeError: A number is not an integer.
 
     Example:
         >>> [get_chunked_dim_size(5, 2, idx) for idx in range(4)]
@@ -254,7 +254,7 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
     """
     numbers = (dim_size, split_size, idx)
     expect_all("get_chunked_dim_size", "(dim_size, split_size, idx)", numbers, int)
-    # chunk 2: 5 - 2 * 2 = 1; chunk 3: -1
+    # Example: a dim of 5 in chunks of 2 -> 1 remains for chunk 2, and -1 for chunk 3.
     remaining = dim_size - idx * split_size
     return min(max(remaining, 0), split_size)
 
@@ -367,7 +367,7 @@ def _as_chunks(shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
     sharded_dims = [dim for dim in range(ndim) if is_sharded(dim)]
     if len(sharded_dims) > 1:
         return None
-    # (3, 2) and (2, 2) in a tensor of (5, 2): dim 0.
+    # Example: shards of (3, 2) and (2, 2) in a tensor of (5, 2) -> dim 0.
     dim = sharded_dims[0] if sharded_dims else 0
 
     def order(shard: ShardMetadata) -> tuple[bool, int]:
@@ -389,7 +389,7 @@ def _as_chunks(shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
 def _size_of_filled(shards: Sequence[ShardMetadata], ndim: int) -> list[int]:
     """Return the size that the shards with elements reach along every dim.
 
-    An empty shard is ignored: torch writes offsets behind the end of the dim for it.
+    Empty shards are ignored, because torch gives them offsets after the end of the dim.
     """
     size = [0] * ndim
     for shard in shards:

@@ -398,13 +398,13 @@ class ShardedTensor(ShardedTensorConstructors):
             gradients = [local.clone() for local in gradient._local_tensors]
             copied.grad = gradient._with(gradients)
         if getattr(self, "_is_param", False):
-            # torch.nn.Parameter marks tensors of other classes so.
+            # torch.nn.Parameter sets this attribute on tensors of other classes
             copied.__dict__["_is_param"] = True
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         shards = [Shard(shard.tensor.detach(), shard.metadata) for shard in self._local_shards]
-        # torch.nn.Parameter marks tensors of other classes so.
+        # torch.nn.Parameter sets this attribute on tensors of other classes
         is_parameter = getattr(self, "_is_param", False)
         state = {
             "shards": shards,

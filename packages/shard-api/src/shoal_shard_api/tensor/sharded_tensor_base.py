@@ -1,4 +1,4 @@
-"""ShardedTensorBase has size, spec and local shards; a subclass adds constructors."""
+"""The bases of ShardedTensor: size, spec and local shards, and then constructors on a group."""
 
 from __future__ import annotations
 
@@ -58,8 +58,11 @@ class ShardedTensorBase(torch.Tensor):
     _sharding_spec: ShardingSpec
     _metadata: ShardedTensorMetadata
     _local_shards: list[Shard]
+    # On a rank of the group without shards: an empty tensor. It takes the place of the shards in the
+    # autograd graph, so that the rank takes part in the collectives of backward.
     _anchor: torch.Tensor | None
     _process_group: dist.ProcessGroup | None
+    # rank and box of every shard; empty without a group
     _layout: Layout
 
     def __new__(
@@ -111,8 +114,7 @@ class ShardedTensorBase(torch.Tensor):
             stride: The global stride; None is contiguous.
         """
         _run_once(cls._install)
-        # A rank without shards has one empty tensor, so that it has a node in the autograd graph
-        # and takes part in the collectives of backward.
+        # a rank without shards gets the empty tensor that becomes its anchor
         if group is not None and not local_tensors:
             local_tensors = empty_local_tensors(metadata)
         shards = own_shards(metadata) if group is not None else []
@@ -336,7 +338,7 @@ def _run_once(function: Callable[[], None]) -> None:
 
 
 def _flatten_anchor(local: torch.Tensor) -> torch.Tensor:
-    """Return the empty 1-D tensor that stands in the autograd graph of a rank without shards."""
+    """Return an empty local tensor as a 1-D tensor, the anchor of a rank without shards."""
     return local if local.dim() == 1 else local.reshape(0)
 
 
