@@ -224,25 +224,27 @@ class Strided:
     ) -> None:
         self.shape = tuple(shape)
         self.sizes = tuple(sizes)
-        unit = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        dim_strides = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         rest = offset
         start = []
-        for stride in unit:
+        for stride in dim_strides:
             # the stride is 0 if a following dim has size 0
             index, rest = divmod(rest, stride) if stride else (0, 0)
             start.append(index)
         self.start = tuple(start)
-        steps = [self._step(unit, *loop) for loop in zip(self.sizes, strides, strict=True)]
+        steps = []
+        for size, stride in zip(self.sizes, strides, strict=True):
+            steps.append(self._step(dim_strides, size, stride))
         self.steps: tuple[tuple[int, int] | None, ...] = tuple(steps)
-        walked = [step[0] for step in steps if step is not None]
-        if len({*walked}) < len(walked):
+        walked_dims = [step[0] for step in steps if step is not None]
+        if len({*walked_dims}) < len(walked_dims):
             raise MappingError(f"two dims of a view {self.sizes}, {tuple(strides)} walk along one")
 
-    def _step(self, unit: Sequence[int], size: int, stride: int) -> tuple[int, int] | None:
-        """Return the dim that a loop walks along, and its step."""
+    def _step(self, dim_strides: Sequence[int], size: int, stride: int) -> tuple[int, int] | None:
+        """Return the dim of the tensor that a dim of the view walks along, and its step."""
         if size == 1 or stride == 0:
             return None
-        for dim, stride_of_dim in enumerate(unit):
+        for dim, stride_of_dim in enumerate(dim_strides):
             step, rest = divmod(stride, stride_of_dim) if stride_of_dim else (0, 1)
             last = self.start[dim] + (size - 1) * step
             if step > 0 and not rest and last < self.shape[dim]:

@@ -40,7 +40,7 @@ class CellIndex:
             by_box.setdefault(holding.box, []).append(holding)
         boxes = [*by_box]
         if overlap(boxes) is not None:
-            by_box = _cut_by_edges(shape, by_box)
+            by_box = _split_at_edges(shape, by_box)
             boxes = [*by_box]
         self.all = [Cell(box, tuple(holders)) for box, holders in by_box.items()]
         self._edges = edges(boxes, shape)
@@ -75,17 +75,18 @@ def _meets(box: Box, region: Region) -> bool:
     return True
 
 
-def _cut_by_edges(
+def _split_at_edges(
     shape: Sequence[int], by_box: dict[Box, list[Holding]]
 ) -> dict[Box, list[Holding]]:
     """Split boxes that share elements at the edges of all boxes."""
     positions = edges([*by_box], shape)
-    cut = dict[Box, list[Holding]]()
+    by_cell = dict[Box, list[Holding]]()
     for box, holdings in by_box.items():
-        intervals = []
-        for (start, stop), along in zip(box, positions, strict=True):
-            inside = along[bisect_left(along, start) : bisect_left(along, stop) + 1]
-            intervals.append([*pairwise(inside)])
-        for cell in product(*intervals):
-            cut.setdefault(cell, []).extend(holdings)
-    return cut
+        intervals_of_dims = []
+        for (start, stop), edges_of_dim in zip(box, positions, strict=True):
+            first = bisect_left(edges_of_dim, start)
+            last = bisect_left(edges_of_dim, stop)
+            intervals_of_dims.append([*pairwise(edges_of_dim[first : last + 1])])
+        for cell in product(*intervals_of_dims):
+            by_cell.setdefault(cell, []).extend(holdings)
+    return by_cell

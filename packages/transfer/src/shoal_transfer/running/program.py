@@ -139,7 +139,8 @@ class _Compiler:
         receiver = self._member(copy.receiver)
         if sends and sender == receiver:
             pair = (self._view(copy.receiver, copy.sizes), self._view(copy.sender, copy.sizes))
-            (self._copies if copy.stage == 0 else self._repeats).append(pair)
+            pairs = self._copies if copy.stage == 0 else self._repeats
+            pairs.append(pair)
         elif sends:
             self._sends[copy.stage][receiver].append(self._view(copy.sender, copy.sizes))
         elif receives:
