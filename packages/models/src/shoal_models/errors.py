@@ -6,9 +6,9 @@ from shoal_dtensor.errors import StyleError
 
 
 class CheckpointError(StyleError, RuntimeError):
-    """Files of a model that cannot be written or read.
+    """The files of a model cannot be written or read.
 
-    The message names the files, and the parts that are unchanged.
+    The message names the files, and says which files are unchanged.
     """
 
 

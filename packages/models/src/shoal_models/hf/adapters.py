@@ -29,18 +29,20 @@ Model = TypeVar("Model", bound=nn.Module)
 def parallelize_adapters(model: Model) -> Model:
     """Shard a peft model's LoRA adapters as the layers that they are added to; return the model.
 
-    The base of the model is parallel.
+    The layers are parallel already. An adapter adds B(A(x)) to the output of its layer; A and B are
+    Linears. Their weights are replicated (R) or sharded (S):
 
-        columns   A: R, B: S(0)    B has the style of the layer; the gradient of A is reduced where B reads it
-        rows      A: S(1), B: R    A has the style of the layer
+        layer     A      B
+        columns   R      S(0)   B has the style of the layer; its input sums A's gradient over the ranks
+        rows      S(1)   R      A has the style of the layer
 
     Call this function after `get_peft_model` or `PeftModel.from_pretrained` on a parallel model. If
     peft comes first, add `.base_layer` to the paths of the plan, and call this function after
     `parallelize_module`.
 
     Args:
-        model: changed in place; adapters have the same values on all ranks. Adapters that are
-            already parallel stay unchanged.
+        model: a model of peft, changed in place. Its adapters have the same values on all ranks.
+            Adapters that are already parallel stay unchanged.
 
     Raises:
         UnsupportedModuleError: if a parallel layer has an adapter of another kind than LoRA for
@@ -65,7 +67,7 @@ def parallelize_adapters(model: Model) -> Model:
         for factor in factors.values():
             if not isinstance(factor.weight, DTensor):
                 apply_sharding(factor, record, mesh)
-    # The Dropouts of the adapters draw too.
+    # Watch the model again: the Dropouts of the adapters draw random numbers too.
     unwatch_draws(model)
     watch_draws(model)
     return model
@@ -76,7 +78,7 @@ class _AdaptedLayer(NamedTuple):
 
     Attributes:
         layer: the layer of peft.
-        record: the declaration of a style for the layer inside.
+        record: what a style declares for the layer inside.
         mesh: the mesh of the style.
     """
 
@@ -94,7 +96,7 @@ def _adapted_layers(model: nn.Module) -> Iterator[_AdaptedLayer]:
                 yield _AdaptedLayer(module, record, mesh)
 
 
-# Attributes that other kinds of adapters have: DoRA and its kin; adapters of embeddings.
+# Attributes that are not empty for other adapters: variants such as DoRA, adapters of embeddings.
 _VARIANTS = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")
 
 
@@ -110,9 +112,9 @@ def _can_be_sharded(layer: Any, record: ModuleSharding) -> bool:
 def merging_adapters() -> AbstractContextManager[None]:
     """Let peft merge adapters into parallel layers inside the block.
 
-    The methods are `merge_adapter`, `unmerge_adapter` and `merge_and_unload`.
-
-    One factor of an adapter is replicated and plain, which counts as replicated here.
+    Call `merge_adapter`, `unmerge_adapter` or `merge_and_unload` in the block. One of the two
+    factors of an adapter is a plain tensor, equal on all ranks; the block lets it count as
+    replicated beside the other factor, which is a DTensor.
 
     Example:
         >>> with merging_adapters():
@@ -124,15 +126,15 @@ def merging_adapters() -> AbstractContextManager[None]:
 def save_adapters(
     model: Any, directory: str | PathLike[str], adapter_name: str = "default"
 ) -> None:
-    """Write an adapter as peft does.
+    """Write an adapter in peft's format.
 
-    `PeftModel.from_pretrained` loads it, around a plain model or a parallel one.
+    `PeftModel.from_pretrained` loads the files, for a plain model or a parallel one.
 
-    All ranks call it; the adapter's tensors, not the model's, are gathered one by one, and rank 0
-    writes them.
+    All ranks call this function. The tensors of the adapter are gathered one by one, and rank 0
+    writes them; the tensors of the layers are not gathered.
 
     Args:
-        model: of peft.
+        model: a model of peft.
         directory: where `adapter_model.safetensors` and `adapter_config.json` are written.
         adapter_name: name of an adapter of the model.
 
@@ -157,17 +159,17 @@ def save_adapters(
 def load_adapters(
     model: Any, directory: str | PathLike[str], adapter_name: str = "default"
 ) -> None:
-    """Fill a model's adapters from a file of `save_adapters`, or of peft's `save_pretrained`.
+    """Fill a model's adapters from a file that `save_adapters` or peft's `save_pretrained` wrote.
 
     Every rank reads its own shards; nothing is sent.
 
     Args:
-        model: of peft, with adapters of that name; changed in place.
-        directory: of `adapter_model.safetensors`.
+        model: a model of peft that has an adapter of that name; it is changed in place.
+        directory: the directory that has `adapter_model.safetensors`.
         adapter_name: name of an adapter of the model.
 
     Raises:
-        CheckpointError: if the file has other tensors than the model.
+        CheckpointError: if the file and the model have different tensors.
 
     Example:
         >>> load_adapters(parallelize_adapters(model), "adapter")  # doctest: +SKIP

@@ -19,16 +19,17 @@ def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
     """Choose the plan for a model of transformers, and prove it on simulated ranks.
 
     Args:
-        model: also on the meta device.
-        mesh: with one axis.
-        plan: the user's plan; if left out the model's own plan, else an automatic plan.
+        model: a model of transformers, on any device, including meta.
+        mesh: a mesh with one axis.
+        plan: the user's plan. If it is left out, the model's own plan is chosen if it fits, and
+            otherwise an automatic plan.
 
     Raises:
         PlanError: if the user's plan does not fit, or no automatic plan is right; the message names
             the parameters that would be wrong.
 
     Warns:
-        PlanWarning: if the model's own plan does not fit, and where a plan could not be proven.
+        PlanWarning: if the model's own plan does not fit, or if a plan could not be proven.
     """
     chosen = plan
     if chosen is None and model.tp_plan:
@@ -43,7 +44,7 @@ def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
             )
         _warn_unproven(name, sample.reason)
         return chosen
-    # Ranks beyond the simulated ones change sizes of shards, not whether a plan is right.
+    # A larger number of ranks changes the sizes of shards, not whether a plan is right.
     simulated = min(mesh.size(), MOST_RANKS)
     ranks = abstract_mesh((simulated,), mesh.mesh_dim_names)
     if chosen is None:
@@ -71,7 +72,7 @@ def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
 
 def _automatic_plan(name: str, sample: SmallCopy, ranks: DeviceMesh, cause: str) -> Plan:
     with warnings.catch_warnings():
-        # An error says why the plan is empty.
+        # The error below says why the plan is empty, so the warning is not needed.
         warnings.simplefilter("ignore")
         found: AutoPlan = auto_plan(sample.model, ranks, **sample.inputs)
     if not found:

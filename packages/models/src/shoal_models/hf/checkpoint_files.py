@@ -1,10 +1,9 @@
-"""Files of a model: the files of a path, and their tensors in the form of this release.
-
-The tensors have the names of this release of transformers.
+"""Files of a model: finding them, and their tensors by the names of this release of transformers.
 
 transformers declares per architecture how entries of files are renamed, and which entries are
-merged or split (experts that are stored one by one, fused projections). Renamed entries are read by
-slices; converted entries are made whole, one parameter at a time, and the rank takes its shard.
+converted: merged or split, such as experts that are stored one by one, or fused projections. A rank
+reads slices of an entry that is only renamed. Converted entries are made whole on every rank, one
+conversion at a time, and the rank takes its shard.
 """
 
 from __future__ import annotations
@@ -34,10 +33,12 @@ _EXPECTED = (
 def find_files(path: str | PathLike[str]) -> tuple[Path, list[Path]]:
     """Return the directory with the configuration, and the files with tensors.
 
-    The path names a directory, an index, or one file.
+    Args:
+        path: a directory, an index of files, or one file.
 
-    CheckpointError is raised if the path does not exist or has no files, or if files of the index
-    are missing.
+    Raises:
+        CheckpointError: if the path does not exist or has no files, or if files of the index are
+            missing.
     """
     location = Path(path)
     if not location.exists():
@@ -76,9 +77,9 @@ def _listed(index: Path) -> list[Path]:
 
 
 def source_of(files: list[Path]) -> list[Path] | dict[str, Tensor]:
-    """Return the source for `load_sharded`: safetensors files, or tensors mapped into memory.
+    """Return a source for `load_sharded`: the files, or the tensors of pickled files.
 
-    Pickled files are mapped.
+    These tensors are mapped into memory, so only what is used is read.
     """
     if all(file.suffix == ".safetensors" for file in files):
         return files
@@ -89,12 +90,14 @@ def source_of(files: list[Path]) -> list[Path] | dict[str, Tensor]:
 
 
 def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint by the names of a model, which is on the meta device.
+    """Return the tensors of a checkpoint by the names of a model.
 
-    The model is a model of transformers.
+    Args:
+        model: a model of transformers, on the meta device.
+        stored: the tensors of the files, by their names there.
     """
     by_name, conversions = _by_names_of(model, stored)
-    # Results of the conversion that was made last, by its first name.
+    # The results of the latest conversion, keyed like `conversions`. All others are dropped.
     latest: dict[str, dict[str, Tensor]] = {}
 
     def read_whole(entry: str) -> Tensor:
@@ -105,7 +108,7 @@ def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
     def make(first: str, name: str, slices: Slices) -> Tensor:
         if first not in latest:
-            # before the next results are made
+            # Free the old results before the new ones are made.
             latest.clear()
             latest[first] = _convert(model, first, conversions[first], read_whole)
         return latest[first][name][slices]
@@ -118,11 +121,11 @@ def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 class _Conversion(NamedTuple):
-    """A conversion of entries of files.
+    """A conversion of some entries of the files to one or several tensors of the model.
 
     Attributes:
-        converter: transformers' converter.
-        entries: names of the entries, each with the converter's pattern for it.
+        converter: the converter of transformers.
+        entries: name of an entry, and the pattern of the converter that matches it.
     """
 
     converter: Any
@@ -154,7 +157,7 @@ def _by_names_of(
         new, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, known
         )
-        # The entry has the model's own form already.
+        # The entry has a name of the model already.
         if new not in known and name in known:
             new = name
             pattern = None

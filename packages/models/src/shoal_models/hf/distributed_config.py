@@ -14,7 +14,7 @@ from shoal_mesh.internal import accelerator
 from shoal_tp_styles.internal import Plan
 
 _AXES = ("dp_replicate", "fsdp", "tp")
-# sizes that describe something else than the axes of a mesh, and the way to it
+# Sizes for which the mesh has no axis, and what to do instead.
 _OTHER_SIZES = {
     "pp_size": "load each stage by itself: torch.distributed.pipelining takes parallel modules",
     "ep_size": "pass a mesh, and a plan= in which ExpertParallel shards the experts",
@@ -29,16 +29,17 @@ def is_distributed_config(value: object) -> bool:
 def mesh_of(config: Any) -> DeviceMesh:
     """Return the mesh of all ranks that a `DistributedConfig` of transformers describes.
 
-    Its axes are "dp_replicate", "fsdp" and "tp", also where they have one rank. `from_pretrained`
-    takes the mesh and shards over "tp"; `shoal_data_parallel.fully_shard` takes
-    `mesh["dp_replicate", "fsdp"]`.
+    The axes are "dp_replicate", "fsdp" and "tp"; an axis may have a single rank. Pass the mesh to
+    `from_pretrained`, which shards over "tp", and `mesh["dp_replicate", "fsdp"]` to
+    `shoal_data_parallel.fully_shard`.
 
     Args:
         config: a `transformers.distributed.DistributedConfig`.
 
     Raises:
-        LayoutError: if it is none, or its sizes do not multiply to the number of ranks.
-        PlanError: if it has stages of a pipeline, expert parallelism or sequence parallelism, which
+        LayoutError: if the value is not a `DistributedConfig`, or if the product of its sizes is
+            not the number of ranks.
+        PlanError: if it has stages of a pipeline, expert parallelism or sequence parallelism. They
             are configured elsewhere; the message names the place.
 
     Example:
@@ -73,7 +74,8 @@ def tensor_axis_of(config: Any) -> DeviceMesh:
     """Return the axis over which a model is loaded.
 
     Raises:
-        LayoutError: if the configuration also has data axes, which sharding after loading needs.
+        LayoutError: if the configuration also has data axes of several ranks. They are used after
+            loading, by `fully_shard`.
     """
     mesh = mesh_of(config)
     if mesh["tp"].size() != mesh.size():
@@ -87,9 +89,10 @@ def tensor_axis_of(config: Any) -> DeviceMesh:
 
 
 def plan_of(config: Any, model: Any) -> Plan | None:
-    """Return the model's own plan with the rules of a configuration; None for the model's own.
+    """Return the model's own plan, changed by the rules of a configuration.
 
-    No rules at all, as an empty dictionary, are an empty plan.
+    The result is None if the configuration leaves the model's plan as it is (its rules are None or
+    "auto"), and an empty plan if its rules are an empty dictionary.
 
     Raises:
         PlanError: if a rule of the configuration names no module and no parameter.
@@ -108,5 +111,5 @@ def plan_of(config: Any, model: Any) -> Plan | None:
 
 
 def _pattern(rule: str) -> re.Pattern[str]:
-    """Return the pattern of the names that a rule is for; `*` stands for one part."""
+    """Return the pattern of the names that a rule matches; `*` matches one part of a name."""
     return re.compile(re.escape(rule).replace(r"\*", "[^.]+"))

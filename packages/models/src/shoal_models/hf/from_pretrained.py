@@ -1,7 +1,8 @@
-"""`from_pretrained`: a model of transformers from files onto a mesh; a rank reads its shards only.
+"""`from_pretrained`: load a model of transformers onto a mesh; a rank reads its shards only.
 
-Methods that do not support shards are replaced on the model: saving, resizing embeddings,
-continuous batching.
+The steps are: build the model on the meta device, choose and apply a plan, load the shards,
+initialize what no file has. At the end, methods that do not support shards are replaced on the
+model: saving, resizing embeddings, continuous batching.
 """
 
 from __future__ import annotations
@@ -58,20 +59,21 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
         path: a local directory as `save_pretrained` and `save_sharded` write it, its index, or one
             file in it.
         device_mesh: a mesh with one axis, or with several axes if one is named "tp"; convert a mesh
-            of torch first, by `shoal_dtensor.interop.mesh_from_torch`. Or a `DistributedConfig` of
-            transformers, whose `tp_plan` changes rules of the model's own plan.
-        plan: styles by path; the model's own plan if left out. Every rank proves it on a small copy
-            of the model with random weights. An automatic plan, proven likewise, replaces a model's
-            own plan that does not fit or is missing.
-        model_class: a class of transformers, also an Auto class; the class of the configuration if
+            of torch first, by `shoal_dtensor.interop.mesh_from_torch`. It may also be a
+            `DistributedConfig` of transformers; the configuration's `tp_plan` changes rules of the
+            model's own plan.
+        plan: styles by path; the model's own plan if left out. Every rank proves the plan on a
+            small copy of the model with random weights. If the model's own plan is missing or does
+            not fit, an automatic plan is proven and used instead.
+        model_class: a class of transformers or an Auto class; the class of the configuration if
             left out.
         dtype: dtype of floating-point parameters; the configuration's dtype for "auto".
-        strict: raise if the files and the model do not have the same entries; otherwise missing
-            entries are initialized as the model class does, else by their module's
-            `reset_parameters` or their style, with the same values on any number of ranks.
+        strict: raise if the files and the model do not have the same entries. Otherwise missing
+            entries are initialized by the model class, or else by the `reset_parameters` of their
+            module or by their style. The values are the same on any number of ranks.
         output_loading_info: return a `Loaded` too, with missing and unexpected entries, and the
             number of bytes that this rank read.
-        config_kwargs: changes of the configuration, `attn_implementation` among them.
+        config_kwargs: changes of the configuration, such as `attn_implementation`.
 
     Returns:
         The model, or the model and a `Loaded`.
@@ -79,11 +81,12 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
     Raises:
         CheckpointError: if the path has no model; the message names the expected and the existing
             files.
-        LayoutError: if the mesh has several axes and none is named "tp", or a `DistributedConfig`
-            has data axes, or other sizes than the number of ranks.
-        PlanError: if no plan is found, the plan does not fit (with the parameter or output that
-            would be wrong), entries differ under `strict`, nothing initializes a missing one, or
-            weights are quantized.
+        LayoutError: if the mesh has several axes and none is named "tp", or if a
+            `DistributedConfig` has data axes, or if the product of its sizes is not the number of
+            ranks.
+        PlanError: if no plan is found, if the plan does not fit (the message names a parameter or
+            output that would be wrong), if entries differ under `strict`, if nothing initializes a
+            missing entry, or if weights are quantized.
 
     Warns:
         PlanWarning: if the model's own plan does not fit its configuration, or a plan could not be
@@ -118,7 +121,7 @@ def _parallelize(
     model: Any, mesh: DeviceMesh, plan: Plan | None, *, allows_unmatched: bool
 ) -> None:
     with warnings.catch_warnings():
-        # The plan of an architecture has entries for all its variants.
+        # The plan of an architecture has entries for all its variants, so some match no module.
         if plan is None or allows_unmatched:
             warnings.simplefilter("ignore", UnmatchedPlanWarning)
         chosen = choose_plan(model, mesh, plan)
@@ -155,7 +158,7 @@ def _config(home: Path, changes: Mapping[str, Any]) -> Any:
 
 
 def _class_of(config: Any, model_class: Any) -> Any:
-    """Return the class of the model: the class that was passed, else the configuration's."""
+    """Return `model_class`, or else the class that the configuration names."""
     import transformers
 
     if model_class is not None:
@@ -182,7 +185,10 @@ def _dtype(dtype: torch.dtype | str, config: Any, stored: Mapping[str, Stored]) 
 
 
 def _stored_dtype(stored: Mapping[str, Stored]) -> torch.dtype:
-    """Return the floating-point dtype of the files, for an old configuration without a dtype."""
+    """Return the dtype of the first floating-point tensor of the files.
+
+    An old configuration has no dtype.
+    """
     for name in sorted(stored):
         if stored[name].shape:
             no_rows = stored[name][(slice(0, 0),)]
@@ -194,9 +200,10 @@ def _stored_dtype(stored: Mapping[str, Stored]) -> torch.dtype:
 def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """Build a model without storage, with the dtypes that transformers gives it."""
     with torch.device("meta"):
+        # Auto classes have `from_config`, model classes have `_from_config`.
         make = getattr(model_class, "from_config", None) or model_class._from_config
         model = make(config, dtype=dtype)
-    # names of modules that stay in float32
+    # patterns of the names of modules that stay in float32
     names = "|".join(re.escape(name) for name in model._get_dtype_plan(dtype))
     if not names:
         return model
@@ -207,7 +214,10 @@ def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
-    """Remove irrelevant entries from the report, as the model class declares; raise if strict."""
+    """Remove entries from the report that the model class declares as irrelevant.
+
+    Raise PlanError if entries are left and `strict` is true.
+    """
     info = SimpleNamespace(missing_keys=set(loaded.missing), unexpected_keys=set(loaded.unexpected))
     model._adjust_missing_and_unexpected_keys(info)
     loaded.missing = sorted(info.missing_keys)
@@ -221,11 +231,10 @@ def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
 
 
 def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
-    """Initialize buffers, which no file has, and missing parameters.
+    """Initialize the parameters and buffers that no file has.
 
-    The values follow the rules of the model and of its modules.
-
-    If a tensor has no rule, all ranks raise PlanError.
+    The rules of the model come first, then its constructor for buffers, then the rules of single
+    modules. If a tensor has no rule, all ranks raise PlanError.
     """
     unfilled = UnfilledTensors(model, mesh)
     unfilled.mark()
@@ -245,9 +254,14 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _mark_filled_modules(model: nn.Module, holes: Iterable[str]) -> None:
-    """Mark modules without a hole below them: transformers leaves them alone.
+    """Mark modules that transformers must not initialize, because no tensor below them is a hole.
 
-    A module may fill buffers of the modules below it, as FalconH1's module does.
+    A module with a hole further below is not marked, because its rule may fill buffers of the
+    modules below it, as FalconH1's does.
+
+    Args:
+        model: the model, whose modules are marked.
+        holes: paths of tensors that no file has.
     """
     with_holes = {""}
     for path in holes:
@@ -260,7 +274,7 @@ def _mark_filled_modules(model: nn.Module, holes: Iterable[str]) -> None:
 
 
 def _compute_buffers(model: Any, unfilled: UnfilledTensors) -> None:
-    """Compute buffers that no rule has filled, as the constructor of the model does.
+    """Take the values of unfilled buffers from a model that its constructor has just built.
 
     No bool value can mark a buffer as unfilled, so all bool buffers are computed.
     """
@@ -275,15 +289,12 @@ def _compute_buffers(model: Any, unfilled: UnfilledTensors) -> None:
 
 
 def _with_buffers_alone(model: Any) -> nn.Module:
-    """Build a model of the same configuration whose parameters have no storage.
-
-    The buffers are on CPU.
-    """
+    """Build a model of this configuration: buffers on CPU, parameters without storage."""
 
     def drop_storage(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(param.detach().to("meta"), param.requires_grad)
 
-    # torch's types have the hook return nothing.
+    # The hook's result replaces the parameter, but torch types it as returning None.
     replace: Any = drop_storage
     with torch.random.fork_rng(devices=[]):
         hook = register_module_parameter_registration_hook(replace)
@@ -333,24 +344,25 @@ def _finish(model: Any, home: Path, mesh: DeviceMesh) -> None:
 def _save_pretrained(
     model: Any, save_directory: str | PathLike[str], *args: Any, **options: Any
 ) -> None:
-    """Save shards on all ranks, or a given state dict of full tensors on the ranks that have it.
+    """Save the shards of all ranks, or a given state dict of whole tensors on the calling rank.
 
-    The method of the class would have every rank write its shards as the whole.
+    Without this, every rank would write its own shards as if they were the whole model.
     """
     if not save_whole_tensors(model, save_directory, *args, **options):
         save_sharded(model, save_directory)
 
 
 def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    """Resize the embeddings and the head, which are plain meanwhile, on every rank.
+    """Resize the embeddings and the head on every rank.
 
-    The new rows are the rows of rank 0.
+    The two modules become plain for the call, and are sharded again after it. The new rows have the
+    values of rank 0.
     """
     resized_modules = (model.get_input_embeddings(), model.get_output_embeddings())
     resized_ids = {id(module) for module in resized_modules}
     modules = {path: child for path, child in model.named_modules() if id(child) in resized_ids}
     records = {path: [*shardings_of(module)] for path, module in modules.items()}
-    # in one call, so that a shared weight stays one
+    # in one call, so that a weight that both modules share stays shared
     unparallelize_module(nn.ModuleList(modules.values()))
     embeddings: nn.Module = type(model).resize_token_embeddings(model, *args, **kwargs)
     for path, applied in records.items():
@@ -360,10 +372,10 @@ def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module
 
 
 def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
-    """Return the manager of `generate_batch`, whose caches have this rank's heads.
+    """Return the manager of `generate_batch`, with caches for this rank's heads.
 
-    transformers takes the number of heads from the mesh and from the entries of its own plan:
-    another number is refused.
+    transformers computes the number of heads from the mesh and from the entries of its own plan.
+    If this rank has another number of heads, the function raises UnsupportedModuleError.
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         config = model.config
@@ -376,7 +388,7 @@ def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs
                     f"own plan, and its {heads} heads must be divisible by {mesh.size()} ranks, "
                     "because transformers sizes its cache this way; use generate()"
                 )
-        # transformers looks for the axis "tp", or takes a mesh without names.
+        # transformers takes the axis "tp", or a mesh without names, so this mesh gets none.
         model._device_mesh = DeviceMesh(mesh.device_type, mesh.mesh)
     return type(model).init_continuous_batching(model, *args, **kwargs)
 

@@ -1,11 +1,9 @@
-"""`small_copy`: a small model from the configuration of a model, with inputs that run.
+"""`small_copy`: a small copy of a transformers model, with example inputs, to prove a plan on.
 
-The models are models of transformers.
-
-A plan is proven on a copy that has every kind of layer of the model, and as few layers as possible.
-The copy has random weights. The widths are the widths of the configuration if the simulated ranks
-of one process can hold them; otherwise widths, experts and vocabulary are divided by a power of
-two, so that numbers of heads and divisibility do not change.
+The copy has every kind of layer of the model, and as few layers as possible. Its weights are
+random. It keeps the widths of the configuration if the simulated ranks of one process can hold
+them. Otherwise widths and experts are divided by a power of two and the vocabulary is shortened;
+numbers of heads stay as they are.
 """
 
 from __future__ import annotations
@@ -21,15 +19,16 @@ from torch import Tensor, nn
 
 from shoal_tp_styles.internal import kind_and_first_line
 
-# A copy of at most so many parameters has the widths of the configuration: 16 MiB in float64.
+# A copy keeps the widths of the configuration up to this number of parameters: 16 MiB in float64.
 _FEW_PARAMETERS = 1 << 21
 # Divisors of widths, tried from the largest one.
 _DIVISORS = (16, 8, 4, 2)
-# Widths below are left as they are: sizes of states, of rotary halves, of tiny models.
+# Smaller widths are not divided: sizes of states, of rotary halves, of tiny models.
 _SMALL_WIDTH = 64
-# Experts that a smaller copy has at least, so that a router still chooses among them.
+# The least number of experts of a smaller copy, so that a router still chooses among them.
 _LEAST_EXPERTS = 16
-# A vocabulary keeps its remainder by this, so that ranks' shards stay uneven where they were.
+# A shortened vocabulary has this size, plus the remainder of the model's size divided by
+# `_REMAINDER`: where the shards of the model's vocabulary are uneven, those of the copy are too.
 _VOCABULARY = 256
 _REMAINDER = 16
 
@@ -41,7 +40,8 @@ _NO_WIDTH = re.compile(
     r"vocab|patch|image|kernel|chunk|block|batch|window|group|conv|type|max_|bucket|cache"
 )
 _EXPERT_COUNT = re.compile(r"(^|_)(num|n)_(\w+_)?experts$")
-# Positions of an encoder of sound, whose input has a fixed length, and of padded windows.
+# The most positions of a sound encoder, whose input has a fixed length, and the most tokens of a
+# window of attention.
 _SOURCE_LENGTH = 16
 
 
@@ -49,8 +49,8 @@ class SmallCopy(NamedTuple):
     """A small model on which a plan is proven.
 
     Attributes:
-        model: in float32, on CPU.
-        inputs: keyword arguments of its forward.
+        model: the model, in float32 on CPU.
+        inputs: keyword arguments for its forward.
     """
 
     model: nn.Module
@@ -61,19 +61,17 @@ class NoSmallCopy(NamedTuple):
     """The reason why a plan cannot be proven on a small copy.
 
     Attributes:
-        reason: one line.
+        reason: the reason, as one line.
     """
 
     reason: str
 
 
 def small_copy(model: Any) -> SmallCopy | NoSmallCopy:
-    """Return the smallest copy of a model that has its kinds of modules and runs.
-
-    The model is a model of transformers.
+    """Return the smallest copy of a model that has all of its kinds of modules, and that runs.
 
     Args:
-        model: on any device, also meta.
+        model: a model of transformers, on any device, including meta.
     """
     wanted = _kinds_of_modules(model)
     counts = _least_layer_counts(model)
@@ -104,8 +102,9 @@ class _Reduction(NamedTuple):
     """A way to make a configuration smaller.
 
     Attributes:
-        fewer_layers: whether lists of layers are shortened.
-        divisor: of widths, experts and vocabulary.
+        fewer_layers: True if lists of layers are shortened.
+        divisor: divisor of the widths and of the number of experts. If it is above 1, the
+            vocabulary is shortened too.
     """
 
     fewer_layers: bool = True
@@ -150,7 +149,10 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _least_layer_counts(model: nn.Module) -> dict[int, int]:
-    """Return how many first layers have all kinds of layers, by the length of a list of layers."""
+    """Map the length of a list of layers to the number of first layers that have all its kinds.
+
+    Example: six layers of the kinds a, a, b, a, a, b give {6: 3}.
+    """
     counts: dict[int, int] = {}
     for module in model.modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
@@ -162,7 +164,10 @@ def _least_layer_counts(model: nn.Module) -> dict[int, int]:
 
 
 def _kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
-    """Return a layer's modules, shapes of parameters, and switches that are attributes."""
+    """Return what layers of one kind have in common.
+
+    These are the modules, the shapes of parameters, and attributes that switch something on.
+    """
     found: list[Any] = []
     for path, module in layer.named_modules():
         found.append((path, type(module).__qualname__))
@@ -172,8 +177,8 @@ def _kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
             if isinstance(value, bool | str):
                 found.append((name, value))
             elif value is None or isinstance(value, int):
-                # The layer's index does not make another kind of layer; the presence of a window
-                # does.
+                # Layers with different integers, such as the layer's index, are of one kind. A
+                # layer with an integer and a layer with None, such as a window, are not.
                 found.append((name, type(value)))
     return tuple(found)
 
@@ -222,7 +227,7 @@ def _divide_widths(config: Any, divisor: int) -> None:
         if name == "vocab_size":
             config.vocab_size = min(value, _VOCABULARY + value % _REMAINDER)
         elif name.endswith("_token_id") and value >= _VOCABULARY:
-            # Example inputs have tokens 3 to 7, which must not become special ones.
+            # Special tokens are moved to 128 to 255, away from the tokens 3 to 7 of example inputs.
             setattr(config, name, _VOCABULARY - 1 - value % 128)
         elif _EXPERT_COUNT.search(name) and value // divisor >= _LEAST_EXPERTS:
             setattr(config, name, value // divisor)
@@ -252,7 +257,7 @@ def _check_heads(config: Any) -> None:
 
 
 def _build(model: Any, config: Any) -> Any:
-    """Build a model on CPU by implementations that compute in float64 there."""
+    """Build a model on CPU, with implementations of attention and experts that run in float64."""
     attention = config._attn_implementation
     if attention not in ("eager", "sdpa"):
         attention = "eager"
@@ -276,7 +281,8 @@ def _kinds_of_modules(model: nn.Module) -> set[tuple[Any, ...]]:
     for path, module in model.named_modules():
         general = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
         params = tuple((name, param.ndim) for name, param in _own_parameters(module))
-        # torch makes a class of its own for each module with a parametrization.
+        # torch makes a class for each module with a parametrization, so classes are compared by
+        # name.
         kinds.add((general, type(module).__qualname__, params))
     return kinds
 
@@ -305,7 +311,8 @@ def _running_inputs(model: Any) -> tuple[dict[str, Tensor] | None, str]:
 def _example_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     """Yield inputs by the name of the model's main input, likely ones first."""
     generator = torch.Generator().manual_seed(0)
-    # The same for encoders and decoders; 5 is not a multiple of a number of ranks.
+    # Encoders and decoders get the same tokens. Their number 5 is not a multiple of 2, 3 or 4
+    # ranks.
     tokens = torch.randint(3, 8, (2, 5), generator=generator)
     accepted = inspect.signature(model.forward).parameters
     decoder: dict[str, Tensor] = {}
@@ -321,12 +328,12 @@ def _example_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
             yield {model.main_input_name: values, **others}
     if "input_ids" in accepted:
         yield {"input_ids": tokens, **decoder}
-        # Some attentions take whole windows of tokens only.
+        # Some attentions take whole windows of tokens only: 64 is a multiple of `_SOURCE_LENGTH`.
         yield {"input_ids": tokens.repeat(1, 13)[:, :64], **decoder}
 
 
 def _main_shapes(model: Any) -> list[tuple[int, ...]]:
-    """Return shapes of a main input that is not tokens."""
+    """Return possible shapes of a main input that is not tokens: of images or of sound."""
     sizes: dict[str, Any] = {}
     for part in reversed(_parts(model.config)):
         sizes |= _fields(part)
@@ -339,11 +346,13 @@ def _main_shapes(model: Any) -> list[tuple[int, ...]]:
     if name == "input_values":
         bins = sizes.get("num_mel_bins", 128)
         frames = sizes.get("max_length") or 1024
+        # waveforms of 4000 samples, without and with a channel, or spectrograms
         return [(2, 4000), (2, 1, 4000), (2, frames, bins)]
     if name == "input_features":
         bins = _first(sizes, "num_mel_bins", "feature_projection_input_dim", "input_channels") or 80
         frames = 2 * (sizes.get("max_source_positions") or 32)
         width = _first(sizes, "input_feat_per_channel", "feature_projection_input_dim") or bins
+        # spectrograms with the frames last, or 64 frames with the features last
         return [(2, bins, frames), (2, 64, width)]
     return []
 

@@ -1,17 +1,16 @@
 """transformers' Trainer and accelerate with a parallel model.
 
-Per-process actions of Trainer and accelerate run once for the mesh.
-
-Both treat ranks as data-parallel processes: they would wrap the model in DistributedDataParallel
-and give every rank different batches. Ranks of one tensor axis read the same batches, so each rank
-appears to both as the only process. In a checkpoint every rank writes its shards, and rank 0 also
-writes the tensors that are not sharded:
+Trainer and accelerate treat ranks as data-parallel processes: they would wrap the model in
+DistributedDataParallel and give every rank different batches. Ranks of one tensor axis read the
+same batches, so `single_process` lets each rank appear as the only process. `prepare_accelerator`
+and `prepare_trainer` then replace what needs the shards of all ranks: clipping of gradients, and
+checkpoints. All ranks write and read a checkpoint together:
 
 checkpoint-STEP/
-    model*.safetensors, config.json    as `save_sharded` writes them; of a model of peft
-    adapter_model.safetensors, ...     the adapters alone, as `save_adapters` writes them
+    model*.safetensors, config.json    the model, as `save_sharded` writes it
+    adapter_model.safetensors, ...     for a model of peft, the adapters instead of the model
     optimizer/                         as torch.distributed.checkpoint writes it; any number of ranks reads it
-    scheduler.pt, rng_state.pth, ...   as Trainer writes them
+    scheduler.pt, rng_state.pth, ...   as Trainer writes them, on rank 0
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from ..weights.saving import on_first, save_sharded
 from .adapters import load_adapters, save_adapters
 from .checkpoint_files import find_files, source_of
 
+# Environment variables by which torchrun tells a process about the other ranks.
 _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -43,8 +43,9 @@ _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def single_process() -> Iterator[None]:
     """Hide the other ranks that torchrun started from accelerate and `TrainingArguments`.
 
-    Make `Accelerator(...)`, or `TrainingArguments(...)` and `Trainer(...)`, in the block, before
-    anything else initializes accelerate's state; the mesh must exist already.
+    Create the mesh before the block. In the block, create `Accelerator(...)`, or
+    `TrainingArguments(...)` and `Trainer(...)`, before anything else initializes accelerate's
+    state.
 
     Example:
         >>> with single_process():
@@ -64,7 +65,7 @@ def prepare_accelerator(accelerator: Any) -> Any:
     `clip_grad_norm_` clips by the norm over all shards.
 
     Args:
-        accelerator: made inside `single_process()`; changed in place.
+        accelerator: an `Accelerator` made inside `single_process()`; it is changed in place.
 
     Raises:
         PlanError: if the accelerator is itself distributed.
@@ -97,7 +98,8 @@ def prepare_trainer(trainer: Any) -> Any:
     accumulation, checkpointing of activations and fused optimizers need no preparation.
 
     Args:
-        trainer: made, with its `TrainingArguments`, inside `single_process()`; changed in place.
+        trainer: a `Trainer` made, with its `TrainingArguments`, inside `single_process()`; it is
+            changed in place.
 
     Raises:
         PlanError: if the trainer's arguments are distributed.
@@ -109,7 +111,7 @@ def prepare_trainer(trainer: Any) -> Any:
     """
     prepare_accelerator(trainer.accelerator)
     if own_rank() != 0:
-        # Rank 0 deletes old checkpoints.
+        # Rank 0 deletes old checkpoints, so the other ranks have no limit.
         trainer.args.save_total_limit = None
     trainer._save = partial(_save, trainer, trainer._save)
     trainer._save_checkpoint = partial(_save_checkpoint, trainer, trainer._save_checkpoint)
@@ -125,7 +127,14 @@ def prepare_trainer(trainer: Any) -> Any:
 def _save(
     trainer: Any, inner: Callable[..., None], output_dir: str | None = None, state_dict: Any = None
 ) -> None:
-    """Save the model on all ranks; save tokenizer and arguments on rank 0."""
+    """Save the model on all ranks; save tokenizer and arguments on rank 0.
+
+    Args:
+        trainer: the trainer.
+        inner: the trainer's own method.
+        output_dir: directory of the files; by default that of the trainer's arguments.
+        state_dict: passed to `inner`.
+    """
     directory = output_dir or trainer.args.output_dir
     if _adapted(trainer.model):
         save_adapters(trainer.model, directory, trainer.model.active_adapter)
@@ -136,6 +145,7 @@ def _save(
 
 
 def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial: Any) -> None:
+    """Save model and optimizer on all ranks; save the rest by the trainer's method on rank 0."""
     output = Path(trainer._get_output_dir(trial=trial))
     directory = output / f"checkpoint-{trainer.state.global_step}"
     trainer.save_model(str(directory), _internal_call=True)
@@ -166,10 +176,7 @@ def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
 
 
 def _adapted(model: Any) -> bool:
-    """Tell whether a model is a model of peft.
-
-    Trainer saves only the adapters of such a model.
-    """
+    """Tell whether a model is a model of peft; only its adapters are saved and loaded."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 

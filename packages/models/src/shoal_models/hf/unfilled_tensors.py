@@ -1,4 +1,8 @@
-"""Tensors of a model that no file has, and the test for values that a rule has written."""
+"""Tensors of a model that no file has, and whether they have values yet.
+
+`UnfilledTensors` gives each of them a value that no initialization writes. A tensor that still has
+this value later has not been initialized.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,9 @@ class Hole(NamedTuple):
     """A tensor that no file has: a parameter that is missing, or a buffer.
 
     Attributes:
-        module: its owner.
-        table: the owner's parameters or buffers.
-        name: its name there.
+        module: the owner of the tensor.
+        table: the owner's dictionary of parameters or of buffers, which has the tensor.
+        name: the name of the tensor in this dictionary.
     """
 
     module: nn.Module
@@ -60,14 +64,14 @@ class UnfilledTensors:
             self._ties.setdefault(id(hole.tensor), []).append(hole)
 
     def mark(self) -> None:
-        """Give each tensor storage and the value that no rule writes."""
+        """Give each tensor storage, filled with the value that no rule writes."""
         for hole in self.holes.values():
             hole.table[hole.name] = _unset_values(hole.tensor, self._mesh.device_type)
 
     def share_ties(self) -> None:
-        """Make tensors that were one tensor one again; the values of the first name count.
+        """Make tied tensors one tensor again: all names get the tensor of the first name.
 
-        A rule writes values for each of the names.
+        After `mark` each name has a tensor of its own, and rules write values to all of them.
         """
         for first, *others in self._ties.values():
             for other in others:
@@ -77,14 +81,14 @@ class UnfilledTensors:
         """Return the paths of tensors that still lack values on some rank."""
         tensors = [hole.tensor for hole in self.holes.values()]
         lacks_values = [_has_unset_values(tensor) for tensor in tensors]
-        # Another rank may have an empty shard, which lacks nothing.
+        # A rank with an empty shard finds no missing values, so the ranks add their answers.
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             flags = torch.tensor(lacks_values, dtype=torch.int, device=self._mesh.device_type)
             lacks_values = all_reduce(flags, self._mesh.comm(0)).tolist()
         return [path for path, lacks in zip(self.holes, lacks_values, strict=True) if lacks]
 
     def modules_left(self) -> Iterator[tuple[nn.Module, AbstractSet[str]]]:
-        """Yield the modules of tensors that lack values, with the names of all their holes."""
+        """Yield each module that has tensors without values, with the names of all its holes."""
         modules = dict.fromkeys(self.holes[path].module for path in self.left())
         for module in modules:
             names = {hole.name for hole in self.holes.values() if hole.module is module}
@@ -101,7 +105,7 @@ class UnfilledTensors:
 
 
 def _find_holes(model: nn.Module) -> dict[str, Hole]:
-    """Return tensors on the meta device, by path; mark the other tensors as filled."""
+    """Return the tensors on the meta device, by path; mark the other tensors as filled."""
     holes: dict[str, Hole] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -138,7 +142,10 @@ def _has_unset_values(tensor: Tensor) -> bool:
 
 
 def _unset_value(dtype: torch.dtype) -> float:
-    """Return a value that no rule writes: NaN, or the largest integer."""
+    """Return a value that no rule writes: NaN, or the largest integer.
+
+    For bool it is NaN too: `full_like` writes True then, and `isnan` finds no element.
+    """
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if is_inexact or dtype is torch.bool:
         return torch.nan

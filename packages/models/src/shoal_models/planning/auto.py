@@ -30,13 +30,13 @@ from .recipes import Entries, ModelBlocks, read_above
 def auto_plan(
     model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any
 ) -> AutoPlan:
-    """Derive styles by path from a model, layers of one kind under one wildcard.
+    """Derive styles by path from a model; layers of one kind share a path with a wildcard.
 
     For each block (an attention, a feed-forward, experts, the vocabulary) there are recipes: the
     model's own `tp_plan`; column-wise and row-wise projections by their usual names and shapes,
-    with the norms, biases, sinks and counts of heads between them; experts of any kind; and weights
-    whose output every rank gathers, which is right if inputs are replicated. Without a mesh the
-    first recipe of each block is returned.
+    with the norms, biases, sinks and counts of heads between them; experts of any kind; and sharded
+    weights with a gathered output, a recipe that is right if inputs are replicated. Without a mesh
+    the first recipe of each block is returned.
 
     Names do not prove a plan: a model may reshape by its own number of heads, or normalize sharded
     queries. With a mesh and example inputs, recipes are run on simulated ranks and compared with
@@ -46,10 +46,10 @@ def auto_plan(
 
     Args:
         model: a model that is not parallel; it is not changed.
-        mesh: with one axis; also an `abstract_mesh`.
-        args: example inputs of global shape; a small configuration of a model proves the plan for
-            its shape.
-        kwargs: likewise.
+        mesh: a mesh with one axis; an `abstract_mesh` is enough.
+        args: example inputs of global shape. The plan of a large model can be proven on a small
+            configuration of the model.
+        kwargs: keyword arguments among the example inputs.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ def auto_plan(
     dropped: dict[str, str] = {}
     if _unproven(model, first, mesh, args, kwargs=kwargs):
         plan = AutoPlan()
-        # Each block is tried together with the blocks that are proven.
+        # Each block is tried together with the blocks that are proven already.
         for block in progress(options.values(), "proving the blocks of a plan"):
             for entries in block:
                 problem = _unproven(model, {**plan, **entries}, mesh, args, kwargs=kwargs)

@@ -3,8 +3,8 @@
 Activations are counted by one forward on the meta device: simulated ranks run the parallel model on
 tensors without values. Every new storage is recorded, and storages that still exist when the
 forward ends are counted: tensors that autograd, custom functions and checkpoints keep, and the
-outputs. Attention without dropout is counted as torch's fused kernels, which the meta device does
-not have: they keep no weights.
+outputs. Attention without dropout is counted like torch's fused kernels, which keep no attention
+weights. The meta device does not have these kernels; `_attention` replaces them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class _DataParallelism(NamedTuple):
 
     Attributes:
         parameters: True if the parameters are divided by the number of replicas.
-        gradients: True if the gradients are.
-        state: True if the optimizer state is.
-        passes: how often a step sends the parameters' bytes around a ring.
+        gradients: True if the gradients are divided.
+        state: True if the optimizer state is divided.
+        passes: how often a step sends the parameters' bytes around a ring: an all-gather and a
+            reduce-scatter are one pass each, an all-reduce is two.
     """
 
     parameters: bool
@@ -64,11 +65,14 @@ class Candidate(NamedTuple):
     """One way to spread a model over ranks.
 
     Attributes:
-        shape: replicas and tensor-parallel ranks: the shape of the mesh ("dp", "tp").
-        data: the function for the axis of replicas.
-        nbytes: parameters, gradients, optimizer state and activations on the rank that holds most.
-        activation_bytes: bytes of these that a forward keeps for its backward, and of its outputs.
-        seconds: expected time of the collectives of a step, without overlap.
+        shape: numbers of replicas and of tensor-parallel ranks, the shape of the mesh ("dp", "tp").
+        data: the data-parallel function for the axis of replicas.
+        nbytes: bytes of parameters, gradients, optimizer state and activations, on the rank that
+            holds most.
+        activation_bytes: the part of `nbytes` that a forward keeps for its backward, and its
+            outputs.
+        seconds: expected time of the collectives of a step, if none of them overlaps with
+            computation.
     """
 
     shape: tuple[int, int]
@@ -79,13 +83,15 @@ class Candidate(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """All candidates: those within the bound by speed, then the others by memory.
+    """A plan, and the candidates for the shape of the mesh.
 
     Attributes:
-        plan: of the tensor-parallel axis.
-        bound: bytes per rank.
-        candidates: of every shape.
-        uncounted: reason why activations are not counted for some candidates; empty if they are.
+        plan: the plan of the tensor-parallel axis.
+        bound: bytes that a rank may hold.
+        candidates: candidates of every shape. Those within the bound come first, the fastest of
+            them first; then come the others, the smallest of them first.
+        uncounted: the reason why activations are not counted for some candidates; empty if they
+            are counted for all.
     """
 
     plan: Plan
@@ -159,13 +165,13 @@ def propose(
     on a small configuration.
 
     Args:
-        model: not parallel, on any device, also meta.
-        ranks: of the whole mesh.
-        bound: bytes per rank.
-        args: example inputs of global shape, the batch along dim 0.
-        plan: of the tensor-parallel axis; `auto_plan(model)` if left out.
-        state: optimizer state in units of the parameters' bytes: 2 for Adam.
-        kwargs: likewise inputs.
+        model: a model that is not parallel, on any device, including meta.
+        ranks: the number of ranks of the whole mesh.
+        bound: bytes that a rank may hold.
+        args: example inputs of global shape, with the batch along dim 0.
+        plan: the plan of the tensor-parallel axis; `auto_plan(model)` if left out.
+        state: bytes of optimizer state per byte of parameters: 2 for Adam.
+        kwargs: keyword arguments among the example inputs.
 
     Raises:
         LayoutError: if there is no rank, or if the bound is not positive.
@@ -200,7 +206,7 @@ def propose(
         cost = preview(model, chosen, mesh, *inputs, **named_inputs)
         shape = (replicas, tensor_ranks)
         for data, ways in _REPLICAS.items():
-            # Without replicas there is one way.
+            # With one replica all functions cost the same, so only the first is a candidate.
             if replicas > 1 or data == "replicate":
                 nbytes = _divided_bytes(ways, cost.parameter_bytes, state, replicas)
                 seconds = cost.seconds + _ring_seconds(ways, cost.parameter_bytes, replicas)
@@ -294,9 +300,9 @@ def _attention(
 def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, kwargs: Any) -> int:
     """Return the bytes of activations after a forward, on the rank that keeps most.
 
-    The model is not parallel, in the mode and with the checkpoints in which it will train; inputs
-    are of global shape. The model may raise any error if it reads values, because tensors on the
-    meta device have no values.
+    The model must not be parallel. It must be in the mode, and have the activation checkpoints,
+    with which it will train. Inputs have global shapes. A model that reads values may raise any
+    error, because tensors on the meta device have no values.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
@@ -317,13 +323,14 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         named_inputs = to_meta(kwargs)
         with torch.enable_grad(), storages, ReplacedAttention(_attention):
             out = module(*inputs, **named_inputs)
-        # Ranks that have not come as far refer to tensors that this rank has sent.
+        # Wait until all ranks have finished the forward: until then, they refer to tensors that
+        # this rank has sent.
         all_reduce(torch.zeros(1), view.comm(0))
         nbytes = 0
         for key, (storage, size) in storages.made.items():
             if key not in parameters and not storage.expired():
                 nbytes += size
-        # The outputs hold the graph, so they must exist until here.
+        # The outputs keep the graph and its saved tensors, so they must exist until here.
         del out
         return nbytes
 

@@ -1,9 +1,10 @@
 """Recipes for the blocks of a model: entries of plans to be tried, in order of preference.
 
 A block is a set of modules with styles that are right or wrong together: projections around one
-attention, a feed-forward, experts, a vocabulary. Its recipes come from the model's own plan, from
-roles (the modules that compute heads or hidden features, and the modules that sum over them), and
-from the one recipe that is always right: shards of a weight whose output every rank gathers.
+attention, a feed-forward, experts, a vocabulary. A recipe is a set of entries for one block. Its
+source is the model's own plan, or the roles of the modules (some compute heads or hidden features,
+others sum over them). The last recipe shards weights and gathers their outputs; it is right
+wherever the inputs are replicated.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ from shoal_tp_styles.internal import (
 
 Entries = dict[str, ParallelStyle]
 
-# Shards of a weight, with a gathered output: right wherever the input is replicated.
+# The weight is sharded and the output is gathered: right wherever the input is replicated.
 GATHERED = ColwiseParallel(output_layouts=Replicate())
+# The rows of an embedding, one per token, are sharded; every rank gets all tokens.
 TOKENS = RowwiseParallel(input_layouts=Replicate())
 # Replicated parameters that a rank uses for its own heads or features: their gradients are summed.
 PER_SHARD = SequenceParallel(use_local_output=True)
-# Part of all parameters below which a module stays whole.
+# A module with a smaller part of all parameters than this stays whole.
 _SMALL = 0.01
 
-# Last names of a path, by role. Recipes are tried, so a name may promise too much.
+# Last names of a path, by role. "fused" is several column-wise projections in one weight; "latent"
+# is the projection to the latent of multi-head latent attention. A name may suggest a wrong role:
+# with a mesh, recipes are proven before they are used.
 _NAMES_OF_ROLES = {
     "column": r"q_proj|k_proj|v_proj|wq|wk|wv|query|key|value|q_lin|k_lin|v_lin|q_b_proj|kv_b_proj|"
     r"q_attn|gate_proj|up_proj|w1|w3|fc1|c_fc|lin1|wi|wi_0|wi_1|fc_in|intermediate\.dense|"
@@ -68,14 +72,17 @@ _NAMES_OF_ROLES = {
 ROLES: dict[str, re.Pattern[str]] = {
     role: re.compile(rf"(^|\.)({names})$") for role, names in _NAMES_OF_ROLES.items()
 }
-# Attributes that count heads.
+# Names of attributes that are numbers of heads.
 _HEADS = re.compile(r"(^|_)n(um)?_(\w+_)?heads?$|^heads?$")
 # Last names of modules that belong to the block of the module above them.
 _ABOVE = re.compile(r"(^|\.)(output|self|intermediate|attention\.attention|attention|attn)$")
 
 
 def _general_paths(model: nn.Module) -> dict[str, str]:
-    """Map each path to the path with a wildcard for every index of a list of alike layers."""
+    """Map each path to its general path, which has `*` for each index in a list of layers.
+
+    Example: the paths `layers.0.fc1` and `layers.1.fc1` both map to `layers.*.fc1`.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     general = {"": ""}
     for path in list(modules)[1:]:
@@ -97,9 +104,9 @@ def _is_list_of_layers(module: nn.Module) -> bool:
 
 
 def read_above(path: str, parent: Any) -> bool:
-    """Tell whether the parent's code names this module's parameters.
+    """Tell whether the parent's code names this module's parameters, as in `self.fc.weight`.
 
-    The code may be in a branch that no trial runs.
+    The text of the code is searched, because no trial may run the branch that reads them.
     """
     name = re.escape(path.rpartition(".")[2])
     return re.search(rf"\.{name}\.(weight|bias)\b", _source(parent.__class__)) is not None
@@ -109,7 +116,7 @@ def read_above(path: str, parent: Any) -> bool:
 def _source(kind: type[Any]) -> str:
     """Return the code of a class, or '' if it has no file.
 
-    The whole file of the class is parsed.
+    Results are cached, because `inspect` parses the whole file of the class.
     """
     try:
         return inspect.getsource(kind)
@@ -118,7 +125,16 @@ def _source(kind: type[Any]) -> str:
 
 
 class ModelBlocks:
-    """The modules of a model by wildcard path, and their roles."""
+    """The modules of a model by general path, and their roles.
+
+    Attributes:
+        model: the model.
+        general: path of a module -> its general path, with `*` for the indices of layers.
+        modules: general path -> the first module with that path.
+        total: the number of the model's elements of parameters, at least 1.
+        layers: general path -> the number of modules with that path.
+        roles: general path -> the role of its modules, a key of `ROLES`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -178,7 +194,7 @@ class ModelBlocks:
     def _single_modules(
         self, options: Mapping[str, list[Entries]], experts: list[str]
     ) -> dict[str, list[Entries]]:
-        """Return entries for modules that no recipe names, whose output every rank gathers."""
+        """Return recipes that gather the output, for modules that no other recipe names."""
         named: set[str] = set()
         for recipes in options.values():
             for entries in recipes:
@@ -197,12 +213,17 @@ class ModelBlocks:
     def is_small(self, path: str, size: int) -> bool:
         """Tell whether a tensor of `size` elements per layer is left whole.
 
-        Gathering the output of a small tensor costs more than its bytes.
+        A small tensor stays whole, because gathering the output would cost more than the bytes that
+        its shards save.
         """
         return size * self.layers[path] < _SMALL * self.total
 
     def _block(self, path: str) -> str:
-        """Return the path of the block of a module: the module above it, or one higher."""
+        """Return the path of the block of a module: the module above it, or one higher.
+
+        Example: `layer.*.attention.self.query` and `layer.*.attention.output.dense` are both in the
+        block `layer.*.attention`.
+        """
         above = path.rpartition(".")[0]
         is_nested = path.endswith(".dense") or above.endswith(".self")
         return _ABOVE.sub("", above) if is_nested else above
@@ -223,7 +244,11 @@ class ModelBlocks:
         return {block: [entries] for block, entries in by_block.items()}
 
     def _by_roles(self, block: str, roles: Mapping[str, str]) -> Iterator[Entries]:
-        """Yield column-wise entries with row-wise ones, with all choices of norms and counts."""
+        """Yield recipes with column-wise and row-wise projections.
+
+        There is one for each choice of entries for fused projections, for the modules between the
+        projections, and for the counts of heads.
+        """
         by_role: dict[str, list[str]] = {role: [] for role in ROLES}
         for path, role in roles.items():
             by_role[role].append(path)
@@ -247,9 +272,11 @@ class ModelBlocks:
                     yield {**base, **fused_entries, **between, **row_entries, **counts}
 
     def _between(self, block: str, roles: Mapping[str, str]) -> list[Entries]:
-        """Return modules of vectors alone, such as norms of heads and learned activations.
+        """Return possible entries for modules that a rank uses for its own heads or features.
 
-        A rank uses them for its own features.
+        These are embeddings with one feature per head, and modules whose parameters are vectors
+        alone, such as norms of heads and learned activations. A module of vectors may also be used
+        for all features, so a second choice leaves these modules out.
         """
         vectors: Entries = {}
         features: Entries = {}
@@ -266,7 +293,7 @@ class ModelBlocks:
         return [{**features, **vectors}, features] if vectors else [features]
 
     def _heads(self, block: str) -> int | None:
-        """Return the number of query heads, by an attribute of the block or the configuration."""
+        """Return the number of query heads, from an attribute of the block or the configuration."""
         attributes = dict(vars(self.modules[block]))
         config = _text_config(self.model)
         if config is not None:
@@ -278,10 +305,11 @@ class ModelBlocks:
         return None
 
     def _counts(self, columns: list[str], rows: list[str]) -> Iterator[Entries]:
-        """Yield the possible counts, each with the vectors of heads.
+        """Yield possible entries for the modules that own the projections of a block.
 
-        The combinations are: no counts, counts of heads alone, and counts of heads and of all their
-        features.
+        An entry shards vectors with one element per head, and divides counts: integers by which the
+        module reshapes. The choices are no counts, counts of heads alone, and counts of heads and
+        of the features of all heads.
         """
         paths = dict.fromkeys(path.rpartition(".")[0] for path in columns)
         widths: set[int] = set()
@@ -298,7 +326,11 @@ class ModelBlocks:
                 yield entries
 
     def _own_parameters(self, counts: Mapping[str, tuple[str, ...]]) -> Entries:
-        """Return entries for modules with vectors with an entry for each head, or with counts."""
+        """Return entries for the modules that have counts, or vectors with one element per head.
+
+        Args:
+            counts: path of a module -> names of its counts.
+        """
         entries: Entries = {}
         for path, names in counts.items():
             heads = self._heads(path)
@@ -324,7 +356,7 @@ class ModelBlocks:
                 for path, module in self.modules.items():
                     if module is embedding:
                         entries[path] = _of_vocabulary(module, [])
-        # A head may share its bias with the module above it.
+        # A module that was found by a shared weight may share its bias with yet another module.
         while more := self._sharing(entries):
             entries |= more
         return entries
@@ -358,7 +390,10 @@ def _distinct(recipes: list[Entries]) -> list[Entries]:
 
 
 def _fused_entries(paths: list[str]) -> list[Entries]:
-    """Return the possible entries for fused projections: in blocks, or as one block."""
+    """Return the possible entries for fused projections: sharded block by block, or as a whole.
+
+    A fused projection has two blocks (gate and up) or three (query, key and value).
+    """
     if not paths:
         return [{}]
     first = paths[0]
@@ -368,7 +403,7 @@ def _fused_entries(paths: list[str]) -> list[Entries]:
 
 
 def _counts_of(owner: nn.Module, widths: set[int]) -> tuple[str, ...]:
-    """Return the names of integers of a module that count heads, or features of these widths."""
+    """Return the names of a module's integers that count heads, or that equal one of the widths."""
     counts = []
     for name, value in vars(owner).items():
         if type(value) is not int or value <= 1:
@@ -392,7 +427,12 @@ def _role(path: str, module: nn.Module) -> str:
 
 
 def _of_vocabulary(module: nn.Module, shared: list[str]) -> ParallelStyle:
-    """Return the style of a module that holds, or shares, parameters of the vocabulary."""
+    """Return the style of a module that holds, or shares, parameters of the vocabulary.
+
+    Args:
+        module: an embedding, an output projection, or a module around them.
+        shared: names of the module's own parameters that are shared.
+    """
     if isinstance(module, nn.Embedding):
         return TOKENS
     if out_features(module) is None:
@@ -401,7 +441,10 @@ def _of_vocabulary(module: nn.Module, shared: list[str]) -> ParallelStyle:
 
 
 def _pair(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the roles of a parent's only two Linears if the second reads the first's output."""
+    """Yield the roles of a module's only two Linears if their shapes are those of a feed-forward.
+
+    The first Linear widens its input, and the second takes as many features as the first returns.
+    """
     children: Any = module.named_children()
     linears = [(name, child) for name, child in children if class_of(child) is nn.Linear]
     if len(linears) != 2:

@@ -1,4 +1,4 @@
-"""`load_sharded`: filling a parallel model from files or a state dict.
+"""`load_sharded`: fill a parallel model from files or a state dict.
 
 Each rank reads only its own shards.
 
@@ -60,7 +60,12 @@ Source = Mapping[str, Stored] | str | PathLike[str] | Iterable[str | PathLike[st
 
 @dataclass(frozen=True, slots=True)
 class Lazy:
-    """A tensor that is read, or made, when it is indexed."""
+    """A tensor that is read, or made, when it is indexed.
+
+    Attributes:
+        shape: shape of the tensor.
+        read: returns the given slices of the tensor.
+    """
 
     shape: tuple[int, ...]
     read: Callable[[Slices], Tensor]
@@ -76,8 +81,8 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
     Parameters on the meta device get storage on their mesh's device.
 
     Args:
-        module: after `parallelize_module`; fused parameters that a style split are read from their
-            fused entries, shared parameters from any of their names that the source has.
+        module: a model, parallel or plain. A fused parameter that a style has split is read from
+            its fused entry, and a shared parameter from any of its names that the source has.
         source: a state dict of unsharded tensors, or one or several safetensors files.
         strict: raise if the model or the source has entries that the other lacks.
 
@@ -85,8 +90,8 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
         The missing and the unexpected entries, and the number of bytes that this rank read.
 
     Raises:
-        PlanError: if a shape differs (before anything is written), or entries differ under
-            `strict`.
+        PlanError: if a shape differs, or if entries differ under `strict`. It is raised before
+            anything is written.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -105,7 +110,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
         filled: dict[int, Tensor] = {}
         for entry in progress(present, "loading parameters"):
             _fill(entry, stored[entry.source], loaded, filled)
-        # the other names of shared parameters
+        # Give the filled tensors to the other names of shared parameters.
         for entry in entries:
             if id(entry.tensor) in filled:
                 entry.table[entry.name] = filled[id(entry.tensor)]
@@ -118,7 +123,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
 def _compare_entries(entries: list[Entry], stored: Mapping[str, Stored], *, strict: bool) -> Loaded:
     """Return the entries that only the model or only the source has.
 
-    Errors are raised before anything is written.
+    Raise PlanError if shapes differ, or if `strict` is true and entries differ.
     """
     common = {entry.source for entry in entries} & stored.keys()
     reached = {id(entry.tensor) for entry in entries if entry.source in common}
@@ -139,10 +144,13 @@ def _compare_entries(entries: list[Entry], stored: Mapping[str, Stored], *, stri
 
 
 def stored_in(source: Source, stack: ExitStack) -> Mapping[str, Stored]:
-    """Return the tensors of a source by name; the stack closes the files."""
+    """Return the tensors of a source by name.
+
+    Files stay open until the stack is closed, because their tensors are read later.
+    """
     if isinstance(source, Mapping):
         return source
-    # an extra, needed for files only
+    # an optional dependency, needed for files only
     from safetensors import safe_open
 
     tensors: dict[str, Stored] = {}
@@ -160,7 +168,16 @@ def _read(file: Any, name: str, slices: Slices) -> Tensor:
 
 
 def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor]) -> None:
-    """Read this rank's shard of an entry; a tensor on the meta device is replaced in its table."""
+    """Read this rank's shard of an entry, unless its tensor is filled already.
+
+    A tensor on the meta device is replaced in its module, and added to `filled`.
+
+    Args:
+        entry: the entry of the model.
+        stored: the tensor of the source.
+        loaded: the report, which counts the bytes that are read.
+        filled: id of a tensor on the meta device -> the tensor that replaces it.
+    """
     tensor = entry.tensor
     if id(tensor) in filled:
         return
@@ -190,7 +207,13 @@ def _with_storage(tensor: Tensor) -> Tensor:
 
 
 def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:
-    """Yield this rank's boxes, as slices of the source's entry and of the local tensor."""
+    """Yield this rank's boxes, as slices of the source's entry and of the local tensor.
+
+    Args:
+        tensor: a tensor of the model.
+        first_row: the row of the source's entry at which the tensor begins. It is not 0 for
+            parts of a fused parameter.
+    """
     for held in local_boxes("", tensor):
         rows = [(start + first_row, stop + first_row) for start, stop in held.box[:1]]
         yield slices_of((*rows, *held.box[1:])), slices_of(held.place)

@@ -1,7 +1,8 @@
-"""Writing of a model's shards into safetensors files, shard by shard.
+"""`save_sharded`: write a model's shards into safetensors files, without gathering parameters.
 
-No parameter is gathered. Files have their final size before the first byte of data, and a box of a
-tensor is written at its place in a file: ranks only send each other names, shapes and boxes.
+A box is a range of indices per dim of a tensor; a rank's shard is one or several boxes. The ranks
+send each other only names, dtypes, shapes and boxes, and compute from these the place of every box
+in the files. Rank 0 makes files of their final size, and then each rank writes its boxes into them.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ class Saved(NamedTuple):
 
 
 class DescribedEntry(NamedTuple):
-    """An entry of the files as one rank has it.
+    """An entry of the files, as one rank describes it to the others.
 
     Attributes:
-        dtype: its dtype.
-        shape: its shape in the files.
-        boxes: the boxes of it that the rank holds.
+        dtype: the dtype of the entry.
+        shape: the shape of the entry in the files.
+        boxes: the boxes of the entry that the rank holds.
     """
 
     dtype: torch.dtype
@@ -87,7 +88,16 @@ LocalBoxes = dict[str, list[tuple[Box, Tensor]]]
 
 @dataclass(slots=True)
 class StoredTensor:
-    """An entry of the files: its boxes, their ranks and writers, and its place."""
+    """An entry of the files: its boxes, the ranks that hold and write them, and its place.
+
+    Attributes:
+        dtype: the dtype of the entry.
+        shape: the shape of the entry in the files.
+        holders: box -> the ranks that hold it.
+        writers: box -> the rank that writes it.
+        file: the name of the file that has the entry.
+        start: the byte of this file at which the data of the entry start.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -107,7 +117,7 @@ def save_sharded(
 ) -> Saved:
     """Write a model's parameters and persistent buffers as safetensors.
 
-    The names are the names of the plain model.
+    The files have the names of the plain model.
 
     All ranks of the world call this function, with a directory that all of them can access.
     `load_sharded` reads the files on any number of ranks, and so does plain `from_pretrained` of
@@ -121,9 +131,9 @@ def save_sharded(
     of the directory are kept.
 
     Args:
-        module: parallel or plain.
-        directory: made where it does not exist.
-        max_file_bytes: bytes of tensors in one file; a larger tensor has a file of its own.
+        module: a model, parallel or plain.
+        directory: the directory of the files. It is made if it does not exist.
+        max_file_bytes: most bytes of tensors in one file; a larger tensor has a file of its own.
 
     Returns:
         The names of the files, and how many bytes this rank wrote.
@@ -169,9 +179,9 @@ def on_first(failed: str, step: Callable[[], T]) -> T | None:
 
 
 def _describe(module: nn.Module, local_boxes: LocalBoxes) -> dict[str, DescribedEntry]:
-    """Describe dtype, shape and this rank's boxes of every entry.
+    """Return dtype, shape and this rank's boxes of every entry.
 
-    The boxes are added to `local_boxes` with their values.
+    The boxes and their values are also added to `local_boxes`.
     """
     described: dict[str, DescribedEntry] = {}
     for weight in weights_of(module):
@@ -194,7 +204,10 @@ def _describe(module: nn.Module, local_boxes: LocalBoxes) -> dict[str, Described
 
 
 def _merge(described: list[dict[str, DescribedEntry]]) -> dict[str, StoredTensor]:
-    """Merge the entries of all ranks, with one writer per box; equal on every rank."""
+    """Merge the descriptions of all ranks, and choose one writer per box.
+
+    The result is the same on every rank.
+    """
     tensors: dict[str, StoredTensor] = {}
     for rank, entries in enumerate(described):
         for name, (dtype, shape, boxes) in entries.items():
@@ -207,10 +220,10 @@ def _merge(described: list[dict[str, DescribedEntry]]) -> dict[str, StoredTensor
             for box in boxes:
                 tensor.holders.setdefault(box, []).append(rank)
     for number, (name, tensor) in enumerate(tensors.items()):
-        # entry 5, of ranks [0, 1]: 1 writes
+        # The holders take turns. Example: of ranks [0, 1], rank 1 writes the box of entry 5.
         for box, ranks in tensor.holders.items():
             tensor.writers[box] = ranks[number % len(ranks)]
-        # rows 0:2 and 2:3 of (3, 4): 8 + 4
+        # Example: rows 0:2 and 2:3 of shape (3, 4) have 8 + 4 elements.
         covered = sum(map(volume, tensor.holders))
         elements = prod(tensor.shape)
         if covered != elements:
@@ -222,9 +235,9 @@ def _merge(described: list[dict[str, DescribedEntry]]) -> dict[str, StoredTensor
 
 
 def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
-    """Return the header of each file; set the file and the place of every entry.
+    """Distribute the entries to files of at most `limit` bytes; return the header of each file.
 
-    Entries of one file are ordered by size of element.
+    The file and the place of every entry are set.
     """
     groups = in_groups(tensors, lambda name: tensors[name].nbytes, limit) or [[]]
     headers: dict[str, bytes] = {}
@@ -236,18 +249,22 @@ def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
         headers[file] = header_bytes
         for name in names:
             tensors[name].file = file
-            # The data follow the header.
+            # The data follow the header, so their place moves by the size of the header.
             tensors[name].start += len(header_bytes)
     return headers
 
 
 def _place(names: list[str], tensors: dict[str, StoredTensor]) -> bytes:
-    """Set where the data of the entries of one file start; return the header of the file."""
+    """Set where the data of the entries of one file start; return the header of the file.
+
+    Entries with larger elements come first, so that every element is aligned to its size. Here
+    places count from the end of the header.
+    """
     end = 0
     header = dict[str, Any](__metadata__={"format": "pt"})
     for name in sorted(names, key=lambda entry: -tensors[entry].dtype.itemsize):
         tensor = tensors[name]
-        # (2, 3) and (3,) of float32: 0, 24, then 24, 36
+        # Example: float32 entries of shapes (2, 3) and (3,) have the bytes 0 to 24 and 24 to 36.
         start = end
         end = start + tensor.nbytes
         header[name] = {
@@ -257,9 +274,9 @@ def _place(names: list[str], tensors: dict[str, StoredTensor]) -> bytes:
         }
         tensor.start = start
     text = json.dumps(header).encode()
-    # 61 bytes and 3 spaces: the data begins at 8 + 64
+    # Pad to a multiple of 8. Example: 61 bytes and 3 spaces, so the data start at 8 + 64.
     text += b" " * (-len(text) % 8)
-    # 8 bytes for the length of the text, then the text
+    # The file starts with the length of the text, in 8 bytes.
     return len(text).to_bytes(8, "little") + text
 
 
@@ -267,7 +284,7 @@ def _prepare(
     module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], headers: dict[str, bytes]
 ) -> None:
     """Make the directory beside the target: files of their final size, index, and configuration."""
-    # The directory may be left from a save that was interrupted.
+    # An interrupted save may have left this directory.
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
     for file, header in headers.items():
@@ -310,32 +327,36 @@ def _write(local_boxes: LocalBoxes, tensors: dict[str, StoredTensor], stage: Pat
 
 
 def _write_box(descriptor: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
-    """Write one box.
+    """Write one box in runs of bytes that are adjacent in the file; return the number of bytes.
 
-    A run of bytes is written for every combination of the dims before the last dim that is not
-    full.
+    Dims after the last dim that is not full belong to a run whole. There is one run for each
+    combination of indices of the dims before it.
+
+    Example: a float32 tensor of shape (6, 4, 5) has the strides 80, 20 and 4 bytes. The box of all
+    rows and columns 1:3 is not full in dim 1. It is written in 6 runs of 2 * 20 bytes, and the run
+    of row 3 starts at byte 3 * 80 + 1 * 20.
     """
     values: Any = shard.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     data = memoryview(values)
     if not data.nbytes:
         return 0
-    # Dims before the full ones; columns 1:3 of (6, 4, 5): 3, then 2
+    # Number of dims up to the last one that is not full. In the example it is 2.
     partial_dims = len(box)
     while partial_dims and box[partial_dims - 1] == (0, tensor.shape[partial_dims - 1]):
         partial_dims -= 1
     itemsize = tensor.dtype.itemsize
     strides = [prod(tensor.shape[dim + 1 :]) * itemsize for dim in range(len(box))]
-    # ((0, 6),) where columns are sharded
+    # ((0, 6),) in the example
     outer = box[: max(partial_dims - 1, 0)]
-    # 6 * 2 * 5 of 4 bytes: 240 // 6 = 40
+    # 240 // 6 = 40 in the example
     run_bytes = data.nbytes // volume(outer)
     base = tensor.start
     if partial_dims:
-        # column 1: 1 * 20
+        # 1 * 20 in the example
         last = partial_dims - 1
         base += box[last][0] * strides[last]
     for number, indices in enumerate(product(*(range(*bounds) for bounds in outer))):
-        # row 3: 3 * 80
+        # 3 * 80 for row 3 of the example
         offset = base
         for index, stride in zip(indices, strides, strict=False):
             offset += index * stride
@@ -345,7 +366,7 @@ def _write_box(descriptor: int, tensor: StoredTensor, box: Box, shard: Tensor) -
 
 
 def _write_run(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write bytes at an offset; a call of the system may write less than it is given."""
+    """Write bytes at an offset, in several calls if the system writes only a part of them."""
     while data:
         count = os.pwrite(descriptor, data, offset)
         data = data[count:]
@@ -371,12 +392,12 @@ def _publish(stage: Path, target: Path) -> None:
         old = target.with_name(f".{target.name}.replaced")
         target.rename(old)
         stage.rename(target)
-        # The caller removes the stage.
+        # The old directory gets the name of the stage, which the caller removes.
         old.rename(stage)
 
 
 def _keep(source: str, new: str) -> None:
-    """Link or copy a file of the old directory, unless the new checkpoint has one of its name."""
+    """Link or copy an old file, unless the new directory has a file of this name."""
     if os.path.exists(new):
         return
     try:
@@ -386,7 +407,7 @@ def _keep(source: str, new: str) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two directories in one step; return False if system or file system cannot."""
+    """Exchange two directories in one step; return False if the system does not support this."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
