@@ -1,4 +1,4 @@
-"""Architectures of transformers in tiny configurations, and what a plan makes of one on real ranks."""
+"""Architectures of transformers in tiny configurations, and their results under a plan on real ranks."""
 
 from __future__ import annotations
 

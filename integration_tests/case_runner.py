@@ -1,4 +1,4 @@
-"""Many cases on the ranks of the pool, in step, so that one that hangs or ends a rank costs itself and no other.
+"""Runner of many cases on the ranks of a pool, in step; a case that hangs or ends a rank does not affect other cases.
 
 A case is a picklable value; a verdict is one rank's text about it: empty if right, else `kind:
 ...`.

@@ -1,4 +1,4 @@
-"""What one rank does in the operator sweep: the samples of a part, the cases in step with the other ranks.
+"""One rank's part of the operator sweep: it runs the cases of each sample in step with the other ranks.
 
 A case is one sample of an operator with placements for each of its tensors, on a mesh of 4 or of 2
 x 2 ranks. Its verdict is one letter: `l`, `r`, `g` right (without collectives, with reductions

@@ -1,4 +1,4 @@
-"""Whether an operator on a mesh does what it does on one device: a sample, its placements, the two runs compared."""
+"""Comparison of an operator on a mesh with one device, for a sample and its placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: case_runner.py: what becomes of a case is named, and the cases after it still run."""
+"""Covers: case_runner.py: the outcome of a case is named, and the cases after it still run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: tools/contracts.py: what `nox -s lint` finds wrong in a small tree of two packages."""
+"""Covers: tools/contracts.py: the faults that `nox -s lint` finds in a small tree of two packages."""
 
 from __future__ import annotations
 

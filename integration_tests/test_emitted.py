@@ -1,4 +1,4 @@
-"""Emitted programs of architectures of transformers on real ranks, beside dispatch."""
+"""Emitted programs of architectures of transformers on real ranks, compared with dispatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: examples/llama/train_llama.py: small runs of it, and what it says to bad input."""
+"""Covers: examples/llama/train_llama.py: small runs, and the errors for wrong arguments."""
 
 from __future__ import annotations
 

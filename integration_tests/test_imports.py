@@ -1,4 +1,4 @@
-"""Covers: what importing a layer does to a process, and which imports its files may contain."""
+"""Covers: effects of importing a layer on a process, and the imports that its files may contain."""
 
 from __future__ import annotations
 

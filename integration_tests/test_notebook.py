@@ -1,4 +1,4 @@
-"""Covers: docs/notebook.ipynb: every cell runs, and shows what the page shows, apart from times and pictures.
+"""Covers: docs/notebook.ipynb: every cell runs with the output of the page, apart from times and pictures.
 
 `python -m integration_tests.test_notebook` runs it and keeps what its cells show.
 """

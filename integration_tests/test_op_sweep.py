@@ -1,4 +1,4 @@
-"""A fair sample of `op_sweep.py`, family by family: what models are made of always, of the rest every twelfth entry.
+"""A sample of `op_sweep.py`, family by family: all operators of common models, and every twelfth other entry.
 
 Which twelfth, is `OP_SWEEP_TURN` (0 to 11); twelve turns try every entry of torch's database.
 """

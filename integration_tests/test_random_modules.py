@@ -1,4 +1,4 @@
-"""Covers: random_modules: random models, plans and optimizers on four ranks are what they are on one device."""
+"""Covers: random_modules: random models, plans and optimizers on four ranks have the results of one device."""
 
 from __future__ import annotations
 

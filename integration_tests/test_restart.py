@@ -1,4 +1,4 @@
-"""Everything that was made before the process groups were torn down goes on with new ones, in the same processes."""
+"""Objects from before a restart of the process groups work with the new groups, in the same processes."""
 
 from __future__ import annotations
 

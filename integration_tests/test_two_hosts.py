@@ -1,4 +1,4 @@
-"""Covers: two_hosts.py: ranks of two hosts train as one process does, and name who is lost."""
+"""Covers: two_hosts.py: ranks of two hosts train as one process does, and name a lost rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.sim`: what torch and programs ask of an accelerator's module."""
+"""`torch.sim`: the functions that torch and programs call in an accelerator's module."""
 
 from __future__ import annotations
 

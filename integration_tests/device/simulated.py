@@ -1,4 +1,4 @@
-"""The simulated accelerator `sim`: built once, registered with torch, and heard of what programs make it do.
+"""The simulated accelerator `sim`: built once, registered with torch, with a record of its operations.
 
 Every process with `autoload` (and the root of the repository) on its path registers it when it
 imports torch, as the packages of real accelerators do; so do ranks and scripts that it starts.

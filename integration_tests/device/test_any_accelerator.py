@@ -1,4 +1,4 @@
-"""What asks for the accelerator that there is, and not for CUDA by name.
+"""Functions that use the available accelerator instead of CUDA.
 
 Covers: {accelerator,topology,testing,world,pool,launch,worker,c10d_transport}.py,
 rng/{state,draw,streams}.py, api/random.py.

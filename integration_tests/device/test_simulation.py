@@ -1,4 +1,4 @@
-"""The simulated accelerator itself: what it shows of a program, each seen once.
+"""The simulated accelerator itself: each kind of event in its record is observed once.
 
 Covers: nothing of the packages.
 """

@@ -1,4 +1,4 @@
-"""`python -m integration_tests.drop_in [AREA ...]`: what differs between both libraries, as a list and a count."""
+"""`python -m integration_tests.drop_in [AREA ...]`: the differences between both libraries, as a list and a count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snippets of programs, run with the names of both libraries, and what differs between the two answers."""
+"""Snippets of programs, run with the names of both libraries, and the differences between the two results."""
 
 from __future__ import annotations
 

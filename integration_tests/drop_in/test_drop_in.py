@@ -1,4 +1,4 @@
-"""Covers: drop_in/: what torch's stack answers, shoal answers, or docs/differences.md says why not."""
+"""Covers: drop_in/: shoal returns the results of torch's stack, or docs/differences.md gives the reason."""
 
 from __future__ import annotations
 

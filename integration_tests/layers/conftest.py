@@ -1,4 +1,4 @@
-"""Puts the `support` of every package on the import path: tests of several packages use what each of them has."""
+"""Import path with the `support` folder of every package, for tests that use several packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Styles after `fully_shard` and `replicate` leave, bit for bit, what the other order leaves; on real gloo ranks.
+"""Styles before and after `fully_shard` and `replicate` give the same bits; on real gloo ranks.
 
 Covers: modules/owners.py, shoal_data_parallel/fully_shard.py.
 """

@@ -1,4 +1,4 @@
-"""What a model shows of its styles and data axes.
+"""Styles and data axes in the `repr` of a model.
 
 Covers: shoal_tp_styles/lowering/lowered.py, shoal_dtensor/modules/forwards.py.
 """

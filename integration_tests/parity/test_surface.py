@@ -1,4 +1,4 @@
-"""What one can do with torch's DTensor, one can do with shoal's; and docs/dtensor_parity.md speaks of every name."""
+"""Uses of torch's DTensor work with shoal's, and docs/dtensor_parity.md has every name."""
 
 from __future__ import annotations
 

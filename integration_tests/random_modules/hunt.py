@@ -1,4 +1,4 @@
-"""Running programs on ranks, shrinking those that fail, and counting what becomes of them."""
+"""Hunt for failing programs: runs them on ranks, shrinks failures, and counts outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model on a mesh, as a program's layouts say."""
+"""Placement of a model on a mesh by the layouts of a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training a model, plain or on a mesh by the same lines, and what is seen of it."""
+"""Training of a model, plain or on a mesh by the same code, and the values to compare."""
 
 from __future__ import annotations
 

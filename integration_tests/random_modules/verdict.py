@@ -1,4 +1,4 @@
-"""What became of a program on this rank: right, refused, wrong or an error."""
+"""Outcome of a program on this rank: right, refused, wrong or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A random program: a model, how it is placed, how it is wrapped, and what its training steps do."""
+"""Random programs: a model, its placement, its wrappers, and the features of its training steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: parameters/{gather_extensions,shards_to_send}.py: parameters whose class decides what is gathered."""
+"""Covers: parameters/{gather_extensions,shards_to_send}.py: parameters whose class chooses the gathered tensors."""
 
 # mypy: allow-untyped-calls
 # Torch gives `backward` and the constructors of tensor subclasses no types.

@@ -1,4 +1,4 @@
-"""Who divides a gradient: rows of docs/how-to/divide-gradients.md on real gloo ranks, against one process.
+"""Division of gradients: rows of docs/how-to/divide-gradients.md on real gloo ranks, against one process.
 
 Covers: {global_losses,reducer}.py.
 """

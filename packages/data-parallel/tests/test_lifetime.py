@@ -1,4 +1,4 @@
-"""Covers: unit_passes.py, gradient_buckets.py: what nobody uses any more is freed, and what a graph needs is not."""
+"""Covers: unit_passes.py, gradient_buckets.py: tensors without users are freed, tensors of a graph are not."""
 
 from __future__ import annotations
 

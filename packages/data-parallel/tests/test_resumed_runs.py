@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint in new objects, with data parallelism of another kind than the one that saved it.
+"""Runs that resume from a checkpoint in new objects, under another kind of data parallelism.
 
 Covers: fully_shard and replicate with `Checkpointer` and with torch's asynchronous saves.
 """

@@ -1,4 +1,4 @@
-"""Covers: redistribute/search/{links,edges}.py: links, and what a step costs."""
+"""Covers: redistribute/search/{links,edges}.py: links, and the cost of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: api/constructors.py, redistribute/scatter.py: what each rank reads and how much memory it takes."""
+"""Covers: api/constructors.py, redistribute/scatter.py: the elements that each rank reads, and its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: indices in tensor/spec_arguments.py, against what torch assigns; index lists without numbers."""
+"""Covers: indices in tensor/spec_arguments.py, against torch's assignments; index lists without numbers."""
 
 # mypy: allow-untyped-calls
 # Torch gives `backward` and some of its functions no types.

@@ -1,4 +1,4 @@
-"""Covers: dispatch/global_call.py: what few elements show of a call is what the call returns."""
+"""Covers: dispatch/global_call.py: a call on few elements has the output metadata of the whole call."""
 
 from __future__ import annotations
 

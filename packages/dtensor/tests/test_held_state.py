@@ -1,4 +1,4 @@
-"""Covers: held_state.py: what is left of a state after a loss, in the layout of another mesh."""
+"""Covers: held_state.py: the rest of a state after the loss of ranks, in the layout of another mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: api/custom_ops.py: outputs are what out_placements says, on every rank."""
+"""Covers: api/custom_ops.py: outputs have the layout of out_placements, on every rank."""
 
 from __future__ import annotations
 

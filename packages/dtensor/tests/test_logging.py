@@ -1,4 +1,4 @@
-"""Covers: what `logging` hears: decisions (dispatch/dispatch.py), plans (redistribute/execution/execute.py)."""
+"""Covers: log records: decisions (dispatch/dispatch.py), plans (redistribute/execution/execute.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `placements` returns says the whole layout, the order of axes included; whoever gets it makes the same layout.
+"""`placements` determines the whole layout, including the order of axes: a tensor made from it has the same layout.
 
 Covers: layout/{placements,partition_spec,dim_sharding,spec}.py, and all that takes placements.
 """

@@ -1,4 +1,4 @@
-"""Covers: dispatch/plain_tensors.py: torch's own plain tensors are replicated, those of a user an error."""
+"""Covers: dispatch/plain_tensors.py: torch's own plain tensors count as replicated, a user's are an error."""
 
 # mypy: allow-untyped-calls, disable-error-code="attr-defined"
 # Torch gives hooks, `backward` and `apply` no types, and gradients are DTensors here.

@@ -1,4 +1,4 @@
-"""Covers: rules/math/{scaled,grouped}_matmul.py: what runs on ranks, and scales that CPUs lack.
+"""Covers: rules/math/{scaled,grouped}_matmul.py: products on ranks, and scales that CPUs do not support.
 
 Values are small multiples of a power of two, so float32 sums are exact in any order.
 """

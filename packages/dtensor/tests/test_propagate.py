@@ -1,4 +1,4 @@
-"""What an operator with given specs will do, before it does it.
+"""Decisions for an operator and given specs, before it runs.
 
 Covers: dispatch/propagate.py, dispatch/input_moves.py, dispatch/global_call.py,
 dispatch/results.py.

@@ -1,4 +1,4 @@
-"""Covers: redistribute/execution/reduced_values.py: what a reduction does to values."""
+"""Covers: redistribute/execution/reduced_values.py: the effect of a reduction on values."""
 
 from __future__ import annotations
 

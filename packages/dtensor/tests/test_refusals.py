@@ -1,4 +1,4 @@
-"""What no DTensor takes is refused in one line, with the way out; what torch only moves is gathered.
+"""Operators that DTensors do not support are refused with the remedy; dtypes that torch can only move are gathered.
 
 Covers: _torch/interception.py, _torch/compiling.py, _torch/operators.py,
 rules/language/local_ops.py.

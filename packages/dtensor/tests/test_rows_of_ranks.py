@@ -1,4 +1,4 @@
-"""Covers: rows_of_ranks.py: what ranks compare unasked, in threads that come in another order on each rank."""
+"""Covers: rows_of_ranks.py: automatic comparisons between ranks, in threads whose order differs by rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: tensor/serialization.py: what a file says is checked; checkpoints of several boxes."""
+"""Covers: tensor/serialization.py: contents of files are checked; checkpoints of several boxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local shards that move together beside computation equal those moved one by one; on real gloo ranks.
+"""Local shards that are sent together during computation equal shards that are sent one by one; on real gloo ranks.
 
 Covers: redistribute/shards_in_flight.py, redistribute/execution/execute.py, tensor/dtensor.py.
 """

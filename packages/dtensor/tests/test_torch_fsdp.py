@@ -1,4 +1,4 @@
-"""Covers: tensor/serialization.py: answers to fully_shard, and to who asks for internals or memory."""
+"""Covers: tensor/serialization.py: refusals of torch's fully_shard, and of code that needs internals or memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: torch_names.py, spec.py; and what a Spec answers under torch's names."""
+"""Covers: torch_names.py, spec.py; and attributes of a Spec under torch's names."""
 
 from __future__ import annotations
 

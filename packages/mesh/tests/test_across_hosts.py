@@ -1,4 +1,4 @@
-"""Covers: c10d_transport.py: what it combines has gloo's values. Hosts are pretended; test_two_hosts has real ones."""
+"""Covers: c10d_transport.py: combined collectives have gloo's values; simulated hosts, real ones in test_two_hosts."""
 
 from __future__ import annotations
 

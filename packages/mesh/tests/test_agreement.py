@@ -1,4 +1,4 @@
-"""Covers: world.py, `agree`: what ranks return, and one error on all of them."""
+"""Covers: world.py, `agree`: the values of all ranks, and one error on all of them."""
 
 from __future__ import annotations
 

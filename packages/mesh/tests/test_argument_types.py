@@ -1,4 +1,4 @@
-"""Covers: argument_types.py: what errors say about arguments of a wrong type, and how texts name ranks."""
+"""Covers: argument_types.py: errors about arguments of a wrong type, and texts that name ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: rank_layout.py: what users pass."""
+"""Covers: rank_layout.py: arguments of users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: backend_work.py: who is named when a collective of gloo cannot be completed."""
+"""Covers: backend_work.py: the rank that an error names if a collective of gloo cannot be completed."""
 
 from __future__ import annotations
 

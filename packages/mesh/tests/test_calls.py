@@ -1,4 +1,4 @@
-"""Covers: {calls,transport}.py: what is refused, and handles, on real gloo ranks."""
+"""Covers: {calls,transport}.py: refused calls, and handles, on real gloo ranks."""
 
 from __future__ import annotations
 

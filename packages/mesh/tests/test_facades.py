@@ -1,4 +1,4 @@
-"""Covers: facades.py: a name of another package says where it is."""
+"""Covers: facades.py: the error for a name of another package names that package."""
 
 from __future__ import annotations
 

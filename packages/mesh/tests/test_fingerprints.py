@@ -1,4 +1,4 @@
-"""Covers: lockstep.py: what ranks state of a collective, without ranks."""
+"""Covers: lockstep.py: fingerprints of collectives, without ranks."""
 
 from __future__ import annotations
 

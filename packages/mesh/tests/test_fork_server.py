@@ -1,4 +1,4 @@
-"""Covers: pool.py: what ranks are forked from, and that they end with their parent."""
+"""Covers: pool.py: the process that forks ranks, and the end of ranks with their parent."""
 
 from __future__ import annotations
 

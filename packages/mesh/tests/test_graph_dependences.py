@@ -1,4 +1,4 @@
-"""Covers: graph_dependences.py: what compilers see of collectives that a rank does not use."""
+"""Covers: graph_dependences.py: collectives that a rank does not use, in compiled graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: collectives/graph_operators.py: compiled code calls what eager code runs; exported programs do not."""
+"""Covers: collectives/graph_operators.py: compiled code calls collectives of eager code, exported programs do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: worker.py: what goes between the parent and its ranks."""
+"""Covers: worker.py: messages between the parent and its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: lab/: what labs leave behind, and the memory and time of many ranks."""
+"""Covers: lab/: resources after a lab has ended, and the memory and time of many ranks."""
 
 from __future__ import annotations
 

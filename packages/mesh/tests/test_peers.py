@@ -1,4 +1,4 @@
-"""Covers: peers.py: what a rank says that has given up. Ranks that end are in the tests of channels and streams."""
+"""Covers: peers.py: messages of a rank that has given up a collective. Tests of channels and streams end ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: commands.py: what ranks that torchrun has started leave behind when one of them is lost."""
+"""Covers: commands.py: the files that ranks of torchrun write when one of them is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: recorder.py. What it writes is in the tests of postmortem."""
+"""Covers: recorder.py. The tests of postmortem check its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: channel.py: who maps one memory, and when nobody does."""
+"""Covers: channel.py: the ranks that map one memory, and groups that do not use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: channel.py: who waits for whom, what is under way together, and what ends a wait that cannot end well."""
+"""Covers: channel.py: waits between ranks, collectives in flight together, and errors that end a wait in vain."""
 
 from __future__ import annotations
 

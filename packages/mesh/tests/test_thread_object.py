@@ -1,4 +1,4 @@
-"""Covers: _torch.py (thread_object, set_thread_object): what a thread holds is counted once, in every torch."""
+"""Covers: _torch.py (thread_object, set_thread_object): objects of a thread are counted once, in every torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: transport.py: which transport a communicator has, and what shared memory carries."""
+"""Covers: transport.py: the transport of a communicator, and the collectives that use shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: worker.py: what a rank does with a job."""
+"""Covers: worker.py: the execution of a job on a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training gives the same bits on any mesh, and what has no such form is refused.
+"""Training gives the same bits on any mesh, and modules for which that is impossible are refused.
 
 Covers: arithmetic.py, _torch.py, invariant/.
 """

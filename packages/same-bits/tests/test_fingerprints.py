@@ -1,4 +1,4 @@
-"""Covers: runs/fingerprints.py, runs/record.py, __main__.py: runs on other meshes agree, and what differs is named."""
+"""Covers: runs/fingerprints.py, runs/record.py, __main__.py: runs on other meshes agree, and differences are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of what enters and leaves.  Covers: lowering/ports.py."""
+"""Layouts of the inputs and outputs of modules.  Covers: lowering/ports.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each lowering declares is what CommDebugMode counts, forward and backward, on real ranks.
+"""The declared collectives of each lowering equal the counts of CommDebugMode, forward and backward, on real ranks.
 
 Covers: sharding/module_sharding.py, the `collectives` of every lowering in modules/.
 """

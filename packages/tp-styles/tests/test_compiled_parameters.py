@@ -1,4 +1,4 @@
-"""What becomes of the parameters reaches compiled code.  Covers: lowering/parameters.py.
+"""Changes of parameters reach compiled code.  Covers: lowering/parameters.py.
 
 The gradients of a compiled module are those of the eager one, in `.grad` and wherever else autograd
 is asked for them.

@@ -1,4 +1,4 @@
-"""Local shards deliver to the parameters what autograd computed, in every way of asking for it.
+"""Parameters get the gradients that autograd computes for their local shards, in every way to request them.
 
 Covers: lowering/parameters.py.
 """

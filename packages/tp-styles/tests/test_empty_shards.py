@@ -1,4 +1,4 @@
-"""Fewer rows or features than ranks, and shards whose sizes a plain tensor cannot say: right, or refused on all ranks.
+"""Fewer rows or features than ranks, and uneven shards in plain tensors: right, or refused on all ranks.
 
 Covers: lowering/parameters.py, lowering/ports.py, modules/recurrent.py, modules/own_forward.py,
 module_sharding.py.

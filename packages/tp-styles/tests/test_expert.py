@@ -1,4 +1,4 @@
-"""Covers: styles/expert.py, module_kinds.py, expert_forward.py: what the styles declare and refuse; no ranks."""
+"""Covers: styles/expert.py, module_kinds.py, expert_forward.py: declarations and refusals of styles, without ranks."""
 
 from __future__ import annotations
 

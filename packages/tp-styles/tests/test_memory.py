@@ -1,4 +1,4 @@
-"""What lowered modules keep for the backward, and the peak of a training step, beside the same computation by hand.
+"""Memory of lowered modules between forward and backward, and at its peak, compared with code by hand.
 
 Covers: lowering/parameters.py, and the memory of the layer as a whole.
 """

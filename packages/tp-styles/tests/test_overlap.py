@@ -1,4 +1,4 @@
-"""Collectives in chunks beside the products, against one device.  Covers: lowering/overlap.py."""
+"""Collectives in chunks that overlap with products, against one device.  Covers: lowering/overlap.py."""
 
 from __future__ import annotations
 

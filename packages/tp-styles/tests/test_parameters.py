@@ -1,4 +1,4 @@
-"""Gradients of lowered modules go straight into `.grad`, and where somebody looks, autograd's way; on real ranks.
+"""Gradients of lowered modules are added to `.grad` directly, or through autograd if a hook needs them; on real ranks.
 
 Covers: lowering/parameters.py.
 """

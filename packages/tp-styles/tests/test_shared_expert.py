@@ -1,4 +1,4 @@
-"""Covers: expert_forward.py, token_route.py: a shared expert that runs while tokens are under way to routed experts."""
+"""Covers: expert_forward.py, token_route.py: a shared expert that runs while tokens are in flight to routed experts."""
 
 from __future__ import annotations
 

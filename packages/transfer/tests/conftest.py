@@ -1,4 +1,4 @@
-"""Puts `support` on the import path: what several test files share, under names that no other package's tests have."""
+"""Import path with `support`, the modules that several test files share; their names differ in all packages."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Wrong mappings beside the server's own loader: each fault is found before a byte moves, or by the digest.
+"""Mappings that differ from the server's loader: each fault is found before anything is sent, or by the digest.
 
 Covers: learn/witness.py.
 """

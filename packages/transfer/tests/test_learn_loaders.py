@@ -1,4 +1,4 @@
-"""Mappings learned from loaders are what the loaders do with real tensors.
+"""Mappings learned from loaders give the results of the loaders for real tensors.
 
 Covers: learn/loaders.py, learn/recordings.py, learn/recorder.py, learn/replay.py,
 learn/tape.py, learn/twins.py, learn/definitions.py, learn/_torch.py.

@@ -1,4 +1,4 @@
-"""Attention on one device with its mask as a tensor: what context parallelism is compared with."""
+"""Attention on one device with its mask as a tensor, the reference for context parallelism."""
 
 from __future__ import annotations
 

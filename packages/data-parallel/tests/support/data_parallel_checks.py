@@ -1,4 +1,4 @@
-"""What holds for a data-parallel model, alone and with styles beside: checks take the model of one device first."""
+"""Checks of data-parallel models, with and without styles; the first argument is the model on one device."""
 
 from __future__ import annotations
 

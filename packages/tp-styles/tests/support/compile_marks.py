@@ -1,4 +1,4 @@
-"""What all tests of compiled modules are marked with: `pytestmark = COMPILED`."""
+"""Marks of all tests of compiled modules: `pytestmark = COMPILED`."""
 
 from __future__ import annotations
 

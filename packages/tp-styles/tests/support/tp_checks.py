@@ -1,4 +1,4 @@
-"""What several tests of this package share: gradients of parallel modules, sharded logits."""
+"""Checks for several test files: gradients of parallel modules, sharded logits."""
 
 from __future__ import annotations
 

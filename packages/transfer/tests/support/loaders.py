@@ -1,4 +1,4 @@
-"""Small servers whose loaders write parameters in many ways, and what they do with real tensors."""
+"""Small servers whose loaders write parameters in many ways, and the results of these loaders for real tensors."""
 
 from __future__ import annotations
 

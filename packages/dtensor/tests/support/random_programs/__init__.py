@@ -1,4 +1,4 @@
-"""Random programs: whatever they do, the mesh gives what one device gives."""
+"""Random programs whose results on a mesh must equal one device."""
 
 from .compose import compose
 from .hunt import Finding, hunt, on_one, on_ranks, shrink

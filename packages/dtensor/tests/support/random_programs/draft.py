@@ -1,4 +1,4 @@
-"""A program that is being written: what its tensors are so far, and random choices among them."""
+"""A program while it is generated: its tensors so far, and random choices among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running many programs on ranks, and shrinking those that fail: `python -m random_programs`."""
+"""Hunt for failing programs on ranks, which are then shrunk: `python -m random_programs`."""
 
 from __future__ import annotations
 

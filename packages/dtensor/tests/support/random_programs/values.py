@@ -1,4 +1,4 @@
-"""Lines that compute: elementwise operators, reductions, products, what looks along a dim."""
+"""Lines that compute: elementwise operators, reductions, products, operators along a dim."""
 
 from __future__ import annotations
 
