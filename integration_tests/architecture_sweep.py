@@ -1,4 +1,4 @@
-"""Architectures of transformers by their own and by automatic plans, against one process and beside the library.
+"""Sweep over architectures of transformers by their own and by automatic plans, against one process and the library.
 
 python -m integration_tests.architecture_sweep                  # all of it; writes docs/architectures.md
 python -m integration_tests.architecture_sweep --only llama     # architectures whose name contains it
@@ -32,13 +32,14 @@ PLANS = {
 WAYS = (2, 4)
 HOW = (
     "Each architecture has a tiny configuration in float64. `verify` runs the plan on simulated "
-    "ranks of one process; then the plan is applied on so many gloo ranks, with other weights and "
-    "other tokens, and logits, loss, the gradients of all parameters and the tokens of greedy "
-    "decoding are compared with one process. A cell has the share of all bytes of parameters that "
-    "a rank holds, on 2 and on 4 ranks, where all is right; **wrong**, where the ranks compute "
-    "something else; *refused*, where `verify` (transformers: an error) says so before; nothing, "
-    "where the model has no plan. Models are made in memory, not loaded from files: that "
-    "transformers refuses tied heads here (`KeyError`) may not happen when it loads them itself."
+    "ranks of one process; then the plan is applied on 2 and on 4 gloo ranks, with other weights "
+    "and other tokens, and logits, loss, the gradients of all parameters and the tokens of greedy "
+    "decoding are compared with one process. If all of them agree, the cell has the share of the "
+    "parameters' bytes that a rank holds, on 2 and on 4 ranks. **wrong** means that the ranks "
+    "compute other values; *refused* means that `verify` rejects the plan before, or, for "
+    "transformers, that it raises an error; an empty cell means that the model does not have a "
+    "plan. Models are made in memory and not loaded from files, so transformers' `KeyError` for "
+    "tied heads may not occur when it loads a model itself."
 )
 
 
@@ -130,7 +131,7 @@ def page(outcomes: dict[Case, Outcome]) -> str:
         if outcome.name != "right":
             why = outcome.happened if outcome.said == "fits" else outcome.said
             lines.append(f"- {case.name}, {case.plan}, {case.ways} ranks: {_line(why, 240)}")
-    lines += ["", "## What automatic plans leave whole on 4 ranks", ""]
+    lines += ["", "## Modules that automatic plans leave whole on 4 ranks", ""]
     reasons: dict[str, list[str]] = {}
     for case, outcome in outcomes.items():
         for path, why in outcome.whole.items() if case.ways == max(WAYS) else ():

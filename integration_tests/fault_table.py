@@ -1,4 +1,4 @@
-"""What every rank sees when something goes wrong on one: runs faults on real ranks and writes docs/faults.md.
+"""Errors on all ranks when one rank fails: runs faults on real ranks and writes docs/faults.md.
 
 `python integration_tests/fault_table.py` writes the page; with names of faults it prints their
 rows. Rank 1 of three is at fault, or rank 0 where the fault says so; the timeout of the process
@@ -288,15 +288,15 @@ def row(transport: str, name: str, culprit: int) -> str:
 
 HEAD = f"""# Faults
 
-What the other ranks see when one of three goes wrong. The timeout of the process group is {TIMEOUT:g} seconds. Those
-at fault are in `error.ranks`, or in the text of the error. `gloo` is the way between hosts, or with
-`SHOAL_SHARED_MEMORY=0`. There a message of another length than expected aborts the process that gets it, in a thread of
-gloo; the others name that process and say what each of them had started. Only `lockstep()` sees the difference before
-anything is sent.
+Errors on the other ranks when one of three ranks fails. The timeout of the process group is {TIMEOUT:g}
+seconds. The failed ranks are in `error.ranks`, or in the text of the error. The transport `gloo` is used
+between hosts, or with `SHOAL_SHARED_MEMORY=0`. If a message has another length than expected, gloo aborts the
+receiving process in one of its threads; the other ranks name that process, and list the collective that each of
+them had started. Only `lockstep()` detects the difference before anything is sent.
 
 This page is generated: `python integration_tests/fault_table.py`.
 
-| fault | transport | ranks that raised | error | after seconds | named | what the first of them says |
+| fault | transport | ranks that raised | error | after seconds | named | message of the first rank |
 |---|---|---|---|---|---|---|
 """
 

@@ -1,4 +1,4 @@
-"""What the main programs make a device do, beside torch's own stack: writes docs/device_stalls.md.
+"""Waits of the host in the main programs, for shoal and for torch's own stack: writes docs/device_stalls.md.
 
 `nox -s device -- --table` runs it, in a process that has the simulated accelerator.
 """
@@ -19,21 +19,23 @@ from .training import TRAININGS
 PAGE = Path(__file__).parents[2] / "docs" / "device_stalls.md"
 HOST = ("H2D", "D2H", "SYNC")
 KINDS = (*HOST, "RACE", "COLLECTIVE")
-HEAD = f"""# What the host waits for
+HEAD = f"""# Waits of the host for the device
 
-Written by `nox -s device -- --table` with torch {torch.__version__}; do not edit. The main programs on the simulated
-accelerator ([how](accelerators.md)), four ranks, rank 0, warm: the copies to the device (H2D) and from it (D2H) and the
-other synchronisations that the host waited for, mistakes around collectives and copies ("races": something that was
-read, written or freed under them, or never waited for), and collectives. Copies that the host does not wait for are in
-brackets. Beside it the same program on torch's own DTensor, styles, `fully_shard` and `replicate`; "raises" is what
-torch does not run, "-" what it does not have.
+Written by `nox -s device -- --table` with torch {torch.__version__}; do not edit. The table is about the main
+programs on the [simulated accelerator](accelerators.md), on rank 0 of four ranks, after warm-up. It has the
+copies to the device (H2D) and from it (D2H) for which the host waited, other synchronizations, races and
+collectives. A race is a mistake around a collective or copy: its memory was read, written or freed while it
+ran, or the program never waited for it. Copies for which the host does not wait are in brackets. The columns of
+torch are for the same program on torch's own DTensor, styles, `fully_shard` and `replicate`: "raises" means
+that torch does not run it, "-" that torch does not have the feature.
 """
 MEMORY = """
 ## Memory of the device
 
-KiB above what was there before the program: after the forward of the last microbatch, and at the peak of that backward,
-which adds to the gradients that an earlier one has kept. Up to half a KiB of each peak of `fully_shard` says which
-gradients a rank has. `replicate` has no buckets between backwards; DDP has them all the time.
+KiB that the program has allocated after the forward of the last microbatch (live), and at the peak of the
+backward of that microbatch, which adds to the gradients of an earlier one. Up to half a KiB of each peak of
+`fully_shard` are the flags of the gradients that a rank has. `replicate` does not keep buckets between
+backwards; DDP always does.
 
 | training | shoal live | peak | torch live | peak |
 |---|---|---|---|---|
@@ -51,7 +53,7 @@ which the ranks agree; and the first attention of a `context_parallel` block, wh
 Whether work is done is asked on CPU ranks only, by `lockstep()`, and where a program calls `is_completed()` of a
 `Pending`; none of them belongs into a capture.
 
-| part | what | where |
+| part | kind of wait | line |
 |---|---|---|
 """
 _TITLES = ("H2D", "D2H", "synchronisations", "races", "collectives")
