@@ -2,8 +2,8 @@
 
 A step is a folder with the files of torch.distributed.checkpoint and a manifest of their sizes and
 digests. It is written under a name that begins with a dot, and renamed when it is complete. A
-folder with the final name is therefore complete, or was damaged later. It is removed under a name
-with a dot too.
+folder with the final name is therefore complete, or was damaged later. Before a step is removed, it
+is renamed to a name with a dot.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Checkpointer:
         self._keep = keep
         self._writer: Future[None] | None = None
         self._background: tuple[dist.ProcessGroup, ThreadPoolExecutor] | None = None
-        # parts that loads left out, which a warning has named
+        # the parts that a load has left out with a warning
         self._named_parts: set[tuple[str, ...]] = set()
 
     def __enter__(self) -> Checkpointer:
@@ -103,7 +103,7 @@ class Checkpointer:
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def save(self, step: int, state_dict: Mapping[str, Any], *, background: bool = False) -> None:
-        """Save a step, newer than all that are there.
+        """Save a step, which must be newer than all saved steps.
 
         Args:
             step: its number.
@@ -132,7 +132,8 @@ class Checkpointer:
         try:
             staged = _copied(state_of(dict(state_dict)))
         except Exception as error:
-            # the other ranks write already: they learn of it in their first message
+            # The other ranks have started to write. They receive the error with the first message
+            # of this rank.
             self._writer = executor.submit(self._write, step, partial(_raise, error), group)
         else:
             self._writer = executor.submit(self._write, step, lambda: staged, group)
@@ -357,7 +358,10 @@ def _said(error: dist.checkpoint.api.CheckpointException) -> str:
 
 
 def _copied(state: Any) -> Any:
-    """Copy the values to host memory that the program does not change; only shards of DTensors."""
+    """Copy a state to memory of the host, so that the program may change it afterwards.
+
+    A DTensor is copied by its local shard.
+    """
     devices: set[torch.device] = set()
 
     def copied(tensor: Tensor) -> Tensor:
@@ -376,7 +380,7 @@ def _copied(state: Any) -> Any:
 
 
 def digest_of(path: Path) -> tuple[int, str]:
-    """Return size and digest of a file as it can be read."""
+    """Return the size and the digest of a file, by reading it."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))
         return file.tell(), digest.hexdigest()

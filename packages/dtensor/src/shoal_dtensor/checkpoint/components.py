@@ -162,7 +162,7 @@ class ObjectLoad(ComponentLoad):
 
 
 def with_keys_of(value: Any, like: Any) -> Any:
-    """Return the value with the mapping keys of another one; files hold all keys as text."""
+    """Return the value with the keys of the mappings in `like`, because files have keys as text."""
     if isinstance(value, list) and isinstance(like, list):
         padding = [None] * (len(value) - len(like))
         return [with_keys_of(*pair) for pair in zip(value, [*like, *padding], strict=False)]

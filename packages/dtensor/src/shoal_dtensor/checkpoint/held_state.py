@@ -1,4 +1,8 @@
-"""HeldState: state that remaining ranks still hold, moved to a new mesh without a checkpoint."""
+"""HeldState: state that the remaining ranks still hold, moved to a new mesh without a checkpoint.
+
+Each rank describes the boxes that it holds and wants. From these descriptions all ranks determine
+the newest step that they hold completely, and exchange its blocks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,13 @@ Name = tuple[str | int, ...]
 
 
 class _HeldPart(NamedTuple):
-    """The boxes of a global tensor that a rank holds or wants."""
+    """The boxes of a global tensor that a rank holds or wants.
+
+    Attributes:
+        shape: the shape of the global tensor.
+        kind: its dtype and type of device, as text.
+        boxes: the boxes.
+    """
 
     shape: tuple[int, ...]
     kind: str
@@ -47,7 +57,7 @@ class _Facts(NamedTuple):
     # distinguishes states kept after this recovery from states kept before it
     fresh: str
     present: Mapping[Name, _HeldPart]
-    values: Mapping[Name, object]  # those without tensors
+    values: Mapping[Name, object]  # values that are not tensors
     wanted: Mapping[Name, _HeldPart]
     # names of everything that the rank requests, tensors and other values
     requested: frozenset[Name]
@@ -126,7 +136,7 @@ class HeldState:
                 them out.
 
         Returns:
-            The step; None where the ranks hold no step whole, and nothing is changed.
+            The step; None if the ranks do not hold a whole step. Then nothing is changed.
 
         Raises:
             ArgumentTypeError: `state_dict` is not a dict.
@@ -230,7 +240,7 @@ class _HeldLeaf(NamedTuple):
 def _leaves(value: Any, read: Callable[[Any], Any], name: Name = ()) -> Iterator[_HeldLeaf]:
     """Yield every value with its name and its container.
 
-    For components these are the values of the state that `read` returns.
+    A component is replaced by the values of the state that `read` returns for it.
     """
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:

@@ -97,7 +97,7 @@ class LoadRequest:
             self.targets.update(load.targets)
             self._missing += load.missing
 
-    # --- what one side lacks ----------------------------------------------------------------------
+    # --- entries that only one side has -----------------------------------------------------------
 
     def _check_complete(self) -> None:
         """Raise for entries that only the state dict has, and for empty mappings in place of state."""
@@ -213,14 +213,14 @@ def _names_of_parameters(optimizer: Optimizer, modules: Iterable[nn.Module]) -> 
     groups = optimizer.param_groups
     if all("param_names" in group for group in groups):
         return [group["param_names"] for group in groups]
-    # here: only optimizers without names of parameters need it
+    # Imported here, because only optimizers without names of parameters need it.
     from ..api.state_dicts import get_optimizer_state_dict
 
     for module in modules:
         try:
             named = get_optimizer_state_dict(module, optimizer)["param_groups"]
         except StateDictError:
-            # an optimizer of another module
+            # The optimizer belongs to another module.
             continue
         return [group["params"] for group in named]
     return None

@@ -74,12 +74,13 @@ class OptimizerLoad(ComponentLoad):
         if not tree:
             self.missing.append(name_of(prefix))
         if tree and "param_groups" not in tree:
-            # a flat state dict: every entry has its whole name as one key
+            # In a flat state dict, the whole name of an entry is one key.
             names = self._require_names(find_names)
             tree = nested(tree, [{"params": of_group} for of_group in names])
         saved_groups = tree.get("param_groups", [])
         self.options = [self._options_of(group) for group in saved_groups]
-        # by parameter of the optimizer, the key that its state has in the checkpoint
+        # For each parameter, the key of its state in the checkpoint. For each group, the position
+        # of its options in the checkpoint, or None.
         self.keys, self.group_at = self._match_parameters(find_names)
         self.entries: dict[Tensor, Any] = {}
         self.reference: dict[Tensor, Any] = {}
@@ -92,7 +93,7 @@ class OptimizerLoad(ComponentLoad):
     # --- options ----------------------------------------------------------------------------------
 
     def _options_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the options of a saved group; options that are tensors stay names, and are targets."""
+        """Read the options of a saved group; options that are tensors stay names and become targets."""
 
         def read(leaf: Any) -> Any:
             if not isinstance(leaf, SavedName):
@@ -107,9 +108,9 @@ class OptimizerLoad(ComponentLoad):
 
     @contextmanager
     def _with_saved_options(self) -> Iterator[None]:
-        """Give the optimizer, in the block, the saved options that are numbers.
+        """Inside the block, give the optimizer the saved options that are not tensors.
 
-        These options determine the entries of its state.
+        These options determine which entries its state has.
         """
         before = self.optimizer.param_groups
         groups = []
@@ -143,7 +144,7 @@ class OptimizerLoad(ComponentLoad):
         return self._match_names(self._require_names(find_names), saved_keys)
 
     def _check_numbers(self, saved_keys: Sequence[Sequence[int]]) -> None:
-        """Refuse groups of other sizes or names, whose numbers would lead to other parameters."""
+        """Refuse groups of other sizes or names, because numbers would mean other parameters."""
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         saved_sizes = [len(of_group) for of_group in saved_keys]
         has_other_names = False
@@ -221,9 +222,9 @@ class OptimizerLoad(ComponentLoad):
         return current if isinstance(current, Tensor) else empty_for(self.saved, name)
 
     def _place(self, param: Tensor, name: str) -> bool:
-        """Make a target for state that nothing describes; return whether its layout is certain.
+        """Make a target for saved state that the optimizer does not describe, if its layout is certain.
 
-        If the layout is not certain, no target is made.
+        Return whether the layout is certain.
         """
         if not self.saved.is_tensor(name):
             self.targets[name] = None
@@ -233,7 +234,7 @@ class OptimizerLoad(ComponentLoad):
         if tuple(stored.size) == tuple(param.shape):
             self.targets[name] = torch.empty_like(param.detach(), dtype=dtype)
             return True
-        # here: only state without a description needs it
+        # Imported here, because only such state needs it.
         from ..tensor.dtensor import DTensor
 
         if isinstance(param, DTensor) and len(stored.size):
@@ -277,7 +278,7 @@ class OptimizerLoad(ComponentLoad):
                 state = self._state_of(param, fill)
                 if state:
                     states[number] = state
-        # torch may have put a call of its state-dict functions in the optimizer itself
+        # Torch may have replaced the optimizer's own method by a call of its state-dict functions.
         load = type(self.optimizer).load_state_dict
         load(self.optimizer, {"state": states, "param_groups": groups})
         drop_unmade_buffers(self.optimizer)

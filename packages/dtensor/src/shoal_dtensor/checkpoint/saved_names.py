@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 # Keys that lead to a value in nested mappings and lists; an integer is a position in a list.
 Path = tuple[str | int, ...]
 
-# A file may not make a load build a longer list.
+# A load does not build longer lists than this, whatever positions a file names.
 _LONGEST_LIST = 1_000_000
 
 

@@ -1,4 +1,7 @@
-"""Reading of torch.distributed.checkpoint files as data: no code runs, misfits are refused."""
+"""Reading of torch.distributed.checkpoint files as data.
+
+A load does not run code that a file contains, and it refuses metadata that do not fit the files.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         whole = f"{module}.{name}"
-        # of the machine that wrote: nothing is read there
+        # These are paths on the machine that wrote the file. They are not read, so text is enough.
         if whole in _PATHS:
             return lambda *parts: "/".join(map(str, parts))
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -59,9 +62,9 @@ class TrustedReader(FileSystemReader):
     """A reader of a folder whose files have known sizes.
 
     Raises from `read_metadata`:
-        CheckpointError: metadata that are broken, hold other things than metadata, name files or
-            bytes that the folder does not have, or tensors whose parts overlap, stand out, or do
-            not cover them.
+        CheckpointError: metadata that are broken, contain objects that are not metadata, name files
+            or bytes that the folder does not have, or describe tensors whose parts overlap, exceed
+            the tensor, or do not cover it.
     """
 
     def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
@@ -77,7 +80,7 @@ class TrustedReader(FileSystemReader):
             _check(metadata, self._sizes)
         except CheckpointError:
             raise
-        # broken bytes lead to any error
+        # Broken bytes may raise any error.
         except Exception as error:
             raise CheckpointError(
                 f"the metadata in {self._folder} are broken: {error!r}"
@@ -108,7 +111,7 @@ def _load_value(name: str, value: io.BytesIO) -> Any:
     try:
         return torch.load(value, weights_only=True)
     except Exception as error:
-        # broken bytes may raise anything in the loader
+        # Broken bytes may raise any error in the loader.
         raise CheckpointError(
             f"{name} is not loaded: it contains objects other than tensors, numbers, strings and "
             f"their containers ({error!r:.200})"

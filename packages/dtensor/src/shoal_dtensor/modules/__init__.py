@@ -1,4 +1,4 @@
-"""Shared parts of the layers on modules: replaced forwards, owners of parameters, attributes.
+"""Parts that the packages for modules share: replaced forwards, and owners of parameters.
 
 May import: _torch, errors, layout, tensor.
 """

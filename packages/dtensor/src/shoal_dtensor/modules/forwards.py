@@ -1,13 +1,13 @@
 """`ModuleForward`: the callable that stands in for a module's forward.
 
 Its bound `__call__` is stored in the instance (`module.forward`), so `nn.Module.__call__`, hooks
-and `state_dict` work as before. For a bound method a compiler guards the function and not the
-object, so blocks of equal structure share one graph. It refers to the module weakly, so that a
-dropped model is freed at once.
+and `state_dict` work as before. A compiler guards the function of a bound method and not the
+object, so blocks of equal structure share one graph. The callable refers to its module weakly, so
+that a model is freed as soon as it is dropped.
 
-A package above may enter a mode of arithmetic, which determines the forward that replaces a
-module's forward and the order in which ranks add up. The mode belongs to the process, because
-backward passes run in threads of their own.
+A package above may enter a mode of arithmetic. The mode determines the class that replaces a
+module's forward, and the order in which ranks add up terms. Backward passes, which run in threads of
+their own, use the mode too.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class ModuleForward(ABC):
 
     __slots__ = ("_module", "inner", "mesh")
 
-    # The way in which random numbers become the numbers of one device. `own`: the callable draws as
-    # one device. `watched`: the callable runs the module's code, whose functions are watched.
-    # `refused`: the callable draws for rows in another order, which is refused.
+    # The way in which random numbers become the numbers of one device. "own": the callable draws
+    # the numbers of one device itself. "watched": the callable runs the module's code, whose
+    # functions are watched. "refused": the callable would draw for rows in another order, so draws
+    # are refused.
     sampling: ClassVar[Literal["own", "watched", "refused"]] = "own"
-    # whether it draws as one device on its own axis alone
+    # whether the callable draws the numbers of one device only if no other axis shards its input
     one_axis: ClassVar[bool] = False
 
     def __init__(
@@ -49,7 +50,7 @@ class ModuleForward(ABC):
     ) -> None:
         self._module = weakref.ref(module)
         self.mesh: DeviceMesh = mesh  # the axes on which it acts
-        # the module's forward before; None for its class's
+        # the callable that it replaces; None if it replaces the forward of the class
         self.inner: ModuleForward | None = inner
 
     @property
@@ -76,14 +77,14 @@ class ModuleForward(ABC):
             else type(self.module).extra_repr(self.module)
         )
 
-    # --- what is known of plain tensors that enter and leave, on the axis of a one-axis mesh ------
+    # --- layouts of plain inputs and outputs along the axis of a one-axis mesh --------------------
 
     def input_layouts(self) -> Sequence[Placement | None]:
-        """Return the layout of each plain positional input; None where it passes through."""
+        """Return the layout of each plain positional input; None if the input passes through."""
         return ()
 
     def output_layouts(self) -> Sequence[Placement | None]:
-        """Return the layout of each plain output; None where it passes through."""
+        """Return the layout of each plain output; None if the output passes through."""
         return ()
 
     def output_sizes(self, index: int, size: int) -> Sequence[int] | None:
@@ -96,9 +97,9 @@ class ModuleForward(ABC):
     def output_blocks(self) -> Sequence[Sequence[int]] | None:
         """Return the sizes of an output's blocks on all ranks; None for an output of one block.
 
-        Such an output consists of the shards of several blocks, one after the other.
+        An output with blocks consists of shards of several tensors, one after the other. The result
+        is empty if several ranks hold the same elements.
         """
-        # an empty sequence where several ranks hold the same elements
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -108,7 +109,7 @@ class ModuleForward(ABC):
         clone.inner = copy.deepcopy(self.inner, memo)
         return clone
 
-    # not by __reduce__, which in subclasses runs __init__ again
+    # The default copies by `__reduce__`, which runs `__init__` again in subclasses.
     def __copy__(self) -> Self:
         clone = object.__new__(type(self))
         for kind in type(self).__mro__:
@@ -155,7 +156,7 @@ def _call_with_signature(kind: type[ModuleForward], forward: Any) -> FunctionTyp
 # --- the mode of arithmetic -----------------------------------------------------------------------
 
 DataDtypes = tuple[torch.dtype | None, torch.dtype | None]
-"""In which gradients are computed, and summed over data ranks; None for those of the parameters."""
+"""The dtypes in which gradients are (computed, summed over data ranks); None for the parameter's."""
 
 
 class Arithmetic(Protocol):

@@ -1,9 +1,10 @@
 """Owners of parameters on data axes, so that styles and data axes can be applied in any order.
 
-A style places whole parameters. An owner replaces its shards by the whole parameters, and shards
-the parameters that the style leaves again. Attributes and hooks that users attach to parameters are
-carried over to the replacing parameters, until the user removes a hook by its handle: the
-registered hook looks it up there. The step of an optimizer that holds a replaced parameter raises.
+A style shards whole parameters. Therefore an owner first replaces its shards by the whole
+parameters, and afterwards shards the parameters that the style has made. Attributes and hooks that
+users attach to parameters are carried over to the replacing parameters. A carried-over hook looks
+the original hook up, so that the user can still remove it by its handle. The step of an optimizer
+that holds a replaced parameter raises.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Item = TypeVar("Item")
 
 @lru_cache(maxsize=1024)
 def extended(base: Any, kind: Any) -> Any:
-    """Return `kind` with the methods of `base`, under the name of the user's class.
+    """Return a class with the methods of `base` and `kind`, under the name of `kind`.
 
-    Checkpoints and libraries look for that name.
+    `kind` is the class of the user, and checkpoints and libraries look for its name.
     """
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
@@ -53,7 +54,7 @@ def refuse_save_pretrained(module: nn.Module, refused: bool = True) -> None:
     """Make a transformers model's method that would write shards raise, and name the right one."""
     attributes = vars(module)
     replaced = getattr(attributes.get("save_pretrained"), "func", None) is _save_pretrained
-    # writes adapters
+    # A model with `peft_config` writes adapters instead.
     if refused and hasattr(type(module), "save_pretrained") and not hasattr(module, "peft_config"):
         attributes.setdefault("save_pretrained", partial(_save_pretrained, module))
     elif replaced:
@@ -80,7 +81,7 @@ def save_whole_tensors(
     """Save a state dict of plain tensors by the class of a transformers model, on this rank alone.
 
     Returns:
-        False where there is no such state dict; nothing has been saved then.
+        False if there is no such state dict; then nothing has been saved.
     """
     values = state_dict.values() if state_dict is not None else ()
     has_dtensors = any(isinstance(value, DTensor) for value in values)
@@ -92,6 +93,7 @@ def save_whole_tensors(
 
 
 def _empty(base: type, kind: type) -> Any:
+    """Return an instance without state of an extended class; copies and pickles refer to this."""
     combined = extended(base, kind)
     return combined.__new__(combined)
 
@@ -99,20 +101,23 @@ def _empty(base: type, kind: type) -> Any:
 class Owner(Protocol):
     """A layer that averages the gradients of parameters over data axes, and may shard them there."""
 
-    # the function that made it, for messages
+    # the name of the function that made the owner, for messages
     owner: str
 
+    # parameters of its modules that it does not manage
     @property
-    def ignored(self) -> Sequence[nn.Parameter]: ...  # in its modules, which it leaves alone
+    def ignored(self) -> Sequence[nn.Parameter]: ...
+    # the data axes
     @property
-    def data_mesh(self) -> DeviceMesh: ...  # the data axes
+    def data_mesh(self) -> DeviceMesh: ...
+    # whether this rank keeps gradients for a later reduction
     @property
-    def keeps_gradients(self) -> bool: ...  # on this rank, for a later reduction
-    # the parameters that its modules hold now
+    def keeps_gradients(self) -> bool: ...
+    # Return the parameters that its modules hold now.
     def held(self) -> Iterable[Tensor]: ...
-    # has the modules hold whole parameters, as far as data axes are concerned
+    # Replace shards over the data axes by whole parameters in its modules.
     def give_back(self) -> None: ...
-    # takes the parameters that the modules hold now
+    # Manage, and perhaps shard, the parameters that its modules hold now.
     def take(self) -> None: ...
 
 
@@ -120,17 +125,17 @@ _OWNERS: WeakSet[Owner] = WeakSet()
 
 
 def register_owner(owner: Owner) -> None:
-    """Register an owner, which is queried for its parameters as long as it lives."""
+    """Register an owner; it is asked for its parameters as long as it lives."""
     _OWNERS.add(owner)
 
 
 def live_owners() -> list[Owner]:
-    """Return all owners that live, in no order."""
+    """Return all living owners, in any order."""
     return list(_OWNERS)
 
 
 def owners_of(module: nn.Module) -> list[Owner]:
-    """Return the owners of a module's parameters, in parameter order: the same on all ranks."""
+    """Return the owners of a module's parameters, in parameter order, which all ranks share."""
     owner_of = {}
     for owner in _OWNERS:
         for param in (*owner.held(), *owner.ignored):
@@ -140,11 +145,10 @@ def owners_of(module: nn.Module) -> list[Owner]:
 
 
 def releasable_owners(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owner]:
-    """Return the owners of a module's parameters, or raise if they cannot give them back.
+    """Return the owners of a module's parameters, or raise if one cannot restore whole parameters.
 
-    It raises before anything is changed.
-
-    `mesh` has the axes of the style that the module gets; it is None when a style is undone.
+    It raises before anything is changed. `mesh` has the axes of the style that the module gets; it
+    is None when a style is undone.
     """
     owners = owners_of(module)
     params = {id(param) for param in module.parameters()}
@@ -156,7 +160,8 @@ def releasable_owners(module: nn.Module, mesh: DeviceMesh | None = None) -> list
                     f"the data axes {owner.data_mesh.axis_names} already; use an axis for data or "
                     "for styles, not for both"
                 )
-            DeviceMesh.concatenate([owner.data_mesh, mesh])  # which parameters will be on
+            # Raises if the parameters cannot be on both meshes.
+            DeviceMesh.concatenate([owner.data_mesh, mesh])
         if params.intersection(map(id, owner.ignored)):
             raise LayoutError(
                 f"a style on a module with parameters that were passed to {owner.owner} as "
@@ -256,8 +261,8 @@ def has_own_hooks(param: Any) -> bool:
         for hook in tensor_hooks.values()
         if not isinstance(getattr(hook, "hook", hook), _Carried)
     ]
-    # one is the DTensor's
     are_carried = all(isinstance(hook, _Carried) for hook in post_hooks.values())
+    # One of the attached hooks is the DTensor's own.
     return len(attached) > 1 or not are_carried
 
 
@@ -270,7 +275,8 @@ def note_replaced(param: Tensor) -> None:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if hasattr(param, _REPLACED):  # which a compiled step is guarded on
+            # A compiled step is guarded on this attribute.
+            if hasattr(param, _REPLACED):
                 raise StyleError(
                     f"{type(optimizer).__name__}.step: it holds a parameter of shape "
                     f"{tuple(param.shape)} that a style, data parallelism or distribute_module "
@@ -280,7 +286,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 )
 
 
-_check_optimizers = cache(lambda: register_optimizer_step_pre_hook(_before_step))  # once
+# Registers the hook at the first call only.
+_check_optimizers = cache(lambda: register_optimizer_step_pre_hook(_before_step))
 
 
 def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
@@ -301,7 +308,7 @@ def carry_attached(old: Any, new: Any) -> None:
     """Copy attributes and gradient hooks to a tensor that optimizers may continue to hold."""
     state: _CarriedState | None = getattr(old, _STATE, None)
     if not state and isinstance(old, DTensor):
-        # it replaced a parameter that had nothing attached
+        # This DTensor replaced a parameter without attributes and hooks.
         return
     internal = {*(state.attributes if state else ()), _STATE, _REPLACED}
     attributes = {name: value for name, value in vars(old).items() if name not in internal}
@@ -312,7 +319,7 @@ def carry_attached(old: Any, new: Any) -> None:
     for name, value in attributes.items():
         setattr(new, name, value)
     trained = new.requires_grad
-    # hooks are registered on tensors that get gradients
+    # Hooks can only be registered on tensors that get gradients.
     new.requires_grad_(trained or bool(hooks or post_hooks))
     for key in hooks:
         new.register_hook(_Carried(hooks, key))

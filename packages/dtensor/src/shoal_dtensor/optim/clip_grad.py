@@ -1,6 +1,7 @@
-"""Gradient clipping at the speed of plain tensors, on local shards with one collective.
+"""Gradient clipping on local shards, with one collective for each mesh.
 
-`torch.nn.utils.clip_grad_norm_` passes every gradient through dispatch twice, for the same numbers.
+The result is the result of `torch.nn.utils.clip_grad_norm_`, which passes every gradient through
+dispatch twice.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def clip_grad_norm_(
 
     The norm of all gradients together is a plain tensor, the same on every rank.
 
-    Gradients may have any layout, on several meshes, and some may be plain (plain ones count as
-    replicated). All ranks of a mesh must pass gradients of the same layouts.
+    Gradients may have any layout, on several meshes. Plain gradients count as replicated. All ranks
+    of a mesh must pass gradients of the same layouts.
 
     Args:
         parameters: tensors; the ones without a gradient are ignored.
@@ -92,7 +93,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; pass "
             "error_if_nonfinite=False to scale by it anyway"
         )
-    nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is looked at
+    nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is read
     return total
 
 
@@ -124,11 +125,11 @@ class _Holder(NamedTuple):
 class _Part(NamedTuple):
     """The gradients of one mesh."""
 
-    # the position of one of them
+    # the position of one of these gradients
     first: int
     # axes of the mesh to reduce over
     axes: tuple[int, ...]
-    # positions of those that this rank counts
+    # positions of the gradients whose shards this rank adds to the norm
     counted: tuple[int, ...]
 
 
@@ -137,9 +138,9 @@ class _Contribution(NamedTuple):
 
     # one for each mesh, and one for plain gradients
     parts: tuple[_Part, ...]
-    dtype: torch.dtype  # of the norm
+    dtype: torch.dtype  # the dtype of the norm
     plain: bool  # whether a gradient is plain
-    # whether a gradient is partial, so that it has to be finished first
+    # whether a gradient is partial, so that it has to be reduced first
     partial: bool
 
 
@@ -173,7 +174,7 @@ def _total(
             value = nn.utils.get_total_norm(counted, order, foreach=foreach)
         else:
             value = shards[0].new_zeros(())
-        # as for partial norms: powers must not overflow
+        # As for partial norms, powers are float64, so that they do not overflow.
         value = value.to(torch.float64, copy=True)
         if not is_maximum:
             value = value.pow_(order)
@@ -200,13 +201,14 @@ def _exact_total(
         peaks = [shard.abs().amax().double() for shard in _non_empty(shards, part)]
         peak = torch.stack(peaks).amax() if peaks else largest.new_zeros(())
         largest = torch.maximum(largest, _over_ranks(gradients, part, peak, "max"))
-    # the smallest e with largest < 2 ** e
+    # The smallest exponent e with largest < 2 ** e.
     exponent = torch.frexp(largest).exponent
     limbs = []
     for part in contribution.parts:
         limbs_of_rank = square_limbs(_non_empty(shards, part), exponent, elements)
         limbs.append(_over_ranks(gradients, part, limbs_of_rank, "sum"))
-    # The one time that the host waits: whether the largest is finite, its exponent, and the limbs.
+    # The host waits for the device only here: it reads whether the largest is finite, the exponent
+    # and the limbs.
     facts = torch.stack([largest.isfinite().long(), exponent.long()])
     summed_limbs = torch.stack(limbs).sum(0)
     finite, power, *both = torch.cat([facts, summed_limbs]).tolist()
@@ -235,13 +237,13 @@ def _looked_up(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     return _contribution(gradients)
 
 
-_looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result marks it, which imports the compiler
+_looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the mark that assume_constant_result makes, without importing the compiler
 
 
 @lru_cache(maxsize=64)
 def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     """Return this rank's contribution: a replicated gradient counts at its axis's first coordinate."""
-    # positions of the gradients of each mesh; None: plain ones
+    # positions of the gradients of each mesh; the key None is for plain gradients
     members: dict[Any, list[int]] = {}
     specs: Any = gradients
     for i, item in enumerate(gradients):
@@ -275,20 +277,19 @@ def _part_of_mesh(mesh: DeviceMesh, indices: Sequence[int], specs: Sequence[Spec
     return _Part(indices[0], tuple(axes), tuple(counted))
 
 
-# --- sums of squares that are exact, so that they are the same however their terms are sharded ----
+# --- exact sums of squares, which do not depend on the sharding of their terms --------------------
 #
-# Every gradient is divided by a power of two above the largest of all, so squares are below 1. The
-# first bits of each go to one integer, the next bits to another; integers add up exactly, in any
-# order. With 2**k elements in all, an int64 holds sums of 62 - k bits: 2 * 35 bits behind the point
-# for 128 million elements, more than a float64 has.
+# Every gradient is divided by a power of two above the largest absolute value, so squares are below
+# 1. The first bits of each square are one integer, the next bits a second integer (two limbs).
+# Integers add up exactly, in any order. With 2**k elements in all, limbs of 62 - k bits add up
+# within an int64. For 128 million elements the limbs have 2 * 35 bits, more than a float64 has.
 
 
 def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> Tensor:
-    """Return (2,) int64: the sums of the first and of the next bits of all squares.
+    """Return (2,) int64: the sums of the first and of the second limbs of all squares.
 
-    All elements of the shards are below 2 ** exponent in absolute value.
-
-    `elements` is the largest possible number of terms on all ranks together.
+    All elements of the shards are below 2 ** exponent in absolute value. `elements` is the largest
+    possible number of terms on all ranks together.
     """
     bits = _bits(elements)
     limbs = torch.zeros(2, dtype=torch.int64, device=exponent.device)
@@ -312,4 +313,5 @@ def norm_of_limbs(limbs: Sequence[int], exponent: int, elements: int) -> float:
 
 
 def _bits(elements: int) -> int:
+    """Return the number of bits of a limb, so that the limbs of all elements add up in an int64."""
     return 62 - max(elements - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers on the local shards of DTensors, at the speed of plain tensors.
+"""Steps of torch's optimizers on the local shards of DTensors, as fast as on plain tensors.
 
 On DTensors, each of the ten list operators of a step would unwrap every parameter, gradient and
 state. If an update works element by element, the local shards alone give the same numbers.
@@ -8,8 +8,9 @@ proxy collects their shards where the optimizer would collect DTensors.
 Muon orthogonalizes the update of each matrix by five products of matrices, which take 11 to 21
 collectives on shards. Here every rank gathers the update, in bfloat16 as Muon computes, and
 orthogonalizes all of it, with the bits of one device. Updates are gathered in groups; one group is
-in flight during the products of the group before it. Where shards are whole matrices, as those of
-experts, or of a matrix that one rank has, that rank alone orthogonalizes them, and nothing is sent.
+in flight during the products of the group before it. If a rank's shard consists of whole matrices
+(experts, or a matrix that one rank holds), this rank alone orthogonalizes them, and nothing is
+sent.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from ..redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import in_groups
 
-O = TypeVar("O", bound=Optimizer)  # noqa: E741  # a type variable, no number
+O = TypeVar("O", bound=Optimizer)  # noqa: E741  # a type variable, not a number
 
 ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD)
 """Optimizers whose update of an element depends on the element's own tensors and state alone."""
@@ -118,7 +119,7 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
     If a value does not have a shard to step on (partial parameters, plain gradients or states of
     DTensors), all values stay DTensors, and the update runs operator by operator.
     """
-    # reading an attribute of a subclass takes 100 ns longer outside
+    # Outside this block, reading an attribute of a subclass takes 100 ns longer.
     with unwatched_by_subclasses():
         result = type(optimizer)._init_group(optimizer, group, *lists)
     params = [*lists[0]]
@@ -131,8 +132,8 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
         return result
     for values, local in zip(lists, shards, strict=True):
         values[:] = local
-    # Autograd must count the coming writes: for DTensors through their shards; fused kernels do not
-    # report their writes at all.
+    # Autograd must count the writes to come. Writes to shards are not counted for their DTensors,
+    # and fused kernels do not report their writes at all.
     written = [param for param, spec in zip(params, specs, strict=True) if spec is not None]
     if group.get("fused"):
         written += [param._local_tensor for param in written]
@@ -145,7 +146,7 @@ def _shards(
 ) -> list[Any]:
     """Return the shards of one list: of parameters, of gradients, or of one value of their state."""
     shards = []
-    # lists of unused options are empty
+    # Lists for options that are not used are empty.
     for value, param, spec in zip(values, params, specs, strict=False):
         if type(value) is DTensor and value._spec is spec:
             shards.append(value._local_tensor)
@@ -159,13 +160,14 @@ def _shard(value: Any, param: Any, spec: Spec | None, state: Any) -> Any:
 
     Numbers are returned as they are.
     """
-    # a plain parameter; SGD has no momentum before its first step
+    # The parameter is plain, or the value is not a tensor: SGD's momentum is None at first.
     if spec is None or not isinstance(value, Tensor):
         return value
     if not isinstance(value, DTensor):
         if value.ndim:
             raise _UnfitError
-        return value  # the number of steps
+        # the number of steps
+        return value
     if value._spec.same_layout(spec):
         return value._local_tensor
     moved = value.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
@@ -184,10 +186,11 @@ class _Groups:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if type(self._optimizer) is Muon:
             _muon_step(self._optimizer)
-            return  # nothing is left to do
+            # torch's step then does not see any group.
+            return
         for group in self._optimizer.param_groups:
             yield group
-            # SGD assigns momentum buffers after the update
+            # SGD assigns momentum buffers after the update of a group.
             if self._assigned:
                 _write_back_state(self._optimizer.state, self._assigned, group["params"])
                 self._assigned.clear()
@@ -230,11 +233,11 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     return (proxy_optimizer, *args[1:]), kwargs
 
 
-# Has the hook called before every optimizer's step.
+# Registers a hook that runs before every optimizer's step.
 install_local_step = partial(register_optimizer_step_pre_hook, _before_step)
 
 
-# --- Muon: one gather of updates that ranks have in parts, everything else on local shards --------
+# --- Muon: updates of sharded matrices are gathered, everything else runs on local shards ---------
 
 # Bytes of gathered updates in one group: enough to hide the latency of a collective.
 _MUON_GROUP = 2**25
@@ -253,7 +256,8 @@ def _muon_step(optimizer: Any) -> None:
         for grad, momentum in zip(grads, momenta, strict=True):
             momentum.lerp_(grad, 1 - group["momentum"])
             update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-            updates.append(update.to(torch.bfloat16, copy=True))  # is written to
+            # A copy, because orthogonalization writes to it.
+            updates.append(update.to(torch.bfloat16, copy=True))
         rate = float(group["lr"])
         pairs = zip(updates, moves, strict=True)
         gathered = _gathered([(update, move) for update, move in pairs if move is not None])
@@ -267,9 +271,9 @@ def _muon_step(optimizer: Any) -> None:
 
 
 def _each_orthogonalized(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return an update, of which each matrix of its last two dims is orthogonalized."""
+    """Return an update with each matrix of its last two dims orthogonalized."""
     options = group["ns_coefficients"], group["ns_steps"], group["eps"]
-    # of a matrix that another rank has
+    # Another rank has the matrix.
     if not update.numel():
         return update
     if update.ndim == 2:
@@ -283,7 +287,7 @@ def _has_whole_matrices(spec: Spec) -> bool:
     """Tell whether every rank has whole matrices of the last two dims, or nothing of them."""
     for dim in range(spec.ndim - 2, spec.ndim):
         sharding = spec.dim_shardings[dim]
-        # shards in runs are parts
+        # Shards in runs are parts of matrices.
         if not isinstance(sharding, DimSharding):
             return False
         if any(size not in (0, spec.shape[dim]) for size in sharding.sizes):
@@ -294,7 +298,7 @@ def _has_whole_matrices(spec: Spec) -> bool:
 def _to_whole(param: DTensor) -> tuple[Spec, Spec] | None:
     """Return the layouts of a parameter's update, as computed and as gathered.
 
-    None if every rank has whole matrices.
+    Return None if every rank has whole matrices.
     """
     spec = param._spec.with_(dtype=torch.bfloat16)
     if spec.partials:

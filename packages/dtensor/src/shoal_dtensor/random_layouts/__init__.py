@@ -1,4 +1,4 @@
-"""Layouts of plain local tensors between parallel modules, so that random draws match one device.
+"""Layouts of plain local tensors between parallel modules, for random draws as on one device.
 
 May import: _torch, dispatch, errors, layout, modules, rng, scopes, tensor.
 """

@@ -63,12 +63,13 @@ _BY_ARGUMENT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward
 _NAMES = (
     _DROPOUTS | _FILLS | _RECURRENT | _BY_ARGUMENT.keys() | {"rrelu", "rrelu_", "rrelu_with_noise"}
 )
-# Names of functions that may draw; attention and recurrent functions are found by the dropout that
-# they are given.
+# Names by which code is recognized that may draw. Attention and recurrent functions are recognized
+# by their dropout arguments.
 _CALLED = _FILLS | {"rrelu", "rrelu_"}
 
 
-# shoal_, or where it is vendored: what stands in for a forward is there
+# The start of the names of this project's packages ("shoal_", or another one in a vendored copy).
+# Their functions replace forwards and are not code of the user.
 _LAYERS = __name__.partition("dtensor.")[0]
 
 
@@ -185,7 +186,7 @@ def _draws(functions: Iterable[FunctionType], children: frozenset[str]) -> bool:
             ]
             named += (vars(module).get(name) for module in modules for name in code.co_names)
         else:
-            # a library's own tables and objects do not determine the effect of this call
+            # Tables and objects of a library do not determine the effect of this call.
             named = [each for each in named if isinstance(each, FunctionType)]
         todo += ((constant, scope) for constant in code.co_consts if isinstance(constant, CodeType))
         todo += ((function.__code__, function.__globals__) for function in _functions(named))
@@ -203,13 +204,13 @@ def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
 
     Names of child modules do not count.
     """
-    # of keyword arguments
+    # Tuples of strings among the constants are names of keyword arguments.
     names = {name for names in code.co_consts if isinstance(names, tuple) for name in names}
     attends = "scaled_dot_product_attention" in code.co_names
     before_dropout = _BY_ARGUMENT["scaled_dot_product_attention"]
-    # whether the attribute is one of a local variable, such as `self`
+    # whether the next attribute is read from a local variable, such as `self`
     of_local = False
-    keywords = 0  # of the next call
+    keywords = 0  # number of keyword arguments of the next call
     for instruction in get_instructions(code):
         kind = instruction.opname
         value = instruction.argval

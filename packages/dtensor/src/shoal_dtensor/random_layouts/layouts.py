@@ -4,10 +4,10 @@ A layout is an attribute of the tensor object: it lives as long as the tensor, a
 without a watch. The effect of a function is determined once per combination of layouts, by running
 it on DTensors without memory.
 
-Sizes in arguments are sizes of shards and are replaced by global sizes. Only layouts are of
-interest: a function that mixes the elements of shards (a softmax over sharded features) computes
-the result that its author intended, and this result is a shard like its input. All decisions depend
-only on specs and global sizes, so all ranks decide alike.
+Sizes in arguments are sizes of shards, and are replaced by global sizes. Only layouts are
+considered, not values. A function that mixes the elements of shards (a softmax over sharded
+features) is taken to compute what its author intended, and its result is a shard like its input.
+All decisions depend only on specs and global sizes, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ AnyShard = Shard | StridedShard
 class LocalLayout(TensorNote):
     """The known layout of a local tensor."""
 
-    # its global tensor; None if it is unknown, or if the tensor is not known to be sharded
+    # the spec of the global tensor; None if it is unknown, or if the tensor is not known to be
+    # sharded
     spec: Spec | None = None
     # why the layout is unknown; empty otherwise
     unknown: str = ""
-    # whether it holds random numbers that every rank drew alike, along the axes on which `spec` is
-    # replicated
+    # whether the tensor holds random numbers that are equal on all ranks along the axes on which
+    # `spec` is replicated
     drawn: bool = False
-    # of a fused output, the specs of the blocks that lie behind each other along the last dim
+    # for a fused output, the specs of its blocks, which follow each other along the last dim
     blocks: tuple[Spec, ...] = ()
 
     @property
@@ -62,14 +63,15 @@ class LocalLayout(TensorNote):
 
 
 UNSEEN = LocalLayout()
+"""The layout of tensors that no watched function has returned. It is compared by identity."""
 PLAIN = LocalLayout()
-"""Layouts of tensors that no watched function returned, and of returned tensors without shards."""
+"""The layout of tensors that a watched function has returned and that are not sharded."""
 
 
 def layout_of(tensor: Tensor) -> LocalLayout:
     """Return the known layout of a tensor.
 
-    The layout of a DTensor on some axes is the placement of its local shard on all axes.
+    For a DTensor on some of the axes, it is the layout of its local shard on all axes.
     """
     layout: LocalLayout = getattr(tensor, _ATTRIBUTE, None) or UNSEEN
     if (
@@ -93,7 +95,8 @@ def note_layout(tensor: Tensor, layout: LocalLayout) -> None:
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dims by descending stride; of equal strides, a dim of size 1 is the inner one."""
-    # strides are symbols, which cannot be sorted; nothing is watched there
+    # Strides may be symbols, which cannot be sorted. Compiled code is not watched, so any order is
+    # right.
     if is_compiling():
         return tuple(range(tensor.ndim))
     return dims_by_stride(tensor.stride(), tensor.shape)
@@ -116,10 +119,11 @@ def in_memory_as(like: Tensor, tensor: Tensor) -> Tensor:
     return held.permute([order.index(dim) for dim in range(tensor.ndim)]).copy_(tensor)
 
 
-# --- what functions do to layouts -----------------------------------------------------------------
+# --- the effect of functions on layouts -----------------------------------------------------------
 
 _MOST_ENTRIES = 4096
-_results: dict[Any, tuple[LocalLayout, ...]] = {}  # of functions, by layouts of arguments
+# layouts of the results of functions, by the function and the layouts of its arguments
+_results: dict[Any, tuple[LocalLayout, ...]] = {}
 WAY_OUT = (
     "Draw where the layout is known (before the function), let the module run on DTensors "
     "(use_local_output=False), or let every rank draw different numbers: "
@@ -170,7 +174,7 @@ def followed(
             ) from error
         results = (LocalLayout(unknown=f"{name}: {error}"),) * len(outs)
     if len(_results) < _MOST_ENTRIES:
-        # an argument that cannot be part of a key
+        # Some arguments cannot be part of a key.
         with suppress(TypeError):
             _results[key] = results
     return results
@@ -198,7 +202,7 @@ def _results_of(
             raise UnknownLayoutError(
                 "a tensor that is not sharded is expanded by the size of a shard"
             )
-        # (4,) expanded to (3, 4): 1 new dim, the first
+        # Example: (4,) expanded to (3, 4) has 1 new dim, the first.
         new = len(shape) - spec.ndim
         kept = [n if n != 1 else shape[new + d] for d, n in enumerate(spec.shape)]
         args = (spec, *shape[:new], *kept)
@@ -236,8 +240,8 @@ def _run(
         return torch.device("meta") if isinstance(value, torch.device) else value
 
     try:
-        # Selective checkpoints and counters of users, which are dispatch modes, would take these
-        # operators for theirs.
+        # Dispatch modes, such as selective checkpoints and counters of users, must not observe these
+        # operators.
         with out_of_sight(), warnings.catch_warnings(), communication("forbid"), torch.no_grad():
             warnings.simplefilter("ignore")
             given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)))
@@ -247,7 +251,7 @@ def _run(
                 if isinstance(out, Tensor)
             ]
     except Exception as error:
-        # of any type: the function's error about DTensors is the reason
+        # An error of any type is the reason why the layout is unknown.
         raise UnknownLayoutError(str(error).partition("\n")[0]) from error
     if len(results) != len(outs) or not all(isinstance(result, DTensor) for result in results):
         raise UnknownLayoutError("it returns another result for DTensors")
@@ -288,7 +292,7 @@ def extents(spec: Spec, axis: int) -> tuple[int, ...]:
     """Return the elements of the dim that an axis shards, on each rank of the axis."""
     dim = getattr(spec.placements[axis], "dim", None)
     assert dim is not None, "the axis shards a dim"
-    # (1, 0): the ranks along axis 1 are (1, 0) and (1, 1)
+    # Example: for the rank at (1, 0), the ranks along axis 1 are at (1, 0) and (1, 1).
     here = spec.coordinate or (0,) * spec.mesh.ndim
     along = [(*here[:axis], rank, *here[axis + 1 :]) for rank in range(spec.mesh.size(axis))]
     return tuple(spec.dim_shardings[dim].size(coordinate) for coordinate in along)
@@ -373,16 +377,17 @@ def _made_like(source: Any, out: Tensor) -> Spec:
 def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) -> tuple[int, int]:
     """Return the dim of a reshaped tensor that a sharded dim went to, and its global size.
 
-    The shards of `dim` follow each other every `local_shape[dim:].numel()` elements of memory
-    order, so the dim of the result whose sizes from there on have the same product is the sharded
-    one. If shards have size 1 on some rank, other dims fit as well, and only a -1 determines the
-    dim.
+    In the order of memory, `dim` and the dims after it have `local_shape[dim:].numel()` elements.
+    Therefore the sharded dim of the result is the dim that has the same number of elements together
+    with the dims after it. If shards have size 1 on some rank, other dims fit as well, and only a
+    -1 determines the dim.
     """
+    # Example: in a local shape of (2, 4, 6) with dim 1 sharded, `inner` is 24. Reshaped to (2, 2, 2,
+    # 6), `exact` is [1]. Reshaped to (8, 6), `folded` is [0].
     local = tuple(spec.local_shape)
     total = spec.shape[dim]
-    inner = prod(local[dim:])  # (2, 4, 6), dim 1 sharded: 24 elements
-    exact = [j for j in range(len(out)) if prod(out[j:]) == inner]  # reshaped to (2, 2, 2, 6): [1]
-    # to (8, 6): [0]
+    inner = prod(local[dim:])
+    exact = [j for j in range(len(out)) if prod(out[j:]) == inner]
     folded = [j for j in range(len(out)) if prod(out[j + 1 :]) < inner < prod(out[j:])]
     if not local[dim]:
         exact = [j for j, n in enumerate(out) if n == 0]
@@ -391,14 +396,15 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
         raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
     target = inferred if inferred in candidates else candidates[0]
     if local[dim]:
-        # 2 here, where 4 of 8 are: 2 * 8 // 4 = 4 in all
+        # Example: if the dim has 2 elements on this rank, which has 4 of 8 elements of the source,
+        # it has 2 * 8 // 4 = 4 elements in all.
         unit, rest = divmod(out[target] * total, local[dim])
     else:
-        # (0, 6) of 8 rows as (0, 2, 3): 6 * 8 // 6 = 8
+        # Example: an empty shard (0, 6) of 8 rows as (0, 2, 3) gives 6 * 8 // 6 = 8.
         unit = prod(n for d, n in enumerate(local) if d != dim) * total // prod(n for n in out if n)
         rest = 0
     for size in set(spec.sizes(dim)):
-        # 3 of 8 elements, a dim of 4: 12 % 8 = 4
+        # Example: a rank with 3 of 8 elements would have 3 * 4 / 8 of a dim of 4.
         if rest or (total and size * unit % total):
             raise UnknownLayoutError("the sizes of shards are not multiples of it")
         if exact and target != inferred and size and (size == 1) != (size * unit == total):
@@ -409,9 +415,13 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
 
 
 def _adopted(specs: Sequence[Spec], value: Any) -> Any:
-    """Replace a plain tensor with sizes of shards by the spec of the tensor that it goes with."""
+    """Return the spec of a plain tensor that is sharded like one of `specs`; else the value itself.
+
+    A plain tensor counts as sharded in this way if it has the sizes of the shards.
+    """
     for spec in specs if isinstance(value, Tensor) else ():
-        skip = spec.ndim - value.ndim  # (6,) beside (4, 6): its dim 0 is dim 1
+        # Example: dim 0 of (6,) corresponds to dim 1 of (4, 6).
+        skip = spec.ndim - value.ndim
         placements = [
             p.on_dim(p.dim - skip)
             if isinstance(p, Shard | StridedShard) and p.dim >= skip
@@ -442,7 +452,10 @@ def _described(value: Any) -> Any:
 
 
 def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -> list[LocalLayout]:
-    """Return the block of a fused output that each view is; none if a view is another part."""
+    """Return for each view the layout of the block of a fused output that it is.
+
+    Return [] if a view is another part of the output.
+    """
     taken: list[LocalLayout] = []
     blocks = dict(
         zip(spans(spec.local_shape[-1] for spec in layout.blocks), layout.blocks, strict=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .watch import Watch
 
 _MOST_SHAPES = 64
-# of a module whose inputs are shards of a batch
+# the attribute with the data axes of a module whose inputs are shards of a batch
 _BATCH_AXES = "_shoal_batch_axes"
 _watch: ContextVar[Watch | None] = ContextVar("shoal_dtensor_watch", default=None)
 current_watch: Callable[[], Watch | None] = _watch.get
@@ -38,7 +38,7 @@ current_watch: Callable[[], Watch | None] = _watch.get
 def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     """Make the random numbers that a parallel module's code draws equal to those of one device.
 
-    Along `batch_axes`, the axes of data parallelism, if any, its inputs are shards of a batch.
+    `batch_axes` are the axes of data parallelism, along which the inputs are shards of a batch.
     """
     unwatch_draws(root)
     if batch_axes is not None:
@@ -76,11 +76,11 @@ class DrawRegion(ModuleForward):
     ) -> None:
         super().__init__(module, meshes[0], inner)
         self.drawers: list[nn.Module] = drawers  # the modules whose code may draw
-        # axes that shard the tree's activations, one by one
+        # the axes that shard activations of the tree, each as a mesh of one axis
         self.meshes: tuple[DeviceMesh, ...] = tuple(meshes)
         # the axes along which inputs are shards of a batch
         self.batch: DeviceMesh | None = batch
-        # the layouts of inputs by name, shape and dtype, as the forward around this one knew them
+        # the layouts of inputs in the first forward, by name, shape and dtype, for a recomputation
         self.arrived: dict[Any, LocalLayout] = {}
 
     @property
@@ -121,16 +121,16 @@ class DrawRegion(ModuleForward):
         """Run the module's forward under a watch of its own."""
         recomputes = backward_number() != -1
         lowered = _lowered(self.module)
-        # modules in it may have become parallel since
+        # Modules in the tree may have become parallel since `watch_draws`.
         if not recomputes:
             self.batch = self.batch or _batch_axes(self.module)
             self.meshes = tuple(dict.fromkeys((*self.meshes, *_axes_of(self.batch, lowered))))
         joint = self.meshes[0] if len(self.meshes) == 1 else DeviceMesh.concatenate(self.meshes)
         axes = {mesh: axis for axis, mesh in enumerate(self.meshes)}
-        # a style on several axes shards its inputs along the first
+        # A style on several axes shards its inputs along the first axis.
         for forward in lowered.values():
             axes.setdefault(forward.mesh, axes[_single_axes(forward.mesh)[0]])
-        # imported with the first forward that draws
+        # Imported here, because only forwards that draw need it.
         from .watch import Watch
 
         watch = Watch(joint, axes)

@@ -4,9 +4,9 @@
     a = act(h)           a is sharded in the same way
     d = dropout(a)       d is this rank's shard of the dropout of the DTensor that has the shard a
 
-Only torch functions that modules call are watched, once each, not the operators in them; the
-computation of lowered modules is not watched. The effect of a function on layouts is computed once
-per function and layouts (`follow`).
+Only the torch functions that modules call are watched, not the operators in them. The computation
+of lowered modules (modules whose forward a style has replaced) is not watched. The effect of a
+function on layouts is computed once per function and layouts (`followed`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ from .layouts import (
 
 
 class Watch(FunctionMode):
-    """A mode that follows layouts of local tensors on the axes of styles; draws as one device."""
+    """A mode that tracks layouts of local tensors on the axes of styles, and draws as one device."""
 
     def __init__(self, mesh: DeviceMesh, axes: Mapping[DeviceMesh, int]) -> None:
         super().__init__()
         self.mesh: DeviceMesh = mesh
-        self.axes: Mapping[DeviceMesh, int] = axes  # the number of each axis in the mesh
-        # that of the innermost forward around, which would be watched by itself when it is run
-        # again in backward
+        # the index in the mesh of each axis
+        self.axes: Mapping[DeviceMesh, int] = axes
+        # The saving state at the start of the innermost watched forward. If it differs at a draw, a
+        # checkpoint inside that forward would repeat the draw without a watch.
         self.saving_state: tuple[bool, object] | None = None
 
     def __torch_function__(
@@ -66,7 +67,7 @@ class Watch(FunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        # `bernoulli` of `aten.bernoulli.default`
+        # Example: "bernoulli" for `bernoulli.default`.
         name = str(getattr(func, "__name__", "")).partition(".")[0]
         if draws(name, args, kwargs):
             return self.draw(name, func, args, kwargs)
@@ -84,12 +85,12 @@ class Watch(FunctionMode):
     # --- inputs -----------------------------------------------------------------------------------
 
     def enter_batch(self, tensors: Sequence[Tensor], axes: DeviceMesh) -> None:
-        """Note that plain tensors with as many rows as the first are rows of a batch."""
+        """Note that plain tensors with as many rows as the first tensor are rows of a batch."""
         rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
         if max(rows, default=-1) < 0:
             return
-        # The rows of all ranks are gathered in one small collective, because a batch may not divide
-        # by the ranks.
+        # The numbers of rows of all ranks are gathered in one small collective, because a batch may
+        # be sharded unevenly.
         local = torch.tensor([rows], device=axes.device_type)
         comm = axes.comm(tuple(range(axes.ndim)))
         of_ranks = (
@@ -105,7 +106,8 @@ class Watch(FunctionMode):
                 continue
             layout = layout_of(tensor)
             if layout is not UNSEEN and (layout.spec is None or layout.spec.mesh != self.mesh):
-                note_layout(tensor, PLAIN)  # of another watch
+                # The noted layout belongs to another watch.
+                note_layout(tensor, PLAIN)
             if not even and any(mesh.size() != axes.size() for mesh in along):
                 note_layout(
                     tensor,
@@ -177,9 +179,10 @@ class Watch(FunctionMode):
         return out
 
     def _check(self, forward: ModuleForward, args: Sequence[Any], source: Tensor | None) -> None:
-        """Raise an error for inputs that were drawn as replicated and are shards.
+        """Raise an error if a module's draws would not be the draws of one device.
 
-        A forward that draws on one axis alone raises too.
+        This is so if an input was drawn as replicated but is a shard, or if the module itself draws
+        rows in another order, or draws on one axis only while other axes shard its input.
         """
         for value, arrives in zip(args, forward.input_layouts(), strict=False):
             drawn = type(value) is Tensor and layout_of(value).drawn
@@ -216,7 +219,7 @@ class Watch(FunctionMode):
         """
         if spec.mesh not in self.axes or spec.partials:
             return
-        # a DTensor on its own mesh draws by itself
+        # On a mesh of one axis, a DTensor draws by itself.
         if self.mesh.ndim > 1 or not isinstance(local, DTensor):
             note_layout(
                 local, self.placed(local_of(local), self.axes[spec.mesh], shard_of(spec, 0), source)
@@ -249,7 +252,7 @@ class Watch(FunctionMode):
             )
         noted = spec_of(result)
         shard: AnyShard | None = None
-        # the boundary knew the sizes of all shards
+        # The module has noted a layout with the sizes of all shards.
         if noted is not None:
             shard = shard_of(noted, axis)
         elif isinstance(layout, Shard):
@@ -261,7 +264,7 @@ class Watch(FunctionMode):
                 and spec is not None
                 and getattr(spec.placements[axis], "dim", None) == dim
             ):
-                # of the module's first input, if they may be its output's
+                # Use the sizes of the first input's shards, if they fit the output.
                 sizes = extents(spec, axis)
                 sizes = sizes if sizes[forward.mesh.comm(0).rank] == result.shape[dim] else None
             shard = Shard(dim, sizes=sizes)
@@ -368,7 +371,7 @@ class Watch(FunctionMode):
             )
         first = layout_of(args[0])
         target = args[0] if name.endswith("_") or kwargs.get("inplace") else None
-        # a draw that autograd does not record writes to the target's memory
+        # If autograd does not record the draw, it writes to the memory of the target.
         if target is not None:
             args = (target.clone() if target.requires_grad else target.detach(), *args[1:])
             note_layout(args[0], first)

@@ -1,10 +1,10 @@
 """The "counter" mode: values from a key and an element's global index alone, by Philox.
 
-The last tensor dim is divided into blocks of four values (two where a value needs more than 32
-bits); the block's number and the number of its row, counted over the leading dims, are Philox's
+The last tensor dim is divided into blocks of four values (two if a value needs more than 32 bits).
+The number of the block, and the number of its row among the rows of all leading dims, are Philox's
 counter. The cost is therefore proportional to the size of the shard, and the mesh does not matter.
-Arithmetic is in float64, so that CPU and CUDA round to the same float32 but for last-bit
-differences of their logarithms and cosines; uniform, Bernoulli and integer values are exactly
+Arithmetic is in float64, so that CPU and CUDA round to the same float32, except for last-bit
+differences of their logarithms and cosines. Uniform, Bernoulli and integer values are exactly
 equal.
 """
 
@@ -23,7 +23,8 @@ from ..layout.boxes import Box
 if TYPE_CHECKING:
     from .streams import Fill
 
-# values at a time: a few dozen int64 passes over it stay in the second-level cache
+# Number of values that are made at a time. The few dozen int64 operations on them stay in the
+# second-level cache.
 _CHUNK: Final = 1 << 14
 _MASK: Final = 0xFFFFFFFF
 _WORD: Final = 2.0**-32
@@ -62,11 +63,11 @@ def fill_counter(
         shape = (1,)
         box = ((0, 1),)
     low, high = box[-1]
-    # numbers of the box's rows among the global ones
+    # the numbers of the box's rows among the rows of the global tensor
     rows = torch.zeros(1, dtype=torch.int64, device=local.device)
     outer = zip(shape[:-1], box[:-1], strict=True)
     for n, (start, stop) in outer:
-        # rows 2:4: [2, 3]
+        # Example: [2, 3] for rows 2:4.
         inner = torch.arange(start, stop, device=local.device)
         rows = (rows[:, None] * n + inner).reshape(-1)
     table = (len(rows), high - low)
@@ -74,7 +75,7 @@ def fill_counter(
     odds = None if operand is None else operand.reshape(table)
     for left in range(low, high, _CHUNK):
         right = min(left + _CHUNK, high)
-        # rows of 100 values: 163 at a time
+        # Example: 163 rows of 100 values at a time.
         step = max(1, _CHUNK // (right - left))
         for top in range(0, len(rows), step):
             rows_of_chunk = rows[top : top + step]
@@ -97,18 +98,17 @@ def _values(
     else:
         is_narrow = fill.name in ("uniform_", "normal_", "bernoulli_")
         is_wide = dtype == torch.float64 or not is_narrow
-    # columns 5..9 in blocks of 4 are blocks 1 and 2, without the first value of 1 and two of 2
+    # Example: the columns 5:10 are in the blocks 1 and 2 of 4 values, which are the columns 4:12.
     values_of_block = 2 if is_wide else 4
-    # 5:10: blocks 1 and 2
     first_block = left // values_of_block
     end_block = -(-right // values_of_block)
     block = torch.arange(first_block, end_block, device=rows.device)[None, :]
     row = rows[:, None]
     counter = (block & _MASK, row & _MASK, row >> 32, block >> 32)
-    # (rows, blocks, 4)
+    # The shape is (rows, blocks, 4).
     words = torch.stack(philox(counter, key), -1)
     values = _distributed(fill, words, dtype).flatten(1)
-    # of columns 4..11: [1:6]
+    # In the example, they are 1:6 of the columns 4:12.
     skipped = left % values_of_block
     return values[:, skipped : skipped + right - left]
 
@@ -159,12 +159,12 @@ def _uniform(words: Tensor, dtype: torch.dtype, start: float, stop: float) -> Te
     """Return values in `[start, stop)`: multiples of 2 ** -bits, scaled."""
     bits = _BITS[dtype]
     if bits > 32:
-        # 32 + 21 of 53 bits
+        # 32 + 21 = 53 bits from two words
         high = words[..., 0::2]
         low = words[..., 1::2]
         units = (high << 21) + (low >> 11)
     else:
-        # f32: the upper 24 bits
+        # for example the upper 24 bits of a word for float32
         units = words >> (32 - bits)
     fractions = units.double().mul_(2.0**-bits)
     values = fractions.mul_(stop - start).add_(start).to(dtype)
@@ -192,7 +192,7 @@ def _integers(words: Tensor, integers: _IntegerRange) -> Tensor:
     """Return integers of a range: from one word each, or from two if there are more than 2**32."""
     lowest, count = integers
     if count <= 1 << 32:
-        # random_(2, 5): word % 3 + 2
+        # Example: word % 3 + 2 for random_(2, 5).
         return words.remainder(count).add_(lowest)
     high = words[..., 0::2]
     low = words[..., 1::2]
@@ -216,14 +216,14 @@ def _integer_range(fill: Fill, dtype: torch.dtype) -> _IntegerRange:
     bounds = [int(bound) for bound in fill.args if bound is not None]
     if fill.args and fill.args[-1] is not None:
         start, stop = bounds if len(bounds) == 2 else (0, *bounds)
-        # random_(2, 5): from 2, one of 3 numbers
+        # Example: random_(2, 5) is one of 3 numbers from 2 on.
         return _IntegerRange(start, stop - start)
     start = bounds[0] if bounds else 0
     return _IntegerRange(start, _largest_integer(dtype) - start + 1)
 
 
 def _largest_integer(dtype: torch.dtype) -> int:
-    """Return the largest value of `random_` without an end; for float32 2**24."""
+    """Return the largest value of `random_` without an upper bound: 2**24 for float32."""
     if dtype in _BITS:
         return 1 << _BITS[dtype]
     if dtype == torch.bool:
@@ -241,12 +241,10 @@ def _arg(fill: Fill, position: int, default: float) -> float:
 def philox(counter: Sequence[Any], key: tuple[int, int]) -> list[Any]:
     """Return four random words for every counter.
 
-    Counters are integers, or integer tensors on any device with 64-bit integers.
-
-    The generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): ten
-    rounds of two 32 x 32-bit products turn a 128-bit counter and a 64-bit key, of 32-bit words with
-    the least significant first, into four words in `[0, 2**32)`; if int64 tensors are among the
-    counter's words, the results have their broadcast shape.
+    This is the generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    Ten rounds of two 32 x 32-bit products turn a 128-bit counter and a 64-bit key into four words
+    in `[0, 2**32)`. Counter and key are given as 32-bit words, the least significant first. The
+    words of a counter are integers or int64 tensors; the results have their broadcast shape.
 
     Example:
         >>> [f"{word:08x}" for word in philox((0, 0, 0, 0), (0, 0))]

@@ -28,11 +28,20 @@ def draw(
 
     The same call on every rank makes one global tensor.
 
-    In the default mode its values, and the generator's state afterwards, equal those of `fill` on
-    the plain global tensor, bit for bit. Every rank of the program may call it, also one with an
-    empty box or outside the mesh. The numbers go to the box `out`, else to a new one on the mesh's
-    device; a `bernoulli_` may have the box's probabilities as its operand. A partial tensor raises
-    PlacementError, because random addends do not have the distribution of the sum.
+    In the default mode, the values and the generator's state afterwards equal the result of `fill`
+    on the plain global tensor, bit for bit. Every rank of the program may call it, also a rank with
+    an empty box or outside the mesh.
+
+    Args:
+        spec: the layout of the global tensor.
+        fill: the distribution.
+        generator: the generator; the default generator when left out.
+        out: the tensor to fill, this rank's box; a new one on the mesh's device when left out.
+        operand: probabilities of `bernoulli_` for the box.
+
+    Raises:
+        PlacementError: for a partial tensor, because random addends do not have the distribution of
+            the sum.
     """
     if spec.partials:
         raise PlacementError(
@@ -45,7 +54,7 @@ def draw(
     mode = current_mode()
     mode.hold_in_recomputation()
     if mode.mode != "local" and not torch.compiler.is_compiling() and type(local) is Tensor:
-        # these take a key
+        # These modes draw a key, by default from the generator of the CPU.
         takes_key = mode.mode in {"counter", "per_axis"}
         source = torch.device("cpu") if takes_key else local.device
         check_in_step(spec.mesh, generator_of(source) if generator is None else generator)
@@ -106,11 +115,10 @@ def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:
 def _own_part(
     memory: MemoryWalk, spec: Spec, coordinate: tuple[int, ...], axes: tuple[int, ...]
 ) -> tuple[MemoryWalk, int]:
-    """Return the part that ranks at this rank's coordinates on `axes` hold, and a number.
+    """Return the part of the tensor that ranks with this rank's coordinates on `axes` hold.
 
-    The number is the row-major index of these coordinates.
-
-    The part is described as one tensor, with this rank's box in it.
+    The part is described as a tensor of its own, with this rank's box in it. Also return the
+    row-major index of the coordinates on `axes`.
     """
     shape = []
     box = []
@@ -118,7 +126,7 @@ def _own_part(
         sharding = spec.dim_sharding(dim)
         own = sharding.index(coordinate)
         sizes = sharding.sizes
-        # numbers of the shards that these ranks hold, of all that the dim's axes make
+        # Among the shards of the dim, find the shards that these ranks hold.
         fixed = [axis in axes for axis in sharding.axes]
         own_position = [coordinate[axis] for axis in sharding.axes]
         held = []
@@ -131,6 +139,6 @@ def _own_part(
         box.append((before, before + sizes[own]))
     number = 0
     for axis in axes:
-        # (1, 2) on axes of 2 and 3: 5
+        # Example: 5 for the coordinates (1, 2) on axes of 2 and 3 ranks.
         number = number * spec.mesh.size(axis) + coordinate[axis]
     return memory._replace(shape=tuple(shape), box=tuple(box)), number

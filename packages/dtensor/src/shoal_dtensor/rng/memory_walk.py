@@ -1,9 +1,7 @@
 """The order in which one device fills a global tensor, and a rank's box in this order.
 
-All computations are on integers.
-
 torch's random kernels walk a tensor in memory order: dims by descending stride, not by number. The
-walk is a flat range; `stretches` yields the parts of a subrange that belong to a box.
+walk is a flat range of integers; `stretches` yields the parts of a subrange that belong to a box.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class MemoryWalk(NamedTuple):
         first = 0
         last = 0
         for (start, stop), n in zip(self.box, self.shape, strict=True):
-            # columns 2:4 of (3, 4): 2 and 11
+            # Example: 2 and 11 for the columns 2:4 of (3, 4).
             first = first * n + start
             last = last * n + stop - 1
         return first, last + 1
@@ -64,7 +62,7 @@ class MemoryWalk(NamedTuple):
 
         Permuting by these positions reverts the permutation of `arranged`.
         """
-        # order (1, 2, 0): [2, 0, 1]
+        # Example: [2, 0, 1] for the order (1, 2, 0).
         return sorted(range(len(self.order)), key=lambda position: self.order[position])
 
     def stretches(

@@ -31,13 +31,15 @@ Mode = Literal["single_device", "counter", "per_axis", "local"]
 class RandomMode:
     """A mode and, for "per_axis", the mesh axes that have streams of their own."""
 
-    mode: Mode = "single_device"  # as `random_mode` takes them
+    mode: Mode = "single_device"
+    # names or indices, as in the arguments of `random_mode`
     axes: tuple[int | str, ...] = ()
-    # the checkpoints of activations in which a block entered it; None where no block did
+    # the activation checkpoints that were running when a block entered the mode; None if the mode
+    # was not entered by a block
     outside: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
 
     def hold_in_recomputation(self) -> None:
-        """Apply this mode also where backward recomputes a checkpoint inside the block."""
+        """Apply this mode also when backward recomputes a checkpoint inside the block."""
         if self.outside is not None:
             recomputed_in(self, partial(_current.entered, self), self.outside)
 
@@ -74,7 +76,7 @@ def get_random_mode() -> Mode:
 
 
 def draws_at_once(device_type: str) -> bool:
-    """Tell whether a traced draw is one node for any sizes.
+    """Tell whether a draw can be traced with symbolic sizes.
 
     In other modes and on other devices, the start of a shard in the stream must be an integer.
     """
@@ -84,7 +86,7 @@ def draws_at_once(device_type: str) -> bool:
 
 @contextmanager
 def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
-    """Let random operators on sharded tensors draw by `mode` inside the block; blocks nest.
+    """Make random operators on sharded tensors draw by `mode` inside the block; blocks nest.
 
     Code that `torch.utils.checkpoint` runs again in backward draws by the mode of its first run;
     otherwise a backward pass draws by the mode in which it is started.
@@ -94,15 +96,16 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
             (the default). "counter": values that follow from the generator's state and the
             element's global index alone; they differ from the values of one device, but are the
             same on every mesh and on CPU and CUDA, at a cost that depends on the shard only.
-            "per_axis": every coordinate of `axes` has a stream of its own; over the other axes as
-            on one device. An axis that does not shard a tensor leaves it alone: replicas stay
-            equal. "local": every rank draws its own part from its own generator, apart from the
-            others; nothing is checked.
+            "per_axis": every coordinate of `axes` has a stream of its own; over the other axes the
+            values are drawn as on one device. An axis that does not shard a tensor does not change
+            its values, so replicas stay equal. "local": every rank draws its own part from its own
+            generator, and nothing is checked.
         axes: mesh axes for "per_axis", by name or index; a mesh without any of these axes draws as
             on one device.
 
     Raises:
-        ValueError: if the mode is unknown, or axes are given or missing against it.
+        ValueError: if the mode is unknown, or axes are missing for "per_axis" or given for another
+            mode.
 
     Example:
         >>> with random_mode("per_axis", axes=("dp",)):
@@ -124,18 +127,18 @@ _NO_GENERATORS = (
     "random numbers on {}: torch's module for this device does not have default_generators, so "
     "ranks cannot agree on a state"
 )
-# The default group under which the ranks of a mesh last agreed, by the compared state:
-# in another default group some ranks may be new.
+# For each mesh and each compared state, the default group in which the ranks last agreed. In another
+# default group some ranks may be new.
 _in_step: WeakKeyDictionary[DeviceMesh, dict[str, Callable[[], object]]] = WeakKeyDictionary()
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device; raise an error if torch's module shows none."""
+    """Return the default generator of a device; raise an error if torch does not expose it."""
     if device.type == "cpu":
         return torch.default_generator
     if not has_generators(device.type):
         raise RandomStateError(_NO_GENERATORS.format(device))
-    # tensors' devices have one
+    # The device of a tensor always has an index.
     generator: torch.Generator = module_of(device.type).default_generators[device.index]
     return generator
 
@@ -147,8 +150,8 @@ def has_generators(device_type: str) -> bool:
 
 def key_of(generator: torch.Generator | None) -> tuple[int, int]:
     """Return two 32-bit words that follow from a generator's state; advance it by one draw."""
-    # The default is the CPU's, whatever the tensor's device: a program draws the same keys on CPU
-    # and CUDA.
+    # The default is the generator of the CPU for tensors on all devices, so that a program draws
+    # the same keys on CPU and CUDA.
     if generator is None or generator.device.type == "cpu":
         drawn = torch.empty(2, dtype=torch.int64, device="cpu")
         words = drawn.random_(0, 1 << 32, generator=generator).tolist()
@@ -158,7 +161,7 @@ def key_of(generator: torch.Generator | None) -> tuple[int, int]:
         generator.set_offset(offset + 4)
         state = f"{generator.initial_seed()} {offset}".encode()
     else:
-        # a law that is not known here: the state as it is, and one number drawn
+        # How this generator advances is not known, so use its whole state, and draw one number.
         state = bytes(generator.get_state().tolist())
         torch.empty(1, device=generator.device).uniform_(generator=generator)
     number = _hash(state)
@@ -172,18 +175,17 @@ def _hash(state: bytes) -> int:
 def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool = False) -> None:
     """Raise on every rank of `mesh` unless all have the same generator state.
 
-    Checked at the first call for a mesh only (one all-gather of 8 bytes), at every call inside a
-    `lockstep()` block, or `always`. A mesh without process groups, or that this rank is not in, is
-    not checked. In threads other than the main one, which may come in any order, the first call of
-    each generator is checked: for the default generator, which threads share, the seed is compared,
-    for any other generator its state. A check that is due inside `communication("forbid")` is an
-    error.
+    The ranks compare (one all-gather of 8 bytes) at the first call for a mesh, at every call inside
+    a `lockstep()` block, and with `always`. A mesh without process groups, or that this rank is not
+    in, is not checked. Threads other than the main one may call in any order, so for these the
+    first call with each generator is checked: for the default generator, which threads share, the
+    seeds are compared, for any other generator its states.
     """
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
     always = always or in_lockstep()
     try:
-        # the compared state: in the main thread, one stands for all
+        # The name of the compared state. In the main thread one check is enough for all generators.
         about = ""
         if in_other_threads(mesh):
             shared = generator is generator_of(generator.device)
@@ -191,7 +193,7 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
         if _is_checked(mesh, about) and not always:
             return
         with purpose(_PURPOSE), one_thread_at_a_time(mesh, lambda: about):
-            # another thread was faster
+            # Another thread may have checked in the meantime.
             if _is_checked(mesh, about) and not always:
                 return
             if about == _SHARED:
@@ -261,7 +263,7 @@ def get_rng_state(device: torch.device | str | None = None) -> dict[str, Tensor]
             accelerator, if there is one, when left out.
 
     Raises:
-        RandomStateError: torch's module for the device shows no generator.
+        RandomStateError: torch does not expose the generator of the device.
 
     Example:
         >>> state = get_rng_state("cpu")
@@ -286,8 +288,8 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str | None
         device: the device to restore besides the CPU; this rank's accelerator when left out.
 
     Raises:
-        RandomStateError: if the state has no CPU part, or torch's module for the device shows no
-            generator.
+        RandomStateError: if the state does not have a CPU part, or torch does not expose the
+            generator of the device.
 
     Example:
         >>> set_rng_state(get_rng_state("cpu"), "cpu")

@@ -1,18 +1,18 @@
 """Streams of torch's CPU and CUDA generators, positioned at a rank's own elements.
 
-No kernel is imitated: torch's own fill parts of the global tensor with the generator where one
-device would have it, and a rank draws the parts that touch its box. Whether a distribution can be
-drawn in parts is tested once per distribution, with a separate generator. A distribution that fails
-the test is drawn as a whole (`fill_whole`).
+No kernel is imitated. torch's own kernels fill parts of the global tensor, with the generator in the
+state that it has at this part on one device. A rank draws the parts that contain elements of its
+box. Whether a distribution can be drawn in parts is tested once per distribution, with a separate
+generator. A distribution that fails the test is drawn as a whole (`fill_whole`).
 
-CPU: the Mersenne twister cannot jump cheaply, so chunks without own elements are skipped at the
-price of raw draws (1.6 ns per word, against 3 to 30 ns for a value).
+CPU: the Mersenne twister cannot jump cheaply. Chunks without own elements are skipped by drawing and
+discarding raw words (1.6 ns per word, against 3 to 30 ns for a value).
 
 CUDA: thread `t` of a launch reads subsequence `t` of Philox from the generator's offset on, and a
-launch has at most as many threads as the device runs at once. A large tensor is therefore filled in
-rounds: round `k` fills the same number of consecutive elements (of the walk, see `memory_order`)
-from offset + `k * step`, in the same way. Therefore torch itself fills round `k` alone when the
-generator's offset is moved to the start of the round. Size and step are measured on the device.
+launch has at most as many threads as the device runs at once. Therefore a large tensor is filled in
+rounds. Round `k` fills the same number of consecutive elements (of the walk, see `memory_walk`) from
+offset + `k * step`, in the same way. If the generator's offset is moved to the start of round `k`,
+torch fills this round alone. Size and step of a round are measured on the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Fill(NamedTuple):
     # arguments (chance to drop, dtype of the input)
     name: str
     args: tuple[Any, ...] = ()  # its arguments before `generator`
-    # the kernel may differ by the number of elements modulo this
+    # The kernel may depend on the number of elements modulo this number.
     granule: int = 1
 
     def __call__(
@@ -63,7 +63,7 @@ class Fill(NamedTuple):
 
     @property
     def _has_bounds(self) -> bool:
-        """True if the values are integers from a given first to a given last one."""
+        """True if the values are integers with a given lower and upper bound."""
         return self.name == "random_" and len(self.args) == 2 and self.args[1] is not None
 
 
@@ -83,7 +83,7 @@ def _integers_between(
 def _dropout_mask(
     mask: Tensor, chance: float, dtype: torch.dtype, generator: torch.Generator | None
 ) -> None:
-    """Fill `mask` with the elements that `native_dropout` keeps of a tensor like it.
+    """Fill `mask` with the mask of `native_dropout` for a tensor of its shape.
 
     `native_dropout` does not take a generator, so the state of another generator is swapped in.
     """
@@ -115,7 +115,7 @@ def fill_stream(
     # The dims of the box, and of its probabilities in `operand`, are in the tensor's own order.
     has_all = memory.has(local) and memory.box == whole_box(memory.shape)
     in_order = has_all and memory.arranged(local).is_contiguous()
-    # the box is the tensor: the plain operator does it
+    # If the box is the whole tensor, the plain operator fills it.
     if in_order and local.is_contiguous() == memory.contiguous:
         fill(local, generator, operand)
         return
@@ -140,7 +140,7 @@ def fill_whole(
     odds = None if operand is None else torch.full_like(whole, 0.5, dtype=operand.dtype)
     if odds is not None and operand is not None and memory.has(operand):
         odds[own].copy_(memory.arranged(operand))
-    # kernels there walk in memory order, whatever the dims are called
+    # Kernels of CPU and CUDA walk in memory order for any order of dims.
     if is_on_cpu or local.device.type == "cuda":
         fill(whole, generator, odds)
     else:
@@ -152,7 +152,7 @@ def fill_whole(
 
 
 def _scratch(shape: tuple[int, ...], like: Tensor, contiguous: bool) -> Tensor:
-    """Return a tensor of this shape, for torch not contiguous unless `contiguous`."""
+    """Return a tensor of this shape, which torch's kernels treat as contiguous or as not contiguous."""
     if contiguous:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     return torch.empty((*shape, 2), dtype=like.dtype, device=like.device)[..., 0]
@@ -160,18 +160,18 @@ def _scratch(shape: tuple[int, ...], like: Tensor, contiguous: bool) -> Tensor:
 
 # --- CPU ------------------------------------------------------------------------------------------
 
-# elements; 256 KiB of float32 stay in the second-level cache
+# elements that are filled at a time; 256 KiB of float32 stay in the second-level cache
 CHUNK = 1 << 16
-# torch's vectorised normal works on 16 real numbers, 8 complex ones
+# The units to try. torch's vectorized normal kernel works on 16 real or 8 complex numbers at a time.
 _UNITS = (1, 8, 16)
-# elements: several units, and a rest that is not a multiple of any
+# elements of a test: several units, and a rest that is not a multiple of a unit
 _PROBE = 83
 
 
 class Law(NamedTuple):
     """The consumption of the generator by a distribution that gives the same values in chunks."""
 
-    # chunks start at multiples of it, and the last has at least so many elements
+    # Chunks start at multiples of this number of elements, and the last chunk has at least as many.
     unit: int
     # 32-bit words per value in all but the last unit; 0 if that varies
     words: int
@@ -199,15 +199,14 @@ def fill_cpu(
     drawn = 0
     start = 0
     while start < memory.numel:
-        # The last chunk includes a rest of less than a unit: 2 * 65536 + 5 elements in units of 16
-        # are two chunks.
+        # The last chunk includes a rest that is smaller than a unit. Example: 2 * 65536 + 5 elements
+        # in units of 16 are two chunks.
         rest = memory.numel - start - CHUNK
         stop = memory.numel if rest < law.unit else start + CHUNK
         touches_box = first < stop and start < last
         if touches_box or not law.words or stop == memory.numel:
-            # 65536 float32 uniform values: as many words
+            # Skip the words of the chunks before that were not drawn.
             skip_words((start - drawn) * law.words, generator)
-            # up to 65536 + 15 elements in units of 16
             drawn = stop
             values = scratch[: stop - start]
             chunk_odds = None
@@ -224,7 +223,7 @@ def fill_cpu(
 
 def skip_words(words: int, generator: torch.Generator | None) -> None:
     """Draw this number of 32-bit words and discard them."""
-    # 7 words: 3 numbers of 64 bits, 1 of 8, which takes a word
+    # Example: 7 words are 3 numbers of 64 bits, and one of 8 bits, which takes a word too.
     pairs, odd = divmod(words, 2)
     scratch = torch.empty(min(pairs, CHUNK), dtype=torch.int64, device="cpu")
     while pairs > 0:
@@ -241,7 +240,7 @@ def law_of(
 ) -> Law | None:
     """Return the consumption of the generator by `fill`, measured on a separate generator.
 
-    None if drawing in chunks gives other values.
+    Return None if drawing in chunks gives other values.
     """
 
     def draw_divided(*ends: int) -> tuple[Tensor, Tensor]:
@@ -257,7 +256,7 @@ def law_of(
 
     whole, end_state = draw_divided(_PROBE)
     for unit in _UNITS:
-        # in units of 8: 0:8, 8:24, 24:83
+        # Example: for a unit of 8, the parts are 0:8, 8:24 and 24:83.
         values, state = draw_divided(unit, 3 * unit, _PROBE)
         has_same_state = torch.equal(state, end_state)
         if has_same_state and torch.equal(values.nan_to_num(), whole.nan_to_num()):
@@ -287,9 +286,9 @@ def _primed() -> torch.Generator:
 
 # --- CUDA -----------------------------------------------------------------------------------------
 
-# elements: no device known holds a round of more
+# elements; a round of every known device is smaller
 _LARGEST = 1 << 24
-# elements: from here on torch splits a launch in two
+# elements; from this number on, torch divides a launch in two
 _INDEX_LIMIT = 1 << 31
 
 
@@ -307,9 +306,9 @@ def fill_cuda(
     generator: torch.Generator | None,
     operand: Tensor | None = None,
 ) -> None:
-    """Run `fill_stream` on CUDA, by the rounds that touch the box.
+    """Run `fill_stream` on CUDA, by the rounds that contain elements of the box.
 
-    torch's kernel with an operand does not work in rounds.
+    With an operand, torch's kernel does not work in rounds, so the whole tensor is drawn.
     """
     residue = memory.numel % fill.granule
     rounds = None
@@ -322,15 +321,15 @@ def fill_cuda(
     if generator is None:
         generator = torch.cuda.default_generators[local.device.index]
     start = generator.get_offset()
-    # A round's worth, and a bit of the next if that takes the kernel which a tensor of that many
-    # elements takes.
+    # The elements of one round, and as many more as make torch choose the kernel that it would
+    # choose for the global tensor.
     flat = torch.empty(rounds.size + residue, dtype=local.dtype, device=local.device)
     first, last = memory.span
-    # Elements 2500..5200 in rounds of 1000 are in rounds 2 to 5.
+    # Example: the elements 2500:5200 are in the rounds 2 to 5 of 1000 elements.
     first_round = first // rounds.size
     end_round = -(-last // rounds.size)
     for k in range(first_round, end_round):
-        # k = 2: 2000, from offset start + 2 * step
+        # In the example, round 2 begins at element 2000 and at the offset start + 2 * step.
         begin = k * rounds.size
         end = min(begin + rounds.size, memory.numel)
         own_stretches = [*memory.stretches(begin, end, flat=flat, held=target)]
@@ -339,7 +338,7 @@ def fill_cuda(
             fill(flat, generator)
             for part, own in own_stretches:
                 own.copy_(part)
-    # 5200: 6 rounds
+    # In the example, 5200 elements take 6 rounds.
     all_rounds = -(-memory.numel // rounds.size)
     generator.set_offset(start + all_rounds * rounds.step)
 
@@ -350,9 +349,9 @@ def rounds_of(
 ) -> Rounds | None:
     """Return the measured size and offset step of a round.
 
-    None if drawing round by round gives other values than one draw.
+    Return None if drawing round by round gives other values than one draw. `residue` is the number
+    of the tensor's elements modulo the granule of the distribution.
     """
-    # The residue is the number of the tensor's elements modulo the distribution's granule.
     generator = _private_generator(device)
     scratch = torch.empty(2 * _LARGEST + 1, dtype=dtype, device=device)
 
@@ -365,10 +364,10 @@ def rounds_of(
     step = advance(1)
     if step <= 0 or advance(_LARGEST) == step:
         return None
-    # The fewest elements that take a second round, less one.
+    # A round has one element less than the fewest elements that take a second round.
     fewest = bisect_left(range(_LARGEST), True, lo=1, key=lambda numel: advance(numel) != step)
     size = fewest - 1
-    # of 3 rounds, the last of them short
+    # The test draws 3 rounds, of which the last one is short.
     rest = 1024 + (residue if fill.granule > 1 else 3)
     numel = 2 * size + min(size, rest)
     if numel > scratch.numel():
@@ -378,7 +377,7 @@ def rounds_of(
     if generator.get_offset() != start + 3 * step:
         return None
     alone = torch.empty(size + residue, dtype=dtype, device=device)
-    # each round by itself, in another order
+    # Draw each round alone, in another order.
     for k in (2, 0, 1):
         generator.set_offset(start + k * step)
         fill(alone, generator)

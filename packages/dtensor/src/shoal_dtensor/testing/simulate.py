@@ -1,8 +1,8 @@
 """Plans executed on plain tensors: all ranks of the mesh in one process, no process group.
 
-The kernels are the kernels that `run` executes; only the collective between `prepare` and `finish`
-is computed here from the list of all ranks' buffers. A plan that is right here is therefore right
-on real ranks, provided that the collectives are. For a partial value, the ranks' tensors are terms
+The rank steps are the steps that `run` executes. Only the collective between `prepare` and `finish`
+is computed here, from the buffers of all ranks. A plan that is right here is therefore right on real
+ranks, provided that the collectives are right. For a partial value, the ranks' tensors are terms
 whose reduction is the value.
 """
 
@@ -151,9 +151,9 @@ def local_shards(
 ) -> list[Tensor]:
     """Return local tensors of all ranks, row-major, whose global value is `full`.
 
-    Along partial axes the value is split into terms: with a generator randomly (coarse
-    floating-point numbers, so that sums are exact in any order); without one, the first rank has
-    all of it.
+    Along partial axes the value is split into terms. With a generator the terms are random (coarse
+    floating-point numbers, so that sums are exact in any order). Without a generator the first rank
+    has the value, and the others have neutral values.
 
     Args:
         full: the global tensor.
@@ -192,7 +192,7 @@ def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
 
 
 def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
-    """Return the global indices that a rank holds along every dim, shaped for indexing its part."""
+    """Return index tensors that select a rank's part of a global tensor."""
     indices_of_dims = []
     for sharding in spec.dim_shardings:
         indices = sharding.indices(coordinate)
@@ -247,10 +247,11 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
     return reduced[first]
 
 
-# --- partial values, taken apart and put together -------------------------------------------------
+# --- partial values, split into terms and reduced -------------------------------------------------
 
 
-# How a reduction takes two tensors, by its name; an average is a sum that is divided afterwards.
+# The function that reduces two tensors, by the name of the reduction. An average is a sum that is
+# divided afterwards.
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -271,7 +272,7 @@ def reduce_all(tensors: Sequence[Tensor], op: str) -> Tensor:
         summed_powers = reduce(torch.add, [powers(tensor, order) for tensor in tensors])
         return root(summed_powers, order, first.dtype)
     if op == "avg":
-        # In a half type the sum may leave the range where the mean does not.
+        # In a half type the sum may overflow although the mean does not.
         is_half = first.dtype in (torch.float16, torch.bfloat16)
         wide = torch.float64 if is_half else first.dtype
         total = reduce(torch.add, [tensor.to(wide) for tensor in tensors])
@@ -318,7 +319,8 @@ def random_terms(
         return [value + term for term in random_terms("sum", zero, n, generator)]
     if order is not None:
         return _terms_of_norm(order, value, n, generator)
-    # any terms, and the one that is missing then: signs and bits undo themselves
+    # All terms but the last are random; the last one makes up the difference. Signs and bits are
+    # their own inverses.
     if op in ("sum", "product", "bxor"):
         terms = [_noise(value, generator, signs=op == "product") for _ in range(n - 1)]
         combined = reduce(COMBINE[op], terms)
@@ -334,12 +336,12 @@ def random_terms(
 def _terms_of_norm(
     order: float, value: Tensor, n: int, generator: Generator | None
 ) -> list[Tensor]:
-    """Return random tensors of which `value` is the norm.
+    """Return random tensors whose norm is `value`.
 
     Positive values are split into random shares; one coordinate alone holds each negative value.
     """
     drawn = torch.rand((n, *value.shape), dtype=value.dtype, generator=generator, device="cpu")
-    # none is 0
+    # No weight is 0.
     weights = drawn + 0.1
     shares = value * (weights / weights.sum(0)).pow(1 / order)
     neutral = value.new_tensor(0.0 if order > 0 else inf)
@@ -370,7 +372,7 @@ def _noise(value: Tensor, generator: Generator | None, *, signs: bool = False) -
         return torch.rand(value.shape, generator=generator, device="cpu") < 0.5
     if value.is_complex():
         return torch.randn(value.shape, dtype=value.dtype, generator=generator, device="cpu")
-    # coarse: terms of values as coarse add up to them exactly
+    # Multiples of 1/64 add up exactly.
     if value.is_floating_point():
         drawn = torch.randn(value.shape, dtype=value.dtype, generator=generator, device="cpu")
         return drawn.mul_(64).round_().div_(64)
@@ -403,7 +405,7 @@ def deal(
         tensor([1., 1., 1.])
     """
     op_of_axis = _partial_axes(entries)
-    # by the coordinates along partial axes: replicas have the same
+    # terms by the coordinates along partial axes, because replicas have equal terms
     terms: Terms = {(): value}
     for axis, op in op_of_axis.items():
         terms_on_axis: Terms = {}

@@ -1,8 +1,8 @@
-"""Ranks as threads of one process, without process groups, which may communicate.
+"""Ranks as threads of one process that can communicate without process groups.
 
-Each rank has a view of an abstract mesh, whose groups are groups of a lab: the scheduler of
+Each rank has a view of an abstract mesh. The groups of the view belong to the scheduler of
 `shoal_mesh.testing.lab` on threads, without a default group. The state of c10d in this process is
-neither read nor changed, so plans can be tried inside of a job that runs.
+neither read nor changed, so plans can be tried inside a running job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Simulation:
-    """The ranks of a mesh, which meet in the groups of their views.
+    """The ranks of a mesh, which communicate in the groups of their views.
 
     Args:
         shape: shape of the mesh.
@@ -84,7 +84,7 @@ class Simulation:
         """Return the mesh axes along which ranks differ."""
         axes = []
         for axis, size in enumerate(self.shape):
-            # 4 x 2 ranks: 0 2 4 6 differ along axis 0, of stride 2
+            # Example: of 4 x 2 ranks, 0 2 4 6 differ along axis 0, which has the stride 2.
             stride = prod(self.shape[axis + 1 :])
             coords = {rank // stride % size for rank in ranks}
             if len(coords) > 1:
@@ -113,7 +113,7 @@ class SimulatedGroup(LabGroup):
         self.simulation = simulation
 
 
-ThreadMesh = DeviceMesh  # what a thread's view is
+ThreadMesh = DeviceMesh  # the class of a thread's view
 
 
 def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> list[DeviceMesh]:
@@ -180,7 +180,7 @@ def on_threads(
     """
     simulation = Simulation.of(meshes[0])
     simulation.begin()
-    # no stack is formatted
+    # Without an accelerator, seed the CPU's generator alone, which formats no stack trace.
     set_seed = torch.manual_seed if accelerator() else torch.default_generator.manual_seed
 
     def run(function: Callable[[], T]) -> T:

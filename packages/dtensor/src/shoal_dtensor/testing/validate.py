@@ -1,6 +1,6 @@
 """`validate`: compares every row of an operator's rule with a brute-force computation.
 
-It works on plain tensors and without process groups.
+It needs plain tensors only, and no process groups.
 
 A row claims that inputs with its placements along a mesh axis give outputs with its placements. The
 claim is tried for several axis sizes and shardings (even, uneven, ragged, with empty shards) and
@@ -48,7 +48,7 @@ from .simulate import coordinates, deal, gather, part_of
 from .thread_ranks import Simulation, on_threads, thread_meshes
 
 Kernel = Callable[..., Any] | None
-# of each mesh axis, for the factor of its row
+# for each mesh axis, the sharding of its row's factor
 Shardings = Mapping[int, AnyDimSharding | None]
 
 
@@ -83,7 +83,7 @@ def validate(
     Args:
         op: an operator overload.
         args: its global arguments.
-        rule: the rule; the rule of the standing tables when left out.
+        rule: the rule; the rule of the process's table when left out.
         ways: sizes of the mesh axis to try.
         pairs: whether to try pairs of rows on a 2 x 2 mesh too.
         exact: False compares shapes and dtypes only (operators whose values are undefined).
@@ -99,7 +99,7 @@ def validate(
     """
     trial = CallTrial(op, args, kwargs, rule or TABLE[op], exact=exact, kernel=kernel)
     report = Report()
-    # started for each case, they take as long as it
+    # Threads are reused, because starting them would take as long as a case.
     with ThreadPoolExecutor(max((4, *ways))) as trial.threads:
         for row in trial.rows:
             _try_row(trial, report, row, ways)
@@ -127,15 +127,15 @@ def _shardings(
 ) -> Iterator[AnyDimSharding | None]:
     """Yield shardings of a row's factor.
 
-    They are as `torch.chunk` makes them, ragged, with empty shards, and with everything on one
-    coordinate.
+    One is the sharding of `torch.chunk`, the others are ragged, with empty shards, or with all
+    elements on one coordinate.
     """
     steps = trial.steps(row)
     if steps is None:
         yield None
         return
     ranks = prod(shape)
-    # odd, so that windows of an even stride cross the border
+    # An odd size, so that windows with an even stride cross the border.
     first = min(steps, steps // 2 | 1)
     between = (0,) * (ranks - 2)
     even = chunk_sizes(steps, ranks)
@@ -162,7 +162,7 @@ def _pair_shardings(
     entries_of_first = first.inputs + first.outputs
     entries_of_second = second.inputs + second.outputs
     entries = [*zip(entries_of_first, entries_of_second, strict=True)]
-    # reductions of two kinds do not commute
+    # Reductions of two kinds do not commute, so such rows are not combined.
     if any(isinstance(a, Partial) and isinstance(b, Partial) and a != b for a, b in entries):
         return
     shardings_of_first = [*_shardings(trial, first, (2,), (0,))]
@@ -188,9 +188,9 @@ def _add_all_on_first(shardings: list[AnyDimSharding | None]) -> None:
         shardings.append(DimSharding(like.axes, like.axis_sizes, sizes))
 
 
-# what rows about any norm are tried with
+# the norms that replace `ANY_NORM` in rows
 NORMS = (Partial("norm2"), Partial("norm3.5"), Partial("norm-1.5"))
-# of the default generators, on every rank and on the single device
+# the seed of the default generators, on every rank and on the single device
 SEED = 0
 
 
@@ -227,7 +227,8 @@ class CallTrial:
         outputs = tuple(map(_meta, flatten([result])))
         self.call: OpCall = OpCall(op, args, kwargs, inputs, outputs=outputs)
         listed = _rows_of_lists(rule, self.call) if rule.kind == "each" else rule.rows_of(self.call)
-        # Written inputs have the placement of the result already: `propagate` refuses other rows.
+        # Only rows in which written inputs have the placement of the result; `propagate` refuses
+        # the others.
         self.rows: list[Row] = [row for row in with_norms(listed, NORMS) if self._keeps_writes(row)]
 
     def _keeps_writes(self, row: Row) -> bool:
@@ -275,9 +276,9 @@ class CallTrial:
         simulation = Simulation.of(meshes[0])
         simulation.used.clear()
         for mesh in meshes:
-            # a collective of the first random operator, not of the rule
+            # Otherwise the first random operator would run a collective that is not the rule's.
             count_as_checked(mesh)
-        # of each operand, along the mesh axes
+        # the entries of each row; below they are transposed to the entries of each operand
         entries_of_rows = [row.inputs + row.outputs for row in rows]
         metas = (*self.call.tensors, *self.call.outputs)
         operands = zip(metas, zip(*entries_of_rows, strict=True), strict=True)
@@ -369,7 +370,7 @@ class CallTrial:
     def _differences(
         self, name: str, value: Tensor, parts: Sequence[Tensor], spec: Spec
     ) -> Iterator[str]:
-        """Describe the differences between the parts of all ranks and those of the global value."""
+        """Describe the differences between the parts of all ranks and the parts of the global value."""
         part_at = dict(zip(coordinates(spec), parts, strict=True))
         is_misshapen = False
         for coordinate, part in part_at.items():
@@ -389,7 +390,7 @@ class CallTrial:
 
 
 def _is_close(total: Tensor, wanted: Tensor) -> bool:
-    # as most are, which is sooner seen
+    # Most tensors are equal, which is faster to test.
     if torch.equal(total, wanted):
         return True
     wide = torch.complex128 if wanted.is_complex() else torch.float64
@@ -397,7 +398,7 @@ def _is_close(total: Tensor, wanted: Tensor) -> bool:
 
 
 def _alone(function: Callable[[], Any]) -> Any:
-    """Return the result of a function that starts no collective; a collective raises."""
+    """Return the result of a function on the single device; a collective in it raises."""
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.default_generator.manual_seed(SEED)
         return function()
@@ -420,9 +421,9 @@ class _TrialLayout(NamedTuple):
 def _layout(
     meta: TensorMeta, entries: Sequence[Entry], rows: Sequence[Row], shardings: Shardings
 ) -> _TrialLayout:
-    """Return the layout that entries of rows give a tensor.
+    """Return the layout that the entries of rows give a tensor.
 
-    The sharding of each axis's factor is given.
+    `shardings` has the sharding of each axis's factor.
     """
     fitting: dict[int, tuple[Row, AnyDimSharding]] = {}
     for axis, entry in enumerate(entries):
