@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shoal_dtensor import Replicate, Shard
+from shoal_dtensor import Replicate, Shard, checked_replicas
+from shoal_mesh import LockstepError, lockstep
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -40,3 +43,22 @@ def test_layouts_that_need_a_move() -> None:
         assert x.grad is not None
         torch.testing.assert_close(y.grad, x.grad if arrive is None else own_shard(x.grad, arrive))
         assert_same_parameters(module, single)
+
+
+@pytest.mark.parametrize("block", [lockstep, checked_replicas])
+@pytest.mark.parametrize(
+    "style",
+    [ColwiseParallel(), RowwiseParallel(input_layouts=Replicate())],
+    ids=["columns", "rows"],
+)
+@on_ranks(2)
+def test_batches_that_differ_on_tensor_parallel_ranks_are_found(style: Any, block: Any) -> None:
+    """Without a check each rank would compute with its own batch, and the sums would mix them."""
+    rank = dist.get_rank()
+    module = nn.Linear(4, 6)
+    parallel = parallelize_module(module, all_ranks(), style)
+    same = torch.ones(3, 4)
+    with block():
+        parallel(same)
+        with pytest.raises(LockstepError, match=r"replicas of the input of .* differ"):
+            parallel(same + rank)

@@ -3,7 +3,7 @@
 They may change with any release; all packages are released together.
 
 May import: _torch, api, argument_types, crossings, dispatch, host_memory, layout, modules,
-random_layouts, redistribute, spmd, tensor.
+random_layouts, redistribute, scopes, spmd, tensor.
 """
 
 # mypy: implicit-reexport
@@ -85,6 +85,7 @@ from .redistribute.plan import plan as plan_between
 from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, given_away, redistribute_shards
 from .redistribute.steps import Plan, Step, format_bytes
+from .scopes import context_scope
 from .spmd.first_check import on_first_check
 from .tensor.autograd import FromLocal
 from .tensor.dtensor import local_shard

@@ -149,6 +149,9 @@ def implicit_replication() -> Iterator[None]:
 def checked_replicas() -> Iterator[None]:
     """Compare replicated gradients over their ranks in backward, for debugging.
 
+    This holds inside the block, for gradients that count as replicated. The styles of
+    shoal_tp_styles also compare their replicated inputs inside the block.
+
     `to_local()` of a replicated tensor gives each rank the same values. If ranks then compute
     different things with them, each rank has a different summand of the gradient, which the program
     declares by `to_local(grad_placements=[Partial()])`. A rank cannot distinguish the two cases

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
+    context_scope,
     current_arithmetic,
     current_watch,
     global_stride,
@@ -31,7 +32,8 @@ from shoal_dtensor.internal import (
     shard_sizes,
     unwatched_functions,
 )
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, check_replicas
+from shoal_mesh.internal import in_lockstep
 
 from ..sharding.module_sharding import Collective, ModuleCall, Port
 from .collective_functions import (
@@ -233,7 +235,25 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
             local = local_input(x, port, lowered.mesh, grad=port.desired)
             return copy(local, lowered.comm)
         return local_input(x, port, lowered.mesh, grad=Partial())
-    return copy(x, lowered.comm) if where is None else gather_partial(x, *where)
+    if where is not None:
+        return gather_partial(x, *where)
+    compare_replicas(lowered, x)
+    return copy(x, lowered.comm)
+
+
+def replicas_are_compared() -> bool:
+    """Return whether replicated plain inputs are compared: in `lockstep()` and `checked_replicas()`."""
+    return in_lockstep() or context_scope().replicas_checked
+
+
+def compare_replicas(lowered: Lowered, x: Tensor) -> None:
+    """Raise LockstepError on all ranks if a replicated plain input differs, where this is compared.
+
+    Ranks that read different batches would add products of different inputs, which a rank cannot
+    detect in its own values.
+    """
+    if not is_compiling() and replicas_are_compared():
+        check_replicas(x.detach(), lowered.comm, f"the input of {lowered.title}")
 
 
 def sharded_input(
@@ -251,6 +271,7 @@ def sharded_input(
         return x
     if port.layout.is_replicate() and isinstance(desired, Shard):
         sizes = sizes or _shards_of_weight(lowered)[1]
+        compare_replicas(lowered, x)
         return split(x, lowered.comm, desired.dim % x.ndim, sizes)
     return local_input(x, port, lowered.mesh, grad=desired)
 

@@ -102,7 +102,8 @@ class ColumnLinear(Lowered):
         params = self.params
         is_direct = type(input) is Tensor and self.is_direct and not autocasting()
         # A parameter is missing if it has been computed from others since the plan was applied.
-        if not is_direct or params.get("weight") is None or "bias" not in params:
+        is_incomplete = params.get("weight") is None or "bias" not in params
+        if not is_direct or is_incomplete or ports.replicas_are_compared():
             return self.finish(self.general(input))
         weight = params["weight"]
         bias = params["bias"]
@@ -161,6 +162,8 @@ class ColumnLinear(Lowered):
         The collective is None if the input has to be redistributed.
         """
         if not isinstance(input, DTensor):
+            if self.before is self.comm:
+                ports.compare_replicas(self, input)
             return input, self.before
         if self.chunks == 1 or input.device_mesh != self.mesh:
             return input, None
