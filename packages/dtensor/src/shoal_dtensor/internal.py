@@ -85,7 +85,7 @@ from .redistribute.plan import plan as plan_between
 from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, given_away, redistribute_shards
 from .redistribute.steps import Plan, Step, format_bytes
-from .scopes import context_scope
+from .scopes import context_scope, open_blocks
 from .spmd.first_check import on_first_check
 from .tensor.autograd import FromLocal
 from .tensor.dtensor import local_shard
