@@ -222,12 +222,13 @@ class Checkpointer:
             return requests[0].left_over
 
         try:
-            # refused on all ranks before one loads
+            # All ranks refuse the load before any rank loads.
             left_over = agree(compare, group, CheckpointError)
             [request] = requests
-            # stages of a pipeline take different entries
-            of_no_rank = set(left_over[0]).intersection(*left_over[1:])
-            ordered = [name for name in left_over[0] if name in of_no_rank]
+            # Stages of a pipeline take different entries, so an entry is left over only if no rank
+            # takes it.
+            taken_by_no_rank = set(left_over[0]).intersection(*left_over[1:])
+            ordered = [name for name in left_over[0] if name in taken_by_no_rank]
             self._warn_of_parts(step, request.check_taken(ordered))
         except CheckpointError as error:
             raise CheckpointError(f"step {step} was not loaded: {error}") from error
@@ -238,7 +239,7 @@ class Checkpointer:
                     values, storage_reader=reader, planner=TrustedPlanner(), process_group=group
                 )
             except dist.checkpoint.api.CheckpointException as error:
-                raise CheckpointError(f"step {step} was not loaded: {_said(error)}") from error
+                raise CheckpointError(f"step {step} was not loaded: {_failures(error)}") from error
             agree(lambda: request.finish(values), group, CheckpointError)
 
     def _warn_of_parts(self, step: int, parts: list[str]) -> None:
@@ -253,7 +254,7 @@ class Checkpointer:
         )
 
     def _write(self, step: int, state_of_step: Callable[[], dict[str, Any]], group: Any) -> None:
-        first = dist.get_rank() == 0
+        is_first_rank = dist.get_rank() == 0
         folder = self._folder / f".partial_{step}"
         states: list[dict[str, Any]] = []
 
@@ -265,21 +266,22 @@ class Checkpointer:
                     f"step {step} is not newer than step {newest}, which is in {self._folder} "
                     "already"
                 )
-            if first:
+            if is_first_rank:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
 
         def read_back() -> Files:
+            # The names that torch.distributed.checkpoint gives to the files of a rank.
             prefix = f"__{dist.get_rank()}_"
             files_of_rank = [path for path in folder.iterdir() if path.name.startswith(prefix)]
-            if first:
+            if is_first_rank:
                 files_of_rank.append(folder / ".metadata")
             return {path.name: digest_of(path) for path in files_of_rank}
 
         def complete() -> None:
-            if first:
-                files = {name: fact for of_rank in written for name, fact in of_rank.items()}
+            if is_first_rank:
+                files = {name: facts for of_rank in written for name, facts in of_rank.items()}
                 with open(folder / _MANIFEST, "w") as file:
                     json.dump({"step": step, "files": files}, file)
                     file.flush()
@@ -292,11 +294,11 @@ class Checkpointer:
         try:
             dcp.save(states[0], checkpoint_id=folder, process_group=group)
         except dist.checkpoint.api.CheckpointException as error:
-            raise CheckpointError(f"step {step} was not saved: {_said(error)}") from error
+            raise CheckpointError(f"step {step} was not saved: {_failures(error)}") from error
         written = agree(read_back, group, CheckpointError)
         agree(complete, group, CheckpointError)
         agree(partial(self._check, step), group, CheckpointError)
-        agree(lambda: self._remove_older() if first else None, group, CheckpointError)
+        agree(lambda: self._remove_older() if is_first_rank else None, group, CheckpointError)
 
     def _remove_older(self) -> None:
         """Remove steps older than the steps to keep, and half-written or half-removed steps."""
@@ -348,7 +350,7 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _said(error: dist.checkpoint.api.CheckpointException) -> str:
+def _failures(error: dist.checkpoint.api.CheckpointException) -> str:
     """Return the failures of a checkpoint error, by rank."""
     failures = sorted(error.failures.items())
     texts = []

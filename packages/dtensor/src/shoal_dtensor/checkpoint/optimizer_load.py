@@ -93,7 +93,7 @@ class OptimizerLoad(ComponentLoad):
     # --- options ----------------------------------------------------------------------------------
 
     def _options_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the options of a saved group; options that are tensors stay names and become targets."""
+        """Read the options of a saved group; tensor options stay names and become targets."""
 
         def read(leaf: Any) -> Any:
             if not isinstance(leaf, SavedName):
@@ -222,9 +222,9 @@ class OptimizerLoad(ComponentLoad):
         return current if isinstance(current, Tensor) else empty_for(self.saved, name)
 
     def _place(self, param: Tensor, name: str) -> bool:
-        """Make a target for saved state that the optimizer does not describe, if its layout is certain.
+        """Make a target for saved state that the optimizer does not describe.
 
-        Return whether the layout is certain.
+        Return whether the layout is certain; if it is not, there is no target.
         """
         if not self.saved.is_tensor(name):
             self.targets[name] = None

@@ -6,8 +6,8 @@ object, so blocks of equal structure share one graph. The callable refers to its
 that a model is freed as soon as it is dropped.
 
 A package above may enter a mode of arithmetic. The mode determines the class that replaces a
-module's forward, and the order in which ranks add up terms. Backward passes, which run in threads of
-their own, use the mode too.
+module's forward, and the order in which ranks add up terms. Backward passes, which run in threads
+of their own, use the mode too.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _call_with_signature(kind: type[ModuleForward], forward: Any) -> FunctionTyp
 # --- the mode of arithmetic -----------------------------------------------------------------------
 
 DataDtypes = tuple[torch.dtype | None, torch.dtype | None]
-"""The dtypes in which gradients are (computed, summed over data ranks); None for the parameter's."""
+"""The dtypes of gradients: (computed in, summed over data ranks in); None for the parameter's."""
 
 
 class Arithmetic(Protocol):

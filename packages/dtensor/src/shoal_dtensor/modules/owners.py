@@ -199,17 +199,19 @@ def in_turns(
 
     With `in_order`, all items form one group.
     """
-    # up 0 of unit 0, up 1 of unit 1, down 0 of unit 0: [([up 0, down 0], [unit 0]), ([up 1], [unit
-    # 1])]
+    # Example: the modules "up 0" of unit 0, "up 1" of unit 1 and "down 0" of unit 0 give the groups
+    # [([up 0, down 0], [unit 0]), ([up 1], [unit 1])].
     turns: dict[object, tuple[list[Item], dict[Owner, None]]] = {}
     for number, (item, needed) in enumerate(items):
-        alike, owners = turns.setdefault("all" if in_order else tuple(needed) or number, ([], {}))
-        alike.append(item)
+        # An item without owners forms a group of its own.
+        key = "all" if in_order else tuple(needed) or number
+        group, owners = turns.setdefault(key, ([], {}))
+        group.append(item)
         owners.update(dict.fromkeys(needed))
-    return [(alike, [*owners]) for alike, owners in turns.values()]
+    return [(group, [*owners]) for group, owners in turns.values()]
 
 
-# --- what goes along when a parameter is replaced -------------------------------------------------
+# --- state that is carried over to a replacing parameter ------------------------------------------
 
 _STATE = "_shoal_state"
 _REPLACED = "_shoal_replaced"
@@ -237,12 +239,11 @@ class _Carried:
 
 
 def _hooks(param: Any) -> tuple[_Hooks, _Hooks]:
+    """Return the gradient hooks of a parameter's user: (on the gradient, after accumulation)."""
     state: _CarriedState | None = getattr(param, _STATE, None)
-    return (
-        state.hooks
-        if state
-        else (param._backward_hooks or {}, param._post_accumulate_grad_hooks or {})
-    )
+    if state:
+        return state.hooks
+    return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
 
 
 def has_hooks(param: Tensor) -> bool:

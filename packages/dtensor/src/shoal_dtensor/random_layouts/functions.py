@@ -33,32 +33,32 @@ _DROPOUTS = frozenset(
     for end in ("", "_")
 ) | {"dropout1d", "dropout2d", "dropout3d"}
 _FILLS = frozenset(
-    (
-        *(
-            "bernoulli",
-            "bernoulli_",
-            "normal_",
-            "uniform_",
-            "exponential_",
-            "cauchy_",
-            "log_normal_",
-            "geometric_",
-        ),
-        *(
-            "random_",
-            "rand",
-            "randn",
-            "randint",
-            "randperm",
-            "rand_like",
-            "randn_like",
-            "randint_like",
-            "multinomial",
-        ),
-        *("poisson", "binomial", "normal", "gumbel_softmax"),
-    )
+    {
+        "bernoulli",
+        "bernoulli_",
+        "binomial",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "gumbel_softmax",
+        "log_normal_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "random_",
+        "randperm",
+        "uniform_",
+    }
 )
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+# Functions that draw if they get a dropout probability, with the position of this argument.
 _BY_ARGUMENT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 _NAMES = (
     _DROPOUTS | _FILLS | _RECURRENT | _BY_ARGUMENT.keys() | {"rrelu", "rrelu_", "rrelu_with_noise"}
@@ -83,21 +83,21 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     training = kwargs.get("training", kwargs.get("train"))
     if name in _DROPOUTS:
         chance = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        return (
-            bool(chance)
-            and (training is None or bool(training))
-            and not (len(args) > 2 and not args[2])
-        )
+        is_training = training is None or bool(training)
+        is_off_by_position = len(args) > 2 and not args[2]
+        return bool(chance) and is_training and not is_off_by_position
     if name in _BY_ARGUMENT:
-        at = _BY_ARGUMENT[name]
-        return (
-            bool(kwargs.get("dropout_p", args[at] if len(args) > at else 0.0))
-            and training is not False
-        )
+        position = _BY_ARGUMENT[name]
+        by_position = args[position] if len(args) > position else 0.0
+        chance = kwargs.get("dropout_p", by_position)
+        return bool(chance) and training is not False
     if name in _RECURRENT:
+        # The dropout probability is the only float, and the next argument is `train`.
         chance = next((arg for arg in args if type(arg) is float), 0.0)
         return chance > 0 and bool(args[args.index(chance) + 1])
-    return not name.startswith("rrelu") or bool(training) or any(arg is True for arg in args)
+    if name.startswith("rrelu"):
+        return bool(training) or any(arg is True for arg in args)
+    return True
 
 
 def drawers_of(root: nn.Module) -> list[nn.Module]:
@@ -131,12 +131,12 @@ def _may_draw(module: nn.Module) -> bool:
     if _of_torch(module):
         return isinstance(module, _DROPOUT_MODULES | nn.RReLU | nn.MultiheadAttention | nn.RNNBase)
     children = frozenset(part for path, _ in module.named_modules() for part in path.split("."))
-    own = [
-        k
-        for k in type(module).__mro__
-        if k is not object and not k.__module__.startswith("torch.nn.modules.")
+    user_classes = [
+        kind
+        for kind in type(module).__mro__
+        if kind is not object and not kind.__module__.startswith("torch.nn.modules.")
     ]
-    values = [value for kind in own for value in vars(kind).values()]
+    values = [value for kind in user_classes for value in vars(kind).values()]
     values += vars(module).values()
     return _draws(_functions(values), children)
 

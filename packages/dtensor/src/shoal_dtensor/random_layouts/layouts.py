@@ -240,8 +240,8 @@ def _run(
         return torch.device("meta") if isinstance(value, torch.device) else value
 
     try:
-        # Dispatch modes, such as selective checkpoints and counters of users, must not observe these
-        # operators.
+        # Dispatch modes, such as selective checkpoints and counters of users, must not observe
+        # these operators.
         with out_of_sight(), warnings.catch_warnings(), communication("forbid"), torch.no_grad():
             warnings.simplefilter("ignore")
             given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)))
@@ -260,7 +260,7 @@ def _run(
         if spec.partials:
             raise UnknownLayoutError("ranks hold summands of it")
         if any(
-            p.is_shard() and not _like_some(spec, axis, inputs)
+            p.is_shard() and not _has_fractions_of_input(spec, axis, inputs)
             for axis, p in enumerate(spec.placements)
         ):
             raise UnknownLayoutError("it takes a part of a sharded dim")
@@ -274,12 +274,13 @@ def _run(
     ]
 
 
-def _like_some(spec: Spec, axis: int, inputs: Sequence[Spec]) -> bool:
-    """Tell whether ranks along an axis hold the same fractions as of some input.
+def _has_fractions_of_input(spec: Spec, axis: int, inputs: Sequence[Spec]) -> bool:
+    """Tell whether each rank along an axis holds the same fraction of the result as of some input.
 
-    They do not if a function selected a part of the input.
+    This is not so if a function has selected a part of the input.
     """
-    # (2, 2) is like (4, 4), half on each rank; the (3, 0) of x[:3] is not
+    # Example: shards of (2, 2) are half of the result, like shards of (4, 4). The shards (3, 0) of
+    # x[:3] are not.
     sizes = extents(spec, axis)
     of_inputs = [extents(each, axis) for each in inputs if each.placements[axis].is_shard()]
     return any(
@@ -322,11 +323,11 @@ def _resized(
     given = [*args[1:], *kwargs.values()]
     if not isinstance(spec, Spec) or spec.is_strided or isinstance(given[0], torch.dtype):
         raise UnknownLayoutError("it reinterprets memory")
-    # dim -1 of 2: 1
-    start, asked = (given[0] % spec.ndim, given[1:]) if name == "unflatten" else (0, given)
-    asked = list(asked[0]) if isinstance(asked[0], tuple | list) else asked
+    # `unflatten` gets a dim, and sizes for the dims of the result from this dim on.
+    start, requested = (given[0] % spec.ndim, given[1:]) if name == "unflatten" else (0, given)
+    requested = list(requested[0]) if isinstance(requested[0], tuple | list) else requested
     # the dim of the result whose size was given as -1
-    inferred = start + asked.index(-1) if -1 in asked else None
+    inferred = start + requested.index(-1) if -1 in requested else None
     sizes = list(out.shape)
     for dim in {p.dim for p in spec.placements if isinstance(p, Shard | StridedShard)}:
         target, size = _scaled(spec, dim, tuple(out.shape), inferred)
@@ -382,8 +383,8 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
     with the dims after it. If shards have size 1 on some rank, other dims fit as well, and only a
     -1 determines the dim.
     """
-    # Example: in a local shape of (2, 4, 6) with dim 1 sharded, `inner` is 24. Reshaped to (2, 2, 2,
-    # 6), `exact` is [1]. Reshaped to (8, 6), `folded` is [0].
+    # Example: in a local shape of (2, 4, 6) with dim 1 sharded, `inner` is 24. Reshaped to (2, 2,
+    # 2, 6), `exact` is [1]. Reshaped to (8, 6), `folded` is [0].
     local = tuple(spec.local_shape)
     total = spec.shape[dim]
     inner = prod(local[dim:])
@@ -460,7 +461,7 @@ def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -
     blocks = dict(
         zip(spans(spec.local_shape[-1] for spec in layout.blocks), layout.blocks, strict=True)
     )
-    at = 0
+    start = 0
     for out in outs:
         if (
             out.ndim != source.ndim
@@ -468,14 +469,12 @@ def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -
             or out.shape[:-1] != source.shape[:-1]
         ):
             return []
-        at = (
-            at
-            if len(outs) > 1
-            else (out.storage_offset() - source.storage_offset()) // source.stride(-1)
-        )
-        start = at
-        at = at + out.shape[-1]
-        if (start, at) not in blocks:
+        # Several views follow each other; a single view may be anywhere.
+        if len(outs) == 1:
+            start = (out.storage_offset() - source.storage_offset()) // source.stride(-1)
+        stop = start + out.shape[-1]
+        if (start, stop) not in blocks:
             return []
-        taken.append(LocalLayout(blocks[start, at]))
+        taken.append(LocalLayout(blocks[start, stop]))
+        start = stop
     return taken

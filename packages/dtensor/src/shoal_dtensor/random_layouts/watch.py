@@ -48,7 +48,7 @@ from .layouts import (
 
 
 class Watch(FunctionMode):
-    """A mode that tracks layouts of local tensors on the axes of styles, and draws as one device."""
+    """A mode that tracks layouts of local tensors on the axes of styles and draws as one device."""
 
     def __init__(self, mesh: DeviceMesh, axes: Mapping[DeviceMesh, int]) -> None:
         super().__init__()
@@ -239,9 +239,10 @@ class Watch(FunctionMode):
             if not blocks:
                 return LocalLayout(unknown="several ranks hold the same heads")
             specs = []
-            for of_ranks in blocks:  # behind each other
-                local = result.narrow(-1, 0, of_ranks[forward.mesh.comm(0).rank])
-                placed = self.placed(local, axis, Shard(result.ndim - 1, sizes=of_ranks), source)
+            for sizes_of_block in blocks:
+                local = result.narrow(-1, 0, sizes_of_block[forward.mesh.comm(0).rank])
+                shard_of_block = Shard(result.ndim - 1, sizes=sizes_of_block)
+                placed = self.placed(local, axis, shard_of_block, source)
                 if placed.spec is None:
                     return placed
                 specs.append(placed.spec)

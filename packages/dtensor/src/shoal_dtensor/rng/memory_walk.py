@@ -109,21 +109,23 @@ def _blocks(
     shape: tuple[int, ...], start: int, stop: int, base: int = 0
 ) -> Iterator[tuple[int, Box]]:
     """Yield the boxes of a flat range in order, each with its distance from the range's start."""
-    # In a (3, 4) tensor, elements 2..9 are the end of row 0, all of row 1 and the start of row 2:
-    # 2..3, 4..7, 8..9.
+    # Example: in a (3, 4) tensor, the range 2:10 is the end of row 0 (2:4), all of row 1 (4:8) and
+    # the start of row 2 (8:10).
     if not shape:
         yield base, ()
         return
-    inner = prod(shape[1:])  # (3, 4): rows of 4
+    inner = prod(shape[1:])
     while start < stop:
-        # from 2 on: row 0, offset 2; then row 1, offset 0
         row, offset = divmod(start, inner)
-        rows = 0 if offset else (stop - start) // inner  # 4:10 in rows of 4: 1 whole row
+        rows = 0 if offset else (stop - start) // inner
         if rows:
+            # one or more whole rows
             length = rows * inner
             yield base, ((row, row + rows), *whole_box(shape[1:]))
         else:
-            length = min(inner - offset, stop - start)  # 2:10 in rows of 4: the 2 up to row 1
+            # a part of one row
+            length = min(inner - offset, stop - start)
             for at, block in _blocks(shape[1:], offset, offset + length, base):
                 yield at, ((row, row + 1), *block)
-        start, base = start + length, base + length
+        start += length
+        base += length

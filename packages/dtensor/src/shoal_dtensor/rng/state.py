@@ -127,8 +127,8 @@ _NO_GENERATORS = (
     "random numbers on {}: torch's module for this device does not have default_generators, so "
     "ranks cannot agree on a state"
 )
-# For each mesh and each compared state, the default group in which the ranks last agreed. In another
-# default group some ranks may be new.
+# For each mesh and each compared state, the default group in which the ranks last agreed. In
+# another default group some ranks may be new.
 _in_step: WeakKeyDictionary[DeviceMesh, dict[str, Callable[[], object]]] = WeakKeyDictionary()
 
 
@@ -196,18 +196,19 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
             # Another thread may have checked in the meantime.
             if _is_checked(mesh, about) and not always:
                 return
+            # The shifts make the numbers fit into an int64.
             if about == _SHARED:
-                own_print = generator.initial_seed() >> 1
+                own_digest = generator.initial_seed() >> 1
             else:
-                own_print = _hash(bytes(generator.get_state().tolist())) >> 2
+                own_digest = _hash(bytes(generator.get_state().tolist())) >> 2
             with out_of_sight():
                 comm = mesh.comm(tuple(range(mesh.ndim)))
-                sent = upload([own_print], device_of_numbers(comm, mesh.device_type))
+                sent = upload([own_digest], device_of_numbers(comm, mesh.device_type))
             rows = rows_of_ranks(mesh, lambda: about, sent)
-            prints = [print_of_rank for (print_of_rank,) in rows]
-            if len(set(prints)) > 1:
-                raise RandomStateError(_describe(mesh, prints, generator))
-            _count(mesh, about)
+            digests = [digest for (digest,) in rows]
+            if len(set(digests)) > 1:
+                raise RandomStateError(_describe(mesh, digests, generator))
+            _note_checked(mesh, about)
     except NoGroupError:
         return
 
@@ -220,7 +221,8 @@ def _is_checked(mesh: DeviceMesh, about: str) -> bool:
     return checked_under is not None and checked_under() is dist.group.WORLD
 
 
-def _count(mesh: DeviceMesh, about: str) -> None:
+def _note_checked(mesh: DeviceMesh, about: str) -> None:
+    """Note that the ranks of a mesh agree, in the present default group."""
     world = dist.group.WORLD
     _in_step.setdefault(mesh, {})[about] = (lambda: None) if world is None else ref(world)
 
@@ -228,7 +230,7 @@ def _count(mesh: DeviceMesh, about: str) -> None:
 def count_as_checked(mesh: DeviceMesh) -> None:
     """Do not check a mesh at its first random operator, because its ranks are known to agree."""
     for about in "", _SHARED:
-        _count(mesh, about)
+        _note_checked(mesh, about)
 
 
 def check_all_meshes_again() -> None:
@@ -236,9 +238,9 @@ def check_all_meshes_again() -> None:
     _in_step.clear()
 
 
-def _describe(mesh: DeviceMesh, prints: Sequence[int], generator: torch.Generator) -> str:
+def _describe(mesh: DeviceMesh, digests: Sequence[int], generator: torch.Generator) -> str:
     groups: dict[int, list[int]] = {}
-    for rank, value in zip(mesh.mesh.flatten().tolist(), prints, strict=True):
+    for rank, value in zip(mesh.mesh.flatten().tolist(), digests, strict=True):
         groups.setdefault(value, []).append(rank)
     agreeing = "; ".join(f"ranks {ranks} agree" for ranks in groups.values())
     return (

@@ -1,18 +1,18 @@
 """Streams of torch's CPU and CUDA generators, positioned at a rank's own elements.
 
-No kernel is imitated. torch's own kernels fill parts of the global tensor, with the generator in the
-state that it has at this part on one device. A rank draws the parts that contain elements of its
-box. Whether a distribution can be drawn in parts is tested once per distribution, with a separate
-generator. A distribution that fails the test is drawn as a whole (`fill_whole`).
+No kernel is imitated. torch's own kernels fill parts of the global tensor, with the generator in
+the state that it has at this part on one device. A rank draws the parts that contain elements of
+its box. Whether a distribution can be drawn in parts is tested once per distribution, with a
+separate generator. A distribution that fails the test is drawn as a whole (`fill_whole`).
 
-CPU: the Mersenne twister cannot jump cheaply. Chunks without own elements are skipped by drawing and
-discarding raw words (1.6 ns per word, against 3 to 30 ns for a value).
+CPU: the Mersenne twister cannot jump cheaply. Chunks without own elements are skipped by drawing
+and discarding raw words (1.6 ns per word, against 3 to 30 ns for a value).
 
 CUDA: thread `t` of a launch reads subsequence `t` of Philox from the generator's offset on, and a
 launch has at most as many threads as the device runs at once. Therefore a large tensor is filled in
-rounds. Round `k` fills the same number of consecutive elements (of the walk, see `memory_walk`) from
-offset + `k * step`, in the same way. If the generator's offset is moved to the start of round `k`,
-torch fills this round alone. Size and step of a round are measured on the device.
+rounds. Round `k` fills the same number of consecutive elements (of the walk, see `memory_walk`)
+from offset + `k * step`, in the same way. If the generator's offset is moved to the start of round
+`k`, torch fills this round alone. Size and step of a round are measured on the device.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def fill_whole(
 
 
 def _scratch(shape: tuple[int, ...], like: Tensor, contiguous: bool) -> Tensor:
-    """Return a tensor of this shape, which torch's kernels treat as contiguous or as not contiguous."""
+    """Return a tensor of this shape that torch's kernels treat as contiguous, or not."""
     if contiguous:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     return torch.empty((*shape, 2), dtype=like.dtype, device=like.device)[..., 0]
@@ -162,7 +162,8 @@ def _scratch(shape: tuple[int, ...], like: Tensor, contiguous: bool) -> Tensor:
 
 # elements that are filled at a time; 256 KiB of float32 stay in the second-level cache
 CHUNK = 1 << 16
-# The units to try. torch's vectorized normal kernel works on 16 real or 8 complex numbers at a time.
+# The units to try. torch's vectorized normal kernel works on 16 real or 8 complex numbers at a
+# time.
 _UNITS = (1, 8, 16)
 # elements of a test: several units, and a rest that is not a multiple of a unit
 _PROBE = 83
@@ -199,8 +200,8 @@ def fill_cpu(
     drawn = 0
     start = 0
     while start < memory.numel:
-        # The last chunk includes a rest that is smaller than a unit. Example: 2 * 65536 + 5 elements
-        # in units of 16 are two chunks.
+        # The last chunk includes a rest that is smaller than a unit. Example: 2 * 65536 + 5
+        # elements in units of 16 are two chunks.
         rest = memory.numel - start - CHUNK
         stop = memory.numel if rest < law.unit else start + CHUNK
         touches_box = first < stop and start < last
@@ -260,19 +261,22 @@ def law_of(
         values, state = draw_divided(unit, 3 * unit, _PROBE)
         has_same_state = torch.equal(state, end_state)
         if has_same_state and torch.equal(values.nan_to_num(), whole.nan_to_num()):
-            # 16 values, or 32 in units of 16
+            # 16 values, or 32 for units of 16
             count = 2 * max(unit, 8)
-            _, state_behind = draw_divided(count)
-            return Law(unit, _words_of_value(count, state_behind))
+            _, state_after = draw_divided(count)
+            return Law(unit, _words_of_value(count, state_after))
     return None
 
 
-def _words_of_value(count: int, state_behind: Tensor) -> int:
-    """Return the words that each of `count` values takes, if skipping them leads to this state."""
+def _words_of_value(count: int, state_after: Tensor) -> int:
+    """Return how many words a value takes: skipping those of `count` values leads to this state.
+
+    Return 0 if no number of words does.
+    """
     for words in (1, 2, 4):
         generator = _primed()
         skip_words(count * words, generator)
-        if torch.equal(generator.get_state(), state_behind):
+        if torch.equal(generator.get_state(), state_after):
             return words
     return 0
 

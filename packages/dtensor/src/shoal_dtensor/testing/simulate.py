@@ -1,9 +1,9 @@
 """Plans executed on plain tensors: all ranks of the mesh in one process, no process group.
 
 The rank steps are the steps that `run` executes. Only the collective between `prepare` and `finish`
-is computed here, from the buffers of all ranks. A plan that is right here is therefore right on real
-ranks, provided that the collectives are right. For a partial value, the ranks' tensors are terms
-whose reduction is the value.
+is computed here, from the buffers of all ranks. A plan that is right here is therefore right on
+real ranks, provided that the collectives are right. For a partial value, the ranks' tensors are
+terms whose reduction is the value.
 """
 
 from __future__ import annotations
@@ -86,22 +86,22 @@ def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     """Run one step on all ranks of its mesh (of both meshes, for a transfer)."""
     mesh = step.src.mesh
     if step.name == "Transfer":
-        kernels = {rank: transfer_rank_step(step, rank) for rank in step.ranks}
-        # a rank that only receives has no elements yet
+        rank_steps = {rank: transfer_rank_step(step, rank) for rank in step.ranks}
+        # A rank that only receives does not have elements yet.
         nothing = torch.empty(0, dtype=step.src.dtype, device="cpu")
         tensors = dict.fromkeys(step.ranks, nothing) | tensors
     else:
-        kernels = {mesh.rank_at(c): rank_step(step, c) for c in coordinates(step.src)}
-    buffers = {rank: work.prepare(tensors[rank]) for rank, work in kernels.items()}
+        rank_steps = {mesh.rank_at(c): rank_step(step, c) for c in coordinates(step.src)}
+    buffers = {rank: one_step.prepare(tensors[rank]) for rank, one_step in rank_steps.items()}
     after: dict[int, Tensor] = {}
-    for rank, work in kernels.items():
+    for rank, one_step in rank_steps.items():
         received = buffers[rank]
-        if work.collective is not None:
-            group = _group(step, rank, work.collective)
+        if one_step.collective is not None:
+            group = _group(step, rank, one_step.collective)
             sent = [buffers[member] for member in group]
-            calls = [kernels[member].collective for member in group]
+            calls = [rank_steps[member].collective for member in group]
             received = _received(sent, group.index(rank), calls)
-        after[rank] = work.finish(received, tensors[rank])
+        after[rank] = one_step.finish(received, tensors[rank])
     return after
 
 

@@ -370,7 +370,7 @@ class CallTrial:
     def _differences(
         self, name: str, value: Tensor, parts: Sequence[Tensor], spec: Spec
     ) -> Iterator[str]:
-        """Describe the differences between the parts of all ranks and the parts of the global value."""
+        """Describe the differences between the parts of the ranks and those of the global value."""
         part_at = dict(zip(coordinates(spec), parts, strict=True))
         is_misshapen = False
         for coordinate, part in part_at.items():
