@@ -1,4 +1,4 @@
-"""Covers: certify.py, certification.py, report.py, records.py, pytest_fixture.py, shrinking.py, analysis/forward.py."""
+"""Covers: certify.py, certification.py, report.py, records.py, pytest_fixture.py, analysis/forward.py."""
 
 from __future__ import annotations
 

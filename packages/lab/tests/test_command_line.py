@@ -34,7 +34,7 @@ def test_arguments_reach_the_script_and_axes_have_the_names_of_the_user(
         "gradient of 0.weight, 0.bias, 2.weight, 2.bias: 2 times too large: mean taken as sum over dp"
         in printed
     )
-    assert f"certify {SCRIPT} --ranks 2 --wrong" in printed
+    assert f"certify {SCRIPT} --mesh dp=2 -- --wrong\n" in printed
 
 
 def test_options_set_the_tolerance_and_the_dtype(capsys: pytest.CaptureFixture[str]) -> None:

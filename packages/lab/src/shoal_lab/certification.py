@@ -95,6 +95,7 @@ class Certification:
             compared=verdict.compared,
             not_compared=verdict.not_compared,
             tolerance=verdict.setting.tolerance,
+            given=dict(mesh),
         )
         if locates and verdict.findings:
             self._locate(result, verdict, (mesh, observation))
@@ -114,6 +115,7 @@ class Certification:
             observation.uses_stale_parameters,
             observation.outputs_of_step,
             self.reference.sizes,
+            self.reference.arguments,
         )
         if not observation.batches and key in self._references:
             return self._references[key]

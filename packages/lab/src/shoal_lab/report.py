@@ -30,6 +30,7 @@ class MeshResult:
         first_module: the first module whose output, or gradient at the output, differs; "" if all
             agree or none was looked for.
         seconds: that the run took.
+        given: axis sizes that the program was certified on, by the names of the caller.
 
     Example:
         >>> result = MeshResult({"dp": 2}, [], 12, [], tolerance=1e-9)
@@ -44,6 +45,7 @@ class MeshResult:
     tolerance: float
     first_module: str = ""
     seconds: float = 0.0
+    given: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, repr=False)

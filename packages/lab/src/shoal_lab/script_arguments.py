@@ -1,8 +1,15 @@
-"""Arguments of a script that depend on the mesh, such as `{tp}`."""
+"""Arguments of a script: sizes of axes such as `{tp}`, smaller integers, and the command that repeats a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+# An integer by itself or after the name of an option: 8, --layers=8.
+_INTEGER = re.compile(r"(?P<option>-[^=]*=)?(?P<number>\d+)")
+# Integers with these words in the names of their options are not sizes.
+_NOT_SIZES = ("seed", "port")
 
 
 def fill_axes(arguments: Sequence[str], axes: Mapping[str, int]) -> tuple[str, ...]:
@@ -19,6 +26,79 @@ def fill_axes(arguments: Sequence[str], axes: Mapping[str, int]) -> tuple[str, .
     filled = list[str]()
     for argument in arguments:
         for name, size in axes.items():
-            argument = argument.replace(f"{{{name}}}", str(size))
+            argument = argument.replace(_placeholder(name), str(size))
         filled.append(argument)
     return tuple(filled)
+
+
+def fixed_axes(arguments: Sequence[str], axes: Mapping[str, int]) -> list[str]:
+    """Return the axes whose size no argument has.
+
+    Args:
+        arguments: of a script.
+        axes: sizes by name.
+
+    Example:
+        >>> fixed_axes(["--tensor-size", "{tp}"], {"dp": 4, "tp": 2})
+        ['dp']
+    """
+    text = " ".join(arguments)
+    return [name for name in axes if _placeholder(name) not in text]
+
+
+def halve_integers(arguments: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the arguments with one integer halved, each with a text of the change.
+
+    Args:
+        arguments: of a script.
+
+    Example:
+        >>> list(halve_integers(["--layers", "4", "--seed", "8", "--lr=0.5"]))
+        [('--layers 2', ('--layers', '2', '--seed', '8', '--lr=0.5'))]
+    """
+    for position, argument in enumerate(arguments):
+        found = _INTEGER.fullmatch(argument)
+        if found is None:
+            continue
+        option = found["option"] or ""
+        previous = arguments[position - 1] if position else ""
+        is_value = not option and previous.startswith("-")
+        name = previous if is_value else option
+        if int(found["number"]) < 2 or any(word in name.lower() for word in _NOT_SIZES):
+            continue
+        halved = f"{option}{int(found['number']) // 2}"
+        change = f"{previous} {halved}" if is_value else halved
+        yield change, (*arguments[:position], halved, *arguments[position + 1 :])
+
+
+def certify_command(
+    script: str, mesh: Mapping[str, int], options: Sequence[str], arguments: Sequence[str]
+) -> str:
+    """Return the command that certifies a script on a mesh.
+
+    Args:
+        script: its path.
+        mesh: axis sizes by name; the axis `ranks` alone is the number of ranks.
+        options: of the command.
+        arguments: of the script.
+
+    Example:
+        >>> certify_command("train.py", {"dp": 2, "tp": 1}, [], ["--layers", "2"])
+        'python -m shoal_lab certify train.py --mesh dp=2,tp=1 -- --layers 2'
+        >>> certify_command("train.py", {"ranks": 2}, ["--dtype", "keep"], [])
+        'python -m shoal_lab certify train.py --ranks 2 --dtype keep'
+    """
+    if tuple(mesh) == ("ranks",):
+        axes = ["--ranks", str(mesh["ranks"])]
+    else:
+        axes = ["--mesh", ",".join(f"{name}={size}" for name, size in mesh.items())]
+    words = ["python", "-m", "shoal_lab", "certify", script, *axes, *options]
+    if arguments:
+        # The command could have an option of the same name.
+        words += ["--", *arguments]
+    return shlex.join(words)
+
+
+def _placeholder(name: str) -> str:
+    """Return the text that stands for the size of an axis."""
+    return f"{{{name}}}"

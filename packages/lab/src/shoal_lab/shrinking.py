@@ -1,6 +1,6 @@
 """Search for a smaller mesh, and smaller sizes, with which a program still fails in the same way.
 
-May import: analysis, certification, errors, report.
+May import: analysis, certification, ranks, report, script_arguments, trials.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import replace
 from math import prod
 
 from .analysis.explanations import CertificationFinding, FittingExplanation
-from .certification import Certification, ProgramFailure
-from .errors import CertifyError
+from .certification import Certification
+from .ranks import RankJob
 from .report import CertificationReport, MeshResult, describe_mesh
+from .script_arguments import certify_command, fixed_axes, halve_integers
+from .trials import ShrinkingTrials
 
 # Lines of the source of a program that a report prints at most.
 _LINES = 60
@@ -32,19 +34,42 @@ def shrink_failure(certification: Certification, report: CertificationReport) ->
     failed = next(result for result in report.results if result.findings)
     smallest = failed
     alone = dict[str, MeshResult]()
-    if certification.job.function is not None:
+    has_axes = _has_axes(certification.job, failed)
+    if has_axes:
         alone = _failures_of_single_axes(certification, failed)
         smallest = min(alone.values(), key=_size_of, default=failed)
-        smallest = _shrink_mesh(certification, smallest)
-        certification, smallest = _shrink_sizes(certification, smallest)
+    mesh_trials = ShrinkingTrials(failed)
+    size_trials = ShrinkingTrials(failed)
+    smallest = _shrink_mesh((certification, mesh_trials), smallest, has_axes)
+    smaller, smallest = _shrink_sizes((certification, size_trials), smallest)
     active = [name for name, size in failed.mesh.items() if size > 1]
-    is_decided = certification.job.function is not None or len(active) == 1
+    is_decided = has_axes or len(active) == 1
     if len(active) == 1:
         alone = {active[0]: failed}
     for result in report.results:
         if is_decided and list(result.mesh) == list(failed.mesh):
             result.findings = [_decide(finding, (alone, active)) for finding in result.findings]
-    report.smallest = _describe(certification, smallest)
+    lines = _describe(smaller, smallest)
+    reasons = mesh_trials.reasons | size_trials.reasons
+    if reasons:
+        tried = [f"{change} ({reason})" for change, reason in reasons.items()]
+        lines.insert(1, f"  # smaller programs do not fail alike: {'; '.join(tried)}")
+    if not has_axes:
+        names = " or ".join(f"{{{name}}}" for name in failed.given)
+        lines.insert(1, f"  # no argument has {names}: only the number of ranks was reduced")
+    report.smallest = "\n".join(lines)
+
+
+def _has_axes(job: RankJob, failed: MeshResult) -> bool:
+    """Tell whether the program follows the sizes of single axes of the mesh.
+
+    A function gets the mesh. A script gets sizes in its arguments, and may compute the size of one
+    axis from the others and the number of ranks.
+    """
+    if job.function is not None:
+        return True
+    is_named = list(failed.given) == list(failed.mesh)
+    return is_named and len(fixed_axes(job.arguments, failed.given)) <= 1
 
 
 def _size_of(result: MeshResult) -> int:
@@ -57,24 +82,32 @@ def _failures_of_single_axes(
 ) -> dict[str, MeshResult]:
     """Run the program with one axis after the other alone; return the failures by axis."""
     failures = dict[str, MeshResult]()
-    active = [name for name, size in failed.mesh.items() if size > 1]
+    trials = ShrinkingTrials(failed)
+    active = [name for name, size in failed.given.items() if size > 1]
     for name in active:
-        mesh = dict.fromkeys(failed.mesh, 1) | {name: failed.mesh[name]}
-        result = _try(certification, mesh) if len(active) > 1 else failed
-        if result is not None and _fails_alike(result, failed):
+        mesh = dict.fromkeys(failed.given, 1) | {name: failed.given[name]}
+        is_smaller = len(active) > 1
+        result = trials.run(certification, mesh, name) if is_smaller else failed
+        if result is not None:
             failures[name] = result
     return failures
 
 
-def _shrink_mesh(certification: Certification, failed: MeshResult) -> MeshResult:
-    """Reduce axis after axis to one rank, then to two, as long as the program fails alike."""
-    smallest = failed
+def _shrink_mesh(
+    search: tuple[Certification, ShrinkingTrials], smallest: MeshResult, has_axes: bool
+) -> MeshResult:
+    """Reduce axis after axis to a divisor, as long as the program fails alike.
+
+    A script whose axes are not in its arguments gets fewer ranks.
+    """
+    certification, trials = search
     is_smaller = True
     while is_smaller:
         is_smaller = False
-        for mesh in _smaller_meshes(smallest.mesh):
-            result = _try(certification, mesh)
-            if result is not None and _fails_alike(result, failed):
+        start = smallest.given if has_axes else {"ranks": _size_of(smallest)}
+        for mesh in _smaller_meshes(start):
+            result = trials.run(certification, mesh, f"mesh {describe_mesh(mesh)}")
+            if result is not None:
                 smallest = result
                 is_smaller = True
                 break
@@ -82,54 +115,51 @@ def _shrink_mesh(certification: Certification, failed: MeshResult) -> MeshResult
 
 
 def _smaller_meshes(mesh: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Yield meshes with one axis smaller."""
-    for size in (1, 2):
+    """Yield meshes with one axis smaller, the smallest sizes first."""
+    for size in range(1, max(mesh.values())):
         for name, current in mesh.items():
-            if current > size:
-                smaller = mesh | {name: size}
-                if any(other > 1 for other in smaller.values()):
-                    yield smaller
-
-
-def _try(certification: Certification, mesh: dict[str, int]) -> MeshResult | None:
-    """Run a smaller program; None if it does not run at all, which is another failure."""
-    try:
-        return certification.run(mesh)
-    except (ProgramFailure, CertifyError):
-        # The program does not support these sizes.
-        return None
-
-
-def _fails_alike(result: MeshResult, failed: MeshResult) -> bool:
-    """Tell whether a failure has a finding of the same quantity."""
-    quantities = {finding.quantity for finding in failed.findings}
-    return any(finding.quantity in quantities for finding in result.findings)
+            is_divisor = current > size and current % size == 0
+            smaller = mesh | {name: size}
+            if is_divisor and any(other > 1 for other in smaller.values()):
+                yield smaller
 
 
 def _shrink_sizes(
-    certification: Certification, smallest: MeshResult
+    search: tuple[Certification, ShrinkingTrials], smallest: MeshResult
 ) -> tuple[Certification, MeshResult]:
     """Halve the sizes that program and reference take, one after the other."""
+    certification, trials = search
     is_smaller = True
     while is_smaller:
         is_smaller = False
-        sizes = dict(certification.job.sizes)
-        for name, size in sizes.items():
-            if size < 2:
-                continue
-            halved = tuple((sizes | {name: size // 2}).items())
-            smaller = replace(
-                certification,
-                job=replace(certification.job, sizes=halved),
-                reference=replace(certification.reference, sizes=halved),
-            )
-            result = _try(smaller, smallest.mesh)
-            if result is not None and _fails_alike(result, smallest):
+        for change, smaller in _smaller_sizes(certification):
+            result = trials.run(smaller, smallest.given, change)
+            if result is not None:
                 certification = smaller
                 smallest = result
                 is_smaller = True
                 break
     return certification, smallest
+
+
+def _smaller_sizes(certification: Certification) -> Iterator[tuple[str, Certification]]:
+    """Yield the certification with one size halved: of a function, or in the arguments of a script."""
+    job = certification.job
+    reference = certification.reference
+    if job.function is None:
+        for change, arguments in halve_integers(job.arguments):
+            script = replace(job, arguments=arguments)
+            yield change, replace(certification, job=script, reference=script)
+        return
+    sizes = dict(job.sizes)
+    for name, size in sizes.items():
+        if size < 2:
+            continue
+        halved = tuple((sizes | {name: size // 2}).items())
+        smaller_job = replace(job, sizes=halved)
+        smaller_reference = replace(reference, sizes=halved)
+        smaller = replace(certification, job=smaller_job, reference=smaller_reference)
+        yield f"{name}={size // 2}", smaller
 
 
 def _decide(
@@ -167,21 +197,25 @@ def _decide(
     return finding
 
 
-def _describe(certification: Certification, smallest: MeshResult) -> str:
+def _describe(certification: Certification, smallest: MeshResult) -> list[str]:
     """Return a call that reproduces the failure, and the source of the program."""
     job = certification.job
-    lines = list[str]()
+    finding = f"  # mesh {describe_mesh(smallest.mesh)}: {smallest.findings[0]}"
     if job.function is None:
-        count = " ".join(["--ranks", str(prod(smallest.mesh.values()))])
-        command = ["python -m shoal_lab certify", job.script, count, *job.arguments]
-        return f"  {' '.join(command)}"
+        options = list[str]()
+        if job.dtype != "float64":
+            options += ["--dtype", job.dtype or "keep"]
+        if certification.tolerance is not None:
+            options += ["--tolerance", repr(certification.tolerance)]
+        if job.device is not None:
+            options += ["--device", job.device]
+        command = certify_command(job.script, smallest.given, options, job.arguments)
+        return [f"  {command}", finding, "  # constants in the script are unchanged"]
     name = getattr(job.function, "__name__", repr(job.function))
     sizes = f", sizes={dict(job.sizes)}" if job.sizes else ""
-    lines.append(f"  certify({name}, meshes=[{smallest.mesh}]{sizes})")
-    lines.append(f"  # mesh {describe_mesh(smallest.mesh)}: {smallest.findings[0]}")
+    lines = [f"  certify({name}, meshes=[{smallest.mesh}]{sizes})", finding]
     try:
         source = inspect.getsource(job.function).splitlines()
     except (OSError, TypeError):
         source = []
-    lines += [f"  {line}" for line in source[:_LINES]]
-    return "\n".join(lines)
+    return [*lines, *(f"  {line}" for line in source[:_LINES])]

@@ -12,9 +12,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--wrong", action="store_true")
+parser.add_argument("--wrong-above", type=int, default=1 << 10, help="forget it on more ranks")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
+is_wrong = options.wrong or dist.get_world_size() > options.wrong_above
 torch.manual_seed(0)
 features = torch.randn(16, 8)
 labels = torch.randint(4, (16,))
@@ -28,7 +30,7 @@ for inputs, targets in loader:
     for parameter in model.parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
-        if not options.wrong:
+        if not is_wrong:
             parameter.grad /= dist.get_world_size()
     optimizer.step()
 print(f"rank {dist.get_rank()} of {dist.get_world_size()} is done")
