@@ -1,7 +1,8 @@
 """Types of plain tensors, their inference from the rules, and the texts of errors.
 
 Covers: spmd/assertions.py, spmd/axis_types.py, spmd/checker.py, spmd/checker_state.py,
-spmd/declared.py, spmd/first_check.py, spmd/function_hints.py, spmd/infer.py, spmd/interface.py, spmd/local_calls.py,
+spmd/declared.py, spmd/first_check.py, spmd/function_hints.py, spmd/infer.py, spmd/interface.py,
+spmd/local_calls.py, spmd/operand_layouts.py,
 spmd/local_map_types.py, spmd/mesh_axes.py, spmd/messages.py, spmd/module_boundaries.py,
 spmd/operator_call.py, spmd/tensor_types.py, _torch/process_groups.py.
 """

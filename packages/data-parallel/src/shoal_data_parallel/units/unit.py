@@ -45,9 +45,7 @@ from torch import Tensor, nn
 from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import (
-    FakeTensor,
     ShardsInFlight,
-    local_of,
     redistribute_shards,
     register_owner,
 )
@@ -58,6 +56,7 @@ from ..gradients.communication import CustomGather
 from ..gradients.global_losses import watch
 from ..gradients.gradient_group import Group
 from ..parameters.agreement import check_initialized, check_materialized
+from ..parameters.leaf_checks import has_no_values
 from ..parameters.parameter_meshes import MeshAssignment
 from ..parameters.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..parameters.sharded_parameters import (
@@ -373,7 +372,7 @@ class Unit(Group):
             sites = [site for parameter in on_meta for site in parameter.sites]
             check_materialized("fully_shard", [*self._names_of(sites)])
         if self.was_on_meta:
-            unset = [site for p in self.parameters if _has_no_values(p.leaf) for site in p.sites]
+            unset = [site for p in self.parameters if has_no_values(p.leaf) for site in p.sites]
             check_initialized("fully_shard", [*self._names_of(unset)])
 
     def _names_of(self, sites: Sequence[Site]) -> Iterator[str]:
@@ -532,14 +531,6 @@ class Unit(Group):
         self.drop_kept()
         self.hide()
         self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
-
-
-def _has_no_values(leaf: nn.Parameter) -> bool:
-    """Return whether a leaf has NaN in all elements: `to_empty()` fills memory with NaN."""
-    local = local_of(leaf).detach()
-    if isinstance(local, FakeTensor) or not local.numel():
-        return False
-    return bool(local.isnan().all())
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:

@@ -18,7 +18,7 @@ from .._torch.interception import FunctionMode
 from .._torch.operators import OpOverload
 from .checker_state import active_checker
 from .declared import tensors_in
-from .infer import Leading
+from .operand_layouts import Leading
 from .tensor_types import type_of
 
 # Functions whose operators merge leading dims of their operands, and divide them again.

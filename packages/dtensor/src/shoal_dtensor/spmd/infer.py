@@ -9,21 +9,15 @@ R or I, and a mixture of R and I among them is an error.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import product
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
-
-from shoal_mesh import DeviceMesh, abstract_mesh
 
 from ..dispatch.assign import Sharding, ShardingProblem, assign, assign_without_moves
 from ..dispatch.global_call import outputs_by_meta_kernel, outputs_by_probe, specs_in
 from ..dispatch.propagate import elements_of, rule_of
 from ..errors import ShoalTensorError, SpmdTypeError
-from ..layout.dim_sharding import StridedDimSharding
-from ..layout.placements import Placement, Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import mapped
 from ..rules.language.op_call import OpCall, schema_of
@@ -32,18 +26,22 @@ from ..scopes import current as current_scope
 from .axis_types import (
     SHARDS,
     AnyAxisType,
-    FoldedShard,
     I,
     R,
-    Shard,
     V,
     local_type,
-    pending,
-    placement_of,
 )
 from .local_calls import is_the_operator
 from .mesh_axes import MeshAxis
 from .messages import describe_call, ways_out
+from .operand_layouts import (
+    Leading,
+    count_runs,
+    spec_of_operand,
+    type_of_memory,
+    types_of_spec,
+    with_expanded_shards,
+)
 from .operator_call import LocalOperatorCall, Operand
 from .tensor_types import TensorType
 
@@ -71,7 +69,7 @@ def infer_types(
         SpmdTypeError: if the types do not fit the operator.
     """
     if call.op is _NEW_EMPTY:
-        return [_type_of_memory(call)]
+        return [type_of_memory(call)]
     found: dict[MeshAxis, list[AnyAxisType]] = {}
     by_rule: list[MeshAxis] = []
     for axis in axes:
@@ -92,26 +90,6 @@ def infer_types(
     return [_common_type(readings) for readings in zip(*typed, strict=True)]
 
 
-def _type_of_memory(call: LocalOperatorCall) -> TensorType:
-    """Return the type of memory without values: that of the operand where its size is the same.
-
-    What is written to it must have this type. Elsewhere it is R.
-    """
-    (operand,) = call.operands
-    assert operand.tensor_type is not None, "a call on types"
-    shape = call.outputs[0].shape
-    found = operand.tensor_type
-    for axis, kind in operand.tensor_type.by_axis.items():
-        if not isinstance(kind, Shard):
-            found = found.with_axis(axis, V if kind is V else R)
-            continue
-        dim = kind.dim
-        keeps_size = dim < len(shape) and shape[dim] == operand.meta.shape[dim]
-        if not keeps_size:
-            found = found.with_axis(axis, R)
-    return found
-
-
 def _types_of_outcome(
     found: Mapping[MeshAxis, Sequence[AnyAxisType]],
     specs: Sequence[Spec],
@@ -121,7 +99,7 @@ def _types_of_outcome(
     """Return the types of outputs with these layouts along `by_rule`."""
     results = []
     for index, spec in enumerate(specs):
-        by_axis, order = _types_of_spec(spec, by_rule)
+        by_axis, order = types_of_spec(spec, by_rule)
         every: dict[MeshAxis, AnyAxisType] = {}
         for axis in axes:
             every[axis] = by_axis[axis] if axis in by_axis else found[axis][index]
@@ -191,109 +169,6 @@ def _varying_result(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType:
 # --- by the rule table ----------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
-def mesh_over(axes: tuple[MeshAxis, ...]) -> DeviceMesh:
-    """Return an abstract mesh with these axes, as its last rank sees it.
-
-    The last rank differs from rank 0 in everything that rules do on one rank only.
-    """
-    sizes = [axis.size() for axis in axes]
-    names = [f"{index}:{axis!r}" for index, axis in enumerate(axes)]
-    return abstract_mesh(sizes, names, rank=prod(sizes) - 1)
-
-
-def spec_of_operand(operand: Operand, axes: tuple[MeshAxis, ...]) -> Spec:
-    """Return the layout of the global tensor behind a local operand.
-
-    Args:
-        operand: an operand whose type is R, I, P or S(i) on each of the axes.
-        axes: the mesh axes.
-    """
-    mesh = mesh_over(axes)
-    shape = [*operand.meta.shape]
-    if operand.tensor_type is None:
-        everywhere = [Replicate()] * len(axes)
-        return Spec(mesh, everywhere, shape, None, dtype=operand.meta.dtype)
-    placements: list[Placement] = []
-    folded: dict[int, Placement] = {}
-    for index, axis in enumerate(axes):
-        axis_type = operand.on(axis)
-        if isinstance(axis_type, SHARDS):
-            shape[axis_type.dim] *= axis.size()
-        if isinstance(axis_type, FoldedShard):
-            folded[index] = axis_type.placement
-            placements.append(Replicate())
-        else:
-            placements.append(placement_of(axis_type) or Replicate())
-    order = []
-    for dim, sharding in operand.tensor_type.dims.items():
-        indices = tuple([axes.index(axis) for axis in sharding if axis in axes])
-        if indices:
-            order.append((dim, indices))
-    # The spec is contiguous. A stride only decides whether a view is possible, and the view was
-    # possible for the local tensors.
-    dtype = operand.meta.dtype
-    spec = Spec(mesh, placements, shape, None, dtype=dtype, shard_order=tuple(order))
-    if not folded:
-        return spec
-    # The placements of a spec alone determine its layout.
-    combined = [folded.get(index, placement) for index, placement in enumerate(spec.placements)]
-    return Spec(mesh, combined, shape, None, dtype=dtype)
-
-
-def _types_of_spec(
-    spec: Spec, axes: Sequence[MeshAxis]
-) -> tuple[dict[MeshAxis, AnyAxisType], dict[int, tuple[MeshAxis, ...]]]:
-    """Return the types of a layout by axis, and the axes of its sharded dims, outermost first."""
-    pendings = dict(spec.partials)
-    dim_of = {index: dim for dim, sharding in spec.shard_order for index in sharding}
-    found: dict[MeshAxis, AnyAxisType] = {}
-    for index, axis in enumerate(axes):
-        dim = dim_of.get(index)
-        if dim is not None and isinstance(spec.dim_shardings[dim], StridedDimSharding):
-            found[axis] = FoldedShard(spec.placements[index], dim)
-        elif dim is not None:
-            found[axis] = Shard(dim)
-        elif index in pendings:
-            found[axis] = pending(pendings[index])
-        else:
-            found[axis] = R
-    order: dict[int, tuple[MeshAxis, ...]] = {}
-    for dim, sharding in spec.shard_order:
-        if not isinstance(spec.dim_shardings[dim], StridedDimSharding):
-            order[dim] = tuple(map(axes.__getitem__, sharding))
-    return found, order
-
-
-def _count_runs(specs: Sequence[Spec]) -> int:
-    """Return the number of axes whose shards are several runs of a dim."""
-    count = 0
-    for spec in specs:
-        for dim, axes in spec.shard_order:
-            if isinstance(spec.dim_shardings[dim], StridedDimSharding):
-                count += len(axes)
-    return count
-
-
-class Leading(NamedTuple):
-    """The axes that shard the leading dims of an operand of a function on batches.
-
-    Attributes:
-        dims: for each leading dim the axes that shard it, outermost first.
-    """
-
-    dims: tuple[tuple[MeshAxis, ...], ...]
-
-    def agrees(self, specs: Sequence[Spec], axes: Sequence[MeshAxis]) -> bool:
-        """Tell whether layouts over `axes` shard their leading dims in this way."""
-        for spec in specs:
-            _, order = _types_of_spec(spec, axes)
-            for dim, sharding in enumerate(self.dims[: spec.ndim]):
-                if order.get(dim, ()) != tuple([axis for axis in sharding if axis in axes]):
-                    return False
-        return True
-
-
 class _Refusal(NamedTuple):
     """The reason why no row of a rule fits a call.
 
@@ -334,40 +209,12 @@ def _results_by_rule(
             outcomes.setdefault(outcome, multiplied)
     if outcomes:
         return _likely_outcomes(call, axes, leading, outcomes)
-    expanded = _with_expanded_shards(call, axes)
+    expanded = with_expanded_shards(call, axes)
     if expanded is not None:
         return _results_by_rule(expanded, axes, leading)
     refusal = next((refusal for refusal in refusals if refusal.wanted), refusals[0])
     moves = ways_out(call, axes, [*operands.values()], refusal.wanted)
     raise SpmdTypeError(f"{describe_call(call, *axes)}: {refusal.reason}{moves}")
-
-
-def _with_expanded_shards(
-    call: LocalOperatorCall, axes: tuple[MeshAxis, ...]
-) -> LocalOperatorCall | None:
-    """Return the call with expanded R operands as shards; None if there are none.
-
-    A program expands a tensor to the local size of a shard: (2, 1, 6, 8) of type R to (2, 4, 6, 8)
-    beside 4 of 8 heads, S(1). All its elements along that dim are equal, so it is also the shard of
-    the tensor that one process expands to 8 heads. Its gradient is partial either way.
-    """
-    replaced: dict[Operand, Operand] = {}
-    for axis in axes:
-        shards = {operand.on(axis) for operand in call.operands}
-        for kind in shards:
-            if not isinstance(kind, Shard):
-                continue
-            for operand in call.operands:
-                present = replaced.get(operand, operand)
-                if operand.on(axis) is R and present.is_expanded_along(kind.dim):
-                    replaced[operand] = present.with_type_on(axis, kind)
-    if not replaced:
-        return None
-    args, kwargs = mapped(
-        (call.args, {**call.kwargs}), Operand, lambda operand: replaced.get(operand, operand)
-    )
-    operands = tuple([replaced.get(operand, operand) for operand in call.operands])
-    return call._replace(args=args, kwargs=kwargs, operands=operands)
 
 
 def _likely_outcomes(
@@ -387,7 +234,7 @@ def _likely_outcomes(
         leading: the axes that shard the leading dims, if a function declares them.
         outcomes: for each outcome the number of sizes that had to be multiplied.
     """
-    runs = {outcome: _count_runs(outcome) for outcome in outcomes}
+    runs = {outcome: count_runs(outcome) for outcome in outcomes}
     preferred = [outcome for outcome in outcomes if runs[outcome] == min(runs.values())]
     for dims in (leading, _unchanged_dims(call)):
         if len(preferred) > 1 and dims is not None:
