@@ -13,7 +13,7 @@ from ..errors import MeshError
 # Packages that are slow to import, and do nothing on import that differs between ranks.
 _SLOW_PACKAGES = ("torch", "transformers", "numpy")
 
-# which the first optimizer imports
+# modules that torch imports when a program makes its first optimizer
 _OF_OPTIMIZERS = ("torch._dynamo", "torch._inductor.pattern_matcher")
 
 

@@ -7,8 +7,7 @@ follows from the numbers at which modules begin and end:
     module       M   M.up    M   M.down  -
     changes      (0, M) (1, M.up) (3, M) (4, M.down) (6, Global)
 
-No hook is on a tensor: whichever nodes a backward runs, and whatever `torch.autograd.grad` asks
-for, the backward runs as it does without an observer.
+There are no hooks on tensors, so a backward runs the same nodes as without an observer.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ OUTSIDE = "Global"
 
 
 class ModulePlaces:
-    """The module that runs, between `__enter__` and `__exit__`."""
+    """A record of the modules that run, between `__enter__` and `__exit__`."""
 
     def __init__(self) -> None:
         self._names: dict[nn.Module, str] = {}
-        # the modules whose forward is running, innermost last, each with the backward that it is
-        # computed again in, or -1
+        # The modules whose forward is running, innermost last. Each has the number of the backward
+        # in which it began, because checkpointing computes a forward again; -1 outside of backwards.
         self._running: list[tuple[str, int]] = []
-        # the number of the first node of a stretch, and the module of the stretch
+        # Nodes from number `_firsts[i]` up to the next entry were created in module `_paths[i]`.
         self._firsts: list[int] = []
         self._paths: list[str] = []
         self._hooks = ExitStack()
@@ -65,6 +64,7 @@ class ModulePlaces:
         backward = _torch.current_backward()
         path, began_in = self._running[-1] if self._running else (OUTSIDE, -1)
         if backward == began_in:
+            # this forward runs, and not a node of a backward
             return path
         number = _torch.number_of_running_node()
         if number is None or not self._firsts:
@@ -77,13 +77,13 @@ class ModulePlaces:
         self._change(path)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        # none for a forward that began before the block
+        # the list is empty for a forward that began before the block
         if self._running:
             self._running.pop()
         self._change(self._running[-1][0] if self._running else OUTSIDE)
 
     def _change(self, path: str) -> None:
-        """Note the module of the nodes that are created from now on."""
+        """Record the module of the nodes that are created from now on."""
         first = _torch.number_of_next_node()
         if self._firsts and self._firsts[-1] >= first:
             # no node was created in between

@@ -1,4 +1,4 @@
-"""The parts of c10d that a rank of a lab has: backend, groups, stores, works, and the rank's link.
+"""The parts of c10d on a rank of a lab: backend, groups, stores, works, and the rank's link.
 
 May import: scheduling.
 """

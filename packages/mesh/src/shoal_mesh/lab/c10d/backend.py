@@ -1,8 +1,8 @@
-"""The backend `lab` of c10d, and the programs that ask for other backends.
+"""The backend `lab` of c10d, in place of all other backends on the ranks of a lab.
 
-On a rank of a lab every group is a `LabGroup`, whatever backend a program asks for: `nccl`, `gloo`
-or `cpu:gloo,cuda:nccl`. c10d reports the backend that the program has asked for. The rendezvous of
-`env://`, `tcp://` and `file://` goes through the lab.
+On a rank of a lab every group is a `LabGroup`, whatever backend the program asks for: `nccl`,
+`gloo` or `cpu:gloo,cuda:nccl`. `get_backend` returns the backend that the program has asked for.
+The rendezvous of `env://`, `tcp://` and `file://` goes through the lab.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _create_in_lab(*args: Any, **kwargs: Any) -> Any:
     if link is None:
         return _ORDINARY_HELPER(*args, **kwargs)
     size, rank, ranks, backend, store, name = args
-    # a group split from a bound device would need NCCL
+    # with a bound device, c10d would make the group by splitting one of NCCL
     kwargs = {**kwargs, "device_id": None, "backend_options": None}
     group, own_store = _ORDINARY_HELPER(
         size, rank, ranks, NAME, store, f"{name}{link.facts.suffix}", **kwargs
@@ -123,13 +123,15 @@ _ORDINARY_HELPER = _torch.c10d_function("_new_process_group_helper")
 _ORDINARY_TIMEOUT = _torch.c10d_function("_get_default_timeout")
 _ORDINARY_INIT = dist.init_process_group
 _ORDINARY_SPLIT = _torch.c10d_function("split_group")
-# Declared mutable state: how many blocks of `installed` are open, and handlers of rendezvous.
+# Declared mutable state: the number of open blocks of `installed`, and the replaced handlers of
+# rendezvous by scheme.
 _OPEN = [0]
 _HANDLERS: dict[str, Any] = {}
 _LOCK = threading.Lock()
 
 
 def _rendezvous_in_lab(scheme: str) -> Any:
+    """Return a handler of rendezvous that gives the ranks of a lab a `LabStore`."""
     ordinary = _torch.rendezvous_handlers()[scheme]
 
     def rendezvous(*args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:

@@ -1,8 +1,8 @@
 """The link of a rank to its lab: posts calls, waits for them, and reaches the stores.
 
-Each isolation has a class of links. The thread of a rank holds its link by a name that torch copies
-to the threads of backward passes, so a hook that autograd calls on another thread acts for its
-rank.
+Each isolation (threads or processes) has a class of links. The thread of a rank holds its link as
+an object that torch copies to the threads of backward passes. A hook that autograd calls on another
+thread therefore finds the link of its rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from ...watch.recorder import LIBRARIES
 from ..scheduling.posted_calls import Frame, GroupKey, PostedCall
 from ..scheduling.shared_values import StoreRequest
 
+# the name of the thread's object (`_torch.thread_object`)
 _KEY = "shoal_mesh.lab"
+# lines of the program in the text of an error, for each call
 _MOST_FRAMES = 4
 _STANDARD_LIBRARIES = frozenset({"importlib", "runpy", "contextlib", "threading", "concurrent"})
 # Declared mutable state: the link of a process that is one rank, for all of its threads.
@@ -42,7 +44,7 @@ class PendingCall:
         outputs: the tensors that it receives.
         is_done: whether the outputs are written.
         source: for a message, the global rank that has sent it.
-        state: the record of the isolation.
+        state: the ticket of the call, if ranks are threads.
     """
 
     number: int
@@ -82,7 +84,7 @@ class SchedulerLink(ABC):
 
     def __init__(self, facts: RankFacts) -> None:
         self.facts = facts
-        # C++ keeps no reference to the part of a store that is in Python
+        # keeps stores alive: C++ has no reference to the Python object of a store
         self.stores: list[Any] = []
         self._started: dict[GroupKey, int] = {}
 
@@ -126,7 +128,7 @@ class SchedulerLink(ABC):
             request: the request.
 
         Raises:
-            TimeoutError: it has a time limit, and no rank can go on otherwise.
+            TimeoutError: the request has a time limit, and all ranks wait.
         """
 
     def started(self, key: GroupKey) -> int:
@@ -148,7 +150,7 @@ class SchedulerLink(ABC):
         return number
 
     def next_generation(self, key: GroupKey) -> GroupKey:
-        """Return the identity of a new group, which differs from earlier groups of its name.
+        """Return the identity of a new group, distinct from earlier groups of its name and ranks.
 
         Args:
             key: its name and ranks.

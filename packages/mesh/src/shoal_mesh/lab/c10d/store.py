@@ -30,7 +30,8 @@ class LabStore(Store):
     def _ask(
         self, op: str, keys: Sequence[str], values: Sequence[Any] = (), *, expires: bool = False
     ) -> Any:
-        # c10d prefixes keys with the names of groups, which differ between threads
+        # c10d puts names of groups into keys. On threads these names end with a suffix of the rank,
+        # which is removed. ("\0" is in no key.)
         suffix = self._link.facts.suffix or "\0"
         names = tuple((self._prefix + key).replace(suffix, "") for key in keys)
         request = StoreRequest(op, names, tuple(values), expires=expires, frames=program_frames())
@@ -60,7 +61,7 @@ class LabStore(Store):
     def wait(self, keys: list[str], timeout: dt.timedelta | None = None) -> None:
         """Wait until all keys have values.
 
-        With a timeout it raises when no rank can go on otherwise.
+        With any timeout it raises as soon as all ranks wait and no value can arrive.
         """
         self._ask("wait", keys, expires=timeout is not None)
 

@@ -1,9 +1,9 @@
-"""Memory in which ranks that are processes leave the tensors of their calls for each other.
+"""Memory in which ranks that are processes write the tensors of their calls for each other.
 
-Each rank writes to a file in memory of its own, in extents of whole pages, and the others map the
-extents that they read. The parent has made the files and holds them open. On Linux they have no
-names, so nothing is left behind however a rank or the parent ends. An extent is free again when all
-of its readers have read it.
+Each rank has a file in memory and writes to extents of whole pages in it. The other ranks map the
+extents that they read. The parent process makes the files and holds them open. On Linux they have
+no names, so nothing is left behind however a rank or the parent ends. An extent is free again when
+all of its readers have read it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from ..scheduling.posted_calls import Meta
 
 _PAGE = mmap.PAGESIZE
-# a tensor begins at a multiple of the largest element
+# A tensor begins at a multiple of this, the size of the largest element (complex128).
 _ALIGNMENT = 16
-# bytes of a call that travel through the socket
+# tensors of a call with at most so many bytes are sent through the socket
 _MOST_INLINE = 1024
-# bytes of a file without extents in use that go back to the system
+# a larger file is emptied when none of its extents is in use
 _MOST_IDLE = 1 << 23
 
 
@@ -111,8 +111,11 @@ class Arena:
     def __init__(self, rank: int, paths: Sequence[str]) -> None:
         self._rank = rank
         self._paths = paths
+        # rank -> descriptor of its file, once it was opened
         self._files: dict[int, int] = {}
+        # first byte -> length of the extents in use in this rank's file
         self._used: dict[int, int] = {}
+        # length of this rank's file
         self._end = 0
 
     def write(self, metas: tuple[Meta, ...], tensors: Sequence[Tensor]) -> Packet:
@@ -176,7 +179,8 @@ class Arena:
 
     @contextmanager
     def _mapped(self, extent: Extent) -> Iterator[Tensor]:
-        # a mapping begins with a page
+        """Open a block in which the bytes of an extent are a tensor."""
+        # a mapping begins with a page, so it has these bytes before the extent
         before = extent.offset % _PAGE
         if not extent.length:
             yield torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -187,6 +191,7 @@ class Arena:
         yield torch.frombuffer(memory, dtype=torch.uint8)[before:]
 
     def _file(self, rank: int) -> int:
+        """Return the descriptor of a rank's file."""
         descriptor = self._files.get(rank)
         if descriptor is None:
             descriptor = os.open(self._paths[rank], os.O_RDWR | os.O_CLOEXEC)
@@ -195,7 +200,7 @@ class Arena:
 
 
 def _places(metas: Sequence[Meta]) -> tuple[list[int], int]:
-    """Return the first byte of each tensor, and the length of all."""
+    """Return the first byte of each tensor in a packet, and the length of the packet."""
     starts = []
     position = 0
     for meta in metas:
@@ -206,6 +211,7 @@ def _places(metas: Sequence[Meta]) -> tuple[list[int], int]:
 
 
 def _fill(memory: Tensor, starts: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors to their places in memory."""
     for start, tensor in zip(starts, tensors, strict=True):
         if tensor.numel():
             size = tensor.numel() * tensor.element_size()
@@ -214,6 +220,7 @@ def _fill(memory: Tensor, starts: Sequence[int], tensors: Sequence[Tensor]) -> N
 
 
 def _views(memory: Tensor, starts: Sequence[int], packet: Packet) -> dict[int, Tensor]:
+    """Return the tensors of a packet as views of memory, by their numbers in the call."""
     views = {}
     for number, (start, meta) in enumerate(zip(starts, packet.metas, strict=True), packet.first):
         size = meta.numel * meta.dtype.itemsize

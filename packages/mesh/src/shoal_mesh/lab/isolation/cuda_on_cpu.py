@@ -9,9 +9,9 @@ A program names its device in five ways. Each of them means the CPU on such a ra
 - the device type of autocast, of gradient scalers and of device meshes;
 - the device ids of `DistributedDataParallel`.
 
-A move to the device returns the tensor itself if it is on the CPU already, so a copy of it that a
-program keeps on the CPU is the same tensor. The mapping changes torch for the whole process and is
-never undone: it is for processes that are forked to be a rank.
+A move of a tensor to the device returns the tensor itself, because it is on the CPU already: the
+"copy" on the device and the original are one tensor. The mapping changes torch for the whole
+process and is never undone: it is for processes that are forked to be a rank.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def map_cuda_to_cpu(local_rank: int, ranks: int) -> None:
 
 
 class _StandIn(type):
-    """The type of a class that stands for a class of torch, whose instances are its instances.
+    """The type of a stand-in: a class that replaces a class of torch, and has the same instances.
 
     Attributes:
         original: the class of torch.
@@ -74,7 +74,7 @@ class MappedDevice(metaclass=_StandIn):
     original = _TorchDevice
 
     def __new__(cls, *args: Any, **kwargs: Any) -> torch.device:  # type: ignore[misc]  # torch's device
-        # an index alone is that of an accelerator, which torch refuses where there is none
+        # `torch.device(0)` is an accelerator, and torch refuses it if there is none
         has_index_only = bool(args) and isinstance(args[0], int)
         return _CPU if has_index_only else map_device(_TorchDevice(*args, **kwargs))
 

@@ -8,8 +8,8 @@ from ..scheduling.posted_calls import PostedCall
 from ..scheduling.shared_values import StoreRequest
 from .arena import Packet
 
-# of an answer: the tensors of all members, the same for the rank that has to reduce them, the
-# reductions, or another value
+# Kinds of replies. INPUTS: the tensors of the members. REDUCE: the same, for the rank that has to
+# reduce them for all. TOTALS: the reductions. VALUE: another value, or an error.
 INPUTS, REDUCE, TOTALS, VALUE = range(4)
 
 
@@ -21,7 +21,7 @@ class Hello(NamedTuple):
 
 
 class Post(NamedTuple):
-    """A call that a rank enters; answered only where the rank has several threads."""
+    """A call that a rank posts; it is answered only if the rank has several threads."""
 
     number: int
     call: PostedCall
@@ -30,7 +30,13 @@ class Post(NamedTuple):
 
 
 class WaitRequest(NamedTuple):
-    """A request to wait for a call, or with `is_poll` for whether it is complete."""
+    """A request to wait for a call, or with `is_poll` a question whether it is complete.
+
+    Attributes:
+        number: the number of the call.
+        is_poll: whether the answer is sent without waiting for the call.
+        threads: the number of threads of the rank beside the one that asks.
+    """
 
     number: int
     is_poll: bool

@@ -1,4 +1,7 @@
-"""The link of a rank that is a process."""
+"""The link of a rank that is a process: it sends requests to the coordinator in the parent.
+
+Each thread of the rank has its own connection. The tensors of calls are in the arena.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class ProcessLink(SchedulerLink):
         self._numbers = count()
         self._threads = count()
         self._own = threading.local()
-        # the first turn
+        # wait for the first turn of this rank
         self._receive()
 
     def post(
@@ -61,7 +64,8 @@ class ProcessLink(SchedulerLink):
         with torch.no_grad(), self._lock:
             packet = self._arena.write(call.inputs, inputs)
         pending = PendingCall(next(self._numbers), call, inputs, outputs)
-        # another thread may wait for the call by its own connection
+        # Another thread may wait for the call through its own connection, which may be faster, so
+        # this thread waits until the coordinator has the call.
         is_answered = threading.active_count() > 1
         self._connection().send(Post(pending.number, call, packet, is_answered))
         if is_answered:
@@ -84,6 +88,7 @@ class ProcessLink(SchedulerLink):
         pending.source = reply.source
 
     def _read_inputs(self, pending: PendingCall, reply: Reply) -> None:
+        """Compute the outputs of a call from the inputs that the members brought, and write them."""
         packets: Mapping[int, list[Packet]] = pickle.loads(reply.value)
         call = pending.call
         with ExitStack() as stack:
@@ -150,4 +155,5 @@ class ProcessLink(SchedulerLink):
 
 
 def _other_threads() -> int:
+    """Return the number of threads of this process beside the calling one."""
     return threading.active_count() - 1

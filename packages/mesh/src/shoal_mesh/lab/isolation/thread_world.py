@@ -1,8 +1,8 @@
 """A default group and groups of c10d for each rank on a thread.
 
 c10d keeps its groups in one object, `_world`, which other modules have imported. While a lab runs
-on threads that object has a subclass of its class: the threads of ranks see the groups of their
-rank, and all other threads see the groups of the process, unchanged.
+on threads, the class of this object is replaced by a subclass: its properties return the groups of
+a rank to the thread of the rank, and the unchanged groups of the process to all other threads.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class RankLink(ThreadLink):
 
 _ORDINARY = type(_torch.WORLDS)
 _PROPERTIES = {name: _property(name) for name in Groups.__slots__}
-# what `default_pg` of torch reads is `_default_pg`
+# torch's `default_pg` needs no replacement, because it reads `_default_pg`
 _WORLD_OF_THREADS = type("_WorldOfThreads", (_ORDINARY,), _PROPERTIES)
-# Declared mutable state: how many labs run on threads.
+# Declared mutable state: the number of labs that run on threads now.
 _OPEN = [0]
 _LOCK = threading.Lock()
 
@@ -97,5 +97,5 @@ def worlds_of_threads() -> Iterator[None]:
             _OPEN[0] -= 1
             if not _OPEN[0]:
                 _torch.WORLDS.__class__ = _ORDINARY
-        # which c10d wraps for each rank
+        # c10d has wrapped the hook once for each rank
         sys.excepthook = hook

@@ -150,6 +150,7 @@ class Conductor:
         self._hand_out(answers)
 
     def _hand_out(self, answers: Sequence[Answer]) -> None:
+        """Give the ranks of the answers their turns."""
         for answer in answers:
             self._answers[answer.task.rank] = answer
             self._turns[answer.task.rank].release()

@@ -1,4 +1,4 @@
-"""The scheduler of a lab: calls as data, their meetings, the turns of ranks, and texts about both.
+"""The scheduler of a lab: posted calls, their meetings, the turns of ranks, and texts of errors.
 
 May import: nothing.
 """

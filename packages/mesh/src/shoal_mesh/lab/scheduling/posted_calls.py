@@ -130,9 +130,11 @@ def sources_of(call: PostedCall, index: int) -> list[CallSource]:
         case "all_reduce" | "reduce":
             return [CallSource(member, index) for member in members]
         case "reduce_scatter":
+            # inputs on 2 ranks: tensor 0 for rank 0, tensor 0 for rank 1, tensor 1 for rank 0, ...
             block = index * call.size + call.member
             return [CallSource(member, block) for member in members]
         case "all_gather":
+            # outputs on 2 ranks: tensor 0 of rank 0, tensor 0 of rank 1, tensor 1 of rank 0, ...
             tensor, member = divmod(index, call.size)
             return [CallSource(member, tensor)]
         case "all_to_all":
@@ -182,6 +184,7 @@ def misfit(calls: Mapping[int, PostedCall]) -> str:
 
 
 def _misfit_of_pair(call: PostedCall, output: Meta, sender: PostedCall, index: int) -> str:
+    """Describe an output that does not fit input `index` of its sender, or return ''."""
     if index >= len(sender.inputs):
         return (
             f"rank {call.rank} expects tensor {index} of rank {sender.rank}, which brings "
