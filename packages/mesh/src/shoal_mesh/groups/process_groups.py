@@ -2,9 +2,9 @@
 
 A group is identified by its ranks and its backend options. A request for the ranks and options of a
 live group returns that group: the default group, one that the user created, or one of another mesh.
-A new group is created by its members alone. Its name depends on nothing but its ranks, its options
-and how often it was created before, so members agree on the name, whatever other groups they belong
-to.
+A new group is created by its members alone. Its name depends only on its ranks, its options, and
+the number of times that it was created before, so all members use the same name, whatever other
+groups they belong to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .world import require_world, world_place
 class BackendChoice:
     """A user's choice of backend and options for the groups of one axis.
 
-    By default they have the backend of the default group.
+    By default the groups have the backend of the default group.
 
     Raises:
         MeshTypeError: a backend that is not a text, or options without a backend.
@@ -41,8 +41,8 @@ class BackendChoice:
     backend: str | None = None
     # the backend's own option object (`ProcessGroupNCCL.Options`), compared by its plain attributes
     options: object | None = None
-    # not empty for a group that serves one end alone, so that no other group over the same ranks is
-    # taken
+    # The purpose of a group that serves this purpose alone, or ''. A request with a tag does not get
+    # another group over the same ranks.
     tag: str = ""
 
     def __post_init__(self) -> None:
@@ -91,23 +91,22 @@ class Comm:
     again.
 
     Attributes:
-        name: its name, as functional collectives want it.
+        name: the name of the group, which functional collectives take.
         axes: names of the mesh axes, outermost first.
         size: number of ranks.
-        rank: index of this rank, row-major over the axes in the order asked for.
+        rank: index of this rank, row-major over the axes in the given order.
         line: global ranks in index order; a range for the default group, which is as cheap for
             16,384 ranks as for four.
-        order: index -> rank in the group, None when they are the same. c10d orders ranks by number;
-            along a transposed or irregular mesh they count in another order, which the collectives
-            translate.
+        order: index along the communicator -> rank in the group; None when they are the same. c10d
+            orders the ranks of a group by number. Along a transposed or irregular mesh the index
+            follows another order, and the collectives translate between the two.
         backend: device to backend map of the group, such as `cpu:gloo`.
-        on_gloo: whether CPU tensors travel by torch's gloo, in place of which shared memory may be
-            used.
+        on_gloo: whether torch's gloo sends CPU tensors; if so, shared memory may replace it.
         in_python: whether the group is written in Python, over none of torch's backends.
-        transport: the transport of tensors of the present group; None until it is decided.
+        transport: the transport of the present group; None until it is decided.
     """
 
-    # called before there is a communicator: steps that an import must not do
+    # functions that are called once, before the first communicator is made, instead of at import
     at_first: ClassVar[list[Callable[[], None]]] = []
 
     _group: ProcessGroup | None
@@ -121,25 +120,25 @@ class Comm:
     on_gloo: bool = False
     in_python: bool = False
     transport: Transport | None = None
-    # Where the group can be made again: the default group and place that it was made under, and its
-    # options.
+    # To make the group again: the default group and the place (`world_place`) under which it was
+    # made, and its options.
     _world: ProcessGroup | None = None
     _place: tuple[int, int, str] | None = None
     _choice: BackendChoice | None = None
+    # the result of `comm_of_threads`, once it was made
     _of_threads: Comm | None = None
 
     @property
     def group(self) -> ProcessGroup:
-        """The c10d group to call, of the present default group.
+        """The c10d group to call, under the present default group.
 
         Raises:
-            NoGroupError: the default group was destroyed, and there is none, or one in which this
-                rank, their number or the backend is another.
+            NoGroupError: the default group was destroyed. Now there is none, or one with another
+                number of ranks, another rank of this process, or another backend.
         """
         if WORLDS._default_pg is not self._world and self._place is not None:
             _renew(self)
-        # there is one under every default group that is not refused
-        return self._group  # type: ignore[return-value]  # see above
+        return self._group  # type: ignore[return-value]  # `_renew` sets it or raises
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -149,11 +148,12 @@ class Comm:
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    __hash__ = object.__hash__  # in C
+    # the hash of `object` is written in C
+    __hash__ = object.__hash__
 
     @classmethod
     def run_at_first(cls) -> None:
-        """Run a function that waits for the first communicator; later calls do nothing."""
+        """Run the functions of `at_first`; later calls do nothing."""
         while cls.at_first:
             cls.at_first.pop()()
 
@@ -220,7 +220,7 @@ def _order_in_group(
         raise MeshError(
             f"the group on rank {own_rank} has the ranks {tuple(positions)}, got {ranks}"
         )
-    # torchft registers its groups as of one rank
+    # torchft registers its groups as groups of one rank
     if group.size() != len(positions):
         raise MeshError(
             f"the group {type(group).__name__} has {group.size()} members, but torch lists the "
@@ -233,14 +233,17 @@ def _order_in_group(
 
 
 GROUPS_IN_GRAPHS = SimpleNamespace()
-"""By name the groups that compiled code asked a mesh for; a graph finds them there each time."""
+"""The groups that compiled code has read from a mesh, as attributes by name.
+
+A graph reads a group from here each time it runs.
+"""
 
 
 def note_group(comm: Comm) -> str:
     """Keep a communicator's group for compiled code; return its name.
 
-    Groups of an earlier world are forgotten. Each group is an attribute, which is read when its
-    name is traced; of a dict, Dynamo would keep the keys that existed at first.
+    Groups of an earlier world are forgotten. Each group is an attribute and not an entry of a dict,
+    because Dynamo would keep the keys that a dict had when it was first traced.
     """
     world = require_world()
     groups = vars(GROUPS_IN_GRAPHS)
@@ -253,28 +256,28 @@ def note_group(comm: Comm) -> str:
 
 @dataclass(slots=True)
 class _GroupRecord:
-    """The group over some ranks with some options.
-
-    It also counts how often one was created under the present default group.
-    """
+    """The group over some ranks with some options, under one default group."""
 
     group: ProcessGroup | None = None
+    # how often a group over these ranks with these options was created
     times: int = 0
-    # The first of several threads creates it. Threads that create groups of other ranks, in another
-    # order on each of these, do not wait for each other.
+    # Held while a thread creates the group; other threads that request the group wait. There is one
+    # lock per group, because threads may create groups of different ranks, in different orders on
+    # different ranks, and must not wait for each other.
     lock: Lock = field(default_factory=Lock)
 
 
-# The mutable state of this file: groups by ranks and options, which go with their default group,
-# communicators, and numbers of given groups.
+# --- the mutable state of this file
+# by default group: the groups by ranks and options; an entry is dropped with its default group
 _GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], _GroupRecord]] = (
     WeakKeyDictionary()
 )
+# all communicators
 _COMMS: WeakSet[Comm] = WeakSet()
-# of groups that programs gave to meshes; ids are used again, these are not
+# The numbers of groups that programs gave to meshes. Unlike an `id`, a number is never used again.
 _NUMBERS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 _NEXT_NUMBER = count()
-# of both; never held while ranks wait for each other
+# guards all of these; it is never held while ranks wait for each other
 _LOCK = Lock()
 
 
@@ -317,9 +320,10 @@ def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
 def comm_of_threads(comm: Comm) -> Comm | None:
     """Return the communicator for messages of threads that the program did not start.
 
-    Threads send in any order, and beside the main thread. Messages that the program does not
-    request go through their own group, and each message names its subject. The communicator counts
-    ranks by number, whatever order `comm` has. Returns None for simulated ranks, which are threads.
+    Such threads send in any order, and at the same time as the main thread. Their messages need a
+    group of their own, and each message has to name its subject. The index along the communicator
+    follows the rank numbers, whatever order `comm` has. Returns None for simulated ranks, which are
+    threads themselves.
     """
     if comm._place is None:
         return None
@@ -336,12 +340,12 @@ def comm_for(purpose: str, ranks: Sequence[int], backend: str | None = None) -> 
 
 
 def _renew(comm: Comm) -> None:
-    """Give a communicator its group under the present default group, in one order on all ranks."""
+    """Find or create the group of a communicator under the present default group."""
     world = _torch.default_group()
     place = world_place()
     with _LOCK:
         if comm._world is world:
-            # another thread was faster
+            # another thread has renewed the communicator
             return
         if world is None or place is None or place != comm._place:
             present = "none" if place is None else f"one of (size, own rank, backend) {place}"
@@ -373,7 +377,8 @@ def _renew(comm: Comm) -> None:
 def forget_groups() -> None:
     """Release the groups of all communicators.
 
-    Groups that the end of the default group does not free would stay connected.
+    Otherwise the communicators would keep groups alive, and connected, after the end of the default
+    group.
     """
     world = require_world()
     for comm in list(_COMMS):
@@ -381,10 +386,10 @@ def forget_groups() -> None:
 
 
 def _forget_group(comm: Comm, world: ProcessGroup) -> None:
-    """Release the group of a destroyed world with its threads, files and memory."""
+    """Release the group of a destroyed world, with its threads, files and memory."""
     if comm._group is None:
         return
-    # the user's own: made again if it had no options of its own
+    # A group that the user created can only be made again if its options are the default ones.
     if comm._choice is None and _have_equal_options(comm._group, world):
         comm._choice = BackendChoice()
     comm._group = None
@@ -432,7 +437,7 @@ def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str
         group = known.group
         if group is None or not _torch.is_live(group):
             group = _find(world, members, choice) or _create(known, members, choice, description)
-        # holding the world here would keep its entry alive
+        # a reference to the world in its own entry of `_GROUPS` would keep the entry alive
         if group is not world:
             known.group = group
     return group
@@ -449,10 +454,10 @@ def _find(
     else:
         config = _torch.backend_config(world)
     has_all_ranks = len(members) == world.size()
-    # the oldest first
+    # the oldest group first
     for group in list[object](WORLDS.pg_group_ranks):
         if not isinstance(group, ProcessGroup):
-            # the number that new_group leaves on ranks outside of the new group
+            # `new_group` leaves a number here on ranks that are not in the new group
             continue
         if group.size() != len(members) or _torch.backend_config(group) != config:
             continue

@@ -45,12 +45,12 @@ def restart_world(
     Meshes that were made before continue with the new groups, and so do their DTensors and modules,
     if the world has as many ranks as before and every rank keeps its number. Otherwise make new
     meshes; every rank still has its shards (`local_shard`). The ranks meet in the store of the old
-    group, so the process that holds the store must be alive: the agent of torchrun, or else rank 0.
+    group, so the process that has the store must be alive: the agent of torchrun, or else rank 0.
 
     Args:
         ranks: the ranks that continue, by their present numbers, in the order of their new numbers;
             by default all ranks. Each of them calls this with the same list; the others do not.
-        timeout: seconds after which collectives of the new groups give up; by default as before.
+        timeout: seconds after which collectives of the new groups fail; by default as before.
 
     Returns:
         The new default group.
@@ -88,12 +88,13 @@ def restart_world(
     number = 0
     span = _torch.timeout_of_any(world) if timeout is None else timedelta(seconds=timeout)
     if "fake" not in backend:
-        # The store counts, because processes may have restarted other worlds before.
+        # The number of restarts comes from the store, and not from this process, because processes
+        # may have restarted different numbers of worlds.
         number = store.add(f"shoal_restarts/{old_rank}", 1)
         meeting = _torch.PrefixStore(f"shoal_meet_{number}", store)
         meet(meeting, ranks, old_rank, span, where="restart_world")
     del world
-    # This module is below most of this layer, so it imports this one only when it is needed.
+    # imported here, so that an import of this low-level module does not load `watch`
     from ..watch.backend_work import settle
 
     settle(span.total_seconds() if span is not None else 0.0)
@@ -110,13 +111,13 @@ def meet(
 ) -> None:
     """Wait until all ranks have arrived.
 
-    If one rank destroyed a group while another one still connects to it, the latter would fail.
+    Ranks use it before a group is destroyed: a rank that still connects to the group would fail.
 
     Args:
-        store: used for this meeting only.
+        store: a store that is used for this meeting only.
         ranks: the ranks that meet.
         own_rank: this rank.
-        timeout: None is half an hour.
+        timeout: the longest wait; None for half an hour.
         where: the name of the meeting, for the error.
 
     Raises:
@@ -176,19 +177,20 @@ def ensure_world(device_type: str) -> ProcessGroup:
 def _end_world() -> None:
     """Destroy, at exit, the default group that `ensure_world` initialized.
 
-    Threads of gloo take the interpreter's lock to drop the tensors of the last collective. If the
-    interpreter is ending, that aborts the process (in one of eight runs). A group that is destroyed
-    waits for its threads. The threads of a group that a mesh still holds need the short sleep.
+    Threads of gloo take the interpreter's lock to free the tensors of the last collective. If the
+    interpreter is ending, this aborts the process (in one of eight runs). A group waits for its
+    threads when it is destroyed. A group that a mesh still references is not destroyed, so its
+    threads need the short sleep.
     """
     if _torch.default_group() is not None:
         dist.destroy_process_group()
-        # 10 ms; the drop comes microseconds after the end of a collective.
+        # the tensors are freed within microseconds after the end of a collective
         time.sleep(0.01)
 
 
 def device_of(group: ProcessGroup) -> torch.device:
     """Return a device whose tensors the group can send: the CPU if it can."""
-    # `cpu:gloo,cuda:nccl`: cpu, cuda
+    # "cpu:gloo,cuda:nccl": cpu and cuda
     parts = _torch.backend_config(group).split(",")
     kinds = {part.partition(":")[0] for part in parts}
     return own_device("cpu" if "cpu" in kinds else min(kinds))
@@ -234,7 +236,7 @@ def agree(
         try:
             report = _sendable((None, own_error))
         except Exception:
-            # Its class cannot be pickled, or needs other arguments than its text.
+            # the class of the error cannot be pickled, or takes other arguments than one text
             report = pickle.dumps((None, RuntimeError(f"{type(own_error).__name__}: {own_error}")))
     pickled = [report]
     ranks = [0]
@@ -252,6 +254,7 @@ def agree(
 
 
 def _sendable(report: Any) -> bytes:
+    """Pickle a report; raise if it cannot be pickled or unpickled."""
     data = pickle.dumps(report)
     # An object that can be pickled may still fail to be unpickled.
     pickle.loads(data)
@@ -281,7 +284,7 @@ def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exce
     try:
         return kind(text)
     except TypeError:
-        # Its class needs other arguments than one text.
+        # the class of the error takes other arguments than one text
         return RuntimeError(f"{kind.__name__}: {text}")
 
 
@@ -331,7 +334,7 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
 
     Dispatch modes neither see the tensors nor replace them by fake ones.
     """
-    # Imported here for the same reason as `settle` above.
+    # imported here for the same reason as `settle` in `restart_world`
     from ..watch.backend_work import BackendWork
 
     kind: Any = type(group)

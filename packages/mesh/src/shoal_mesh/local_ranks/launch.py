@@ -65,16 +65,16 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
     """Run a function on every rank, and return the results by rank.
 
     Args:
-        fn: runs on each rank with the default process group up. Imported there by module (or
-            script) and name; functions of a notebook are sent as code, with the classes that they
-            use.
-        nprocs: number of local ranks. Under torchrun, or where a default group is up, the ranks
-            exist already: then it is their number or None.
-        *args: for `fn`, pickled.
-        backend: of the default group; `cpu:gloo,cuda:nccl` if there is a GPU per rank, likewise for
-            another accelerator, else `gloo`.
+        fn: the function, which runs on each rank with a default process group. The rank imports it
+            by module (or script) and name; functions of a notebook are sent as code, with the
+            classes that they use.
+        nprocs: number of local ranks. Under torchrun, or if there is a default group already, the
+            ranks exist: then it is their number or None.
+        *args: arguments of `fn`, which are pickled.
+        backend: the backend of the default group. By default it is `cpu:gloo,cuda:nccl` if there is
+            a GPU per rank, likewise for another accelerator, else `gloo`.
         timeout: seconds until ranks that have not returned count as hung; None waits.
-        **kwargs: for `fn`, pickled.
+        **kwargs: keyword arguments of `fn`, which are pickled.
 
     Returns:
         The results of `fn`, by rank.
@@ -84,9 +84,9 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
             be sent.
         MeshError: `nprocs` is missing, or not the number of ranks that exist.
         RankError: ranks failed differently or did not return. The text ends with the reason, and
-            names a file that has whole tracebacks. If all failed with one error, that error is
-            raised. Also where a script calls this as soon as it is imported, which the
-            ranks do.
+            names a file that has whole tracebacks. (If all ranks failed with the same error, that
+            error is raised instead.) It is also raised if a script calls `launch` when it is
+            imported, because the ranks import the script.
 
     Example:
         >>> launch(lambda offset: dist.get_rank() + offset, 2, 10)

@@ -37,7 +37,7 @@ def dump_function(function: Any) -> bytes:
             "ranks run a function that they can import, or a plain function, got "
             f"{kind_of(function)}"
         )
-    # ranks run the body of a function that on_ranks decorates
+    # A function that `on_ranks` decorates, and that ranks cannot find by name: send its body.
     if _attribute(module, qualname) is None:
         function = getattr(function, "__shoal_body__", function)
     return dump(function)
@@ -58,8 +58,9 @@ def dump(value: Any) -> bytes:
 class _Pickler(cloudpickle.Pickler):
     """A pickler that has the other process run the files that define functions and classes.
 
-    Otherwise it is the pickler of cloudpickle, which sends the definitions of a script by value,
-    and with an inner function copies of the globals that it reads.
+    Objects without such a file go to the pickler of cloudpickle, which sends definitions as code.
+    By itself, cloudpickle would also send the definitions of a script as code, and it would send
+    copies of the globals that an inner function reads.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -73,7 +74,7 @@ class _Pickler(cloudpickle.Pickler):
         if file is None:
             return ordinary(obj)  # type: ignore[no-untyped-call]  # as above
         named = _attribute(module, qualname)
-        # or made of what on_ranks made
+        # the object under this name may be another decorator's wrapper around `on_ranks`
         is_decorated = named is not None and hasattr(obj, "__shoal_body__")
         if named is obj or is_decorated:
             return find_attribute, (module, file, qualname)
@@ -137,11 +138,12 @@ def find_module(module: str, file: str) -> ModuleType:
 
 
 def _load_file(name: str, file: str) -> ModuleType:
+    """Run a file as a module of a name, and return the module."""
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {name} from {file}")
     module = importlib.util.module_from_spec(spec)
-    # before it runs: dataclasses and pickle look themselves up
+    # set before the module runs, because dataclasses and pickle look it up while it does
     sys.modules[name] = module
     parent = name.rpartition(".")[0]
     # `a.b.c`: `a.b`, `a`
@@ -149,7 +151,8 @@ def _load_file(name: str, file: str) -> ModuleType:
         try:
             importlib.import_module(parent)
         except ImportError:
-            # a test runner may have made it up: pickle imports what is before the first dot
+            # A test runner may have invented the name of the package. pickle imports the package
+            # of a module first, so there has to be one.
             sys.modules.setdefault(parent, ModuleType(parent))
         parent = parent.rpartition(".")[0]
     if name == "__mp_main__":

@@ -2,7 +2,8 @@
 
 A collective in shared memory detects by itself that a rank has returned. The first collective of a
 group, and collectives that a program starts by `torch.distributed`, wait in C++ until the timeout
-of the process group.
+of the process group. The parent therefore looks at the stacks of the ranks that have not returned.
+If all of them are in the same collectives in two looks, and transfer nothing, they wait in vain.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-# Seconds from one look to the next, which must see the same; then longer from look to look, up to
-# the longest ones.
+# Seconds between the first looks. Each interval is longer than the last one by this factor, up to
+# the longest interval.
 _SECONDS = 2.0
 _LONGEST = 30.0
 _LONGER = 1.5
-# read and written by a rank between two looks: more is a transfer that goes on
+# ranks that have read and written more bytes than this since the last look are transferring data
 _BYTES_OF_TRANSFER = 1 << 20
-# innermost frames of a thread that waits in a collective
+# files of the innermost frame of a thread that waits in a collective
 _COLLECTIVES = re.compile(
     r"torch/distributed/distributed_c10d\.py"
     r"|shoal_mesh/(shared_memory/channel|watch/backend_work)\.py"
@@ -31,7 +32,7 @@ _INSTALLED = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"),
 
 
 class VainWaits:
-    """A check, from time to time, whether all ranks that have not returned wait in collectives.
+    """A check, repeated from time to time, whether ranks wait in vain for ranks that have returned.
 
     Args:
         stacks: returns, by rank, the stacks of all threads of ranks, as faulthandler writes them.
@@ -41,6 +42,7 @@ class VainWaits:
         self._stacks = stacks
         self._seconds = _SECONDS
         self._next = time.monotonic() + _SECONDS
+        # the innermost calls of the ranks and the bytes they had transferred, at the last look
         self._seen: tuple[tuple[str, ...], int] | None = None
 
     def seconds_to_next(self) -> float:
@@ -48,9 +50,10 @@ class VainWaits:
         return max(0.0, self._next - time.monotonic())
 
     def are_seen(self, pids: Mapping[int, int]) -> bool:
-        """Return whether the ranks have waited since the last call.
+        """Return whether all ranks wait in the collectives in which they were at the last look.
 
-        Their processes are given by rank.
+        Args:
+            pids: the processes of the ranks that have not returned, by rank.
         """
         if time.monotonic() < self._next:
             return False

@@ -70,12 +70,13 @@ def serve_forks(preload: list[str]) -> None:
 
     A line has the arguments of a rank to fork, or more modules to import.
 
-    Stdin closes when the parent ends; then the server ends its ranks and itself. The kernel's own
-    signal would be sent at the end of the thread that has started this process.
+    Stdin closes when the parent ends; then the server ends its ranks and itself. The kernel's
+    parent-death signal would not do, because it is sent at the end of the thread that has started
+    this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _import_modules(preload)
-    # the exit status of a rank is discarded, so that it leaves nothing behind
+    # discards the exit status of a rank, so that the rank does not stay as a zombie
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         order = json.loads(line)
@@ -84,19 +85,20 @@ def serve_forks(preload: list[str]) -> None:
         elif os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _run_rank(**order)
-    # which ends them with the process that has forked them
+    # on Linux, the parent-death signal ends the ranks when this process ends
     if sys.platform != "linux":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # of the session that this one was started in
+        # all processes of the server's session
         os.killpg(0, signal.SIGTERM)
 
 
 def _import_modules(names: list[str]) -> None:
     for name in names:
-        # the program may have made a module of that name itself
+        # a module that the program has made at run time cannot be imported
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    # a collection would walk half a million objects in every rank, 0.3 s, and copy their pages
+    # Otherwise a garbage collection in a rank would visit half a million objects of the server,
+    # which takes 0.3 s and copies the pages of memory that ranks share with it.
     gc.freeze()
 
 
@@ -104,7 +106,7 @@ def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
     """Run one rank until the parent closes the connection in the folder; never return."""
     code = 1
     try:
-        # elsewhere the closed pipe ends it with its parent
+        # on other systems the server ends its ranks when its stdin closes
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -114,7 +116,7 @@ def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
             os.dup2(log, 2)
         with open(f"{folder}/trace{rank}", "w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-            # the pool reports what every rank did
+            # no postmortem files: the pool reports the failure of every rank
             os.environ.setdefault("SHOAL_POSTMORTEM", "0")
             os.environ.update(
                 RANK=str(rank),
@@ -122,7 +124,7 @@ def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
                 LOCAL_RANK=str(rank),
                 LOCAL_WORLD_SIZE=str(size),
             )
-            # Closed by the kernel: the parent sees the end of the process.
+            # The kernel closes the connection when this process ends, and the parent notices it.
             connection = Client(f"{folder}/s", family="AF_UNIX")
             connection.send((rank, os.getpid()))
             _serve(connection, rank, size)
@@ -134,11 +136,12 @@ def _run_rank(rank: int, size: int, folder: str, show_output: bool) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # no destructors: they would wait for peers that are gone
+        # without destructors, which would wait for other ranks that are gone
         os._exit(code)
 
 
 def _serve(connection: Connection, rank: int, size: int) -> None:
+    """Run the jobs that the parent sends, and send the answers."""
     torch.set_num_threads(1)
     for number in count(1):
         order = connection.recv_bytes()
@@ -163,13 +166,14 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
 
 
 def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
+    """Run one job, and return its result."""
     sys.path[:] = job.path
     sys.argv[:] = job.argv
     if os.getcwd() != job.cwd:
         os.chdir(job.cwd)
-    # as in any program: its imports run first, then communication starts
+    # before the default group is made, because a program runs its imports before it communicates
     function = pickle.loads(job.function)
-    # the last job has destroyed it, or there was none
+    # the first job of this rank, or the last job has destroyed the default group
     if job.backend and not dist.is_initialized():
         port, prefix = job.store
         store = TCPStore("127.0.0.1", port, is_master=False)
@@ -177,16 +181,16 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
         dist.init_process_group(
             job.backend, store=PrefixStore(prefix, store), rank=rank, world_size=size
         )
-        # A job may end the group at once.
+        # The job may destroy the group at once, so wait until all ranks have made it.
         meeting = PrefixStore(f"{prefix}_met", store)
         meet(meeting, range(size), rank, None, where="the start of a job")
     torch.manual_seed(0)
     random.seed(0)
-    # @given around @on_ranks
+    # hypothesis: a function with @given around @on_ranks holds the inner test
     function = getattr(getattr(function, "hypothesis", None), "inner_test", function)
     body = getattr(function, "__shoal_body__", function)
     args, kwargs = pickle.loads(job.payload)
-    # loaded: the parent's clock starts
+    # an empty message: the function is loaded, and the time limit of the parent starts
     connection.send_bytes(b"")
     if job.state is not None:
         return _call_method(job, body, args, kwargs)
@@ -199,7 +203,7 @@ def _call_method(job: Job, body: Any, args: tuple[Any, ...], kwargs: dict[str, A
     owner = attrgetter(name_of_class)(sys.modules[body.__module__])
     instance = object.__new__(owner)
     instance.__dict__.update(job.state or {})
-    # unittest's subTest reads it
+    # `subTest` of unittest reads this attribute
     instance.__dict__.setdefault("_outcome", None)
     getattr(instance, "set_up_rank", lambda: None)()
     try:
