@@ -1,4 +1,7 @@
-"""`Certification`: a program and its reference, compared on one mesh after the other.
+"""`Certification`: comparisons of a program on ranks with its reference on one device.
+
+Each comparison runs the program on the ranks of a mesh and the reference on one device, both under
+observation, and has `analysis` compare the records.
 
 May import: analysis, errors, observe, ranks, records, report.
 """
@@ -36,12 +39,12 @@ class ProgramFailure(Exception):
 
 @dataclass(slots=True)
 class Certification:
-    """A program, its reference, and the runs of the reference that were made.
+    """A program, its reference, and the records of the reference's runs so far.
 
     Attributes:
         job: the program.
-        reference: the program of one device.
-        tolerance: the user's, or None.
+        reference: the program that runs on one device.
+        tolerance: the allowed relative difference that the user has chosen, or None.
     """
 
     job: RankJob
@@ -54,11 +57,12 @@ class Certification:
 
         Args:
             mesh: axis sizes by name.
-            locates: after a failure, run both again to find the first module that differs.
+            locates: whether to run both again after a failure, to find the first module that
+                differs.
 
         Raises:
             ProgramFailure: the program fails on the ranks.
-            CertifyError: it fails on one device.
+            CertifyError: the program fails on one device, or nothing could be compared.
         """
         started = time.perf_counter()
         try:
@@ -71,8 +75,8 @@ class Certification:
         reference = self._run_reference(mesh, observation)
         grid = find_grid(mesh, records)
         verdict = compare_records(records, reference, grid, tolerance=self.tolerance)
-        # A forward on the ranks may have used the parameters from before the last step. The first
-        # step does not have such parameters.
+        # An unexplained finding may come from a forward that used the parameters from before the
+        # last step. In the first step there are no such parameters.
         may_be_stale = any(
             finding.step > 0 and not finding.explanations for finding in verdict.findings
         )
@@ -137,7 +141,7 @@ class Certification:
         verdict: Verdict,
         run: tuple[Mapping[str, int], Observation],
     ) -> None:
-        """Find the first module with different values, and explain unexplained findings by it."""
+        """Find the first module with different values; it explains findings without a cause."""
         step = verdict.findings[0].step
         mesh, observation = run
         records = observe_job(

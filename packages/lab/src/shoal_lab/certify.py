@@ -35,31 +35,33 @@ def certify(  # noqa: PLR0913  # keywords for what runs may differ in
 ) -> CertificationReport:
     """Compare a training program on meshes with the same training on one device.
 
-    The program runs unchanged on ranks of this machine, and is observed: parameters at the first
-    forward of each step and at the end, gradients and the optimizer's state at the optimizer's
-    step. Every logical tensor must equal that of one device; where it does not, the report names
-    the combination that explains the values of all ranks. Data loaders give one device the
-    concatenated batches of the ranks; a program without data loaders picks its rows of a global
-    batch whose size does not depend on the number of ranks.
+    The program runs unchanged on ranks of this machine. Hooks record the parameters at the first
+    forward of each step and at the end of the program, and the gradients and the optimizer's state
+    at the optimizer's step. Every logical tensor must be equal to the tensor of one device. If it
+    is not, the report names the combination that explains the values of all ranks.
+
+    On one device, data loaders return the concatenated batches of the ranks. A program without data
+    loaders must take its rows from a global batch whose size does not depend on the number of
+    ranks.
 
     Args:
-        program: a function that is called on every rank with the mesh, a dict of axis sizes by
-            name, where the ranks are in row-major order and the default process group is up. Or
-            the path of a script, which runs as under torchrun. A function may return values by
-            name: each rank must return the whole value of one device, or a DTensor.
-        reference: a function that trains on one device; it gets the mesh if it has an argument
-            without a default that is not among the sizes. By default
-            the program itself on one rank, with a mesh of sizes 1.
-        meshes: axis sizes by name. For a script, names of axes are found in its device meshes and
-            process groups if there is one axis.
-        arguments: of the script. `{tp}` in an argument stands for the size of the axis tp, which is 1
-            on one device.
+        program: a function, or the path of a script, which runs as under torchrun. The function is
+            called on every rank with the mesh, a dict of axis sizes by name. Ranks are in row-major
+            order, and there is a default process group. The function may return a dict of values
+            by name: each rank must return the whole value of one device, or a DTensor.
+        reference: a function that trains on one device. It gets the mesh if it has an argument
+            without a default that is not among the sizes. By default it is the program itself, on
+            one rank, with a mesh of sizes 1.
+        meshes: the meshes to compare on, each a dict of axis sizes by name. For a script on a mesh
+            {"ranks": n}, the names of axes are taken from its device meshes or process groups.
+        arguments: the arguments of the script. `{tp}` in an argument stands for the size of the axis
+            tp, which is 1 on one device.
         sizes: keyword arguments of program and reference, such as the number of layers; they are
             halved to find a smaller failing program.
         dtype: the default dtype of both runs, or "" to leave torch's.
-        tolerance: the allowed difference relative to the norm of a value; by default 1e-9 for
-            float64, and what the coarsest dtype of the values allows otherwise.
-        shrink: after a failure, look for a smaller mesh and smaller sizes that fail.
+        tolerance: the allowed difference relative to the norm of a value. By default it is 1e-9 for
+            float64, and follows from the coarsest dtype of the values otherwise.
+        shrink: whether to look for a smaller mesh and smaller sizes that fail, after a failure.
         device: "cpu" to run programs for an accelerator on the CPU; by default the devices that
             the program asks for.
 
@@ -94,7 +96,7 @@ def certify(  # noqa: PLR0913  # keywords for what runs may differ in
 
 
 def _make_job(program: object, choices: tuple[tuple[str, ...], str, Mapping[str, int]]) -> RankJob:
-    """Make the job of a function or a script."""
+    """Make the job of a function or a script; `choices` has its arguments, dtype and sizes."""
     arguments, dtype, sizes = choices
     if isinstance(program, str | PathLike):
         path = Path(fspath(program))
@@ -110,7 +112,7 @@ def _make_job(program: object, choices: tuple[tuple[str, ...], str, Mapping[str,
 
 
 def _make_reference(job: RankJob, reference: object, sizes: Mapping[str, int]) -> RankJob:
-    """Make the job of one device."""
+    """Make the job that runs on one device."""
     if reference is None:
         return job
     if not callable(reference):
@@ -128,7 +130,7 @@ def _make_reference(job: RankJob, reference: object, sizes: Mapping[str, int]) -
 
 
 def _check_meshes(meshes: object) -> None:
-    """Raise for meshes that have no ranks."""
+    """Raise unless there is a list of meshes with positive sizes."""
     if not isinstance(meshes, Sequence) or not all(isinstance(mesh, Mapping) for mesh in meshes):
         raise CertifyTypeError(
             "certify: expected meshes to be a list of dicts of axis sizes, such as "

@@ -14,4 +14,4 @@ class CertifyTypeError(MeshTypeError, CertifyError):
 
 
 class NotCertifiedError(AssertionError):
-    """A program with other results than one device; the message is the report."""
+    """A program whose results differ from the results of one device; the message is the report."""

@@ -22,7 +22,7 @@ from .observe.observer import Observation, ProgramObserver
 from .records import RankRecord
 from .script_arguments import fill_axes
 
-# The state of torch's generator in a new process.
+# the seed that torch's generator has in a new process
 _FIRST_SEED = 67280421310721
 
 
@@ -31,10 +31,10 @@ class RankJob:
     """A program for ranks: a function of the mesh, or a script with arguments.
 
     Attributes:
-        function: called with the axes and sizes of the mesh; None for a script.
-        script: the path of the script.
-        arguments: of the script; `{tp}` stands for the size of the axis tp.
-        dtype: of floating tensors that the program makes without saying a dtype; "" for torch's.
+        function: a function that is called with the axes and sizes of the mesh; None for a script.
+        script: the path of the script; "" for a function.
+        arguments: the arguments of the script; `{tp}` stands for the size of the axis tp.
+        dtype: the default dtype of the run; "" for torch's.
         sizes: keyword arguments of the function.
         takes_mesh: whether the function takes the mesh.
         device: "cpu" to map accelerators to the CPU.
@@ -55,13 +55,14 @@ def run_ranks(
     """Run a function on new ranks, and return the results by rank.
 
     Args:
-        function: runs in one process per rank.
+        function: the function, which runs in one process per rank.
         count: the number of ranks.
-        *args: for the function.
-        world: whether the default process group is up before the call.
-        device: "cpu" to map accelerators to the CPU; None for the devices that the program asks for.
+        *args: the arguments of the function.
+        world: whether the default process group is initialized before the call.
+        device: "cpu" to map accelerators to the CPU; None for the devices that the program names.
     """
-    # Optimizers import it at their first use, for seconds; ranks are forked with what is imported.
+    # The first optimizer of a rank would import this, which takes seconds. If this process has
+    # imported it, the fork server imports it once for all ranks.
     importlib.import_module("torch._dynamo")
     return lab(count, isolation="process", device=device).run(function, *args, world=world)
 
@@ -72,9 +73,9 @@ def run_script_on_ranks(
     """Run a script as torchrun does, without observation.
 
     Args:
-        script: its path.
-        arguments: of the script.
-        choices: the number of ranks, and "cpu" to map accelerators to the CPU.
+        script: the path of the script.
+        arguments: the arguments of the script; `{tp}` stands for the size of the axis tp.
+        choices: the number of ranks, and "cpu" to map accelerators to the CPU or None.
     """
     if not os.path.isfile(script):
         raise CertifyError(f"the script {script} does not exist")
@@ -89,9 +90,9 @@ def observe_job(
 
     Args:
         job: the program.
-        axes: the mesh that a function gets.
+        axes: the mesh that is passed to a function: sizes of the axes by name.
         count: the number of ranks.
-        observation: choices of the run.
+        observation: the choices of the run.
 
     Returns:
         The record of each rank.
@@ -102,7 +103,10 @@ def observe_job(
 
 
 def _run_observed(job: RankJob, axes: dict[str, int], observation: Observation) -> RankRecord:
-    """Run a job on this rank; the process ends afterwards, so hooks and defaults stay."""
+    """Run a job on this rank.
+
+    The process ends afterwards, so hooks are not removed and defaults are not restored.
+    """
     observer = ProgramObserver(observation)
     observer.install()
     if job.dtype:
@@ -119,7 +123,7 @@ def _run_observed(job: RankJob, axes: dict[str, int], observation: Observation) 
 
 
 def _run_script(script: str, arguments: Sequence[str]) -> None:
-    """Run a script as the main program of a rank, whose environment is that of torchrun."""
+    """Run a script as the main program of a rank, in the environment that torchrun sets."""
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:

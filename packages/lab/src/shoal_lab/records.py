@@ -1,4 +1,4 @@
-"""Records of one rank's run: the values that certification compares, with the layouts that are known."""
+"""Records of one rank's run: the values that certification compares, and their known layouts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class LocalValue:
     """The values of one logical tensor on one rank.
 
     Attributes:
-        tensor: float64 or complex128, on the CPU, of the local shape.
-        shape: of the logical tensor, if its metadata says so.
-        index: for each local element its position in the flattened logical tensor, if known.
-        pending: the ranks whose values are still to be summed, as metadata says; () for none.
+        tensor: the values as float64 or complex128 on the CPU, in the local shape.
+        shape: the shape of the logical tensor, if the tensor's metadata has it; else None.
+        index: for each local element its position in the flattened logical tensor; None if the
+            metadata does not have it.
+        pending: for a partial sum, the ranks whose values are to be summed; () otherwise.
     """
 
     tensor: Tensor
@@ -25,13 +26,19 @@ class LocalValue:
     pending: tuple[int, ...] = ()
 
 
-# Values by name.
+# the values of tensors by name
 Values = dict[str, LocalValue]
 
 
 @dataclass(slots=True)
 class MaskDraw:
-    """One dropout: fingerprints of its input and of the mask that the program drew."""
+    """One dropout: fingerprints of its input and of the mask that the program drew.
+
+    Attributes:
+        place: the path of the module, with the number of random bits of the mask: `mlp.drop (96)`.
+        values: the fingerprint of the input.
+        mask: the fingerprint of the mask.
+    """
 
     place: str
     values: int
@@ -40,7 +47,13 @@ class MaskDraw:
 
 @dataclass(slots=True)
 class Output:
-    """The output of one module in one forward, or the gradient at that output."""
+    """The output of one module in one forward, or the gradient at that output.
+
+    Attributes:
+        path: the path of the module.
+        kind: "output" or "gradient".
+        value: the values on this rank.
+    """
 
     path: str
     kind: str
@@ -52,14 +65,15 @@ class StepRecord:
     """The values of one optimizer step.
 
     Attributes:
-        before: parameters when the first forward of the step begins.
-        gradients: when the optimizer's step begins, of the parameters that it updates.
-        trained: names of the parameters that an optimizer of this rank updates.
-        unreduced: for each backward, the growth of the gradients when it ends.
-        states_before: the optimizer's before its first step, by parameter and key, if it was loaded.
-        states: the optimizer's, after the step, by parameter and key.
+        before: the parameters when the first forward of the step begins.
+        gradients: the gradients of the parameters that the optimizer updates, when its step begins.
+        trained: the names of the parameters that an optimizer of this rank updates.
+        unreduced: for each backward, the growth of the gradients during the backward.
+        states_before: the state of an optimizer before its first step, by parameter and key. It is
+            empty unless the state was loaded.
+        states: the state of the optimizers after the step, by parameter and key.
         losses: the value at the root of each backward, if it is a scalar.
-        counts: the number of targets of each loss function that was called.
+        counts: the number of targets in each call of a loss function.
         norms: the gradient norms that clipping functions of torch returned.
     """
 
@@ -79,16 +93,16 @@ class RankRecord:
     """Everything that was observed on one rank.
 
     Attributes:
-        steps: one for each step of the optimizer.
-        after: parameters at the end of the program.
+        steps: the record of each step of the optimizer.
+        after: the parameters at the end of the program.
         returned: the values that the program returned by name.
-        masks: of dropouts, in order.
-        outputs: of modules, in order, if they were asked for.
-        meshes: axis names and the grid of ranks, as nested lists, of each mesh that was found.
-        groups: ranks of each process group that the program made.
-        epsilon: the largest rounding unit of the values, 2e-16 for float64.
-        batches: for each data loader, the batches that it gave.
-        uses_shoal: whether a parallel form of shoal's own was found. Dropout then draws the same
+        masks: the dropouts, in order.
+        outputs: the outputs of modules, in order, if they were requested.
+        meshes: for each device mesh that was found, its axis names and its ranks as nested lists.
+        groups: the ranks of each process group that the program made.
+        epsilon: the largest rounding unit (`torch.finfo.eps`) of the values; 2e-16 for float64.
+        batches: for each iteration over a data loader, the batches that it returned.
+        uses_shoal: whether the program uses a parallel form of shoal. If so, dropout draws the same
             masks on any mesh as on one device.
     """
 

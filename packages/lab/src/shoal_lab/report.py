@@ -1,4 +1,4 @@
-"""`CertificationReport`: the findings of certification, mesh after mesh, as data and as text.
+"""`CertificationReport`: the findings of certification for each mesh, as data and as text.
 
 May import: analysis, errors.
 """
@@ -13,7 +13,7 @@ from shoal_mesh.internal import html_table, html_text
 from .analysis.explanations import CertificationFinding
 from .errors import NotCertifiedError
 
-# Lines of findings that the text of a mesh has at most.
+# the most lines of findings in the text about one mesh
 _LINES = 12
 
 
@@ -23,14 +23,15 @@ class MeshResult:
 
     Attributes:
         mesh: sizes of the axes, by name.
-        findings: logical tensors that differ from one device at the first step that has any.
+        findings: the logical tensors that differ from one device, at the first step with a
+            difference.
         compared: the number of logical tensors that were compared.
         not_compared: tensors that could not be compared, with the reason.
         tolerance: the allowed difference relative to the norm of a value.
-        first_module: the first module whose output, or gradient at the output, differs; "" if all
-            agree or none was looked for.
-        seconds: that the run took.
-        given: axis sizes that the program was certified on, by the names of the caller.
+        first_module: a text about the first module whose output, or gradient at the output,
+            differs; "" if no module differs, or if modules were not compared.
+        seconds: the duration of the comparison.
+        given: the axis sizes that the program was certified on, by the names of the caller.
 
     Example:
         >>> result = MeshResult({"dp": 2}, [], 12, [], tolerance=1e-9)
@@ -53,8 +54,8 @@ class CertificationReport:
     """The result of `certify`.
 
     Attributes:
-        results: one for each mesh.
-        smallest: text of the smallest program that still fails; "" if nothing failed.
+        results: the result for each mesh.
+        smallest: a text about the smallest program that still fails; "" if nothing failed.
 
     Example:
         >>> CertificationReport().passed
@@ -116,6 +117,7 @@ def _describe_result(result: MeshResult) -> list[str]:
         lines.append(f"{head}: equal to one device")
     else:
         lines.append(f"{head}: {len(result.findings)} differ from one device")
+        # findings with the same text share a line; `%s` is the place of their names
         by_sentence = dict[str, list[str]]()
         for finding in result.findings:
             place = f"step {finding.step}: {finding.quantity}"

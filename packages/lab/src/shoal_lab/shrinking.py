@@ -17,22 +17,24 @@ from .report import CertificationReport, MeshResult, describe_mesh
 from .script_arguments import certify_command, fixed_axes, halve_integers
 from .trials import ShrinkingTrials
 
-# Lines of the source of a program that a report prints at most.
+# the most lines of a program's source that a report prints
 _LINES = 60
 
 
 def shrink_failure(certification: Certification, report: CertificationReport) -> None:
-    """Look for the smallest failure, and decide explanations by it.
+    """Look for the smallest failing program, and drop explanations that it contradicts.
 
-    An explanation that fits on a large mesh may not fit on a smaller one: explanations that do not
-    name the axes of the smallest failing mesh are dropped.
+    Several explanations may fit on a large mesh. The program runs again with one axis at a time:
+    explanations that name axes with which the program does not fail alone are dropped.
 
     Args:
         certification: the program and its reference.
-        report: with at least one failure; its text of the smallest program is written.
+        report: a report with at least one failure. Its `smallest` is set, and its findings may
+            change.
     """
     failed = next(result for result in report.results if result.findings)
     smallest = failed
+    # axis -> the failure with more than one rank along this axis only
     alone = dict[str, MeshResult]()
     has_axes = _has_axes(certification.job, failed)
     if has_axes:
@@ -80,7 +82,7 @@ def _size_of(result: MeshResult) -> int:
 def _failures_of_single_axes(
     certification: Certification, failed: MeshResult
 ) -> dict[str, MeshResult]:
-    """Run the program with one axis after the other alone; return the failures by axis."""
+    """Run the program with more than one rank along one axis only; return the failures by axis."""
     failures = dict[str, MeshResult]()
     trials = ShrinkingTrials(failed)
     active = [name for name, size in failed.given.items() if size > 1]
@@ -165,10 +167,15 @@ def _smaller_sizes(certification: Certification) -> Iterator[tuple[str, Certific
 def _decide(
     finding: CertificationFinding, failures: tuple[dict[str, MeshResult], list[str]]
 ) -> CertificationFinding:
-    """Decide the axes of a finding by the axes that make the program fail when they are alone.
+    """Choose the explanations of a finding by the axes with which the program fails alone.
 
-    Several explanations: those whose axes do not fail alone are dropped. No explanation, or one
-    without a certain axis: the axes that fail alone are named.
+    If there are several explanations, the ones that name other axes are dropped. If there is no
+    explanation, or one whose axes are uncertain, the finding gets the axis with which the program
+    fails alone.
+
+    Args:
+        finding: the finding.
+        failures: the failures with one axis alone, by axis; and all axes of more than one rank.
     """
     alone, active = failures
     name = finding.name

@@ -1,4 +1,4 @@
-"""Analysis of the values of all ranks beside the values of one device: equal, or the combination that explains them.
+"""Analysis: compare the values of all ranks with the values of one device, and explain differences.
 
 May import: records.
 """

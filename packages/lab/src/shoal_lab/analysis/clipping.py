@@ -1,4 +1,9 @@
-"""Gradients that were clipped by a wrong norm: of local shards alone, or with replicas counted several times."""
+"""Gradients that were clipped by a wrong norm.
+
+The norm may be the norm of the local shards only, or may count replicas several times. A wrong norm
+scales all gradients of a rank by one factor, so the factors of the ranks are compared with the
+norms over each set of axes.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,12 @@ from .explanations import FittingExplanation
 def explain_clip(
     copies: Mapping[str, Sequence[RankCopy]], wholes: Values, step: StepRecord, setting: Setting
 ) -> tuple[FittingExplanation, ...]:
-    """Explain factors of ranks, common to all parameters, by the norms that ranks divided by.
+    """Explain one factor per rank, common to all its gradients, by the norm that it divided by.
 
     Args:
-        copies: of the gradients, by logical name.
+        copies: the copies of the gradients, by logical name.
         wholes: the gradients of one device, after clipping.
-        step: of one device, with the gradients before clipping.
+        step: the record of one device, with the gradients before clipping.
         setting: grid and tolerances.
     """
     factors = _common_factors(copies, wholes, setting)
@@ -42,7 +47,7 @@ def explain_clip(
 
 
 def _is_exact(norms: Mapping[int, float], norm: float) -> bool:
-    """Tell whether every rank has the norm of one device."""
+    """Return whether every rank has the norm of one device."""
     return all(isclose(value, norm, rel_tol=1e-9) for value in norms.values())
 
 
@@ -88,7 +93,7 @@ def _norms_over(
     axes: tuple[str, ...],
     setting: Setting,
 ) -> dict[int, float]:
-    """Return for each rank the norm of the parts of all ranks that differ from it on these axes only."""
+    """Return for each rank the norm of the parts of its group along some axes."""
     squares = dict[int, float]()
     for name, group in copies.items():
         for copy in group:
@@ -105,12 +110,19 @@ def _norms_over(
 def _explains(
     factors: Mapping[int, float], norms: Mapping[int, float], whole: tuple[float, float]
 ) -> bool:
-    """Tell whether division by these norms gives these factors.
+    """Return whether clipping by these norms gives these factors.
 
-    One device divides the gradients by `norm` and multiplies by the limit, so its factor is `clip`;
-    a rank does the same with its own norm, and does not clip if that is below the limit.
+    One device clips to `limit`: it multiplies its gradients by `clip = limit / norm`. A rank
+    multiplies by `limit / own_norm`, so its gradients are `norm / own_norm` times right. If its own
+    norm is below the limit, the rank does not clip, and its gradients are `1 / clip` times right.
+
+    Args:
+        factors: the factor of each rank.
+        norms: the norm of each rank.
+        whole: `norm` and `clip` of one device.
     """
     norm, clip = whole
+    # whether any factor differs from 1
     differs = False
     for rank, factor in factors.items():
         if not norms.get(rank):
@@ -125,7 +137,7 @@ def _explains(
 
 
 def _sharded_axes(copies: Mapping[str, Sequence[RankCopy]], setting: Setting) -> tuple[str, ...]:
-    """Return the axes along which any parameter is sharded, or held by some ranks only."""
+    """Return the axes along which a parameter is sharded, or exists on some ranks only."""
     sharded = set[str]()
     for group in copies.values():
         by_rank = {copy.rank: copy for copy in group}
@@ -146,7 +158,7 @@ def _sharded_axes(copies: Mapping[str, Sequence[RankCopy]], setting: Setting) ->
 def _describe(
     axes: tuple[str, ...], sharded: tuple[str, ...], setting: Setting
 ) -> FittingExplanation:
-    """Describe a norm that was taken over some axes."""
+    """Describe a norm over some axes that should have been the norm over the sharded axes."""
     missing = tuple(axis for axis in sharded if axis not in axes)
     extra = tuple(axis for axis in axes if axis not in sharded)
     if missing:

@@ -1,7 +1,8 @@
 """`explain_copies`: the combination of values of one device that explains the values of all ranks.
 
-Hypotheses are tried from simple to general. Each is a computation whose result must equal the values
-of every rank; the first family that has a fit gives all its fits.
+A hypothesis is a computation, such as a sum over an axis, whose result must be equal to the values
+of every rank. Families of hypotheses are tried from simple to general. All fits of the first family
+with a fit are returned.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def explain_copies(
     """Explain copies of which at least one is wrong.
 
     Args:
-        copies: of one logical tensor, with their places in it.
+        copies: the copies of one logical tensor, with their places in it.
         expected: the values of one device.
         setting: grid and tolerances.
-        quantity: such as "gradient" or "parameter".
+        quantity: the kind of tensor, such as "gradient" or "parameter".
 
     Returns:
         All explanations of the first family of hypotheses that fits; () if none does.
@@ -83,6 +84,7 @@ def _tied_copies(
 ) -> list[FittingExplanation]:
     """Sum several parameters of one rank that are one parameter on one device."""
     names = sorted({copy.name for copy in copies})
+    # by rank and position of the first element
     by_place = dict[tuple[int, int], list[RankCopy]]()
     for copy in copies:
         first = int(copy.index.flatten()[0]) if copy.index.numel() else -1
@@ -125,7 +127,7 @@ def _same_factor(
     if factor is None or not factor:
         return []
     explanations = name_factor(factor, setting, quantity)
-    # A tensor of one element is some multiple of any other.
+    # one or two elements are easily a multiple of others by chance
     is_vague = expected.now.numel() < 3 and explanations[0].kind == "scaled"
     return [] if is_vague else explanations
 
@@ -133,11 +135,11 @@ def _same_factor(
 def _sums_over_axes(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Sum the values of the ranks along axes: the sum, the mean or a multiple of them is right."""
+    """Sum the values of ranks along axes, and find sums that are right up to a known factor."""
     if quantity not in ("gradient", "output", "returned value"):
         return []
     if are_multiples(copies, expected.now, setting):
-        # Any sum of multiples of one value is a multiple.
+        # sums of multiples of one value are multiples too, so any sum would fit
         return []
     found = list[FittingExplanation]()
     fewest = len(setting.grid.names)
@@ -160,7 +162,7 @@ def _sums_over_axes(
 def _describe_sum(
     axes: tuple[str, ...], factor: float, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Describe a sum over axes that is `factor` times right."""
+    """Describe a sum over axes that is `factor` times the value of one device."""
     over = ", ".join(axes)
     slack = max(1e-6, 10 * setting.tolerance)
     count = setting.grid.size_of(axes)
@@ -183,7 +185,7 @@ def _describe_sum(
 def _stale(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Compare with the values of earlier steps, and with sums of this step and the step before."""
+    """Compare with values of earlier steps, and with sums of the values of the last two steps."""
     for age, earlier in enumerate(reversed(expected.earlier), 1):
         if is_right(copies, earlier, setting):
             text = f"stale: the {quantity} equals the value of {age} step{'s' * (age > 1)} before"
@@ -215,7 +217,7 @@ def _stale(
 def _microbatches(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Weigh the gradients of the single microbatches."""
+    """Find weights of the gradients of the microbatches."""
     if quantity != "gradient" or len(expected.microbatches) < 2:
         return []
     coefficients = fit(copies, expected.microbatches, setting)
@@ -223,6 +225,7 @@ def _microbatches(
         return []
     weights = ", ".join(f"{coefficient:.4g}" for coefficient in coefficients)
     distances = [min(abs(value), abs(value - 1)) for value in coefficients]
+    # all weights are 0 or 1
     if max(distances) < 1e-6:
         kept = [str(number) for number, value in enumerate(coefficients) if value > 0.5]
         text = (
@@ -237,7 +240,7 @@ def _microbatches(
 
 
 def _axes_of_weights(weights: Sequence[float], setting: Setting) -> tuple[str, ...]:
-    """Return the only axes whose size is the ratio of each weight to the next one."""
+    """Return the axes whose size is the ratio of each weight to the next; () unless one set fits."""
     ratios = [before / after for before, after in pairwise(weights) if after]
     fitting = list[tuple[str, ...]]()
     for axes in setting.grid.subsets():
@@ -251,6 +254,7 @@ def _wrong_shard(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
     """Compare each rank with the shards of the other ranks."""
+    # rank with a wrong value -> rank whose shard it has
     taken = dict[int, int]()
     for copy in copies:
         if setting.is_close(copy.values, copy.part_of(expected.now)):
@@ -285,7 +289,7 @@ def _axes_between(pairs: Sequence[tuple[int, int]], setting: Setting) -> tuple[s
 def _permuted(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Find the elements of each rank elsewhere: other rows of its shard, or of the whole tensor."""
+    """Find the elements of wrong ranks in another order in their shard, or in the whole tensor."""
     if expected.now.ndim < 2:
         return []
     slack = setting.tolerance * float(expected.now.abs().max()) + setting.floor
@@ -310,7 +314,7 @@ def _permuted(
 
 
 def _permuted_dim(values: Tensor, part: Tensor, slack: float) -> int | None:
-    """Return the dim along which the values are the part in another order."""
+    """Return the dim along which the values are a permutation of the part; None if there is none."""
     for dim in range(values.ndim):
         rows = match_rows(values.movedim(dim, 0), part.movedim(dim, 0), slack)
         if rows is not None:
@@ -335,7 +339,7 @@ def sharded_axes(copies: Sequence[RankCopy], setting: Setting) -> tuple[str, ...
 def _some_ranks(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Explain the wrong ranks alone where others are right."""
+    """Explain the wrong ranks alone, if other ranks are right."""
     wrong = list[RankCopy]()
     for copy in copies:
         if not setting.is_close(copy.values, copy.part_of(expected.now)):
@@ -363,7 +367,11 @@ def _some_ranks(
 def describe_ranks(
     ranks: Sequence[int], all_ranks: Sequence[int], setting: Setting
 ) -> tuple[tuple[str, ...], str]:
-    """Describe ranks by coordinates on one axis, if no other rank has these coordinates."""
+    """Describe ranks by their coordinates on one axis if no other ranks have these coordinates.
+
+    Returns:
+        The axis, or (), and a text such as `at dp=1` or `on ranks 0, 3`.
+    """
     others = sorted(set(all_ranks) - set(ranks))
     for axis in setting.grid.names:
         inside = {setting.grid.position(rank, axis) for rank in ranks}
@@ -376,7 +384,7 @@ def describe_ranks(
 def _some_rows(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Explain the wrong slices of dim 0 alone where other slices are right."""
+    """Explain the wrong rows (slices of dim 0) alone, if other rows are right."""
     whole = expected.now
     if whole.ndim < 1 or whole.shape[0] < 4:
         return []
@@ -388,7 +396,7 @@ def _some_rows(
     allowed = setting.tolerance * float(whole.norm()) + setting.floor
     is_wrong = by_row > allowed
     count = int(is_wrong.sum())
-    # In a vector a few elements fit anything.
+    # any hypothesis may fit a few elements of a vector by chance
     fewest = 4 if whole.ndim == 1 else 1
     if count == whole.shape[0] or count < fewest:
         return []

@@ -1,4 +1,4 @@
-"""The copies of one logical tensor: the values of the ranks beside the values of one device, and sums over axes."""
+"""The copies of one logical tensor on the ranks, its expected values, and comparisons of the two."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class RankCopy:
     """The values of one logical tensor on one rank.
 
     Attributes:
-        rank: that has them.
-        name: of the tensor on that rank.
-        values: float64, of the local shape.
-        index: int64 of the local shape: positions in the flattened logical tensor.
+        rank: the rank that has the values.
+        name: the name of the tensor on this rank.
+        values: the values as float64, in the local shape.
+        index: for each element its position in the flattened logical tensor; int64, in the local
+            shape.
     """
 
     rank: int
@@ -29,7 +30,7 @@ class RankCopy:
     index: Tensor
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """Return the elements of a logical tensor that this copy stands for."""
+        """Return the elements of a logical tensor at the positions of this copy."""
         return whole.flatten()[self.index]
 
 
@@ -38,10 +39,11 @@ class Expected:
     """The values of one logical tensor on one device.
 
     Attributes:
-        now: float64, at the step under analysis.
-        earlier: at the steps before, the last one last.
-        microbatches: gradients of the single backwards of the step.
-        stale: values if each forward used the parameters of the step before; None if unknown.
+        now: the values at the step under analysis, as float64.
+        earlier: the values at the earlier steps, in order.
+        microbatches: the gradients of each backward of the step.
+        stale: the values if each forward uses the parameters of the step before; None if this was
+            not computed.
     """
 
     now: Tensor
@@ -55,12 +57,12 @@ class Setting:
     """Facts that hold for all tensors of a run.
 
     Attributes:
-        grid: of the ranks.
+        grid: the axes of the ranks.
         tolerance: the allowed difference relative to the norm of a value.
-        floor: the allowed difference of any value.
+        floor: the allowed absolute difference, whatever the norm.
         backwards: the number of backwards in a step.
-        loss_by_axis: for each axis "equal", "mean" or "sum": how the losses of its ranks give the
-            loss of one device.
+        loss_by_axis: how the losses of the ranks along each axis give the loss of one device:
+            "equal", "mean" or "sum".
     """
 
     grid: MeshGrid
@@ -70,13 +72,13 @@ class Setting:
     loss_by_axis: dict[str, str] = field(default_factory=dict)
 
     def is_close(self, values: Tensor, expected: Tensor) -> bool:
-        """Tell whether values are as expected, within the tolerance."""
+        """Return whether values are as expected, within the tolerance."""
         difference = float((values - expected).norm())
         return difference <= self.tolerance * float(expected.norm()) + self.floor
 
 
 def is_right(copies: Iterable[RankCopy], whole: Tensor, setting: Setting) -> bool:
-    """Tell whether all copies equal their part of the whole tensor."""
+    """Return whether all copies are equal to their part of the whole tensor."""
     return all(setting.is_close(copy.values, copy.part_of(whole)) for copy in copies)
 
 
@@ -106,6 +108,7 @@ def sum_over(
     for copy in copies:
         by_rank[copy.rank] = copy
     summed = list[RankCopy]()
+    # whether any ranks of a group have different values
     is_new = False
     for ranks in grid.groups(axes):
         group = [by_rank[rank] for rank in ranks if rank in by_rank]
@@ -123,7 +126,7 @@ def sum_over(
 
 
 def best_factor(copies: Sequence[RankCopy], whole: Tensor, setting: Setting) -> float | None:
-    """Return the factor by which all copies differ from their parts; None if there is none."""
+    """Return the common factor between all copies and their parts; None if no factor fits."""
     products = 0.0
     squares = 0.0
     count = 0
@@ -142,7 +145,7 @@ def best_factor(copies: Sequence[RankCopy], whole: Tensor, setting: Setting) -> 
 
 
 def are_multiples(copies: Sequence[RankCopy], whole: Tensor, setting: Setting) -> bool:
-    """Tell whether every rank has a multiple of its part, which need not be the same multiple."""
+    """Return whether every rank has a multiple of its part; ranks may have different factors."""
     if whole.numel() < 3:
         return False
     return all(best_factor([copy], whole, setting) is not None for copy in copies)
@@ -151,7 +154,7 @@ def are_multiples(copies: Sequence[RankCopy], whole: Tensor, setting: Setting) -
 def fit(
     copies: Sequence[RankCopy], basis: Sequence[Tensor], setting: Setting
 ) -> list[float] | None:
-    """Return the coefficients with which the basis gives all copies; None if none do.
+    """Return the coefficients of the linear combination of a basis that gives all copies, or None.
 
     Args:
         copies: the values of the ranks.

@@ -1,4 +1,4 @@
-"""Explanations as data: the kinds, the axes, and the sentence that a report prints."""
+"""Explanations and findings as data: kinds, axes, and the sentences that a report prints."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class CertificationFinding:
     """One logical tensor that differs from one device.
 
     Attributes:
-        step: of the optimizer, from 0.
-        quantity: parameter, gradient, optimizer state, returned value, dropout.
-        name: of the parameter, or of the place.
+        step: the step of the optimizer, from 0.
+        quantity: the kind of value: parameter, gradient, optimizer state, returned value, dropout.
+        name: the name of the parameter, or of the module.
         difference: the norm of the difference relative to the norm of the value.
-        explanations: all that fit; empty if none does.
+        explanations: all explanations that fit.
 
     Example:
         >>> print(CertificationFinding(0, "gradient", "head.bias", 0.5, explanations=()))
@@ -72,7 +72,7 @@ class CertificationFinding:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the explanation; () if there is none or more than one fits."""
+        """The axes that all explanations name; () if there is no explanation, or they differ."""
         axes = {explanation.axes for explanation in self.explanations}
         return axes.pop() if len(axes) == 1 else ()
 

@@ -1,4 +1,4 @@
-"""`find_grid`: the axes of a program's ranks, from the mesh that was asked for or from the program's own meshes."""
+"""`find_grid`: the axes of a program's ranks, from the user's mesh or from the program's own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def find_grid(mesh: Mapping[str, int], records: Sequence[RankRecord]) -> MeshGri
     """Return the grid of the ranks.
 
     Args:
-        mesh: axis sizes by name, as the user gave them; they hold if there is more than one axis.
-        records: of the ranks, with the meshes and the groups that the program made.
+        mesh: axis sizes by name, as the user gave them. Only a mesh {"ranks": n} is replaced by the
+            program's own axes.
+        records: the records of the ranks, with the meshes and groups that the program made.
 
     Example:
         >>> str(find_grid({"dp": 2, "tp": 2}, []))
@@ -38,7 +39,7 @@ def find_grid(mesh: Mapping[str, int], records: Sequence[RankRecord]) -> MeshGri
 
 
 def _grid_of_mesh(names: tuple[str, ...], ranks: Any) -> MeshGrid | None:
-    """Return the grid of a mesh whose ranks are in row-major order from 0."""
+    """Return the grid of a mesh; None unless its ranks are 0, 1, 2, ... in row-major order."""
     tensor = torch.tensor(ranks)
     if tensor.flatten().tolist() != list(range(tensor.numel())):
         return None
@@ -46,10 +47,12 @@ def _grid_of_mesh(names: tuple[str, ...], ranks: Any) -> MeshGrid | None:
 
 
 def _grid_of_groups(groups: Sequence[tuple[int, ...]], count: int) -> MeshGrid | None:
-    """Return the grid whose axes are the program's process groups, named by the ranks of the first one.
+    """Return the grid whose axes are the program's process groups; None if they form no grid.
 
-    Ranks (0, 1) and (2, 3) are an axis of stride 1; ranks (0, 2) and (1, 3) one of stride 2.
+    Ranks (0, 1) and (2, 3) are an axis of stride 1; ranks (0, 2) and (1, 3) one of stride 2. An
+    axis is named by the group with rank 0.
     """
+    # stride -> size
     axes = dict[int, int]()
     for ranks in groups:
         steps = {after - before for before, after in pairwise(ranks)}

@@ -1,4 +1,8 @@
-"""Search for a local tensor in the whole tensor by values: equal, a block, rows in any order, a flat slice."""
+"""Search for a local tensor in the whole tensor by its values.
+
+The local tensor may be the whole tensor, a block of it, rows of it in any order, or a slice of the
+flattened tensor.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Blocks are tried at so many positions of their first element at most.
+# the most positions at which a block is compared; the whole tensor has its first element there
 _POSITIONS = 512
 
 
@@ -15,13 +19,13 @@ def find_index(local: Tensor, whole: Tensor, tolerance: float = 0.0) -> Tensor |
     """Find the elements of a local tensor in the whole tensor.
 
     Args:
-        local: float64, the values of one rank.
-        whole: float64, the values of one device.
+        local: the values of one rank, as float64.
+        whole: the values of one device, as float64.
         tolerance: the allowed difference of an element.
 
     Returns:
-        int64 of the shape of `local`: positions in the flattened whole tensor. None if nothing
-        fits, or if the whole tensor is constant, so that every block fits.
+        The positions of the elements in the flattened whole tensor, as int64 in the shape of
+        `local`. None if nothing fits, or if the whole tensor is constant, so that every block fits.
 
     Example:
         >>> whole = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
@@ -42,7 +46,7 @@ def find_index(local: Tensor, whole: Tensor, tolerance: float = 0.0) -> Tensor |
             if index is not None:
                 return index
     elif whole.ndim > 1 and local.ndim > 1 and local.shape[-1] == whole.shape[-1]:
-        # (4, 8, 16) and (32, 16): the same rows, flattened.
+        # a local (4, 8, 16) in a whole (32, 16): rows of 16 elements
         width = whole.shape[-1]
         index = _find_rows(local.reshape(-1, width), whole.reshape(-1, width), tolerance)
         return None if index is None else index.view(local.shape)
@@ -52,7 +56,7 @@ def find_index(local: Tensor, whole: Tensor, tolerance: float = 0.0) -> Tensor |
 
 
 def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Tell whether all elements are equal within the tolerance."""
+    """Return whether all elements are equal within the tolerance."""
     return bool(((one - other).abs() <= tolerance).all())
 
 
@@ -71,7 +75,7 @@ def _find_block(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None
 
 
 def _find_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
-    """Find the slices of a local tensor along one dim, in any order, repeated or not."""
+    """Find the slices of a local tensor along one dim, in any order; slices may repeat."""
     for dim in range(whole.ndim):
         others = [size for other, size in enumerate(whole.shape) if other != dim]
         local_others = [size for other, size in enumerate(local.shape) if other != dim]
@@ -85,10 +89,13 @@ def _find_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
 
 
 def match_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
-    """Return for every row of dim 0 the equal row of the whole tensor; None if one has none."""
+    """Return for every local row the index of an equal row of the whole tensor.
+
+    Returns None if a row has no equal row.
+    """
     flat_local = local.reshape(local.shape[0], -1)
     flat_whole = whole.reshape(whole.shape[0], -1)
-    # A row is found by its product with a vector, and then compared.
+    # The product of a row with a random vector is its key. Rows with nearly equal keys are compared.
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(flat_whole.shape[1], generator=generator, dtype=torch.float64)
     keys = flat_whole @ vector
@@ -107,7 +114,7 @@ def match_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
                 matches.append(candidate)
         if not matches:
             return None
-        # Equal rows are used in turn.
+        # if the whole tensor has equal rows, take the one that was used least
         best = min(matches, key=lambda match: (uses.get(match, 0), match))
         uses[best] = uses.get(best, 0) + 1
         found.append(best)
@@ -115,7 +122,7 @@ def match_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
 
 
 def _find_rows_of_blocks(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
-    """Find rows of one dim in a contiguous block of another dim."""
+    """Find slices along one dim, in any order, inside of a contiguous block along another dim."""
     sharded = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
     if len(sharded) != 2:
         return None
@@ -130,7 +137,7 @@ def _find_rows_of_blocks(local: Tensor, whole: Tensor, tolerance: float) -> Tens
 
 
 def _starts(size: int, whole_size: int) -> Iterator[int]:
-    """Yield the starts of blocks of a size, the last one at the end."""
+    """Yield the starts of consecutive blocks of a size, and of the block at the end."""
     if not 0 < size <= whole_size:
         return
     yield from range(0, whole_size - size + 1, size)

@@ -1,4 +1,8 @@
-"""The first module whose output, or gradient at its output, is neither that of one device nor a part of it."""
+"""The first module with a wrong value: its output, or the gradient at its output.
+
+A value of the ranks is right if it is the value of one device, or a part of it, or partial: right
+after a sum over axes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from .explanations import CertificationFinding, FittingExplanation
 from .find_index import find_index
 from .grid import MeshGrid
 
-# Path of the module, "output" or "gradient", and how often the module had run in this step.
+# the path of a module, "output" or "gradient", and the number of earlier runs of the module
 _Key = tuple[str, str, int]
 
 
@@ -24,9 +28,9 @@ class FirstModule:
     """The first module with a wrong value.
 
     Attributes:
-        path: of the module.
+        path: the path of the module.
         kind: "output", or "gradient" for the gradient at the output.
-        explanation: of the difference, with its axes.
+        explanation: the explanation of the difference, with its axes.
     """
 
     path: str
@@ -42,15 +46,17 @@ class FirstModule:
 def find_first_module(
     records: Sequence[RankRecord], reference: RankRecord, setting: Setting
 ) -> FirstModule | None:
-    """Find the first output that differs; if none does, the first gradient in the order of the backward.
+    """Find the first wrong output in the order of the forward, or else the first wrong gradient.
+
+    Gradients are in the order of the backward.
 
     Args:
-        records: of the ranks, with outputs of modules.
-        reference: of one device.
+        records: the records of the ranks, with outputs of modules.
+        reference: the record of one device.
         setting: grid and tolerances.
 
     Returns:
-        The module; None if all values that can be matched agree.
+        The module; None if all values that can be compared are right.
     """
     by_rank = [dict(_keyed(record.outputs)) for record in records]
     wholes = dict(_keyed(reference.outputs))
@@ -72,7 +78,7 @@ def _keyed(outputs: Sequence[Output]) -> Iterator[tuple[_Key, LocalValue]]:
 
 
 class _ModuleSearch:
-    """One walk over the values of a step in their order."""
+    """One pass over the values of a step, in the order in which they were computed."""
 
     def __init__(
         self,
@@ -83,13 +89,14 @@ class _ModuleSearch:
         self._by_rank = by_rank
         self._wholes = wholes
         self._setting = setting
-        # The last value that is right after a sum over axes.
+        # the module of the last partial value, and the axes over which it is to be summed
         self._partial: tuple[str, tuple[str, ...]] | None = None
-        # Slices of dims that right values had: by rank, size of the whole dim and local size.
+        # The indices of a dim that right values have on a rank, by rank, size of the whole dim, and
+        # local size.
         self._slices = dict[tuple[int, int, int], Tensor]()
 
     def first_of(self, keys: Sequence[_Key]) -> FirstModule | None:
-        """Return the first key whose values are wrong."""
+        """Return the first module with a wrong value, or None."""
         for key in keys:
             values = {rank: found[key] for rank, found in enumerate(self._by_rank) if key in found}
             whole = self._wholes[key].tensor
@@ -101,13 +108,13 @@ class _ModuleSearch:
         return None
 
     def unfinished_sum(self, keys: Sequence[_Key]) -> FirstModule | None:
-        """Return the last module if its output is still to be summed when the forward ends."""
+        """Return the last module if its output is partial, so that a sum is missing; or None."""
         if self._partial is None or self._partial[0] != keys[-1][0]:
             return None
         return FirstModule(keys[-1][0], "output", self._missing_sum())
 
     def _missing_sum(self) -> FittingExplanation:
-        """Explain a wrong value by the partial value before it."""
+        """Explain a wrong value by the last partial value, which was not summed."""
         assert self._partial is not None, "a sum is missing after a partial value"
         path, axes = self._partial
         over = ", ".join(axes)
@@ -146,7 +153,7 @@ class _ModuleSearch:
                 return None
         copies = self._place_by_slices(values, whole)
         if copies is None:
-            # Shards of shards, and parts of sums of shards: not decided here.
+            # shards of shards, and parts of sums of shards, are not compared
             return None
         return self._explain(key, copies, whole)
 
@@ -155,7 +162,12 @@ class _ModuleSearch:
     ) -> list[RankCopy] | None:
         """Find the values of all ranks in the whole value, by metadata or by values.
 
-        Gradients may be a multiple: each rank's loss is a mean of fewer rows.
+        Gradients may be a multiple of it, because the loss of a rank is a mean over fewer rows.
+
+        Args:
+            values: the values by rank.
+            whole: the value of one device.
+            choices: "output" or "gradient", and the allowed difference.
         """
         kind, allowed = choices
         grid = self._setting.grid
@@ -191,7 +203,7 @@ class _ModuleSearch:
         return copies
 
     def _note_slices(self, copies: Sequence[RankCopy], whole: Tensor) -> None:
-        """Remember which indices of a dim a rank has, where a value is a block of rows and columns."""
+        """Record the indices that a right value has on each rank along each dim."""
         for copy in copies:
             if copy.index.ndim != whole.ndim or not copy.index.numel():
                 continue
@@ -203,7 +215,7 @@ class _ModuleSearch:
     def _place_by_slices(
         self, values: Mapping[int, LocalValue], whole: Tensor
     ) -> list[RankCopy] | None:
-        """Place wrong values by the slices that right values of the same sizes had."""
+        """Place wrong values at the indices that right values of the same sizes had."""
         positions = torch.arange(whole.numel()).view(whole.shape)
         copies = list[RankCopy]()
         for rank, value in values.items():
@@ -223,7 +235,7 @@ class _ModuleSearch:
         return copies
 
     def _explain(self, key: _Key, copies: Sequence[RankCopy], whole: Tensor) -> FittingExplanation:
-        """Explain a wrong value by itself, or by a partial value just before it."""
+        """Explain a wrong value by the last partial value, or else by its own values."""
         setting = self._setting
         explanations = explain_copies(copies, Expected(whole), setting, "output")
         if self._partial is not None:
@@ -243,7 +255,7 @@ class _ModuleSearch:
 def _sum_values(
     values: Mapping[int, LocalValue], axes: tuple[str, ...], grid: MeshGrid
 ) -> dict[int, LocalValue] | None:
-    """Sum the values of ranks that differ on some axes only; None if shapes differ or all are equal."""
+    """Sum the values of the ranks along some axes; None if shapes differ, or all are equal."""
     summed = dict[int, LocalValue]()
     is_new = False
     for ranks in grid.groups(axes):
@@ -261,7 +273,7 @@ def _sum_values(
 
 
 def _uncovered(copies: Sequence[RankCopy], whole: Tensor, allowed: float) -> str | None:
-    """Describe the rows of a sharded value that no rank has; None if all are there."""
+    """Describe elements of a sharded value that no rank has; None if there are no such elements."""
     if all(copy.values.shape == whole.shape for copy in copies):
         return None
     is_covered = torch.zeros(whole.numel(), dtype=torch.bool)
@@ -271,7 +283,8 @@ def _uncovered(copies: Sequence[RankCopy], whole: Tensor, allowed: float) -> str
         return None
     missing = whole.flatten()[~is_covered]
     present = whole.flatten()[is_covered]
-    # Equal elements may have been found at one place.
+    # Elements that occur several times in the whole may all have been found at one position. So
+    # elements only count as missing if they are not equal to present ones; a sample is compared.
     distances = torch.cdist(missing[:256, None], present[:4096, None])
     nearest = distances.min(1).values
     if bool((nearest <= allowed).all()):
@@ -281,7 +294,7 @@ def _uncovered(copies: Sequence[RankCopy], whole: Tensor, allowed: float) -> str
 
 
 def _differing_axes(values: Mapping[int, LocalValue], setting: Setting) -> tuple[str, ...]:
-    """Return the axes along which ranks should have different parts but have equal values."""
+    """Return the axes along which ranks have equal values."""
     alike = list[str]()
     for axis in setting.grid.names:
         for ranks in setting.grid.groups((axis,)):
@@ -293,14 +306,14 @@ def _differing_axes(values: Mapping[int, LocalValue], setting: Setting) -> tuple
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have about the same values."""
+    """Return whether two tensors have about the same values."""
     return one.shape == other.shape and torch.allclose(one, other)
 
 
 def explain_forward(
     findings: Sequence[CertificationFinding], first: FirstModule
 ) -> list[CertificationFinding]:
-    """Give findings that nothing explains the explanation of the first wrong module."""
+    """Give the explanation of the first wrong module to findings without a better one."""
     explained = list[CertificationFinding]()
     for finding in findings:
         kinds = {explanation.kind for explanation in finding.explanations}

@@ -1,4 +1,4 @@
-"""`MeshGrid`: ranks at coordinates of named axes, as the analysis needs them: no process group, no torch."""
+"""`MeshGrid`: ranks at coordinates of named axes, without process groups and without torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class MeshGrid:
     """Ranks in a grid of named axes, the last axis fastest.
 
     Attributes:
-        names: of the axes.
-        sizes: of the axes.
+        names: the names of the axes.
+        sizes: the sizes of the axes.
 
     Example:
         >>> grid = MeshGrid.of({"dp": 2, "tp": 3})
@@ -67,7 +67,7 @@ class MeshGrid:
         return [tuple(ranks) for ranks in by_others.values()]
 
     def subsets(self) -> Iterator[tuple[str, ...]]:
-        """Yield the sets of axes that have more than one rank, small sets first, without the empty set."""
+        """Yield the non-empty sets of axes that have more than one rank, small sets first."""
         sizes = zip(self.names, self.sizes, strict=True)
         names = [name for name, size in sizes if size > 1]
         for length in range(1, len(names) + 1):

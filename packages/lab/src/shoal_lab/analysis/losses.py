@@ -1,4 +1,8 @@
-"""Losses of the ranks beside the loss of one device: equal, a mean, a sum, or a mean of uneven shares."""
+"""Relations between the losses of the ranks and the loss of one device.
+
+Along an axis the losses are equal, or their mean or sum is the loss of one device. If ranks have
+different numbers of targets, only a weighted mean is.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +62,7 @@ def _distinct_axes(losses: Sequence[float], grid: MeshGrid) -> tuple[str, ...]:
 def explain_losses(
     steps: Sequence[StepRecord], reference: StepRecord, grid: MeshGrid
 ) -> tuple[FittingExplanation, ...]:
-    """Explain wrong gradients by local means over uneven numbers of targets.
+    """Explain wrong gradients by means over different numbers of targets.
 
     Returns:
         One explanation if the losses of the ranks, weighted by their numbers of targets, give the

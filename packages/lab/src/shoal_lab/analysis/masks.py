@@ -1,4 +1,7 @@
-"""Dropout masks of the ranks: alike where inputs are alike, and different where inputs differ."""
+"""Comparison of the dropout masks of ranks.
+
+Ranks with equal inputs must have equal masks, and ranks with different inputs different masks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from ..records import RankRecord
 from .explanations import CertificationFinding, FittingExplanation
 from .grid import MeshGrid
 
-# So many random bits are not alike by chance.
+# masks with more random bits than this are not equal by chance
 _BITS = 16.0
 
 
@@ -36,6 +39,8 @@ def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Certificati
     for record in records[1:]:
         if first.uses_shoal or record.uses_shoal or len(first.masks) != len(record.masks):
             continue
+        # of dropouts with different inputs: their random bits, whether all their masks are equal,
+        # and the first module
         bits = 0.0
         are_alike = True
         place = ""

@@ -1,4 +1,7 @@
-"""Places of local parameters in the logical parameters of one device: from metadata, or found from initial values."""
+"""Places of local parameters in the logical parameters of one device.
+
+A place comes from metadata, or is found from the initial values of the parameter.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ class ValuePlace:
     """The place of a local tensor.
 
     Attributes:
-        name: of the logical parameter.
-        index: int64 of the local shape: positions in the flattened logical parameter.
+        name: the name of the logical parameter.
+        index: for each element its position in the flattened logical parameter; int64, in the local
+            shape.
     """
 
     name: str
@@ -32,8 +36,9 @@ class Places:
 
     Attributes:
         by_rank: for each rank the places by local name.
-        unplaced: local names by rank that no logical parameter fits.
-        ambiguous: local names whose place is not found because their values are constant.
+        unplaced: rank and local name of parameters that are in no logical parameter.
+        ambiguous: rank and local name of parameters whose values are constant, so that they match
+            several places.
     """
 
     by_rank: list[dict[str, ValuePlace]] = field(default_factory=list)
@@ -100,7 +105,7 @@ def _place(name: str, value: LocalValue, wholes: Values) -> ValuePlace | None:
 
 
 def _find_in_other(value: LocalValue, whole: LocalValue) -> Tensor | None:
-    """Find a parameter in one of another name; metadata may say which part of it this rank has."""
+    """Find a parameter in a logical parameter of another name, by metadata or by values."""
     if value.index is None or value.shape != tuple(whole.tensor.shape):
         return find_index(value.tensor, whole.tensor)
     part = whole.tensor.flatten()[value.index]
@@ -108,7 +113,7 @@ def _find_in_other(value: LocalValue, whole: LocalValue) -> Tensor | None:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Tell whether all elements are equal, as of a fresh bias or norm."""
+    """Return whether all elements are equal, as in a new bias or norm."""
     if not tensor.numel():
         return True
     first = tensor.flatten()[0]
@@ -118,7 +123,7 @@ def _is_constant(tensor: Tensor) -> bool:
 def _place_by_sibling(
     name: str, value: LocalValue, found: Mapping[str, ValuePlace], wholes: Values
 ) -> ValuePlace | None:
-    """Place a constant vector along dim 0 of a matrix of the same module."""
+    """Place a constant vector, such as a bias, like dim 0 of a placed matrix of the same module."""
     path, _, leaf = name.rpartition(".")
     for other, place in found.items():
         other_path, _, _ = other.rpartition(".")
@@ -134,7 +139,7 @@ def _place_by_sibling(
         is_row_wise = matrix.ndim > 1 and len(matrix) == len(whole.tensor)
         has_these_rows = len(index) == len(value.tensor) and index.numel() > 0
         if is_row_wise and has_these_rows:
-            # Element 12 of a (8, 4) matrix is in row 3.
+            # element 12 of an (8, 4) matrix is in row 12 // 4 = 3
             rows = index.flatten(1)[:, 0] // matrix[0].numel()
             return ValuePlace(logical, rows)
         if value.tensor.shape == whole.tensor.shape:
@@ -143,7 +148,7 @@ def _place_by_sibling(
 
 
 def _place_by_name(name: str, value: LocalValue, wholes: Values) -> ValuePlace | None:
-    """Place a parameter of the same name and shape, with whatever values."""
+    """Place a parameter in the logical parameter of the same name and shape, whatever its values."""
     whole = wholes.get(name)
     if whole is None or whole.tensor.shape != value.tensor.shape:
         return None
@@ -153,7 +158,10 @@ def _place_by_name(name: str, value: LocalValue, wholes: Values) -> ValuePlace |
 def _place_by_chunk(
     name: str, value: LocalValue, wholes: Values, place: tuple[MeshGrid, int]
 ) -> ValuePlace | None:
-    """Place a parameter as the chunk of an axis, if only one axis has that many chunks."""
+    """Place a parameter as this rank's chunk along an axis, if only one axis and dim fit its shape.
+
+    `place` has the grid and the rank.
+    """
     whole = wholes.get(name)
     grid, rank = place
     if whole is None or whole.tensor.ndim != value.tensor.ndim:

@@ -1,4 +1,4 @@
-"""Explanations with another number for each rank: weights of a sum over an axis, and factors of the ranks."""
+"""Explanations with a number for each rank: weights of a sum over an axis, or factors of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .explanations import FittingExplanation
 def weigh_ranks(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Weigh the ranks along an axis by numbers that are not equal."""
+    """Find weights of the ranks along an axis with which their sum is right."""
     if quantity != "gradient" or are_multiples(copies, expected.now, setting):
         return []
     found = list[FittingExplanation]()
@@ -36,7 +36,7 @@ def weigh_ranks(
 def _weights_over(
     by_rank: dict[int, RankCopy], axis: str, whole: Tensor, setting: Setting
 ) -> list[float] | None:
-    """Return weights of the coordinates of an axis with which sums over it are right."""
+    """Return weights of the positions on an axis with which sums along it are right, or None."""
     grid = setting.grid
     columns = list[Tensor]()
     targets = list[Tensor]()
@@ -63,7 +63,7 @@ def _weights_over(
 def scale_ranks(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Find a factor for each rank alone."""
+    """Find a factor for each rank separately."""
     factors = dict[int, float]()
     for copy in copies:
         factor = best_factor([copy], expected.now, setting)

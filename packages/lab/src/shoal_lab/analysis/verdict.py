@@ -1,4 +1,7 @@
-"""`compare_records`: the logical tensors of the first step at which the ranks differ from one device."""
+"""`compare_records`: comparison of the records of all ranks with the record of one device.
+
+The comparison ends at the first step with a difference, because later steps follow from it.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ class Verdict:
     """The result of one comparison.
 
     Attributes:
-        findings: tensors that differ, of the first step that has any.
+        findings: the tensors that differ, at the first step with a difference.
         compared: the number of logical tensors that were compared.
         not_compared: tensors that could not be compared, with the reason.
-        setting: tolerances that were used.
+        setting: the grid, and the tolerances that were used.
     """
 
     findings: list[CertificationFinding]
@@ -38,7 +41,7 @@ class Verdict:
 
 
 def tolerance_of(epsilon: float) -> float:
-    """Return the allowed relative difference for values of a rounding unit.
+    """Return the allowed relative difference for values with a rounding unit (`torch.finfo.eps`).
 
     Example:
         >>> tolerance_of(torch.finfo(torch.float64).eps)
@@ -56,13 +59,13 @@ def compare_records(
     stale: RankRecord | None = None,
     tolerance: float | None = None,
 ) -> Verdict:
-    """Compare the records of all ranks with that of one device.
+    """Compare the records of all ranks with the record of one device.
 
     Args:
-        ranks: records in the order of the ranks.
-        reference: of the same program on one device with the whole batch.
-        grid: axes of the ranks.
-        stale: of one device, where each forward used the parameters of the step before.
+        ranks: the records of the ranks, in their order.
+        reference: the record of the same program on one device with the whole batch.
+        grid: the axes of the ranks.
+        stale: the record of one device whose forwards used the parameters of the step before.
         tolerance: the allowed relative difference; None derives it from the dtypes.
     """
     epsilon = max(record.epsilon for record in (*ranks, reference))
@@ -75,7 +78,7 @@ def compare_records(
 
 
 class _TensorComparison:
-    """One comparison; `findings` are those of the first step that has any."""
+    """The comparison of all quantities, step by step; `run` fills `findings`."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class _TensorComparison:
         self.places = place_parameters(ranks, reference, setting.grid)
 
     def run(self) -> None:
-        """Compare quantity after quantity, and stop after the first step with a finding."""
+        """Compare the quantities in the order of their computation, until there is a finding."""
         self._note_unplaced()
         steps = len(self.reference.steps)
         counts = sorted({len(record.steps) for record in self.ranks})
@@ -145,7 +148,7 @@ class _TensorComparison:
         )
 
     def _note_unplaced(self) -> None:
-        """Report parameters without a place; parameters with a known name are findings."""
+        """Record parameters without a place; they are findings if one device has their name."""
         wholes = self.reference.steps[0].before if self.reference.steps else {}
         for rank, name in self.places.unplaced:
             if name in wholes and not name.startswith("optimizer."):
@@ -186,7 +189,7 @@ class _TensorComparison:
         values = [record.steps[step].before for record in self.ranks]
         wholes = self.reference.steps[step].before
         history = [earlier.before for earlier in self.reference.steps[:step]]
-        # Parameters before step 1 are wrong by the update of step 0.
+        # if parameters are wrong before step 1, the update of step 0 was wrong
         self._compare(max(step - 1, 0), "parameter", (values, wholes, history))
 
     def _final_parameters(self, steps: int) -> None:
@@ -215,6 +218,7 @@ class _TensorComparison:
                 self.findings[number] = replace(finding, explanations=uneven)
 
     def _copies_of_gradients(self, step: int) -> dict[str, list[RankCopy]]:
+        """Return the copies of the gradients of a step, by logical name."""
         return self._gather([_with_zeros(record.steps[step]) for record in self.ranks])
 
     def _states_before(self, step: int) -> None:
@@ -228,7 +232,7 @@ class _TensorComparison:
         self._compare_states(step, values, self.reference.steps[step].states)
 
     def _compare_states(self, step: int, by_rank: Sequence[Values], wholes: Values) -> None:
-        """Compare states key by key."""
+        """Compare the states of optimizers, one key after the other."""
         keys = dict.fromkeys(name.rpartition(" ")[2] for name in wholes)
         for key in keys:
             values = [_states_of(states, key) for states in by_rank]
@@ -237,7 +241,7 @@ class _TensorComparison:
             self._compare(step, f"optimizer state {key}", compared)
 
     def _returned(self, steps: int) -> None:
-        """Compare the values that the program returned: each rank must have the whole value, or a DTensor."""
+        """Compare the values that the program returned."""
         for name, whole in self.reference.returned.items():
             copies = list[RankCopy]()
             for rank, record in enumerate(self.ranks):
@@ -262,7 +266,13 @@ class _TensorComparison:
         quantity: str,
         values: tuple[Sequence[Values], Values, Sequence[Values]],
     ) -> None:
-        """Compare a quantity of all parameters: values of ranks, of one device, of earlier steps."""
+        """Compare a quantity of all parameters.
+
+        Args:
+            step: the step.
+            quantity: the kind of value.
+            values: the values of the ranks, of one device, and of one device at earlier steps.
+        """
         by_rank, wholes, history = values
         copies = self._gather(by_rank)
         stale = self._stale_gradients(step) if quantity == "gradient" else {}
@@ -281,7 +291,7 @@ class _TensorComparison:
     def _judge(
         self, step: int, quantity: str, value: tuple[str, Sequence[RankCopy], Expected]
     ) -> None:
-        """Compare one logical tensor, and explain it if it differs."""
+        """Compare one logical tensor, given its name, copies and expected values; explain it if wrong."""
         name, copies, expected = value
         copies = [copy for copy in copies if copy.values.shape == copy.index.shape]
         if not copies:
@@ -289,7 +299,7 @@ class _TensorComparison:
         self.compared += 1
         setting = self.setting
         if quantity != "gradient":
-            # The floor is that of gradients.
+            # the floor of the setting is for gradients
             setting = replace(setting, floor=setting.tolerance * 1e-6)
         if is_right(copies, expected.now, setting):
             return
@@ -324,12 +334,12 @@ class _TensorComparison:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have the same shape and values."""
+    """Return whether two tensors have the same shape and values."""
     return one.shape == other.shape and torch.equal(one, other)
 
 
 def _with_zeros(step: StepRecord) -> Values:
-    """Return the gradients of a step, zeros for trained parameters that have none."""
+    """Return the gradients of a step, with zeros for trained parameters without a gradient."""
     values = dict(step.gradients)
     for name, parameter in step.before.items():
         if name in step.trained and name not in values:
@@ -349,7 +359,7 @@ def _states_of(states: Values, key: str) -> Values:
 
 
 def _sum_pending(value: LocalValue, name: str, by_rank: Sequence[Values]) -> LocalValue:
-    """Add the values of the ranks over which a value is still to be summed."""
+    """Return the sum of a partial value over its ranks; other values are returned unchanged."""
     if not value.pending:
         return value
     total = torch.stack([by_rank[rank][name].tensor for rank in value.pending]).sum(0)
@@ -357,13 +367,16 @@ def _sum_pending(value: LocalValue, name: str, by_rank: Sequence[Values]) -> Loc
 
 
 def _index_of(value: LocalValue, place: ValuePlace, reference: RankRecord) -> Tensor | None:
-    """Return the places of a value's elements: of its own metadata, or those of its parameter."""
+    """Return the positions of a value's elements, from its metadata or from its parameter's place.
+
+    Returns None if the value does not have the size of the parameter.
+    """
     if value.index is not None:
         return value.index
     if value.tensor.shape == place.index.shape:
         return place.index
     if value.tensor.numel() == 1:
-        # The number of steps, which one device has once.
+        # a scalar state such as the number of steps
         return torch.zeros(value.tensor.shape, dtype=torch.int64)
     if value.tensor.numel() == place.index.numel():
         return place.index.view(value.tensor.shape)

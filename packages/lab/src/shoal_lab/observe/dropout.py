@@ -1,8 +1,9 @@
-"""Dropout under observation: masks are drawn as the program would, fingerprinted, and not applied.
+"""Dropout under observation: masks are drawn as in the program, fingerprinted, and not applied.
 
-A mask is right if ranks with equal inputs draw equal masks and ranks with other inputs draw other
-ones. Without the masks the values can be compared with the values of one device. Programs of shoal
-keep their dropout: its law gives each rank its part of the mask of one device.
+Without masks the values can be compared with the values of one device. The masks are compared by
+their fingerprints: ranks with equal inputs must draw equal masks, and ranks with different inputs
+must draw different masks. Programs that use shoal keep their dropout, because shoal draws on each
+rank its part of the mask of one device.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class DropoutWatch:
     """Replacements for the dropout functions of `torch.nn.functional`.
 
     Args:
-        draws: the list that gets a record of each mask.
-        keeps: tells whether dropout is to be applied, as shoal's law demands.
+        draws: the list to which the record of each mask is appended.
+        keeps: returns whether dropout is applied, because the program uses shoal.
         place: returns the path of the module whose forward runs.
     """
 
@@ -44,7 +45,7 @@ class DropoutWatch:
         self._place = place
 
     def install(self) -> None:
-        """Replace the functions; the process ends with its program, so nothing is put back."""
+        """Replace the functions; the process ends with its program, so they are not restored."""
         for name in _NAMES:
             setattr(F, name, self._watched(getattr(F, name)))
         F.scaled_dot_product_attention = self._watched_attention(F.scaled_dot_product_attention)
@@ -81,6 +82,7 @@ class DropoutWatch:
         """Draw a mask from the program's generator, and record it."""
         with torch.no_grad():
             mask = torch.empty(shape, device=input.device).bernoulli_(1 - min(p, 1.0))
+        # a measure of how unlikely equal masks are by chance (`analysis.masks`)
         bits = min(p, 1 - p) * mask.numel()
         place = f"{self._place()} ({bits:.0f})"
         self._draws.append(MaskDraw(place, _digest(input.detach()), _digest(mask)))

@@ -1,6 +1,7 @@
-"""`local_value`: the values of a tensor on this rank, and their places in the logical tensor where metadata has them.
+"""`local_value`: the values of a tensor on this rank, and their places in the logical tensor.
 
-The DTensors of torch are known by their attributes: no module of torch's own DTensor is imported here.
+The places come from metadata; a plain tensor has none. DTensors of torch are recognized by the name
+of their class, because torch's DTensor is not imported here.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from ..records import LocalValue
 
 
 def local_value(tensor: Tensor) -> LocalValue:
-    """Copy the values of this rank, in double precision on the CPU; nothing is communicated.
+    """Copy the values of this rank, in double precision on the CPU, without communication.
 
     Args:
-        tensor: plain, a DTensor of shoal or of torch, or a ShardedTensor of either.
+        tensor: a plain tensor, or a DTensor or ShardedTensor of shoal or of torch.
 
     Returns:
         The values; with shape and places if the tensor has metadata.
@@ -67,14 +68,14 @@ def _cross_positions(indices: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     """Return the flat positions of the elements with these indices in each dim."""
     positions = torch.zeros((1,) * len(shape), dtype=torch.int64)
     for dim, (index, size) in enumerate(zip(indices, shape, strict=True)):
-        # Element (1, 2) of a (4, 6) tensor: (0 * 4 + 1) * 6 + 2 = 8.
+        # element (1, 2) of a (4, 6) tensor: 0 * 4 + 1 = 1 after dim 0, 1 * 6 + 2 = 8 after dim 1
         trailing = (1,) * (len(shape) - dim - 1)
         positions = positions * size + index.long().view(-1, *trailing)
     return positions
 
 
 def _ranks_along(grid: Any, coordinate: Any, dims: list[int]) -> tuple[int, ...]:
-    """Return the ranks that differ from this one on some mesh dims only."""
+    """Return the ranks whose coordinate differs from `coordinate` in the mesh dims `dims` only."""
     place = tuple(
         slice(None) if dim in dims else position for dim, position in enumerate(coordinate)
     )
@@ -83,7 +84,7 @@ def _ranks_along(grid: Any, coordinate: Any, dims: list[int]) -> tuple[int, ...]
 
 
 def _is_torch_dtensor(tensor: Tensor) -> bool:
-    """Tell whether a tensor is of torch's own DTensor class."""
+    """Return whether a tensor is of torch's own DTensor class."""
     kind = type(tensor)
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
 
@@ -91,7 +92,8 @@ def _is_torch_dtensor(tensor: Tensor) -> bool:
 def _from_torch_dtensor(tensor: Any) -> LocalValue:
     """Read the layout of a DTensor of torch.
 
-    A strided shard is split after the plain shards of its dim, as its name says of FSDP over TP.
+    A strided shard (FSDP over TP) is split after the plain shards of its dim, although its mesh dim
+    comes first.
     """
     mesh = tensor.device_mesh
     shape = tuple(tensor.shape)
@@ -113,7 +115,7 @@ def _from_torch_dtensor(tensor: Any) -> LocalValue:
     for axis, dim in (*plain, *reversed(strided)):
         chunks = positions.chunk(mesh.size(axis), dim)
         position = coordinate[axis]
-        # torch.chunk gives fewer chunks than ranks where rows run out.
+        # `chunk` returns fewer chunks than ranks if there are not enough rows
         is_empty = position >= len(chunks)
         positions = positions.narrow(dim, 0, 0) if is_empty else chunks[position]
     pending = _ranks_along(mesh.mesh, coordinate, partial) if partial else ()

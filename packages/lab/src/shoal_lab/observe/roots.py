@@ -1,4 +1,8 @@
-"""The outermost modules of a program, found from the modules whose forward runs; names of parameters in them."""
+"""The outermost modules of a program, and the names of their parameters.
+
+They are found from the modules whose forward runs: a module's parents are searched among all
+objects of the garbage collector.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-# Names that wrappers put between a module and its parameters.
+# names that wrappers such as DistributedDataParallel and torch.compile put into parameter names
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)"
 )
@@ -37,7 +41,8 @@ def _logical_path(path: str) -> str:
 
 
 def outermost(module: nn.Module) -> nn.Module:
-    """Return the module that contains this one and that no other module contains."""
+    """Return the outermost module that contains this one."""
+    # id of a module -> a module that has it as a child
     parents = dict[int, nn.Module]()
     for candidate in gc.get_objects():
         # `isinstance` would read `candidate.__class__`, which runs the code of proxy objects.
