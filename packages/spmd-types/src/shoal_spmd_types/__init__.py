@@ -1,4 +1,8 @@
-"""Types for plain SPMD code: every tensor has a type per mesh axis, which a checker follows."""
+"""Types for plain SPMD code: every tensor has a type per mesh axis, and a checker follows them.
+
+The types along an axis: R and I are replicated values, whose gradients are partial sums (R) or
+replicated too (I). P is a partial sum, S(i) is sharded along dim i, and V differs between ranks.
+"""
 
 from pathlib import Path
 

@@ -14,7 +14,8 @@ from shoal_dtensor.errors import ArgumentValueError
 
 from ._moves import Dtypes, TypeStep
 
-# A conversion before these moves changes no value that is reduced, and sends no more bytes.
+# Moves before which a tensor is converted to `out_dtype`. They reduce nothing, so the result is the
+# same as with a conversion after them.
 _EARLY = frozenset({"all_gather", "all_to_all", "keep_first", "pad"})
 _REDUCES = frozenset({"all_reduce", "reduce_scatter"})
 _ALLOWED = ("op_dtype", "out_dtype", "async_op", "backward_options")
@@ -30,14 +31,13 @@ def read_dtypes(
 
     Args:
         steps: the move, and the move of its gradient.
-        op_dtype: the dtype of the move; `out_dtype` follows it if left out.
-        out_dtype: the dtype of the result; moves that send no less after a conversion are done in
-            it if `op_dtype` is left out.
+        op_dtype: the dtype of the move. If it is left out, the moves in `_EARLY` use `out_dtype`.
+        out_dtype: the dtype of the result; by default `op_dtype`.
         backward_options: the same options for the gradient's move.
 
     Raises:
-        ArgumentValueError: for other options, or for a move in low precision whose gradient is
-            reduced in a dtype that is not given.
+        ArgumentValueError: for unknown options; or if the move uses a dtype other than float32, its
+            gradient is reduced, and the dtype of this reduction is left out.
     """
     backward = dict(backward_options or {})
     unknown = [name for name in backward if name not in _ALLOWED]

@@ -1,4 +1,4 @@
-"""`Line`: the ranks along one mesh axis, as collectives of typed tensors use them.
+"""`Line`: the ranks along one mesh axis, for collectives of typed tensors.
 
 May import: nothing.
 """
@@ -24,7 +24,7 @@ class Line:
     Attributes:
         axis: the axis.
         rank: the position of this rank; 0 on an abstract mesh without a coordinate.
-        comm: the communicator; None where nothing can be sent.
+        comm: the communicator; None if the mesh has no process groups.
     """
 
     axis: spmd.MeshAxis
@@ -37,7 +37,7 @@ class Line:
         return self.axis.size()
 
     def sends(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is sent; tensors without memory only get the result's shape.
+        """Return whether a tensor is sent; for tensors without memory only shapes are computed.
 
         Raises:
             NoGroupError: if the tensor has memory, and the axis has several ranks and no
@@ -55,14 +55,14 @@ class Line:
         return True
 
 
-# of simulated ranks, each with its own communicators
+# The most lines in the cache. Simulated ranks have communicators of their own, so there may be many.
 _MOST_LINES = 1024
 
 
 class _Cache:
-    """Lines by group or communicator, under one default group.
+    """The lines by group or communicator, under one default group.
 
-    A line refers to its group, so another default group empties the cache.
+    A line keeps its group alive, so the cache is emptied under another default group.
     """
 
     world: ProcessGroup | None = None
@@ -112,6 +112,7 @@ def _line_in(current: spmd.CurrentMesh | None, axis: Any) -> Line:
 
 
 def _line_of(group: ProcessGroup | Comm) -> Line:
+    """Return the cached line of a group or communicator."""
     world = dist.group.WORLD
     if world is not _Cache.world or len(_Cache.lines) > _MOST_LINES:
         _Cache.lines.clear()
@@ -124,6 +125,7 @@ def _line_of(group: ProcessGroup | Comm) -> Line:
 
 
 def _new_line(group: ProcessGroup | Comm) -> Line:
+    """Make the line of a group or communicator."""
     axis = spmd.normalize_axis(group)
     if isinstance(group, Comm):
         return Line(axis, group.rank, group)

@@ -1,4 +1,4 @@
-"""`typecheck`, the block in which types are checked, and its companions under this name.
+"""`typecheck`: the block in which types are checked; with the public names of this module.
 
 May import: runtime.
 """
@@ -21,18 +21,19 @@ def typecheck(
     """Return a block in which the types of operators are checked.
 
     Args:
-        strict_mode: "strict": an operand without a type among others with types is an error;
-            "permissive": the results of such an operator have no type. None keeps the mode of the
-            enclosing block; outside of one it is strict.
-        local: True checks R, I, V and P: every rank computes on its own. False also checks that
-            shards S(i) stay shards of the tensors of one process (global mode). None keeps the
-            setting of the enclosing block; outside of one it is True.
+        strict_mode: the treatment of an operator with some operands that have no type. "strict": an
+            error; "permissive": the results have no type. None keeps the mode of the enclosing
+            block; outside of a block it is strict.
+        local: True checks R, I, V and P only: every rank computes on its own tensors (local mode).
+            False also checks that shards S(i) stay shards of the tensors of one process (global
+            mode). None keeps the setting of the enclosing block; outside of a block it is True.
 
     Returns:
         The block. It may be nested, to change the settings inside.
 
     Raises:
-        SpmdTypeError: for another mode; and in the block, for operators that types do not fit.
+        SpmdTypeError: for another mode; and in the block, for operators whose operands have types
+            that cannot be combined.
 
     Example:
         >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck(local=False):

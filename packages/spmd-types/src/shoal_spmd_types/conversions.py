@@ -19,6 +19,7 @@ from ._line import Line, line_along
 from ._moves import Kind, TypeStep, move
 
 AxisType = spmd.AnyAxisType
+# The changes that need `expert_mode`, and the reasons: first of `convert`, then of `reinterpret`.
 _FOR_EXPERTS = {
     (
         "R",
@@ -68,14 +69,16 @@ def convert(  # noqa: PLR0913  # the public package's arguments
     async_op: bool = False,
     backward_options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """`src -> dst`: change the type and keep the meaning, without sending anything.
+    """`src -> dst`: change the type and keep the meaning, without communication in the forward.
 
     The changes, and their gradients:
 
-    - I -> R, R -> I; gradient: all_reduce to I; zero except on the first rank
+    - I -> R: the same values; gradient: all_reduce to I
+    - R -> I: the same values; gradient: zero except on the first rank
     - R -> S(i), R -> V: this rank's shard; gradient: the gradient padded with zeros
     - I -> S(i), I -> V: this rank's shard; gradient: all_gather to I
-    - R -> P, I -> P: zero except on the first rank; gradient: the same; nothing
+    - R -> P: zero except on the first rank; gradient: zero except on the first rank
+    - I -> P: zero except on the first rank; gradient: the same values
     - S(i) -> P, V -> P: padded with zeros; gradient: this rank's shard
 
     Args:
@@ -83,7 +86,7 @@ def convert(  # noqa: PLR0913  # the public package's arguments
         axis: the mesh axis: a process group, or a name of the current mesh.
         src: the type that the tensor has.
         dst: the type that the result has. With V, the shard is one entry of dim 0.
-        expert_mode: allow R -> I, I -> P and V -> P, which forwards rarely need.
+        expert_mode: whether R -> I, I -> P and V -> P are allowed, which forwards rarely need.
         op_dtype: the dtype of the conversion; the result keeps it if `out_dtype` is left out.
         out_dtype: the dtype of the result.
         async_op: accepted; nothing is sent in the forward.
@@ -93,7 +96,7 @@ def convert(  # noqa: PLR0913  # the public package's arguments
         A tensor with the same meaning and the type `dst`.
 
     Raises:
-        ArgumentValueError: if the change needs a collective, or the expert mode.
+        ArgumentValueError: if the change needs a collective, or needs `expert_mode`.
         SpmdTypeError: while types are checked, if `x` is not of type `src`.
 
     Example:
@@ -122,7 +125,7 @@ def convert(  # noqa: PLR0913  # the public package's arguments
 
 
 def _conversion(src: AxisType, dst: AxisType, ndim: int) -> tuple[TypeStep, TypeStep] | None:
-    """Return the steps of a conversion and of its gradient; None if it would send something."""
+    """Return the steps of a conversion and of its gradient; None if it needs communication."""
     keep = TypeStep("keep")
     first = TypeStep("keep_first")
     if (src, dst) == (I, R):
@@ -145,6 +148,7 @@ def _conversion(src: AxisType, dst: AxisType, ndim: int) -> tuple[TypeStep, Type
 
 
 def _collective_for(src: AxisType, dst: AxisType) -> str:
+    """Return the name of the collective that changes one type into another."""
     if src is P:
         return "all_reduce" if dst in (R, I) else "reduce_scatter"
     return "all_gather" if dst in (R, I) else "all_to_all"
@@ -166,17 +170,19 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
 
     The changes, and their gradients:
 
-    - V -> P: the sum of the ranks' tensors is meant; gradient: R -> V, the same bytes
-    - R -> V, R -> P; gradient: V -> P, R -> P, the same bytes
-    - I -> R, and I -> V, I -> P by way of R; gradient: all_reduce to I
-    - R -> I; gradient: zero except on the first rank
+    - V -> P: the meaning becomes the sum of the ranks' tensors; gradient: the same bytes, R -> V
+    - R -> V: gradient: the same bytes, V -> P
+    - R -> P: gradient: the same bytes, R -> P
+    - I -> R, I -> V, I -> P: gradient: all_reduce to I
+    - R -> I: gradient: zero except on the first rank
 
     Args:
         x: this rank's tensor.
         axis: the mesh axis: a process group, or a name of the current mesh.
         src: R, I, V or P: the type that the tensor has.
         dst: R, I, V or P: the type that the result has.
-        expert_mode: allow R -> I, I -> R, R -> V and R -> P, which forwards rarely need.
+        expert_mode: whether R -> I, I -> R, R -> V and R -> P are allowed, which forwards rarely
+            need.
         op_dtype: the dtype of the result if `out_dtype` is left out.
         out_dtype: the dtype of the result.
         async_op: accepted; nothing is sent in the forward.
@@ -186,8 +192,8 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
         A tensor with the same bytes and the type `dst`.
 
     Raises:
-        ArgumentValueError: for S(i), for a change to a type that claims more than `src`, or if it
-            needs the expert mode.
+        ArgumentValueError: for S(i), for a change to a type that claims more about the values than
+            `src` does, or if the change needs `expert_mode`.
         SpmdTypeError: while types are checked, if `x` is not of type `src`.
 
     Example:
@@ -318,6 +324,7 @@ def invariant_to_replicate(
 
 
 def _check_source(x: Tensor, line: Line, src: AxisType, where: str) -> None:
+    """Raise SpmdTypeError, while types are checked, if a tensor is not of type `src`."""
     if not spmd.is_type_checking():
         return
     if spmd.type_of(x) is not None or spmd.is_strict():

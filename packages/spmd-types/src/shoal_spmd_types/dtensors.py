@@ -1,4 +1,4 @@
-"""Between types of plain tensors and layouts of DTensors.
+"""Translations between types of plain tensors and placements of DTensors.
 
 May import: types.
 """
@@ -25,9 +25,9 @@ def dtensor_placement_to_spmd_type(
     """Return the type of a placement.
 
     Args:
-        placement: of a DTensor along one axis.
-        grad_placement: of its gradient: a partial gradient makes a replicated tensor R, another
-            one makes it I.
+        placement: the placement of a DTensor along one axis.
+        grad_placement: the placement of its gradient. A replicated tensor is R if its gradient is
+            partial, and I otherwise.
 
     Raises:
         ArgumentValueError: for a placement that no type describes.
@@ -56,7 +56,7 @@ def spmd_type_to_dtensor_placement(spmd_type: Any) -> Placement:
         spmd_type: R, I, P or S(i).
 
     Raises:
-        DTensorPropagationError: for V, which names no dim.
+        DTensorPropagationError: for V, which does not name a dim.
 
     Example:
         >>> spmd_type_to_dtensor_placement(S(1))
@@ -73,7 +73,7 @@ def spmd_type_to_dtensor_placement(spmd_type: Any) -> Placement:
 
 
 def spmd_redistribute(x: DTensor, src: TensorSharding, dst: TensorSharding) -> DTensor:
-    """Redistribute a DTensor from one sharding to another, with gradients the other way.
+    """Redistribute a DTensor from one sharding to another, and its gradient back.
 
     Args:
         x: a DTensor that is sharded as `src`.
@@ -81,7 +81,7 @@ def spmd_redistribute(x: DTensor, src: TensorSharding, dst: TensorSharding) -> D
         dst: the axes that shard each dim of the result.
 
     Raises:
-        RedistributeError: if `x` is sharded otherwise.
+        RedistributeError: if `x` is not sharded as `src`.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor

@@ -18,7 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def register_autograd_function(cls: type) -> type:
     """Register an autograd function that declares its types in `spmd_typecheck`.
 
-    The registration is not needed: a function with this static method is found.
+    The registration only checks that there is a declaration. The checker finds the static method
+    without it.
 
     Args:
         cls: the class, with a static method `spmd_typecheck` (or `typecheck_forward`, which is
@@ -28,7 +29,7 @@ def register_autograd_function(cls: type) -> type:
         `cls`.
 
     Raises:
-        ArgumentTypeError: if it has neither.
+        ArgumentTypeError: if the class has neither method.
 
     Example:
         >>> @register_autograd_function
@@ -48,7 +49,8 @@ def register_autograd_function(cls: type) -> type:
 def register_local_autograd_function(cls: type) -> type:
     """Register an autograd function that each rank computes on its own, without collectives.
 
-    R and V make V, all R make R, all I make I; P and other combinations are errors.
+    The results are V for operands of types R and V, R if all operands are R, and I if all are I. P
+    and other combinations are errors.
 
     Args:
         cls: the class.
@@ -73,7 +75,7 @@ _BACKWARD_HOOKS: set[Callable[..., Any]] = set()
 def register_local_backward_hook(fn: F) -> F:
     """Declare that a backward hook sends nothing and does not change the type of a gradient.
 
-    Operators of a backward pass are not checked, so the declaration is for readers.
+    Operators of a backward pass are not checked, so the declaration only informs readers.
 
     Args:
         fn: the hook.
@@ -91,9 +93,10 @@ def register_local_backward_hook(fn: F) -> F:
 
 
 def register_decomposition(cls: type, ref_impl: Callable[..., Any] | None = None) -> Any:
-    """Register a reference in torch's operators, whose types an autograd function has.
+    """Register a reference implementation in torch's operators for an autograd function.
 
-    While types are checked, the reference runs beside the function, for its types alone.
+    While types are checked, the reference runs in addition to the function, and its types become
+    the types of the function's results.
 
     Args:
         cls: the class of the function.

@@ -1,6 +1,8 @@
-"""`rulecheck`: compares the types that an autograd function declares with the values it computes.
+"""`rulecheck`: a check of the types that an autograd function declares, by the values it computes.
 
-The function runs on simulated ranks, which are threads of this process, and once in one process.
+The function runs on local parts of its arguments on simulated ranks, which are threads of this
+process, and once on the global arguments. The outputs of the ranks, joined by their declared types,
+must be the global outputs.
 
 May import: rules, types.
 """
@@ -36,7 +38,7 @@ RuleCheckPlacement = dict[str, dict[str, Any]]
 
 
 class RuleCheckError(ShoalTensorError, AssertionError):
-    """The types that a function declares do not describe the values that it computes."""
+    """A function whose declared types do not describe the values that it computes."""
 
 
 class RuleCheckRejection(NamedTuple):
@@ -101,18 +103,19 @@ def rulecheck(  # noqa: PLR0913  # the public package's arguments
 
     Args:
         cls: an autograd function with `spmd_typecheck`.
-        args: arguments of `apply`, with global tensors. A string that is the name of an axis is
-            passed on: shoal's collectives take it for the axis of the current mesh.
+        args: arguments of `apply`, with global tensors. A string is the name of an axis, which the
+            function passes to collectives of shoal.
         placements: for each tensor argument, by its name in `forward`, types by axis or an
             `SpmdType`. None tries all combinations: replicated, dims of one size sharded together,
             partial, invariant.
-        mesh: sizes by axis names; two ranks on the axis that `args` names, or on "shard".
+        mesh: axis sizes by name. By default there are two ranks on the axis that `args` names, or
+            on an axis "shard".
         rtol: relative tolerance for values; values of R and I must be equal on all ranks.
         atol: absolute tolerance.
         local_tensor_mode: accepted; ranks are always simulated.
 
     Returns:
-        A report if combinations were tried, otherwise None.
+        The report if `placements` is None, otherwise None.
 
     Raises:
         RuleCheckError: if values do not agree with the types, or the declaration refuses every
@@ -154,6 +157,7 @@ def rulecheck(  # noqa: PLR0913  # the public package's arguments
 
 
 def _default_axes(args: Sequence[Any]) -> dict[str, int]:
+    """Return an axis of two ranks, named by the string among the arguments."""
     names = [item for item in args if isinstance(item, str)]
     if len(names) > 1:
         raise ArgumentValueError(
@@ -164,6 +168,7 @@ def _default_axes(args: Sequence[Any]) -> dict[str, int]:
 
 
 def _by_name(types: Any) -> dict[str, Any]:
+    """Return types by axis, with S(i) for the axes of a partition spec."""
     if not isinstance(types, SpmdType):
         return dict(types)
     found = dict(types.local_type)
@@ -174,7 +179,7 @@ def _by_name(types: Any) -> dict[str, Any]:
 
 
 class _Trial:
-    """A function with global arguments, run with local ones on simulated ranks."""
+    """A function and its global arguments, to run on local parts of them on simulated ranks."""
 
     def __init__(
         self,
@@ -189,6 +194,7 @@ class _Trial:
         self.axes = dict(axes)
         self.tolerances: dict[str, Any] = dict(tolerances)
         self.names = [*inspect.signature(self.cls.forward).parameters]
+        # without `setup_context`, the first argument of `forward` is the context
         has_context = "setup_context" not in vars(cls)
         if has_context:
             self.names = self.names[1:]
@@ -198,6 +204,7 @@ class _Trial:
         self.expected: list[Tensor] = results[0]
 
     def _apply(self, mesh: DeviceMesh, args: Sequence[Any]) -> list[Tensor]:
+        """Return the output tensors of the function on a mesh."""
         with spmd.set_current_mesh(mesh):
             return spmd.tensors_in(self.cls.apply(*args))
 
@@ -224,6 +231,7 @@ class _Trial:
             self._compare(parts, types, expected, placement)
 
     def _on_rank(self, mesh: DeviceMesh, placement: RuleCheckPlacement) -> _RankResult:
+        """Run the function and its declaration on one rank."""
         coordinate = mesh.get_coordinate() or ()
         with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
             local_args = []
@@ -246,19 +254,20 @@ class _Trial:
         return _RankResult(coordinate, listed, types_of_outputs)
 
     def _named_types(self, tensor: Tensor) -> dict[str, Any]:
+        """Return the type of a tensor along each axis, by name; R for an axis without a type."""
         found = spmd.type_of(tensor) or spmd.TensorType({})
         named = {repr(axis): axis_type for axis, axis_type in found.by_axis.items()}
         return {name: named.get(name, R) for name in self.axes}
 
     def _part(self, value: Tensor, types: Mapping[str, Any], coordinate: tuple[int, ...]) -> Tensor:
-        """Return a rank's tensor of a global one; addends of P add up to it."""
+        """Return the part of a global tensor on one rank; parts of type P add up to the tensor."""
         part = value
         for (name, size), coord in zip(self.axes.items(), coordinate, strict=True):
             kind = types[name]
             if isinstance(kind, Shard):
                 part = part.chunk(size, kind.dim)[coord]
             elif kind is P:
-                # the addends for 3 ranks are -x, x, x
+                # 3 ranks: the addends -x, x, x
                 factor = 2 - size if coord == 0 else 1
                 part = part * factor
         return part.clone()
@@ -270,8 +279,9 @@ class _Trial:
         expected: Tensor,
         placement: RuleCheckPlacement,
     ) -> None:
+        """Raise RuleCheckError unless the parts of an output, joined, are the expected output."""
         joined = dict(parts)
-        # Along the last axis first: 2 x 2 parts, then 2, then 1 whose coordinate is ().
+        # The last axis is joined first: 2 x 2 parts, then 2, then 1 with the coordinate ().
         for name in reversed(self.axes):
             joined = self._join_last_axis(joined, name, types[name], placement)
         result = joined[()]
@@ -332,7 +342,7 @@ def _choices(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
         for count in range(1, len(places) + 1):
             for chosen in combinations(places, count):
                 sharded = {name: Shard(dim) for name, dim in chosen}
-                # one dim of a tensor at most
+                # skip choices of two dims of one tensor
                 if len(sharded) == count:
                     yield replicated | sharded
     floating = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
@@ -344,7 +354,7 @@ def _choices(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
 
 
 def _has_one_axis_per_dim(placement: RuleCheckPlacement) -> bool:
-    """Tell whether no two axes shard one dim, whose order would be unknown."""
+    """Return whether no dim is sharded by two axes, because their order would be unknown."""
     for types in placement.values():
         dims = [kind.dim for kind in types.values() if isinstance(kind, Shard)]
         if len({*dims}) < len(dims):
@@ -353,7 +363,8 @@ def _has_one_axis_per_dim(placement: RuleCheckPlacement) -> bool:
 
 
 def _simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], Any]) -> list[Any]:
-    # here: `shoal_dtensor.testing` loads all sharding rules, which only a check of rules needs
+    """Run a function on all ranks of a mesh, and return the results by rank."""
+    # imported here, because `shoal_dtensor.testing` loads all sharding rules
     from shoal_dtensor.testing import simulate_ranks
 
     return simulate_ranks(mesh, run)

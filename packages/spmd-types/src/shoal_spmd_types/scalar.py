@@ -15,9 +15,10 @@ from shoal_dtensor.internal import pytree, spmd
 
 
 class Scalar:
-    """A number with a type; plain numbers count as equal on all ranks.
+    """A number with a type, for numbers that differ between ranks.
 
-    While types are unchecked it stands for its value.
+    Plain numbers count as equal on all ranks. While types are not checked, a `Scalar` acts like its
+    value.
 
     Args:
         value: an int, a float or a complex number.
@@ -57,7 +58,7 @@ class Scalar:
         return {**self._type.local}
 
     def operand(self) -> Any:
-        """Return the number as a tensor with the type, or as it is while types are unchecked."""
+        """Return the number as a tensor with the type; while types are not checked, the number."""
         if not spmd.is_type_checking():
             return self._value
         with spmd.paused():

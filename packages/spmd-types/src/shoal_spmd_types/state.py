@@ -17,12 +17,13 @@ is_type_checking = spmd.is_type_checking
 def set_current_mesh(
     axes: Any = None, *, local_axes: Sequence[Any] = ()
 ) -> AbstractContextManager[Any]:
-    """Return a block in which a mesh is the current one; types are about its axes.
+    """Return a block in which a mesh is the current one, whose axes types refer to.
 
     Args:
         axes: a device mesh of shoal or torch, a dict of names to `MeshAxis`, a set of `MeshAxis`, a
             sequence of process groups, or None for the current mesh.
-        local_axes: outer axes along which each coordinate has tensors of its own in global mode.
+        local_axes: outer axes along which ranks compute on tensors of their own, also in global
+            mode.
 
     Returns:
         The block.

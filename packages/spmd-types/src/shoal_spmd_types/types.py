@@ -30,7 +30,7 @@ DimSharding = None | str | Sequence[str]
 
 
 def pending(reduce_op: str) -> spmd.AxisType:
-    """Return the type of addends of a reduction that is still to be done: P for a sum.
+    """Return the type of the terms of a reduction that is still to be done: P for a sum.
 
     Args:
         reduce_op: "sum", "avg", "max", "min", "product".
@@ -50,11 +50,11 @@ def pending(reduce_op: str) -> spmd.AxisType:
 
 
 class RedistributeError(SpmdTypeError):
-    """A change of layout is not possible by one collective per axis."""
+    """A change of layout that is not possible by one collective per axis."""
 
 
 class DTensorPropagationError(SpmdTypeError):
-    """A layout of a DTensor has no type, or a type no layout."""
+    """A placement of a DTensor that has no type, or a type that has no placement."""
 
 
 class PartitionSpec(tuple[Any, ...]):
@@ -108,10 +108,10 @@ def entry_of(axes: Sequence[Any]) -> Any:
 
 
 def normalize_partition_spec(spec: PartitionSpec) -> PartitionSpec:
-    """Return a spec with axes in place of names, without axes of one rank.
+    """Return a spec with axes in place of names, and without axes of one rank.
 
     Args:
-        spec: the spec as a program wrote it.
+        spec: the spec of a program.
 
     Raises:
         SpmdTypeError: if a name is not an axis of the current mesh, an entry is an empty tuple, an
@@ -185,7 +185,9 @@ class SpmdType:
 
 
 class TensorSharding:
-    """The names of the mesh axes that shard each dim of a tensor; a leaf in nested arguments.
+    """The names of the mesh axes that shard each dim of a tensor.
+
+    It is not a tuple, so that functions on nested arguments take it as one leaf.
 
     Args:
         dim_shardings: for each leading dim None, a name, or several names, outermost first.

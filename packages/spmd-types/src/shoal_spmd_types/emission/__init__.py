@@ -1,8 +1,9 @@
-"""Programs of local operators and typed collectives, written from a run on DTensors.
+"""Emission: the forward of a module as the text of a program of local operators and collectives.
 
-`recorder` runs the module and records its operators, `sides` decides which replicated values are R
-and which are I, `names` and `expressions` make readable text, `statements` runs each line under the
-checker, and `emit` puts the file together.
+`recorder` runs the module on DTensors and records a `trace`. `sides` decides which replicated
+values are R and which are I. `statements` makes a statement of each operator and move, with texts
+from `expressions` and `linear_layers`. `checked_program` gives values their `names`, and runs each
+line under the checker. `source` writes the file, and `emit` calls all of these.
 
 May import: collectives, conversions, runtime.
 """

@@ -1,4 +1,6 @@
-"""The operators of `F.linear` calls in a trace, which one line of a program calls together.
+"""Linear layers in a trace: the operators that one call of `F.linear` calls.
+
+A matrix product with a transposed weight, and the views around it, become one line of a program.
 
 May import: trace.
 """
@@ -17,13 +19,13 @@ _PRODUCTS = frozenset({"aten::mm", "aten::addmm"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearLayer:
-    """The operators of one call.
+    """The operators of one call of `F.linear`.
 
     Attributes:
-        operations: all of them, in order; the last one makes the result.
-        transpose: of the weight.
-        product: of the rows and the weight.
-        view: of the operand as rows; None if it has two dims.
+        operations: all operators, in order; the last one makes the result.
+        transpose: the transpose of the weight.
+        product: the product of the rows and the transposed weight.
+        view: the view of the operand as rows; None if the operand has two dims.
     """
 
     operations: tuple[TracedOperation, ...]
@@ -34,7 +36,7 @@ class LinearLayer:
 
 @dataclass(slots=True)
 class _Uses:
-    """The operations that make values, and the entries that read them, by the id of the value."""
+    """The operation that makes each value, and the entries that read it, by the id of the value."""
 
     makers: dict[int, TracedOperation] = field(default_factory=dict)
     readers: dict[int, list[Entry]] = field(default_factory=dict)
@@ -78,7 +80,8 @@ def linear_layers(entries: Sequence[Entry]) -> dict[int, LinearLayer]:
 
 
 def _linear_layer(product: TracedOperation, uses: _Uses) -> LinearLayer | None:
-    """Return the layer of a product; None if it is not of one."""
+    """Return the layer of a product; None if the product is not part of a linear layer."""
+    # some arguments are not tensors
     has_numbers = len(product.operands) != len(product.args)
     if product.kwargs or product.cuts_gradient or has_numbers:
         return None

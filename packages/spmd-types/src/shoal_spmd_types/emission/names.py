@@ -1,4 +1,6 @@
-"""Names of values: of the modules that make them, and used again once a value is not needed.
+"""Names of values: after the modules or operators that make them.
+
+A name is used again for another value when its value is not needed any more.
 
 May import: statements, trace.
 """
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from .statements import Statement
 from .trace import Trace, TracedValue, values_in
 
+# operator -> the name of its result, for operators whose own name does not fit
 _NOUNS = {
     "add": "total",
     "mul": "product",
@@ -43,9 +46,13 @@ class NameTable:
     """The names of values; a name is free again after the last use of its value."""
 
     def __init__(self, trace: Trace, statements: Sequence[Statement]) -> None:
+        # id of a value -> name
         self._names: dict[int, str] = {}
+        # name -> number of the last statement that reads its value
         self._taken: dict[str, int] = {}
+        # id of a value -> number of the last statement that reads it
         self._last_use: dict[int, int] = {}
+        # number of the present statement
         self._number = 0
         for number, statement in enumerate(statements):
             for value in statement.operands:
@@ -63,11 +70,11 @@ class NameTable:
         return self._names[id(value)]
 
     def reach(self, number: int) -> None:
-        """Note the number of the statement that comes next."""
+        """Set the number of the present statement."""
         self._number = number
 
     def release(self) -> None:
-        """Free the names of values that no later statement reads."""
+        """Free the names of values that no statement after the present one reads."""
         self._taken = {name: last for name, last in self._taken.items() if last > self._number}
 
     def new(self, value: TracedValue, statement: Statement) -> str:
@@ -83,7 +90,7 @@ class NameTable:
         return name
 
     def _inherited(self, statement: Statement) -> str:
-        """Return the name of the one operand, if this statement is its last use.
+        """Return the name of the only operand, if no later statement reads the operand; or ''.
 
         The name of a parameter is shortened to its last part.
         """
@@ -98,10 +105,11 @@ class NameTable:
 
 
 def _noun(statement: Statement) -> str:
+    """Return a name for the result of a statement, after its operator."""
     if not statement.operations:
         return "moved"
     if len(statement.operations) > 1:
-        # a linear layer, after its module
+        # a linear layer is named after its module
         parts = [part for part in statement.path.split(".") if not part.isdigit()]
         return parts[-1] if parts and parts[-1] else "linear"
     name = statement.operations[-1].operator._schema.name.removeprefix("aten::")

@@ -22,9 +22,10 @@ class TracedValue:
     Attributes:
         shape: the local shape.
         dtype: the dtype.
-        spec: the layout; None for a value inside of a local function, and for a tensor that is
-            made of numbers, which is replicated.
-        is_inside: whether the value is inside of a local function, so that its layout is unknown.
+        spec: the layout; None for a value inside of a local function, and for a tensor that an
+            operator makes of numbers, which is replicated.
+        is_inside: whether the value is an intermediate result inside of a local function, so that
+            its layout is unknown.
         takes_gradient: whether a gradient reaches the value.
         is_input: whether the value is an input of the program.
         parameter: the logical name of a parameter or buffer; empty for other values.
@@ -41,7 +42,7 @@ class TracedValue:
     hint: str = ""
 
     def is_replicated(self, axis: int) -> bool:
-        """Tell whether the ranks along a mesh axis hold equal tensors."""
+        """Return whether the ranks along a mesh axis have equal tensors."""
         if self.spec is None:
             return not self.is_inside
         return isinstance(self.spec.placements[axis], Replicate)
@@ -56,8 +57,8 @@ class TracedOperation:
         args: its positional arguments, with a `TracedValue` in place of each tensor.
         kwargs: its keyword arguments, likewise.
         outputs: the tensors among its results.
-        group: a number that the operations of one local function share.
-        path: the module in whose forward it runs.
+        group: the number of the operator of the forward that calls this operator.
+        path: the path of the module whose forward calls the operator.
         cuts_gradient: whether it runs under `no_grad` on values that take gradients.
     """
 
@@ -80,10 +81,10 @@ class Movement:
     """A redistribution of one value.
 
     Attributes:
-        plan: the steps.
-        source: the value.
-        output: the value in the layout at the end of the plan.
-        path: the module in whose forward it runs.
+        plan: the steps of the redistribution.
+        source: the value before the steps.
+        output: the value after the steps.
+        path: the path of the module whose forward has the redistribution.
     """
 
     plan: Plan
@@ -93,7 +94,7 @@ class Movement:
 
     @property
     def cuts_gradient(self) -> bool:
-        """Return whether the operation runs under `no_grad` on a value that takes a gradient."""
+        """True if the move runs under `no_grad` on a value that takes a gradient."""
         return self.source.takes_gradient and not self.output.takes_gradient
 
 
