@@ -73,6 +73,7 @@ def check_type(
 
 
 def _check_strided(where: str, name: str, value: Tensor, error: type[Exception]) -> None:
+    """Raise `error` for a nested tensor or a tensor of another layout than strided."""
     if value.is_nested:
         layout = "nested"
         way_out = "to_padded_tensor(0.0)"
@@ -161,6 +162,7 @@ def takes(**kinds: Kinds) -> Callable[[Function], Function]:
 
 
 def _check_each(where: str, name: str, value: Any, kinds: Kinds) -> None:
+    """Raise an error if a value has none of the types; if lists are allowed, check each item."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     item_kinds = tuple(kind for kind in kinds if kind is not list)
     words = " or ".join(_WORDS.get(kind, kind.__name__) for kind in item_kinds)

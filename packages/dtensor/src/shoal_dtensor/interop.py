@@ -119,6 +119,7 @@ def from_torch(tensor: Any, mesh: DeviceMesh | None = None) -> DTensor:
 
 
 def _to_torch_placement(spec: Spec, axis: int) -> Any:
+    """Return torch's placement for one mesh axis of a spec."""
     from torch.distributed import tensor as peer
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -146,6 +147,7 @@ def _to_torch_placement(spec: Spec, axis: int) -> Any:
 
 
 def _from_torch_placement(placement: Any) -> Placement:
+    """Return shoal's placement for a placement of torch."""
     if placement.is_replicate():
         return Replicate()
     if placement.is_partial():
@@ -169,6 +171,7 @@ def _partial_norm() -> Any:
 
 
 def _refuse_uneven(spec: Spec) -> None:
+    """Raise an error if several axes shard a dim unevenly."""
     for dim, sharding in enumerate(spec.dim_shardings):
         if len(sharding.axes) > 1 and not sharding.even:
             raise PlacementError(

@@ -201,6 +201,8 @@ def refuse_in_c(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) -> None:
 def _refusing(
     function: Callable[..., Any], cls: type[torch.Tensor], refuse: Callable[[Any], Any]
 ) -> Callable[..., Any]:
+    """Return `function`, preceded by calls of `refuse` for each tensor of `cls` in its argument."""
+
     @wraps(function)
     def export(value: Any, *args: Any, **options: Any) -> Any:
         # some of the functions take containers with tensors

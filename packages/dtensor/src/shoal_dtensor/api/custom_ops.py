@@ -333,6 +333,7 @@ def _entry(placement: Placement, meta: TensorMeta) -> Entry:
 
 
 def _overloads(where: str, op: OpOverload | Sequence[OpOverload]) -> list[OpOverload]:
+    """Return one or several overloads as a list; raise an error for anything else."""
     overloads: list[Any] = list(op) if isinstance(op, list | tuple) else [op]
     for overload in overloads:
         check_type(

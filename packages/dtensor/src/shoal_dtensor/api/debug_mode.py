@@ -135,6 +135,7 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
         self._note(f"{event.op} of {self.trace[-1].nbytes} bytes along {axes}")
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note an operator with the specs of its DTensors, and run it one level deeper."""
         flat = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, DTensor)]
         # The text of a spec, without its end ` on (mesh))`.
         specs = [repr(arg._spec).removeprefix("Spec(").rpartition(" on (")[0] for arg in flat]

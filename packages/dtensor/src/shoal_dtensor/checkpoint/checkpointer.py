@@ -211,6 +211,7 @@ class Checkpointer:
         return None
 
     def _fill(self, step: int, state_dict: dict[str, Any], group: Any, *, strict: bool) -> None:
+        """Load a step into the state dict, after all ranks have agreed that it fits."""
         sizes = {name: size for name, (size, _) in self._manifest(step).items()}
         reader = TrustedReader(self._path(step), sizes)
         requests: list[LoadRequest] = []
@@ -254,6 +255,11 @@ class Checkpointer:
         )
 
     def _write(self, step: int, state_of_step: Callable[[], dict[str, Any]], group: Any) -> None:
+        """Save a step.
+
+        The files are written to a partial folder, which gets the name of the step when all of them
+        are complete. Then they are verified, and older steps are removed.
+        """
         is_first_rank = dist.get_rank() == 0
         folder = self._folder / f".partial_{step}"
         states: list[dict[str, Any]] = []

@@ -58,6 +58,7 @@ class LoadRequest:
             self._check_complete()
 
     def _add_values(self) -> None:
+        """Collect the targets of all values but components, and note missing values."""
         for leaf in leaves_of(self.state_dict):
             name = name_of(leaf.path)
             if is_component(leaf.value):
@@ -72,6 +73,7 @@ class LoadRequest:
                 self._missing.append(name)
 
     def _check_kind(self, name: str, value: Any) -> None:
+        """Raise an error if an entry is a tensor on one side only: in the checkpoint or here."""
         if isinstance(value, Tensor) != self.saved.is_tensor(name):
             kinds = ["a value", "a tensor"]
             saved_kind = kinds[self.saved.is_tensor(name)]
@@ -82,6 +84,7 @@ class LoadRequest:
             )
 
     def _add_components(self) -> None:
+        """Collect the loads of all components with their targets, and note missing state."""
         components = [*components_of(self.state_dict)]
         modules = [value for _, value in components if isinstance(value, nn.Module)]
         for path, value in components:
@@ -184,6 +187,7 @@ class LoadRequest:
 
 
 def _about_empty(path: Path, below: list[str]) -> str:
+    """Return the text of the error for an empty dict in place of saved state."""
     top = str(path[0])
     return (
         f"{name_of(path)} is an empty dict where the checkpoint has state ({shorten(below)}): the "

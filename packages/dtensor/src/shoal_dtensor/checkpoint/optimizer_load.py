@@ -166,6 +166,10 @@ class OptimizerLoad(ComponentLoad):
     def _match_names(
         self, names: GroupNames, saved_keys: Sequence[Sequence[str]]
     ) -> tuple[dict[Tensor, str], list[int | None]]:
+        """Return the name of each parameter, and for each group the position of its saved group.
+
+        The position is None if the checkpoint has none of the names of the group.
+        """
         position_of = {key: i for i, of_group in enumerate(saved_keys) for key in of_group}
         keys: dict[Tensor, str] = {}
         group_at: list[int | None] = []
@@ -179,6 +183,7 @@ class OptimizerLoad(ComponentLoad):
         return keys, group_at
 
     def _require_names(self, find_names: Callable[[], GroupNames | None]) -> GroupNames:
+        """Return the names of parameters by group; raise an error if the model is not known."""
         names = find_names()
         if names is None:
             raise CheckpointError(
@@ -249,6 +254,7 @@ class OptimizerLoad(ComponentLoad):
                 self.missing.append(name_of(path))
 
     def _note_missing_options(self) -> None:
+        """Note the options of the optimizer's groups that the saved groups lack."""
         for group, position in zip(self.optimizer.param_groups, self.group_at, strict=True):
             if position is None:
                 continue

@@ -103,6 +103,8 @@ def _values(arg: Any, key: list[Any], types: Any) -> Any:
 
 
 def _reader_of_anything(op: OpOverload, cls: Any, *, by_value: bool) -> Reader:
+    """Return the reader of an argument that may be of any type."""
+
     # The count of references that `is_candidate` takes depends on this being called with an item of
     # a loop.
     def anything(arg: Any, key: list[Any], types: Any) -> Any:
@@ -142,6 +144,7 @@ def _reader_of_anything(op: OpOverload, cls: Any, *, by_value: bool) -> Reader:
 
 
 def _reader_of_tensors(cls: Any, anything: Reader) -> Reader:
+    """Return the reader of a list of tensors, which is fast if all are DTensors."""
     only = (cls,)
 
     def tensors(arg: Any, key: list[Any], types: Any) -> Any:

@@ -193,6 +193,7 @@ def sized_by_values(
 
 
 def _one_hot_of_all_classes(index: Any, num_classes: int = -1) -> Any:
+    """Run `one_hot` with the number of classes that the values have."""
     if not index.numel():
         raise OperatorArgumentError(
             "one_hot of an empty tensor: the number of classes cannot be inferred from the "

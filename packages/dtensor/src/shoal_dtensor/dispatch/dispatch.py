@@ -201,6 +201,7 @@ never_compiled(dispatch)
 
 
 def _new_op_cache(cls: Any, op: Any) -> _OpCache:
+    """Return a cache of an operator's decisions; raise an error if it does not support DTensors."""
     if not isinstance(op, OpOverload):
         raise raised_as_it_is(
             OperatorArgumentError(

@@ -161,6 +161,7 @@ def instead(operation: str) -> str:
 
 
 def _mixed(operation: str, shapes: str) -> str:
+    """Return the text of the error for a plain tensor among DTensors."""
     replicated = (
         ", or call it inside implicit_replication(), which treats plain tensors as replicated"
     )
@@ -248,6 +249,7 @@ def keep_gradient_plain(tensor: torch.Tensor) -> None:
 
 @unserializable_hook  # type: ignore[untyped-decorator]  # of torch
 def _as_plain(grad: Any) -> Any:
+    """Return the whole gradient for a plain tensor that is treated as replicated."""
     if not hasattr(grad, "_spec"):
         return grad
     node = current_node()

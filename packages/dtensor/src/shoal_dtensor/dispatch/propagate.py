@@ -111,6 +111,7 @@ def _decide(
     scope: Scope,
     copies: frozenset[int],
 ) -> Decision:
+    """Decide as `decide` does, but raise an error where code does not support symbolic sizes."""
     looks_up_size = sized_by_values(op, args, kwargs)
     if looks_up_size is not None:
         return Decision.composite(looks_up_size)
@@ -152,6 +153,7 @@ def _composite_of(op: OpOverload) -> Callable[..., Any] | None:
 def _sharding_by_rule(
     rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple[Spec, ...]
 ) -> Sharding:
+    """Return the layouts in which a call runs, as its rule requires."""
     if rule is _LOCAL:
         return _as_first_input(call, inputs)
     if rule.kind == "each":
@@ -277,6 +279,7 @@ def elements_of(call: OpCall) -> Iterator[ListElement]:
 
 
 def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
+    """Return the layouts of a `foreach` call; each element is decided on its own."""
     decided: dict[int, Spec] = {}
     outputs: dict[int, Spec] = {}
     communicating: set[int] = set()
@@ -436,6 +439,7 @@ _LOCAL = Rule(replicated)
 
 
 def _without_rule(op: OpOverload, scope: Scope) -> Rule:
+    """Return the rule for an operator without one, or refuse it, as `unknown_ops` tells."""
     if scope.unknown == "error":
         raise NoRuleError(
             f"{op} does not have a sharding rule or a decomposition; register a rule with "

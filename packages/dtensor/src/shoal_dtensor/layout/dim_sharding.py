@@ -138,6 +138,7 @@ class DimSharding:
         step: int,
         ragged: tuple[int, ...] | None,
     ) -> None:
+        """Set the fields, and the attributes that follow from them."""
         shards = prod(axis_sizes)
         # Example: 4 shards of 2 elements are not filled by 7 elements.
         is_filled = bool(step * shards == length)

@@ -99,6 +99,7 @@ class Placement(Interned):
 
     @classmethod
     def _intern(cls, fields: dict[str, Any]) -> Self:
+        """Return the only placement of this class with these fields."""
         key = (cls, *fields.values())
         placement: Self | None = Placement._interned.get(key)
         if placement is None:

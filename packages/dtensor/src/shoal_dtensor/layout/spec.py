@@ -229,6 +229,7 @@ class Spec(Interned):
         dim_shardings: tuple[AnyDimSharding, ...],
         example: Spec | None = None,
     ) -> Spec:
+        """Make a spec of normalized parts, with the attributes that follow from them."""
         shape, stride, dtype = meta
         spec = object.__new__(cls)
         put = object.__setattr__

@@ -62,6 +62,7 @@ def refuse_save_pretrained(module: nn.Module, refused: bool = True) -> None:
 
 
 def _save_pretrained(model: Any, *args: Any, **options: Any) -> None:
+    """Save the plain tensors of a state dict, if one is passed; otherwise refuse to save shards."""
     if save_whole_tensors(model, *args, **options):
         return
     raise StyleError(
@@ -274,6 +275,7 @@ def note_replaced(param: Tensor) -> None:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Raise an error if an optimizer holds a parameter that was replaced."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             # A compiled step is guarded on this attribute.

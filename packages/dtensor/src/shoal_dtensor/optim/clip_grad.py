@@ -145,6 +145,7 @@ class _Contribution(NamedTuple):
 
 
 def _check_plain(owners: Sequence[Tensor]) -> None:
+    """Raise an error if the gradient of a DTensor is a plain tensor."""
     for owner in owners:
         if not isinstance(owner, DTensor) or owner.grad is None:
             continue
@@ -218,6 +219,7 @@ def _exact_total(
 
 
 def _over_ranks(gradients: Sequence[Any], part: _Part, value: Tensor, op: str) -> Tensor:
+    """Return a value reduced over the axes of a part, of the norm of its gradients."""
     if not part.axes:
         return value
     mesh = gradients[part.first].mesh

@@ -162,6 +162,7 @@ def _links(mesh: DeviceMesh, topology: Topology | None, version: int) -> Links:
 
 
 def _check(src: Spec, dst: Spec) -> None:
+    """Raise an error unless two specs have the same shape and dtype."""
     if src.shape != dst.shape or src.dtype != dst.dtype:
         source = f"{tuple(src.shape)} {src.dtype}"
         target = f"{tuple(dst.shape)} {dst.dtype}"

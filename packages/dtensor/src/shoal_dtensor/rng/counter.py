@@ -92,6 +92,7 @@ def fill_counter(
 def _values(
     fill: Fill, rows: Tensor, columns: tuple[int, int], dtype: torch.dtype, key: tuple[int, int]
 ) -> Tensor:
+    """Return the values of a fill in these rows and these columns (start, stop)."""
     left, right = columns
     if fill.name == "random_":
         is_wide = _integer_range(fill, dtype).size > 1 << 32

@@ -50,6 +50,7 @@ current_mode: Callable[[], RandomMode] = _current.get
 
 
 def _checked(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
+    """Return a random mode; raise a ValueError if there is none of this name, or for its axes."""
     if mode not in get_args(Mode):
         raise ValueError(f"random mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
     if bool(axes) != (mode == "per_axis"):
@@ -239,6 +240,7 @@ def check_all_meshes_again() -> None:
 
 
 def _describe(mesh: DeviceMesh, digests: Sequence[int], generator: torch.Generator) -> str:
+    """Return the text of the error for generators that are out of step."""
     groups: dict[int, list[int]] = {}
     for rank, value in zip(mesh.mesh.flatten().tolist(), digests, strict=True):
         groups.setdefault(value, []).append(rank)

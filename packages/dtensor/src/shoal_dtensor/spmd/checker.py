@@ -96,6 +96,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
     ) -> Any:
+        """Run an operator with typed operands, and give its outputs their types."""
         where = func._schema.name
         if not _are_on_current_mesh(tensors):
             where = f"{user_line()}: {where}"
@@ -269,6 +270,7 @@ def _place_of(func: OpOverload) -> str:
 def _refuse_varying(
     func: OpOverload, operands: Sequence[Operand], varying: frozenset[MeshAxis]
 ) -> None:
+    """Raise an error if an operand is V over an axis that is not in `varying`."""
     for operand in operands:
         if operand.tensor_type is None:
             continue

@@ -96,6 +96,7 @@ def leave_unchecked(function: Callable[..., Any]) -> None:
 
 
 def _runs_unchecked_code() -> bool:
+    """Tell whether one of the callers is a function of `leave_unchecked`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _UNCHECKED_CODE:

@@ -79,6 +79,7 @@ def declare_local(outputs: Any, args: tuple[Any, ...]) -> None:
 
 
 def _local_result(axis: MeshAxis, types: Iterable[TensorType]) -> AnyAxisType:
+    """Return the type of the outputs on an axis, as `declare_local` describes it."""
     kinds = {local_type(tensor_type.by_axis[axis]) for tensor_type in types}
     if kinds in ({R}, {I}, {V}):
         return kinds.pop()
@@ -136,6 +137,7 @@ def _declare_to_local(outputs: Any, args: tuple[Any, ...]) -> None:
 
 
 def _order_of(spec: Spec) -> DimOrder:
+    """Return, for each dim that several axes shard evenly, these axes from the outermost."""
     mesh = spec.mesh
     axes = []
     for index, name in enumerate(mesh.axis_names):

@@ -155,6 +155,7 @@ def _refuse_invariant(call: LocalOperatorCall, axis: MeshAxis) -> None:
 
 
 def _varying_result(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType:
+    """Return V, the type of a result that differs between ranks; refuse I and P operands."""
     _refuse_invariant(call, axis)
     kinds = {local_type(operand.on(axis)) for operand in call.operands}
     if not kinds <= {R, I, V}:
@@ -381,6 +382,7 @@ def _unmoved(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _
 
 
 def _unmoved_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _Refusal:
+    """Return the layouts of a `foreach` call if no element needs a move; else the refusal."""
     outputs: dict[int, Spec] = {}
     for element, indices, results in elements_of(call):
         specs = tuple([inputs[index] for index in indices])

@@ -53,6 +53,7 @@ def check_outputs(result: Any, placements: Any, mesh: DeviceMesh) -> None:
 
 
 def _check_output(output: Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> None:
+    """Raise an error if the type of an output does not fit its placements."""
     for index, placement in enumerate(placements):
         axis = axis_over(mesh.ranks_along(index), mesh.axis_names[index])
         kind = type_of_placement(placement)

@@ -252,6 +252,7 @@ def normalize_axis(axis: AxisLike) -> MeshAxis:
 
 
 def _read_axis(axis: Any, current: CurrentMesh | None) -> MeshAxis:
+    """Return what `normalize_axis` returns, with `current` as the current mesh."""
     if isinstance(axis, MeshAxis):
         return axis
     if isinstance(axis, str):

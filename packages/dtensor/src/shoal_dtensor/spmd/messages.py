@@ -91,6 +91,7 @@ def ways_out(
 
 
 def _move(name: str, axis: MeshAxis, layouts: tuple[Spec, Spec], index: int) -> str:
+    """Return the conversion of an operand along one axis as advice; empty if its type stays."""
     source, target = layouts
     before = _type_at(source, index)
     after = _type_at(target, index)

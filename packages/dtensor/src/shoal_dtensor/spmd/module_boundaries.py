@@ -52,6 +52,7 @@ _CALLS = _Calls()
 
 
 def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Check a module's inputs and pause the checker for its forward, if it has a boundary."""
     # Appended first, because `_after` also runs if this hook raises.
     _CALLS.running.append(_ModuleCall())
     if active_checker() is None:

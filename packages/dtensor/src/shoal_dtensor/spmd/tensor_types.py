@@ -165,6 +165,7 @@ def read_type(
 
 
 def _checked(axis: AxisLike, axis_type: AnyAxisType, ndim: int) -> AnyAxisType:
+    """Return a type with its dim counted from the front; raise an error if it is not valid."""
     if not isinstance(axis_type, AxisType | Shard):
         raise SpmdTypeError(
             f"the type on axis {axis!r} must be one of R, I, V, P and S(dim), got {axis_type!r}"
@@ -216,6 +217,7 @@ def _read_spec(by_axis: dict[MeshAxis, AnyAxisType], ndim: int, spec: Sequence[A
 
 
 def _check_single_axes(by_axis: Mapping[MeshAxis, AnyAxisType]) -> None:
+    """Raise an error if several axes shard one dim, because their order is unknown."""
     sharding: dict[int, MeshAxis] = {}
     for axis, axis_type in by_axis.items():
         if not isinstance(axis_type, Shard) or axis.size() == 1:

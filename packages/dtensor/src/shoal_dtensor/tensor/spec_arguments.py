@@ -83,6 +83,7 @@ def _target(
     _identity: object,
     layout: tuple[tuple[Placement, ...], ShardOrder | None],
 ) -> Spec:
+    """Return the requested spec; raise an error if an axis cannot become partial."""
     placements, shard_order = layout
     target_mesh = mesh or source.mesh
     is_same_mesh = mesh is None or mesh == source.mesh
@@ -391,6 +392,7 @@ def _layout_of_shapes(
     placements: Sequence[Placement],
     shard_order: ShardOrder | None,
 ) -> Spec:
+    """Return the spec of a tensor from the local shapes by mesh coordinate."""
     first = next(iter(shapes.values()))
     numbers_of_dims = {len(shape) for shape in shapes.values()}
     if len(numbers_of_dims) != 1:

@@ -155,6 +155,10 @@ def _shardings(
 def _pair_shardings(
     trial: CallTrial, first: Row, second: Row
 ) -> Iterator[dict[int, AnyDimSharding | None]]:
+    """Yield the shardings of two rows on a mesh of (2, 2), by axis: one row along each axis.
+
+    A row that is paired with itself has one sharding over both axes.
+    """
     if first is second:
         for sharding in _shardings(trial, first, (2, 2), (0, 1)):
             yield {0: sharding, 1: sharding}

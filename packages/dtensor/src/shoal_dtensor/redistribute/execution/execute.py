@@ -247,6 +247,10 @@ def schedule_of(
 def _schedule_of(
     plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool
 ) -> PackedSchedule:
+    """Return the schedule: round k has the k-th collective of each plan.
+
+    Collectives of one round whose keys are equal are one message.
+    """
     legs_of_plans = []
     remaining = []
     for position, plan in enumerate(plans):

@@ -120,6 +120,7 @@ def blocks_of(step: Step, coordinate: Coordinate) -> Blocks:
 
 
 def _slice(step: Step, coordinate: Coordinate) -> RankStep:
+    """Return the rank step of a Slice: a part of the box is kept."""
     before = step.src.box(coordinate)
     after = step.dst.box(coordinate)
     # (dim, start, length). Example: from rows 4:8 to rows 6:8 it is (0, 2, 2).
@@ -314,6 +315,7 @@ def _reduce_scatter(step: Step, coordinate: Coordinate) -> RankStep:
 
 
 def _all_reduce(step: Step, coordinate: Coordinate) -> RankStep:
+    """Return the rank step of an AllReduce: the boxes of the ranks along the axes are reduced."""
     if not volume(step.src.box(coordinate)):
         return RankStep(finish=lambda local, _: local.clone())
     op, divide = _reduction(step)
@@ -345,6 +347,7 @@ def _reducing(step: Step, coordinate: Coordinate) -> RankStep:
 
 
 def _all_to_all(step: Step, coordinate: Coordinate) -> RankStep:
+    """Return the rank step of an AllToAll: boxes are split along one dim, joined along another."""
     (src_dim, dst_dim) = step.dims
     before = step.src.box(coordinate)
     after = shape_of(step.dst.box(coordinate))

@@ -213,6 +213,7 @@ class Space:
         self.goal: State = self.state(self.wanted, 0, 0, 0)
 
     def _read_partials(self, src: Spec, dst: Spec) -> None:
+        """Set the attributes that describe the partial axes of both ends."""
         old = dict(src.partials)
         new = dict(dst.partials)
         # An axis stays partial if its reduction is the same, or changes between sum and average.
@@ -287,6 +288,7 @@ def _over_large_axes(spec: Spec) -> Spec:
 
 
 def _change(old: ShardedDim, new: ShardedDim) -> Change:
+    """Return the change of a dim from an old to a new sharding."""
     pairs = zip(old.lineage, new.lineage, strict=False)
     *_, common = [outer for outer, other in pairs if outer is other]
     # Example: from axes (0, 1) to axes (0, 2), axis 1 leaves and axis 2 enters.

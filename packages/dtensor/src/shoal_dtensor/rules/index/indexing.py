@@ -406,6 +406,7 @@ class _Writes(NamedTuple):
 
 
 def take(call: OpCall) -> Iterator[Row]:
+    """Yield rows that shard the index, or the source, in which ranks look up their own elements."""
     source = call["self"]
     index = call["index"]
     for d in range(index.ndim):
@@ -434,6 +435,7 @@ def put(call: OpCall) -> Iterator[Row]:
 
 
 def _put(local_call: LocalCall) -> LocalFunction | None:
+    """Return a function that writes only to positions in this rank's shard."""
     op = local_call.call.op
     spec = local_call["self"]
     if not sharding_axes(spec):

@@ -68,6 +68,7 @@ def parse(text: str) -> Pattern:
 
 
 def _operand(part: str, text: str) -> tuple[Dim, ...]:
+    """Return the dims of one operand of a pattern; `text` is the whole pattern, for errors."""
     # Example: the tokens of "b (h d)" are ("", "b") and ("h d", "").
     tokens = re.findall(r"\(([^()]*)\)|([^\s()]+|[()])", part)
     dims: list[Dim] = []

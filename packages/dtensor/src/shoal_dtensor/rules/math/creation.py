@@ -141,6 +141,7 @@ def _normal(local_call: LocalCall) -> LocalFunction:
 
 
 def _native_dropout(local_call: LocalCall) -> LocalFunction:
+    """Return a function that draws this rank's shard of the mask of one device."""
     chance = float(local_call.call["p"])
     train = local_call.call["train"]
     result, mask_spec = local_call.outputs

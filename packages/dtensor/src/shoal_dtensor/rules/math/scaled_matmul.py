@@ -122,6 +122,7 @@ def scaled_mm(call: OpCall) -> Iterator[Row]:
 
 
 def _by_rows(call: OpCall, first: _Operand) -> Iterator[Row]:
+    """Yield the row that shards the rows of the first operand."""
     unit = first.unit(0)
     if unit is not None:
         rows = S(0, unit)
@@ -129,6 +130,7 @@ def _by_rows(call: OpCall, first: _Operand) -> Iterator[Row]:
 
 
 def _by_columns(call: OpCall, second: _Operand) -> Iterator[Row]:
+    """Yield the row that shards the columns of the second operand."""
     unit_of_scales = second.unit(1)
     if unit_of_scales is None:
         return
@@ -139,6 +141,7 @@ def _by_columns(call: OpCall, second: _Operand) -> Iterator[Row]:
 
 
 def _by_contracted_dim(call: OpCall, first: _Operand, second: _Operand) -> Iterator[Row]:
+    """Yield the row that shards the contracted dim, so that the result is a partial sum."""
     first_unit = first.unit(1)
     second_unit = second.unit(0)
     if first_unit is None or second_unit is None:

@@ -168,6 +168,10 @@ class Statistics:
 
 
 def _norm(local_call: LocalCall) -> LocalFunction | None:
+    """Return the local function of a norm or of its gradient.
+
+    If a dim that the statistics reduce is sharded, the ranks compute them together.
+    """
     call = local_call.call
     is_gradient = "grad_out" in local_call.call.places
     reduced, _ = _dims(call)

@@ -43,6 +43,7 @@ from .views import same_dims, unsqueeze, with_input_sizes
 
 
 def cat(call: OpCall) -> Iterator[Row]:
+    """Yield the rows of `cat`; along the joined dim, one operand is sharded."""
     (result,) = call.outputs
     tensors = call.tensors
     dim = int(call["dim"]) % max(result.ndim, 1)
@@ -115,6 +116,7 @@ def _pads(call: OpCall) -> dict[int, tuple[int, int]]:
 
 
 def constant_pad_nd(call: OpCall) -> Iterator[Row]:
+    """Yield the rows of a padding; partial values may stay so if it adds nothing, or zeros."""
     pads = _pads(call)
     for d, n in enumerate(call["self"].shape):
         if d in pads:
@@ -220,6 +222,7 @@ def _flipped_bytes(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _roll(local_call: LocalCall) -> LocalFunction | None:
+    """Return the local function of `roll` or `flip`: sharded dims are exchanged between ranks."""
     call = local_call.call
     source = local_call["self"]
     moves = []
@@ -262,6 +265,7 @@ class RepeatMap(ShardingMap):
 
 
 def repeat(call: OpCall) -> Iterator[Row]:
+    """Yield the rows of `repeat`; a repeated dim may be sharded too."""
     repeats = call["repeats"]
     ndim = call["self"].ndim
     # Example: for 2 dims and repeats (3, 1, 2) there is 1 new dim, so dim 0 is dim 1 of the result
@@ -276,6 +280,7 @@ def repeat(call: OpCall) -> Iterator[Row]:
 
 
 def _repeat(local_call: LocalCall) -> LocalFunction | None:
+    """Return the local function of `repeat`: repeated sharded dims are exchanged between ranks."""
     source = local_call["self"]
     target = local_call.outputs[0]
     repeats = [int(n) for n in local_call.call["repeats"]]
@@ -309,6 +314,7 @@ def _beside_matrix(call: OpCall, ndim: int) -> list[int]:
 
 
 def diagonal(call: OpCall) -> Iterator[Row]:
+    """Yield rows that shard either dim of the matrix, and rows for the other dims."""
     one = call.dim("dim1")
     two = call.dim("dim2")
     offset = call["offset"]

@@ -215,6 +215,7 @@ def select(call: OpCall) -> Iterator[Row]:
 
 @along_dim
 def _select(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
+    """Return a function that selects from a sharded dim; a result without dims is broadcast."""
     sharding = spec.dim_sharding(dim)
     index = local_call.call["index"] % spec.shape[dim]
     # Example: x[5] is row 1 of the shard with 4:8.
@@ -233,6 +234,7 @@ def _select(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 @along_dim
 def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
+    """Return a function whose results are empty unless this rank has their index."""
     # Example: on the shard with 4:8, result 5 is row 5 - 4.
     first = spec.offset(dim)
     count = spec.local_shape[dim]
