@@ -59,6 +59,7 @@ from .invariant.norms_and_embeddings import (
 from .invariant.self_check import check_device
 from .row_attention import attention_in_rows
 
+# lowering of a style -> its invariant form
 _FORMS: dict[type[Lowered], type[Lowered]] = {
     ColumnLinear: InvariantColumn,
     RowLinear: InvariantRow,
@@ -66,8 +67,9 @@ _FORMS: dict[type[Lowered], type[Lowered]] = {
     RowEmbedding: InvariantRowEmbedding,
     Tokenwise: InvariantTokenwise,
 }
-# These lowerings compute nothing themselves.
+# Lowerings that add nothing up themselves, so they need no other form.
 _UNCHANGED = (DTensorForward, SequenceDropout)
+# class of a module that no style shards -> its invariant form
 _WHOLE: dict[type[nn.Module], type[Lowered]] = {
     nn.Linear: InvariantWhole,
     nn.Embedding: InvariantEmbedding,
@@ -86,7 +88,7 @@ class InvariantArithmetic(BlockArithmetic):
     def form_of(
         self, lowering: type[Lowered], sharding: ModuleSharding, module: nn.Module
     ) -> type[Lowered]:
-        """Return the form that replaces a lowering; an UnsupportedModuleError if there is none."""
+        """Return the form that replaces a lowering; raise UnsupportedModuleError if none does."""
         form = _FORMS.get(lowering)
         if form is not None:
             return form
@@ -104,10 +106,11 @@ class InvariantArithmetic(BlockArithmetic):
         """Give invariant forms to the modules without a style, and check the sums over data ranks.
 
         Args:
-            mesh: of the plan.
+            mesh: the mesh of the plan.
             module: the model.
-            over_data: dtypes of the computation and of the reduction over data ranks; None in it
-                for the dtype of the parameters, None for no data parallelism.
+            over_data: the dtype of the computation (None for the dtype of the parameters) and the
+                dtype of the reduction over data ranks (None for the dtype of the computation).
+                Without data parallelism, `over_data` itself is None.
         """
         self._check_devices(module)
         axis = mesh[mesh.axis_names[0]]
@@ -193,18 +196,18 @@ def invariant_arithmetic(
     Args:
         blocks: the number of blocks of a sharded dim, a power of two; it divides the sizes of all
             sharded dims.
-        rows: for serving: the number of tokens of a sample that linear layers and
-            `F.scaled_dot_product_attention` compute together; missing tokens are padded. Then the
-            chunks in which a prompt is prefilled change no bit either. With None, kernels see whole
-            sequences.
+        rows: the number of tokens of a sample that linear layers and
+            `F.scaled_dot_product_attention` compute together; missing tokens are padded. Set it for
+            serving: then the sizes of the chunks in which a prompt is prefilled do not change the
+            bits either. With None, kernels see whole sequences.
 
     Yields:
         The mode.
 
     Raises:
-        StyleError: if `blocks` is not a power of two, `rows` is not positive, or the mode is
+        StyleError: if `blocks` is not a power of two, if `rows` is not positive, or if the mode is
             entered already with other arguments. Inside the block: if a plan has a module without
-            an invariant form, or a dim that the blocks do not divide.
+            an invariant form, or a dim whose size is not a multiple of `blocks`.
 
     Example:
         >>> from torch import nn
@@ -238,7 +241,8 @@ def invariant_arithmetic(
 def refuse_tied(module: nn.Module) -> None:
     """Raise a TiedWeightError for a parameter that several modules share.
 
-    Each rank adds the gradients of the modules first, which is another order than on one rank.
+    Each rank would add the gradients of the modules first, and then the ranks would add their sums.
+    One rank adds in another order.
     """
     first: dict[nn.Parameter, str] = {}
     for path, owner in module.named_modules():

@@ -6,4 +6,4 @@ from shoal_dtensor.errors import StyleError
 
 
 class VariantArithmeticError(StyleError, RuntimeError):
-    """Operators of this device whose bits depend on the number of ranks; the message names them."""
+    """The bits of operators of this device depend on the number of ranks; the message names them."""

@@ -29,7 +29,12 @@ Microbatch = TypeVar("Microbatch")
 
 
 class _Node(NamedTuple):
-    """The sum of the gradients of consecutive passes."""
+    """The sum of the gradients of consecutive passes.
+
+    Attributes:
+        passes: the number of passes, a power of two.
+        grads: the sum for each parameter; None if it has no gradient in any of the passes.
+    """
 
     passes: int
     grads: list[Tensor | None]
@@ -55,7 +60,8 @@ class _GradientTree:
         self.count = count
         self.params: list[nn.Parameter] = []
         self.passes = 0
-        # One node for each binary digit of the number of passes so far, the largest first.
+        # One node for each 1 among the binary digits of the number of passes so far, the largest
+        # first. Example: after 6 passes there are nodes of 4 and 2 passes.
         self.nodes: list[_Node] = []
 
     @staticmethod
@@ -73,7 +79,7 @@ class _GradientTree:
                     )
 
     def begin(self) -> None:
-        """Collect the parameters; a StyleError if one has a gradient."""
+        """Collect the parameters for a new tree; raise StyleError if one has a gradient."""
         self.params = [*self.model.parameters()]
         self.passes = 0
         self.nodes = []
@@ -135,17 +141,19 @@ def accumulate_in_tree(
 ) -> Iterator[Microbatch]:
     """Yield the microbatches one by one; after the last, `.grad` has the bits of one pass over all.
 
-    Every turn of the loop runs one backward pass, of a loss that is divided by the number of
-    microbatches. There are no gradients before the loop. During a turn `.grad` has the gradients of
-    that pass, after the last turn it has the sum. The tree keeps at most log2 of the number of
-    microbatches + 1 copies of the gradients. A loop that ends early leaves no gradients.
+    In every turn of the loop, run one backward pass of a loss that is divided by the number of
+    microbatches. There must be no gradients before the loop. During a turn `.grad` has the
+    gradients of that pass; after the last turn it has the sum. The tree keeps at most
+    log2(number of microbatches) + 1 copies of the gradients. If the loop ends early, the gradients
+    of all earlier turns are dropped.
 
-    With data parallelism, microbatches are consecutive parts of the global batch, each divided
-    among the ranks, and every backward reduces.
+    With data parallelism, microbatches are consecutive parts of the global batch. Each of them is
+    divided among the ranks, and every backward reduces its gradients over the ranks.
 
     Args:
-        model: made parallel inside `invariant_arithmetic`.
-        microbatches: a power of two of them, with equal numbers of samples.
+        model: a model that was made parallel inside `invariant_arithmetic`.
+        microbatches: the microbatches. Their number is a power of two, and all have the same number
+            of samples.
 
     Returns:
         An iterator over the microbatches.
@@ -154,8 +162,8 @@ def accumulate_in_tree(
         StyleError: outside `invariant_arithmetic`; if the number of microbatches is not a power of
             two; if there are gradients before the loop; or if `replicate` or `fully_shard` keeps
             gradients for a later reduction.
-        TiedWeightError: if modules share a parameter: autograd adds its gradients in every pass
-            first.
+        TiedWeightError: if modules share a parameter, because autograd adds its gradients within
+            every pass.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -187,13 +195,13 @@ def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
     """Make a stage of `torch.distributed.pipelining` add gradients as `accumulate_in_tree` does.
 
     Args:
-        stage: a pipeline stage whose `submod` was made parallel inside `invariant_arithmetic`;
-            changed in place.
+        stage: a pipeline stage, changed in place. Its `submod` was made parallel inside
+            `invariant_arithmetic`.
         microbatches: the number of microbatches of a step of the schedule, a power of two.
 
     Raises:
-        StyleError: as `accumulate_in_tree`. Also in a step whose schedule runs the backward passes
-            in another order.
+        StyleError: in the cases of `accumulate_in_tree`. A step raises it too if its schedule runs
+            the backward passes in another order than that of the microbatches.
         TiedWeightError: if modules of the stage share a parameter.
 
     Example:

@@ -1,9 +1,12 @@
-"""`attention_in_rows`: attention whose bits depend on no other query and on no later key.
+"""`attention_in_rows`: attention in which a query's bits depend on no other query and no later key.
 
-Every kernel sees one sample, `rows` queries and `KEYS` keys, however long the sequence is: missing
-queries and keys are padding, and padded keys are masked. Blocks of keys begin at the first key, so
-the keys that a query may see are in the same blocks in every call. Later blocks add zeros, which
-change no bit.
+Every kernel sees one sample, `rows` queries and `KEYS` keys, however long the sequence is. Missing
+queries and keys are padded, and padded keys are masked. Blocks of keys are counted from the first
+key, so the keys that a query may see are in the same blocks in every call. Later blocks add zeros,
+which change no bit.
+
+In the shapes, B is the number of samples, H of heads, Q of queries, K of keys, D of the features of
+a query or key, and V of the features of a value.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from shoal_context_parallel import UnsupportedAttentionError
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import unwatched_functions
 
-# Keys in a block. With 64 of them, blocks of any number of features begin at multiples of 64 bytes.
+# The number of keys in a block. It is 64, so blocks with any number of features begin at multiples
+# of 64 bytes.
 KEYS = 64
 
 
@@ -36,13 +40,18 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     """Attend to (B, ..., K, D) keys and (B, ..., K, V) values from (B, ..., Q, D) queries.
 
     Args:
-        rows: queries that one kernel computes together.
-        query, key, value, attn_mask: plain tensors of this rank's heads.
+        rows: the number of queries that one kernel computes together.
+        query: queries of this rank's heads, a plain tensor.
+        key: keys of this rank's heads, a plain tensor.
+        value: values of this rank's heads, a plain tensor.
+        attn_mask: None or a plain tensor, as in `scaled_dot_product_attention`.
         dropout_p: only 0.0 is allowed.
-        is_causal, scale, enable_gqa: as in `scaled_dot_product_attention`.
+        is_causal: as in `scaled_dot_product_attention`.
+        scale: as in `scaled_dot_product_attention`.
+        enable_gqa: as in `scaled_dot_product_attention`.
 
     Returns:
-        (B, ..., Q, V), zeros for a query that sees no key.
+        The output, of shape (B, ..., Q, V). It is zero for a query that sees no key.
 
     Raises:
         UnsupportedAttentionError: for a DTensor or for dropout.
@@ -56,7 +65,7 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
             "the plan"
         )
     if enable_gqa:
-        # 8 query heads and 2 key heads: each key head serves 4 query heads.
+        # Example: with 8 query heads and 2 key heads, each key head serves 4 query heads.
         queries_per_key = query.shape[-3] // key.shape[-3]
         key = key.repeat_interleave(queries_per_key, -3)
         value = value.repeat_interleave(queries_per_key, -3)
@@ -71,7 +80,7 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
         mask = _additive_mask(query, key_count, attn_mask, is_causal=is_causal)
         operands = [_by_sample(x) for x in (query * factor, key, value, mask)]
         samples = [_attend_sample(rows, *sample) for sample in zip(*operands, strict=True)]
-        # (B, H, Q padded to full blocks, V), without the padding
+        # The stack has shape (B, H, padded Q, V).
         out = torch.stack(samples)[:, :, :query_count]
         return out.reshape(out_shape).to(query.dtype)
 
@@ -82,7 +91,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _by_sample(x: Tensor) -> Tensor:
-    """(B, ..., N, D) -> (B, H, N, D) in the dtype of the computation; the heads are one dim."""
+    """Join all dims of heads to one, (B, ..., N, D) -> (B, H, N, D), in the computation's dtype."""
     wide = x.to(_compute_dtype(x.dtype))
     return wide.reshape(len(x), -1, *x.shape[-2:])
 
@@ -90,7 +99,11 @@ def _by_sample(x: Tensor) -> Tensor:
 def _additive_mask(
     query: Tensor, keys: int, attn_mask: Tensor | None, *, is_causal: bool
 ) -> Tensor:
-    """Return the summand of the scores, (B, ..., Q, K); one head if all have the same mask."""
+    """Return the mask as a summand of the scores, of shape (B, ..., Q, K).
+
+    It has -inf where a query does not see a key. If `attn_mask` has no dims of heads, they have the
+    size 1 in the result.
+    """
     queries = query.shape[-2]
     dtype = _compute_dtype(query.dtype)
     if attn_mask is None:
@@ -109,7 +122,18 @@ def _additive_mask(
 
 
 def _attend_sample(rows: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attend from (H, Q, D), one block of queries after the other: (H, Q padded to blocks, V)."""
+    """Attend from the queries of one sample, one block of queries after the other.
+
+    Args:
+        rows: the number of queries in a block.
+        q: queries, (H, Q, D).
+        k: keys, (H, K, D).
+        v: values, (H, K, V).
+        mask: the summand of the scores, (H or 1, Q, K).
+
+    Returns:
+        The output, (H, padded Q, V).
+    """
     query_blocks = _padded_blocks(q, rows)
     key_blocks = _padded_blocks(k, KEYS)
     value_blocks = _padded_blocks(v, KEYS)
@@ -120,7 +144,7 @@ def _attend_sample(rows: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> 
 
 
 def _padded_blocks(x: Tensor, size: int) -> list[Tensor]:
-    """(H, N, D) -> blocks (H, size, D), each in memory of its own; zeros pad the last one."""
+    """Split (H, N, D) into blocks (H, size, D), each in memory of its own; pad the last by zeros."""
     missing = -x.shape[1] % size
     padded = functional.pad(x, (0, 0, 0, missing))
     blocks = torch.split(padded, size, 1)
@@ -128,7 +152,10 @@ def _padded_blocks(x: Tensor, size: int) -> list[Tensor]:
 
 
 def _mask_blocks(mask: Tensor, rows: int) -> Iterator[list[Tensor]]:
-    """(H, Q, K) -> for every block of queries its blocks (H, rows, KEYS); padding is masked."""
+    """Yield the blocks (H, rows, KEYS) of a mask (H, Q, K), as one list per block of queries.
+
+    Padded keys are masked.
+    """
     missing_keys = -mask.shape[2] % KEYS
     missing_queries = -mask.shape[1] % rows
     padded = functional.pad(mask, (0, missing_keys), value=-torch.inf)
@@ -140,11 +167,11 @@ def _mask_blocks(mask: Tensor, rows: int) -> Iterator[list[Tensor]]:
 def _attend_block(
     q: Tensor, keys: list[Tensor], values: list[Tensor], masks: list[Tensor]
 ) -> Tensor:
-    """Attend from one block of queries to all blocks of keys: (H, rows, V)."""
+    """Attend from one block of queries to all blocks of keys; return the output, (H, rows, V)."""
     scores = [q @ block.mT + mask for block, mask in zip(keys, masks, strict=True)]
     tops = [block.amax(-1, keepdim=True) for block in scores]
     top = torch.stack(tops).amax(0)
-    # A query that sees no key has only -inf; subtracting that would give nan.
+    # A query that sees no key has only scores of -inf, and -inf - -inf would give nan.
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights = [(block - top).exp() for block in scores]
     total = weights[0].sum(-1, keepdim=True)

@@ -1,17 +1,20 @@
 """Linear layers in blocks: each product sees one sample and one block of features, on any mesh.
 
-With 8 blocks, samples b and blocks j:
+For a sample b and a block j of the features, column-wise and row-wise layers compute:
 
     columns   y[b, :, j] = x[b] W[j]^T            dx[b] = tree over j of dy[b, :, j] W[j]
     rows      y[b] = tree over j of x[b, :, j] W[:, j]^T        dx[b, :, j] = dy[b] W[:, j]
     both      dW[j] = tree over b of the sample's product
 
-The collectives of `ports` compute the upper part of the trees over j. The reduction over data axes
-computes the upper part of the trees over b. Layers that read one activation (q, k and v) add their
-products in each block j, and reduce the sum once:
+The collectives over the tensor axis compute the upper part of the trees over j. The reduction over
+data axes computes the upper part of the trees over b.
 
-    forward     q, place 0      k, place 1      v, place 2
-    backward    dx = q + k + v  adds its term   adds its term      from right to left
+Several column-wise layers may read the same activation, as q, k and v do. They add their terms of
+its gradient in each block j, and reduce the sum over ranks once, in the backward of the first:
+
+    layer       q                         k                 v
+    place       0                         1                 2
+    backward    3. computes dx of all     2. adds a term    1. adds a term
 """
 
 from __future__ import annotations
@@ -49,8 +52,10 @@ class _Readers:
     """The layers that read one activation, and their terms of its gradient in a backward pass.
 
     Attributes:
-        comm: the ranks that the gradient is summed over; None where the input's port does it.
-        count: the number of readers so far; a reader's place is the count before it.
+        comm: the ranks that the first reader sums the gradient over. None if the conversion of the
+            layer's input sums it, or if no ranks share the layer.
+        count: the number of readers so far. The place of a reader is the number of readers before
+            it.
     """
 
     __slots__ = ("_terms", "comm", "count")
@@ -58,17 +63,17 @@ class _Readers:
     def __init__(self, comm: Comm | None) -> None:
         self.comm = comm
         self.count = 0
-        # By place: the number of the backward pass, and the factors of the term.
+        # place of a reader -> the number of the backward pass, and the factors of the term
         self._terms: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
 
     def add(self, place: int, grad: Tensor, weight: Tensor) -> None:
-        """Add the term of the reader at a place: the product of a gradient and a weight."""
+        """Add the factors of a reader's term: the gradient at its output, and its weight."""
         self._terms[place] = backward_number(), (grad, weight)
 
     def take(self) -> list[tuple[Tensor, Tensor]]:
-        """Remove all terms; return the factors of this pass in the order of the forward.
+        """Remove all terms; return the factors of this backward pass, in the order of the places.
 
-        Terms of an earlier pass that did not reach the first reader are dropped.
+        Terms of an earlier backward pass are dropped. That pass did not reach the first reader.
         """
         terms = self._terms
         self._terms = {}
@@ -81,10 +86,11 @@ class _Readers:
 
 
 class _OutputColumns(Function):
-    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), N in `blocks` blocks.
+    """Linear whose output features are computed in blocks, (B, ..., K) -> (B, ..., N).
 
-    The second output is x again, for the other readers. Their products are terms of the first
-    reader's gradient, whose backward runs after theirs.
+    The weight is (N, K), and the bias is (N,). The second output is x again. The other readers of x
+    read this output, so their backwards run before that of the first reader, which then adds up
+    the terms of all readers.
     """
 
     @staticmethod
@@ -121,7 +127,7 @@ class _OutputColumns(Function):
         is_first_reader = ctx.place == 0
         factors = ctx.readers.take() if is_first_reader else []
         if needs_x and factors:
-            # (B, ..., N) of q, k and v, times (N, K) of each: (B, ..., K)
+            # For each reader (B, ..., N) times (N, K); the sum is (B, ..., K).
             dx = summed(factors, 0, ctx.blocks)
             if ctx.readers.comm is not None:
                 all_reduce_(dx, ctx.readers.comm)
@@ -129,13 +135,16 @@ class _OutputColumns(Function):
 
 
 class _Rows(Function):
-    """x: (B, ..., K), W: (N, K) -> (B, ..., N): the sum over blocks of K and over ranks."""
+    """Linear whose input features are summed in blocks and over ranks, (B, ..., K) -> (B, ..., N).
+
+    The weight is (N, K).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, blocks: int, comm: Comm | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.blocks = blocks
-        # 8 blocks on 4 ranks: this rank has K / 4 features, in 2 blocks.
+        # Example: with 8 blocks on 4 ranks, this rank has a quarter of K, in 2 blocks.
         out = summed([(x, weight)], 1, blocks)
         if comm is not None:
             all_reduce_(out, comm)
@@ -146,14 +155,14 @@ class _Rows(Function):
         first_order_only()
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, *_rest = ctx.needs_input_grad
-        # (B, ..., N) x (N, K), K in blocks
+        # (B, ..., N) times (N, K), with K in blocks
         dx = spread(grad, weight, 1, ctx.blocks) if needs_x else None
         dw = weight_gradient(grad, x, 1, ctx.blocks) if needs_weight else None
         return dx, dw, None, None
 
 
 def _sample_by_sample(call: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Decorate a Linear's call: an input (K,) is one sample, and autocast is refused."""
+    """Decorate the call of a Linear: treat an input (K,) as one sample, and refuse autocast."""
 
     @wraps(call)
     def checked(lowered: Any, input: Tensor) -> Tensor:
@@ -178,7 +187,7 @@ class InvariantColumn(ColumnLinear):
 
     def resolve(self) -> None:
         super().resolve()
-        # Blocks of N; 8 blocks on 4 ranks: 2
+        # This rank's number of blocks of N. Example: 2 with 8 blocks on 4 ranks.
         self.blocks: int = blocks_of_parameter(self, "weight", 0)
 
     @_sample_by_sample
@@ -188,7 +197,7 @@ class InvariantColumn(ColumnLinear):
         x, readers = self.read(input)
         place = readers.count
         out, again = apply(_OutputColumns, x, weight, local["bias"], self.blocks, readers, place)
-        # A leaf outlives the graph, and a token on it would keep the graph alive.
+        # Nothing is kept on a leaf: it outlives the graph, and would keep the graph alive.
         if place == 0 and again.requires_grad and not input.is_leaf:
             again.readers = readers
             keep_shared_input(local_of(input), self.reading(), again)
@@ -196,17 +205,21 @@ class InvariantColumn(ColumnLinear):
         return self.finish(out)
 
     def read(self, input: Tensor) -> tuple[Tensor, _Readers]:
-        """Return the replicated input and its readers, of the first reader if there was one."""
+        """Return the replicated input and its readers.
+
+        If an earlier layer has read the input, these are the second output and the readers of the
+        first layer that did.
+        """
         found = find_shared_input(local_of(input), self.reading(), grad=True, in_tree=True)
         if found is not None and torch.is_grad_enabled():
-            readers: _Readers = found.readers  # type: ignore[attr-defined]  # below
+            readers: _Readers = found.readers  # type: ignore[attr-defined]  # set in `__call__`
             return found, readers
         if self.port_in.layout.is_replicate() and not isinstance(input, DTensor):
             return input, _Readers(self.comm)
         return replicated_input(self, input), _Readers(None)
 
     def reading(self) -> Hashable:
-        """Return the key by which readers find each other; equal keys share a gradient."""
+        """Return the key of this layer's input; readers with equal keys share its gradient."""
         return self.comm, self.port_in.layout, self.blocks
 
 
@@ -217,7 +230,7 @@ class InvariantRow(RowLinear):
 
     def resolve(self) -> None:
         super().resolve()
-        # Blocks of K; 8 blocks on 4 ranks: 2
+        # This rank's number of blocks of K. Example: 2 with 8 blocks on 4 ranks.
         self.blocks: int = blocks_of_parameter(self, "weight", 1)
 
     @_sample_by_sample
@@ -234,7 +247,7 @@ class InvariantRow(RowLinear):
 
 
 class InvariantWhole(Lowered):
-    """A Linear that no style shards, sample by sample."""
+    """A Linear that no style shards; it is computed sample by sample."""
 
     __slots__ = ()
 

@@ -5,8 +5,9 @@ mesh. Larger calls are faster, and most kernels add in the same order in them. S
 with new shapes compares faster forms with the definition on random numbers. The fastest form with
 the same bits is used from then on. Ranks may choose different forms.
 
-In the shapes, B is the number of samples, R the rows of a sample, N and K are features. If the mode
-has a number of rows, a sample is that many tokens, and zeros pad the end of a sequence.
+In the shapes, B is the number of samples, R is the number of rows (tokens) of a sample, and N and K
+are numbers of features. If the mode has a number of rows, a sample is that many tokens, and zeros
+pad the end of a sequence.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from shoal_tp_styles import Lowered
 
 Form = Callable[..., Tensor]
 
-# Kernels of matrix products may depend on the alignment of an operand, in bytes. Memory that torch
-# has just allocated begins at multiples of this.
+# Kernels of matrix products may depend on the alignment of an operand. Memory that torch has just
+# allocated begins at multiples of this number of bytes.
 _ALIGNMENT = 64
 
 
@@ -43,7 +44,7 @@ class BlockArithmetic:
     Attributes:
         blocks: the number of blocks of a dim that ranks may share; a multiple of the number of
             ranks.
-        rows: the number of tokens of a sample that are computed together; None for all.
+        rows: the number of tokens of a sample that are computed together; None if all are.
     """
 
     blocks: int
@@ -55,7 +56,7 @@ class BlockArithmetic:
         Raises:
             StyleError: if the ranks do not divide the blocks, or the blocks the dim.
         """
-        # With 8 blocks: 2, 4 or 8 ranks, and a dim of 64 elements but not of 60.
+        # Example: 8 blocks allow 2, 4 or 8 ranks, and a dim of 64 elements but not of 60.
         if self.blocks % ranks or size % self.blocks:
             raise StyleError(
                 f"invariant_arithmetic(blocks={self.blocks}): {dim_name} has {size} elements over "
@@ -63,7 +64,7 @@ class BlockArithmetic:
                 "number of blocks must divide the elements. Choose another number of blocks (a "
                 "power of two)"
             )
-        # 8 blocks on 4 ranks: 2
+        # Example: with 8 blocks on 4 ranks, each has 2.
         return self.blocks // ranks
 
 
@@ -74,7 +75,10 @@ def current_arithmetic() -> BlockArithmetic | None:
 
 
 def required_arithmetic() -> BlockArithmetic:
-    """Return the mode; a StyleError outside of it, where collectives would add in another order."""
+    """Return the mode that is entered; raise StyleError outside of the mode.
+
+    Outside of it collectives would add in another order.
+    """
     arithmetic = current_arithmetic()
     if arithmetic is None:
         raise StyleError(
@@ -103,9 +107,12 @@ def blocks_of_parameter(lowered: Lowered, name: str, dim: int) -> int:
 
 
 def contiguous_block(tensor: Tensor) -> Tensor:
-    """Return the tensor in contiguous, aligned memory, so that a kernel cannot see its origin."""
+    """Return the tensor in contiguous, aligned memory.
+
+    A kernel then cannot depend on whether the tensor is a part of a larger one.
+    """
     tensor = tensor.contiguous()
-    # A block that begins 96 bytes into an allocation is not aligned: 96 % 64 = 32.
+    # Example: a block that begins 96 bytes after an aligned address is not aligned: 96 % 64 = 32.
     is_aligned = tensor.data_ptr() % _ALIGNMENT == 0
     return tensor if is_aligned else tensor.clone()
 
@@ -128,8 +135,8 @@ def tree_of(
     def node(start: int, count: int) -> Tensor:
         if count == 1:
             return term(start)
-        # An odd count stands for the next power of two, with zeros, which change no sum:
-        # 6 = 3 + 3, 7 = 4 + 3, 5 = 4 + 1.
+        # An even count is halved. An odd count is the next power of two with zeros as its last
+        # terms; they change no sum and are left out. Examples: 6 = 3 + 3, 7 = 4 + 3, 5 = 4 + 1.
         left = count // 2
         if count % 2:
             left = 1 << (count - 1).bit_length() - 1
@@ -148,11 +155,11 @@ Pair = tuple[Tensor, Tensor]
 
 
 def tree_of_products(terms: Sequence[Sequence[Pair]], *, fused: bool) -> Tensor:
-    """Compute the `tree_sum` of terms, each the sum of the products of its pairs.
+    """Compute the `tree_sum` of terms. A term is the sum of the products of its pairs.
 
     Args:
         terms: the pairs of each term.
-        fused: kernels add a product to the total, instead of making the product first.
+        fused: True if kernels add a product to the total without making the product first.
     """
 
     def add_product(total: Tensor, pair: Pair) -> Tensor:
@@ -173,9 +180,11 @@ def tree_of_products(terms: Sequence[Sequence[Pair]], *, fused: bool) -> Tensor:
 class Measured:
     """A function of a number of blocks and of tensors, with faster forms.
 
+    A call uses the fastest form with the bits of the definition.
+
     Attributes:
-        definition: computes the function.
-        faster: forms that may have the same bits, the fastest first.
+        definition: the form that defines the bits.
+        faster: other forms of the function, which may have the same bits, the fastest first.
     """
 
     definition: Form
@@ -206,7 +215,7 @@ def _fastest_form(
     """
     if any(device.type == "meta" for *_, device in layouts):
         return measured.definition
-    # The trial draws from a generator of its own, and checkpoints of the program do not see it.
+    # The trial draws from its own generator, and activation checkpoints do not see its operators.
     with torch.no_grad(), unwatched_functions(), unwatched():
         draw = torch.Generator().manual_seed(0)
         operands = []
@@ -225,13 +234,15 @@ def _contiguous_blocks(tensor: Tensor, blocks: int, dim: int) -> list[Tensor]:
     return [contiguous_block(block) for block in tensor.chunk(blocks, dim)]
 
 
-# --- (B, R, K) x (N, K) or (K, N) -> (B, R, N), N in blocks ---------------------------------------
+# --- products with blocks of output features ------------------------------------------------------
 
 
 def _spread(dim: int) -> Measured:
-    """Define (B, R, K) times a matrix whose dim `dim` has the output features.
+    """Return the product of (B, R, K) and a matrix, (B, R, N), with N in blocks.
 
-    The dim is 0 for (N, K), as in a Linear.
+    Args:
+        dim: the dim of the matrix that has the output features: 0 for (N, K), as in a Linear, or 1
+            for (K, N).
     """
 
     def product(x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
@@ -244,7 +255,7 @@ def _spread(dim: int) -> Measured:
         blocks_of_operands = list(zip(*operands, strict=True))
         outputs = []
         for sample in x:
-            # (R, K) times blocks of N / blocks features each
+            # (R, K) times each block of the matrix, which has N / blocks output features
             rows = contiguous_block(sample)
             products = [product(rows, *block) for block in blocks_of_operands]
             outputs.append(torch.cat(products, -1))
@@ -255,21 +266,24 @@ def _spread(dim: int) -> Measured:
         return torch.stack([product(sample, matrix, *bias) for sample in samples])
 
     def at_once(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
-        # (2, 3, 8) as (6, 8), back to (2, 3, N)
+        # Example: (2, 3, 8) is multiplied as (6, 8), and the result (6, N) becomes (2, 3, N).
         rows = product(x.flatten(0, 1), matrix, *bias)
         return rows.view(*x.shape[:2], -1)
 
     return Measured(in_blocks, (at_once, by_samples))
 
 
-# --- (B, R, K) x (N, K) or (K, N) -> (B, R, N), a sum over blocks of K, or of several products ----
+# --- products with blocks of summed features ------------------------------------------------------
 
 
 def _summed(dim: int) -> Measured:
-    """Define the sum of products whose matrices are summed over dim `dim`.
+    """Return the sum of products of (B, R, K) and a matrix, (B, R, N), with K in blocks.
 
-    The dim is 1 for (N, K), as in a Linear. The operands are x, W of the first product, then x, W
-    of the second, and so on.
+    The operands are x and W of the first product, then x and W of the second, and so on.
+
+    Args:
+        dim: the dim of the matrices that is summed over: 1 for (N, K), as in a Linear, or 0 for
+            (K, N).
     """
 
     def terms_of(
@@ -277,8 +291,14 @@ def _summed(dim: int) -> Measured:
     ) -> list[list[Pair]]:
         """Return one term for each block: the pairs of all products.
 
-        (R, K) inputs, and matrices that are divided along `dim`: q and k in 4 blocks are 4 terms of
-        2 pairs each, ((R, K / 4), (K / 4, N)).
+        The inputs are (R, K). Example: two products in 4 blocks are 4 terms of 2 pairs each. A pair
+        is the factors (R, K / 4) and (K / 4, N).
+
+        Args:
+            blocks: the number of blocks.
+            inputs: the first factor of each product.
+            matrices: the second factor of each product.
+            copies: True if each block is in memory of its own.
         """
         divide = _contiguous_blocks if copies else torch.chunk
         products = []
@@ -300,7 +320,7 @@ def _summed(dim: int) -> Measured:
         return torch.stack(outputs)
 
     def at_once(blocks: int, *operands: Tensor, fused: bool = False) -> Tensor:
-        # The rows of all samples together: (B, R, K) -> (B * R, K).
+        # The rows of all samples are computed together: (B, R, K) -> (B * R, K).
         inputs = [x.flatten(0, 1) for x in operands[::2]]
         matrices = operands[1::2]
         terms = terms_of(blocks, inputs, matrices, copies=False)
@@ -311,15 +331,19 @@ def _summed(dim: int) -> Measured:
     return Measured(partial(by_samples, copies=True), faster)
 
 
-# --- (B, R, N), (B, R, K) -> (N, K), a sum over samples, one dim of it in blocks ------------------
+# --- gradients of parameters, sums over samples ---------------------------------------------------
 
 
 def _weight_gradient(dim: int) -> Measured:
-    """Define dW = sum over samples of grad^T x, whose dim `dim` is computed in blocks."""
+    """Return the sum over samples of grad^T x, (B, R, N) and (B, R, K) -> (N, K).
+
+    Args:
+        dim: the dim of the result that is computed in blocks.
+    """
 
     def in_blocks(blocks: int, grad: Tensor, x: Tensor) -> Tensor:
         divided, whole = (grad, x) if dim == 0 else (x, grad)
-        # parts[i][j]: block j of sample i, (R, N / blocks)
+        # parts[i][j] is block j of sample i: (R, N / blocks), or (R, K / blocks) if dim is 1
         parts = [_contiguous_blocks(sample, blocks, -1) for sample in divided]
         wholes = [contiguous_block(sample) for sample in whole]
 
@@ -340,7 +364,7 @@ def _weight_gradient(dim: int) -> Measured:
 
 
 def _bias_in_blocks(blocks: int, grad: Tensor) -> Tensor:
-    """Define db = sum over samples of the sum over rows of grad, in blocks of features."""
+    """Return the sum over samples of the sum over rows of grad, in blocks of features."""
     parts = [_contiguous_blocks(sample, blocks, -1) for sample in grad]
 
     def term(i: int, j: int) -> Tensor:
@@ -350,7 +374,7 @@ def _bias_in_blocks(blocks: int, grad: Tensor) -> Tensor:
     return torch.cat(sums)
 
 
-# Each by its `dim`, 0 and 1.
+# The functions for `dim` 0 and for `dim` 1.
 _SPREAD = (_spread(0), _spread(1))
 _SUMMED = (_summed(0), _summed(1))
 _WEIGHT_GRADIENT = (_weight_gradient(0), _weight_gradient(1))
@@ -358,7 +382,7 @@ _BIAS_GRADIENT = Measured(_bias_in_blocks, (lambda _, grad: tree_sum(grad.sum(1)
 
 
 def _samples(tensor: Tensor) -> Tensor:
-    """(B, ..., K) -> (B, R, K)."""
+    """Join the dims between the first and the last, (B, ..., K) -> (B, R, K)."""
     if not tensor.shape[0]:
         raise StyleError(
             "invariant_arithmetic: this rank does not have any samples, so it cannot compute a "
@@ -368,12 +392,16 @@ def _samples(tensor: Tensor) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> Tensor:
-    """(B, ..., K) -> (B, R, K), or with the mode's number of rows (parts, rows, K)."""
+    """Return the samples, (B, ..., K) -> (B, R, K).
+
+    If the mode has a number of rows, each sample is divided into parts of that many rows:
+    (parts, rows, K).
+    """
     samples = _samples(tensor)
     arithmetic = current_arithmetic()
     if arithmetic is None or arithmetic.rows is None:
         return samples
-    # By 4 rows: (2, 10, 8), padded to (2, 12, 8), then (6, 4, 8).
+    # Example: with 4 rows, (2, 10, 8) is padded to (2, 12, 8) and becomes (6, 4, 8).
     missing = -samples.shape[1] % arithmetic.rows
     padded = pad(samples, (0, 0, 0, missing))
     return padded.reshape(-1, arithmetic.rows, samples.shape[2])
@@ -381,17 +409,22 @@ def _parts(tensor: Tensor) -> Tensor:
 
 def _join_parts(parts: Tensor, shape: Sequence[int]) -> Tensor:
     """Undo `_parts`, for a tensor of this shape."""
-    # (6, 4, 8) -> (2, 12, 8), without the padding (2, 10, 8).
+    # Example: (6, 4, 8) becomes (2, 12, 8), and (2, 10, 8) without the padding.
     padded = parts.view(shape[0], -1, shape[-1])
     row_count = prod(shape[1:-1])
-    # Elementwise kernels take another path through memory with gaps.
+    # The result is contiguous: elementwise kernels compute tensors with gaps in another way.
     return padded[:, :row_count].contiguous().view(shape)
 
 
 def spread(x: Tensor, matrix: Tensor, dim: int, blocks: int, bias: Tensor | None = None) -> Tensor:
-    """Multiply (B, ..., K) by a matrix whose dim `dim` has the output features.
+    """Multiply (B, ..., K) by a matrix; return (B, ..., N), computed in blocks of N.
 
-    This rank has `blocks` blocks of them.
+    Args:
+        x: the first factor.
+        matrix: the second factor.
+        dim: the dim of the matrix that has the output features.
+        blocks: the number of blocks of output features that this rank has.
+        bias: added to the product.
     """
     if not x.numel():
         weight = matrix if dim == 0 else matrix.t()
@@ -405,9 +438,15 @@ def spread(x: Tensor, matrix: Tensor, dim: int, blocks: int, bias: Tensor | None
 
 
 def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> Tensor:
-    """Add products of (B, ..., K) and a matrix that is summed over dim `dim`, in blocks."""
+    """Add products of (B, ..., K) and a matrix; return (B, ..., N), the sum over blocks of K.
+
+    Args:
+        factors: the two factors of each product.
+        dim: the dim of the matrices that is summed over.
+        blocks: the number of blocks of K that this rank has.
+    """
     first_input, first_matrix = factors[0]
-    # (2, 3, 8) and (16, 8), summed over dim 1: (2, 3, 16)
+    # Example: (2, 3, 8) and (16, 8), which is summed over dim 1, give (2, 3, 16).
     shape = (*first_input.shape[:-1], first_matrix.shape[1 - dim])
     if not first_input.numel():
         return first_input.new_zeros(shape)
@@ -419,10 +458,13 @@ def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> T
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dim: int, blocks: int) -> Tensor:
-    """(B, ..., N), (B, ..., K) -> (N, K): the tree over samples; dim `dim` is in blocks."""
+    """Return the gradient of a weight, (B, ..., N) and (B, ..., K) -> (N, K).
+
+    It is the tree over samples. Its dim `dim` is computed in blocks.
+    """
     return _WEIGHT_GRADIENT[dim](blocks, _samples(grad), _samples(x))
 
 
 def bias_gradient(grad: Tensor, blocks: int) -> Tensor:
-    """(B, ..., N) -> (N,): the tree over samples."""
+    """Return the gradient of a bias, (B, ..., N) -> (N,): the tree over samples."""
     return _BIAS_GRADIENT(blocks, _samples(grad))

@@ -1,9 +1,10 @@
 """Norms, replicated biases and embeddings, whose gradients are sums in a tree.
 
-A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D). A cell is one block of
-S of one sample. The gradients of the parameters are summed in each cell, then in the tree over
-blocks, ranks, and samples. The gradient of an embedding table is a tree over samples; within a
-sample, rows are added in the order of its tokens.
+A norm reads B samples of S tokens with D features, (B, S, D), or (B, S / ranks, D) under sequence
+parallelism. S is divided into the blocks of the mode; a cell is one block of one sample. The
+gradients of the parameters are summed in each cell, then in the tree over blocks, ranks, and
+samples. The gradient of an embedding table is a tree over samples; within a sample, rows are added
+in the order of its tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Cells(NamedTuple):
 
     Attributes:
         comm: the ranks that shard the dim; None if it is not sharded.
-        dim: the dim.
+        dim: the dim that is divided.
         blocks: the number of blocks that this rank has.
     """
 
@@ -52,7 +53,10 @@ class Cells(NamedTuple):
 
 
 class _ForTokens(Function):
-    """Expands a parameter (D...) to all tokens (B, ..., D...); its gradient is summed in cells."""
+    """Expansion of a parameter to all tokens; the gradient is summed in cells.
+
+    The parameter may have several dims. For one of shape (D,) the result is (B, ..., D).
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, shape: torch.Size, cells: Cells) -> Tensor:
@@ -68,14 +72,14 @@ class _ForTokens(Function):
 
 
 def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tensor:
-    """(B, ..., D) -> (D,): sum in cells, then in the tree over blocks, ranks, and samples."""
+    """Sum in cells, then in the tree over blocks, ranks, and samples, (B, ..., D) -> (D,)."""
     if dim > 1:
         grad = grad.movedim(dim, 1)
-    # (2, 16, 32) in 8 blocks: (2, 8, 2, 32)
+    # The comments below are for a gradient (2, 16, 32) in 8 blocks, with cells (2, 8, 2, 32).
     cells = grad.reshape(grad.shape[0], blocks, -1, grad.shape[-1])
-    # (2, 8, 32)
+    # (2, 8, 32), one sum for each sample and block
     cell_sums = _CELL_SUMS(blocks, cells)
-    # (8, 2, 32) -> (2, 32)
+    # (8, 2, 32) -> (2, 32), one sum for each sample
     of_samples = tree_sum(cell_sums.transpose(0, 1))
     if comm is not None:
         of_samples = all_reduce(of_samples, comm)
@@ -83,8 +87,8 @@ def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tens
 
 
 def _sum_cells_one_by_one(_: int, cells: Tensor) -> Tensor:
-    """Define the sums of cells, (B, blocks, S, D) -> (B, blocks, D)."""
-    # (2, 8, 2, 32) are 16 cells (2, 32), whose sums are (32,).
+    """Return the sums of cells of S tokens, (B, blocks, S, D) -> (B, blocks, D)."""
+    # Example: (2, 8, 2, 32) has 16 cells of shape (2, 32); each of their sums has the shape (32,).
     sums = [contiguous_block(cell).sum(0) for cell in cells.flatten(0, 1)]
     return torch.stack(sums).view(*cells.shape[:2], -1)
 
@@ -122,14 +126,17 @@ def divide_into_cells(lowered: Lowered, local: Tensor) -> Cells:
         dim_name = f"{lowered.sharding.style}: dim {dim} of the activation"
         blocks = arithmetic.own_blocks(comm.size, size, dim_name)
         return Cells(comm, dim, blocks)
-    # With 8 blocks, (2, 16, 32) has 8 cells of 2 tokens in a sample. No mesh of the mode could
-    # shard (2, 12, 32), as 12 % 8 = 4: there a sample is one cell.
+    # Example with 8 blocks: (2, 16, 32) has 8 cells of 2 tokens in a sample. 12 tokens cannot be
+    # divided into 8 blocks, so no mesh of the mode can shard (2, 12, 32), and a sample is one cell.
     could_be_sharded = local.ndim >= 3 and local.shape[dim] % arithmetic.blocks == 0
     return Cells(None, dim, arithmetic.blocks if could_be_sharded else 1)
 
 
 def _norm(module: Any, x: Tensor, p: Params) -> Tensor:
-    """Compute LayerNorm or RMSNorm with a weight and bias per token, which no kernel accepts."""
+    """Compute LayerNorm or RMSNorm with a weight and a bias for each token.
+
+    The kernels of torch accept only a weight and a bias for all tokens.
+    """
     wide = x.float() if x.dtype.itemsize < 4 else x
     shape = module.normalized_shape
     eps = module.eps
@@ -149,7 +156,7 @@ def _norm(module: Any, x: Tensor, p: Params) -> Tensor:
 
 
 def _normalize(lowered: Tokenwise, x: Tensor) -> Tensor:
-    """Run the module's forward with parameters that have an entry for every token."""
+    """Run the module's forward with parameters that are expanded to all tokens."""
     cells = divide_into_cells(lowered, x)
     names = [name for name, param in lowered.params.items() if param is not None]
     local: Any = lowered.local(*names) if names else {}
@@ -169,7 +176,7 @@ def _normalize(lowered: Tokenwise, x: Tensor) -> Tensor:
 
 
 class InvariantTokenwise(Tokenwise):
-    """A norm on this rank's shard of the sequence, in cells."""
+    """A norm on this rank's shard of the sequence; its gradients are summed in cells."""
 
     __slots__ = ()
 
@@ -177,7 +184,7 @@ class InvariantTokenwise(Tokenwise):
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         for param in call.module.parameters():
             if param.requires_grad:
-                # One sum for each sample.
+                # The ranks add one sum for each sample.
                 samples = call.output.shape[0]
                 yield Collective("all_reduce", samples * nbytes(param), backward=True)
 
@@ -188,7 +195,7 @@ class InvariantTokenwise(Tokenwise):
 
 
 class InvariantTokenwiseWhole(Tokenwise):
-    """A norm that no style shards, in cells."""
+    """A norm that no style shards; its gradients are summed in cells."""
 
     __slots__ = ()
 
@@ -200,7 +207,7 @@ class InvariantTokenwiseWhole(Tokenwise):
 
 
 class _RowsOfSamples(OwnRows):
-    """Looks up rows as `OwnRows` does; the gradient of the table is a tree over samples."""
+    """Look-up of rows as in `OwnRows`, but the gradient of the table is a tree over samples."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -215,23 +222,31 @@ class _RowsOfSamples(OwnRows):
 
 
 def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
-    """(B, ..., D), (B, ...) -> (rows, D): the tree over samples.
+    """Return the gradient of a table, a tree over samples, (B, ..., D) and (B, ...) -> (rows, D).
 
-    Token `rows` is a row of another rank's shard of the table and is left out.
+    Args:
+        grads: gradients of the rows that were looked up, (B, ..., D).
+        tokens: the rows that were looked up, (B, ...). The number `rows` stands for a row of
+            another rank's shard, and is left out.
+        rows: the number of rows of this rank's shard of the table.
+        padding: the row without a gradient; -1 if there is none.
     """
 
     def of_sample(i: int) -> Tensor:
         grad = grads[i].contiguous()
         dense_backward = torch.ops.aten.embedding_dense_backward
         dense: Tensor = dense_backward(grad, tokens[i], rows + 1, padding, False)
-        # (rows + 1, D) -> (rows, D)
+        # Leave out the row of the tokens of other ranks: (rows + 1, D) -> (rows, D).
         return dense[:rows]
 
     return tree_of(len(tokens), of_sample)
 
 
 def _look_up(lowered: Lowered, tokens: Tensor) -> Tensor:
-    """Return the rows of tokens; an UnsupportedModuleError for options that depend on the batch."""
+    """Return the rows of tokens.
+
+    Raise UnsupportedModuleError for options that depend on the whole batch.
+    """
     module: Any = lowered.module
     if module.scale_grad_by_freq or module.max_norm is not None or module.sparse:
         raise UnsupportedModuleError(
@@ -242,7 +257,7 @@ def _look_up(lowered: Lowered, tokens: Tensor) -> Tensor:
     table: Any = lowered.local("weight")["weight"]
     first = 0
     if isinstance(lowered, RowEmbedding):
-        # Its `__call__` has checked the ids.
+        # `RowEmbedding.__call__` has checked the ids.
         first = lowered.spec("weight").offset(0)
     else:
         check_ids(tokens, len(table))

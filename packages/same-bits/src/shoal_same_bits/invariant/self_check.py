@@ -1,8 +1,10 @@
 """`check_arithmetic` compares the bits of operators on one rank with their bits on several ranks.
 
-Everything is computed as one rank does, and as 2, 4 and 8 ranks would: on their samples, features
-or tokens, joined as collectives join them. The first module that is made parallel in the mode runs
-the checks for its device and dtype.
+Each operator is computed as one rank would do it, and as 2, 4 and 8 ranks would do it: every rank
+computes its samples, features or tokens, and the results are joined as collectives join them. All
+of this runs on the calling rank. The first module that is made parallel in the mode runs these
+checks for its device and dtype. `check_arithmetic` also compares collectives along the axes of a
+mesh with the tree on one rank.
 """
 
 from __future__ import annotations
@@ -26,17 +28,25 @@ from ..row_attention import attention_in_rows
 from .blocks import bias_gradient, current_arithmetic, spread, summed, weight_gradient
 from .norms_and_embeddings import embedding_gradient, sum_of_cells
 
+# Sizes of the operands: multiples of 8, so that up to 8 ranks can share each of them.
 BLOCKS = 8
 SAMPLES = 8
 ROWS = 16
 FEATURES = 128
+# Numbers of ranks that are compared with one rank.
 DEGREES = (2, 4, 8)
 Draw = Callable[..., Tensor]
 Form = Callable[..., Tensor]
 
 
 class Compared(NamedTuple):
-    """A result as one rank computes it, and as several ranks or calls do together."""
+    """A result as one rank computes it, and as several ranks or calls compute it together.
+
+    Attributes:
+        name: the name of the operator.
+        expected: the result of one rank in one call.
+        together: the joined results of several ranks or calls.
+    """
 
     name: str
     expected: Tensor
@@ -58,10 +68,11 @@ class Case(NamedTuple):
     """An operator that ranks share.
 
     Attributes:
-        name: of the operator, and of the dim that ranks share.
+        name: the name of the operator, and of the dim that ranks share.
         form: a function of a number of blocks and of the operands.
         operands: names of tensors of `_draw_operands`. A digit behind a name is the dim that ranks
-            share: each rank has its part of the tensor, and its part of the blocks.
+            share: each rank has its part of the tensor, and its part of the blocks. Example: "x0 w"
+            is x, whose dim 0 is shared, and the whole w.
         joined: the dim along which the results of ranks are joined; None if they are added in the
             tree.
     """
@@ -168,16 +179,17 @@ def _without_blocks(function: Form, _: int, x: Tensor) -> Tensor:
 def _draw_operands(draw: Draw) -> dict[str, Tensor]:
     """Draw the tensors of all cases, by their names in `Case.operands`.
 
-    x and g: inputs and gradients of a Linear, (SAMPLES, ROWS, FEATURES); w and b: its parameters;
-    t: tokens; q, k, v, h: heads of an attention and the gradient of its output.
+    x and g are the input of a Linear and the gradient at its output, (SAMPLES, ROWS, FEATURES). w
+    and b are its weight and bias. t has tokens. q, k and v are the heads of an attention, and h is
+    the gradient at its output.
     """
     operands = {"x": draw(ROWS, FEATURES), "g": draw(ROWS, FEATURES)}
     operands["w"] = draw(FEATURES, FEATURES, samples=0)
-    # A number of -1.5 gives -96, so token 32 of 128.
+    # Example: -1.5 gives -96, and the remainder by 128 is token 32.
     numbers = operands["x"][..., 0] * 64
     operands["t"] = numbers.long().remainder(FEATURES)
     for name in "qkvh":
-        # (8, 8, 16, 16)
+        # (8, 8, 16, 16): samples, heads, rows, features of a head
         operands[name] = draw(BLOCKS, ROWS, FEATURES // BLOCKS)
     operands["b"] = draw(FEATURES, samples=0)
     return operands
@@ -188,7 +200,6 @@ def _compare_ranks(draw: Draw) -> Iterator[Compared]:
     operands = _draw_operands(draw)
     cases = [*_cases_over_samples(), *_cases_over_features(), *_cases_over_tokens_and_heads()]
     for case in cases:
-        # "x0 w": x, whose dim 0 is shared, and w
         names = case.operands.split()
         wholes = [operands[name[0]] for name in names]
         shared_dims = [name[1:] for name in names]
@@ -197,7 +208,7 @@ def _compare_ranks(draw: Draw) -> Iterator[Compared]:
             parts = []
             for whole, dim in zip(wholes, shared_dims, strict=True):
                 parts.append(_parts_of_ranks(whole, dim, ranks))
-            # 8 blocks on 4 ranks: 2 each
+            # Example: with 8 blocks on 4 ranks, each has 2.
             own_blocks = BLOCKS // ranks
             results = [case.form(own_blocks, *of_rank) for of_rank in zip(*parts, strict=True)]
             if case.joined is None:
@@ -208,7 +219,7 @@ def _compare_ranks(draw: Draw) -> Iterator[Compared]:
 
 
 def _parts_of_ranks(operand: Tensor, dim: str, ranks: int) -> list[Tensor]:
-    """Return each rank's part of an operand along a dim, or the whole operand where `dim` is ''."""
+    """Return each rank's part of an operand along a dim; the whole operand if `dim` is ''."""
     if not dim:
         return [operand] * ranks
     return [part.contiguous() for part in operand.chunk(ranks, int(dim))]
@@ -240,8 +251,9 @@ def _compare_clipping(draw: Draw) -> Iterator[Compared]:
 
 
 def _compare_chunks(draw: Draw, rows: int) -> Iterator[Compared]:
-    """Compute a sequence at once, and in chunks, with `rows` rows in the mode."""
-    # With 4 rows: chunks of 1, 4, 5 and 3 tokens, which begin anywhere in a part of 4 rows.
+    """Compute a sequence at once, and in chunks, in a mode with `rows` rows."""
+    # Example: with 4 rows there are chunks of 1, 4, 5 and 3 tokens. They begin at the tokens 0, 1,
+    # 5 and 10, so most of them do not begin where a part of 4 rows begins.
     sizes = [1, rows, rows + 1, max(rows - 1, 1)]
     length = sum(sizes)
     x = draw(length, FEATURES)
@@ -265,7 +277,7 @@ def _compare_chunks(draw: Draw, rows: int) -> Iterator[Compared]:
     outputs = []
     end = 0
     for size in sizes:
-        # The queries 5:10 attend to the keys 0:10.
+        # Example: the queries 5:10 of the third chunk attend to the keys 0:10.
         start = end
         end = start + size
         mask = is_visible[start:end, :end]
@@ -298,7 +310,8 @@ def _differing(device: str, dtype: torch.dtype, rows: int | None) -> list[str]:
 def check_device(device: str, dtype: torch.dtype, threads: int, rows: int | None) -> None:
     """Check the operators of one rank.
 
-    The cache runs the check once for each device, dtype, number of threads and rows of the mode.
+    The result is cached, so the check runs once for the same arguments. `threads` is only a key of
+    the cache: it is the number of threads of torch, because kernels depend on it.
     """
     _refuse(_differing(device, dtype, rows), device, dtype)
 
@@ -307,11 +320,12 @@ def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> No
     """Check the operators of this device, and sums over every axis of a mesh; all ranks call it.
 
     Args:
-        mesh: its device and its ranks are checked.
+        mesh: the mesh whose device and ranks are checked.
         dtype: the dtype of the computation.
 
     Raises:
-        VariantArithmeticError: if bits depend on the number of ranks; it names the operators.
+        VariantArithmeticError: if bits depend on the number of ranks; the message names the
+            operators.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -323,7 +337,7 @@ def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> No
     arithmetic = current_arithmetic()
     rows = None if arithmetic is None else arithmetic.rows
     differing = _differing(mesh.device_type, dtype, rows)
-    # A collective of 64 elements takes one exchange; one of 2 ** 18 takes two.
+    # The ranks add 64 elements in one exchange, and 2 ** 18 elements in two: two ways to check.
     for axis, size in product(mesh.axis_names, (64, 1 << 18)):
         differing += _differing_collectives(mesh, axis, size, dtype)
     _refuse(differing, mesh.device_type, dtype)

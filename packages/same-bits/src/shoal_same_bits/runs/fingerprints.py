@@ -1,9 +1,9 @@
 """The part of a global tensor that a rank has, and its fingerprint: 64 sums and a digest.
 
 A hash of an element's global index selects one of 64 sums and a sign; the element is added to that
-sum with that sign. The digest is the sum over elements of a hash of global index and bits, modulo
-2 ** 64. Neither depends on the number of ranks: every rank adds up its own shard and an all-reduce
-adds the ranks. Nothing is gathered.
+sum with that sign. The digest adds up a hash of the global index and the bits of every element,
+modulo 2 ** 64. Neither depends on the number of ranks: every rank adds up its own shard, and an
+all-reduce adds the results of the ranks. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from shoal_dtensor.internal import local_shard
 from shoal_mesh import Comm, DeviceMesh
 from shoal_tp_styles import Lowered
 
+# The number of sums, a power of two. From 64 sums a norm can be estimated to about 10 percent.
 _SUMS = 64
+# size of an element in bytes -> an integer dtype of that size
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The constants of splitmix64, as signed numbers.
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _OFFSET = 0x9E3779B97F4A7C15 - (1 << 64)
+# 2 ** 32 divided by the golden ratio: it spreads small salts over the bits of a hash.
 _SALT_FACTOR = 0x9E3779B9
 
 
@@ -32,10 +35,11 @@ class GlobalPart:
 
     Attributes:
         local: this rank's values.
-        indices: for each dim, the global indices of the local elements.
+        indices: one tensor per dim, with the global indices of the local elements along it.
         sizes: the sizes of the global tensor.
-        counted: False if another rank contributes the same values.
-        meshes: parts are summed over the ranks of each of these meshes in turn.
+        counted: False if this rank contributes nothing, because another rank has the same values
+            or because this rank is outside of the mesh.
+        meshes: meshes over whose ranks the contributions are added, one mesh after the other.
     """
 
     local: Tensor
@@ -48,16 +52,16 @@ class GlobalPart:
         """Compute the fingerprint of this part, on the CPU.
 
         Args:
-            salt: changes which sum an element is added to.
+            salt: a number that changes which sum an element is added to.
 
         Returns:
-            float64 (66,): the 64 sums, the sum of squares, the number of elements that are infinite
-            or nan. And int64 (): the digest.
+            A float64 tensor (66,) with the 64 sums, the sum of squares, and the number of elements
+            that are infinite or nan. And an int64 tensor () with the digest.
         """
         local = self.local
         positions = self._positions()
         if local.is_complex():
-            # Element 8 has its real part at position 16 and its imaginary part at 17.
+            # Example: element 8 has its real part at position 16, its imaginary part at 17.
             local = torch.view_as_real(local.resolve_conj())
             real_positions = 2 * positions
             positions = torch.stack([real_positions, real_positions + 1], -1)
@@ -70,6 +74,7 @@ class GlobalPart:
         is_finite = exact.isfinite()
         finite = torch.where(is_finite, exact, 0.0)
         values = finite.flatten() * self.counted
+        # Bits 8 to 13 of the hash select the sum, and bit 32 selects the sign.
         salted = hashes.flatten() + salt * _SALT_FACTOR
         sum_index = salted >> 8 & (_SUMS - 1)
         is_positive = salted >> 32 & 1 == 1
@@ -87,14 +92,17 @@ class GlobalPart:
         ndim = self.local.ndim
         positions = torch.zeros((1,) * ndim, dtype=torch.int64, device=self.local.device)
         for dim, (index, size) in enumerate(zip(self.indices, self.sizes, strict=True)):
-            # Element (1, 2) of a (4, 6) tensor: (0 * 4 + 1) * 6 + 2 = 8.
+            # Example: element (1, 2) of shape (4, 6) has position (0 * 4 + 1) * 6 + 2 = 8.
             trailing = (1,) * (ndim - dim - 1)
             positions = positions * size + index.view(-1, *trailing)
         return positions
 
 
 def part_of_tensor(tensor: Tensor) -> GlobalPart:
-    """Return this rank's part of a DTensor or of a replicated tensor; pending sums are reduced."""
+    """Return this rank's part of a DTensor or of a replicated tensor.
+
+    Partial axes of a DTensor are reduced first.
+    """
     if not isinstance(tensor, DTensor):
         all_indices = tuple(torch.arange(size, device=tensor.device) for size in tensor.shape)
         return GlobalPart(tensor, all_indices, tuple(tensor.shape), counted=True, meshes=())
@@ -119,7 +127,10 @@ def part_of_tensor(tensor: Tensor) -> GlobalPart:
 
 
 def _contributing_coordinate(tensor: DTensor) -> tuple[int, ...] | None:
-    """Return this rank's coordinate; None outside of the mesh and on all replicas but the first."""
+    """Return this rank's coordinate on the mesh, or None if the rank contributes nothing.
+
+    It contributes nothing outside of the mesh, and where it is not the first of the replicas.
+    """
     coordinate = tensor.spec.coordinate
     if coordinate is None:
         return None
@@ -135,10 +146,10 @@ def part_of_output(
     """Return this rank's part of a module's output, or of the gradient at the output.
 
     Args:
-        output: a DTensor, or the plain tensor that a style returns.
-        lowered: the style of the module; needed for a plain tensor.
+        output: a DTensor, or the plain tensor that a module with a style returns.
+        lowered: the lowering of the module's style; needed for a plain tensor.
         batch: the data axes that shard dim 0; None if no axis does.
-        grad: the tensor is a gradient.
+        grad: True if `output` is the gradient at the module's output.
     """
     if not isinstance(output, DTensor):
         assert lowered is not None, "a plain tensor is a known shard only under a style"
@@ -149,7 +160,8 @@ def part_of_output(
     data_ranks = _all_axes(batch)
     if set(data_ranks.ranks) <= set(_all_axes(output.device_mesh).ranks):
         return part
-    # The data axes shard dim 0 too: row 0 of 3 on data rank 2 is row 6.
+    # The data axes shard dim 0 too. Example: with 3 rows on each data rank, row 0 of data rank 2 is
+    # the global row 6.
     rows, *other_indices = part.indices
     row_count, *other_sizes = part.sizes
     return replace(

@@ -30,9 +30,9 @@ from shoal_tp_styles.internal import COMPLETION, lowered_of
 
 from .fingerprints import GlobalPart, part_of_output, part_of_tensor
 
-# Operators whose results are uninitialized, or the values of their input.
-# values that differ, in the table of a notebook
+# The largest number of values that the table of a notebook shows.
 _MOST_ROWS = 50
+# Beginnings of the names of operators whose results are uninitialized, or are their input's values.
 _SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")
 
 
@@ -40,16 +40,17 @@ class Value(NamedTuple):
     """One value of a run.
 
     Attributes:
-        name: such as `output of up`, `aten.mm.default in up` or `gradient of up.weight`; the n-th
-            value of a name ends in #n.
-        shape: of the global tensor, or of the rank's own tensor if `by_rank`.
-        dtype: without `torch.`.
-        by_rank: the ranks computed it on plain tensors, so it is only compared between runs on the
-            same meshes.
+        name: a name such as `output of up`, `aten.mm.default in up` or `gradient of up.weight`. The
+            second value of a name ends in #2, the third in #3, and so on.
+        shape: the shape of the global tensor, or of the rank's own tensor if `by_rank` is true.
+        dtype: the dtype, without `torch.`.
+        by_rank: True if it is unknown how the tensors of the ranks form a global tensor. Such a
+            value is only compared between runs with the same ranks and meshes.
         sums: 64 sums, see fingerprints.py.
-        norm: of all finite elements.
+        norm: the norm of all finite elements.
         broken: the number of elements that are infinite or nan.
-        digest: of global indices and bits; equal where all bits are.
+        digest: a hash of the global indices and bits of all elements; equal bits have equal
+            digests.
     """
 
     name: str
@@ -106,9 +107,9 @@ def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[Ru
     """Record the values of a step inside the block; all ranks enter and leave it.
 
     The record begins with the parameters. Then come the results of operators and the outputs of
-    modules, in the order in which they are computed: results on DTensors and outputs of modules
-    with a style as global values. It ends with the gradients and the parameters. Recording takes
-    much longer than the step.
+    modules, in the order in which they are computed. DTensors and the outputs of modules with a
+    style are recorded as global values. The record ends with the gradients and the parameters.
+    Recording takes much longer than the step.
 
     Args:
         model: the module, sharded or not.
@@ -174,19 +175,26 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 class _Recorded(NamedTuple):
-    """A value that was recorded on this rank, before it is added up over ranks."""
+    """A value that was recorded on this rank, before it is added up over ranks.
+
+    Attributes:
+        part: this rank's part of the value.
+        by_rank: as in `Value`.
+        sums: the fingerprint of the part, as `GlobalPart.sums` returns it.
+    """
 
     part: GlobalPart
     by_rank: bool
     sums: tuple[Tensor, Tensor]
 
 
-# The 64 sums, the sum of squares, the number of broken elements; and the digest.
+# The fingerprint of a global value: a list of the 64 sums, the sum of squares and the number of
+# broken elements; and the digest.
 _Totals = tuple[Sequence[float], int]
 
 
 class _Recorder(TorchDispatchMode):
-    """Observes operators, by dispatch, and modules, by hooks."""
+    """An observer that records the results of operators, by dispatch, and of modules, by hooks."""
 
     def __init__(self, model: nn.Module, batch: DeviceMesh | None, ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
@@ -250,7 +258,7 @@ class _Recorder(TorchDispatchMode):
         for output in outputs:
             if not isinstance(output, Tensor) or output.device.type == "meta":
                 continue
-            # It is unknown whether the data axes shard a DTensor on other axes.
+            # If the batch is sharded over data axes, it is unknown whether they shard this DTensor.
             is_global_dtensor = isinstance(output, DTensor) and self._batch is None
             by_rank = self._is_sharded and not is_global_dtensor
             self.add(name, part_of_tensor(output.detach()), by_rank=by_rank)
@@ -264,6 +272,8 @@ class _Recorder(TorchDispatchMode):
 
     def add(self, name: str, part: GlobalPart, *, by_rank: bool = False) -> None:
         """Record the sums of a value."""
+        # Values by rank have another salt on each rank, so that differences of elements with the
+        # same index on two ranks do not cancel in the sum over ranks.
         salt = dist.get_rank() if by_rank and self._ranks > 1 else 0
         self._times[name] += 1
         times = self._times[name]
@@ -293,7 +303,10 @@ class _Recorder(TorchDispatchMode):
         return values
 
     def _totals_over_meshes(self, names: Sequence[str]) -> dict[str, _Totals]:
-        """Add up values that all ranks recorded, by two collectives for the same meshes."""
+        """Add up values that all ranks recorded.
+
+        Values with the same meshes are added together, by two collectives per mesh.
+        """
         names_by_meshes: dict[tuple[DeviceMesh, ...], list[str]] = {}
         for name in names:
             meshes = self._seen[name].part.meshes
@@ -306,7 +319,7 @@ class _Recorder(TorchDispatchMode):
                 sums_of_value, digest = self._seen[name].sums
                 sums_of_values.append(sums_of_value)
                 digests_of_values.append(digest)
-            # (values, 66) and (values,)
+            # The stacks have the shapes (values, 66) and (values,).
             sums = torch.stack(sums_of_values)
             digests = torch.stack(digests_of_values)
             for mesh in meshes:
@@ -318,7 +331,10 @@ class _Recorder(TorchDispatchMode):
         return totals
 
     def _totals_by_rank(self) -> dict[str, _Totals]:
-        """Add up results of operators on plain tensors, which may run on some ranks only."""
+        """Add up the values by rank, which may exist on some ranks only.
+
+        The digests of the ranks are hashed in the order of the ranks, not added.
+        """
         local = dict[str, _Totals]()
         for name, (_, by_rank, (sums, digest)) in self._seen.items():
             if by_rank:
@@ -346,10 +362,11 @@ class Comparison(NamedTuple):
     """The result of `compare_runs`.
 
     Attributes:
-        differing: the values that differ, in the order of the first run, each with the norm of the
-            difference relative to the norm of the value. It is infinite where the shapes or the
-            numbers of broken elements differ.
-        before: the last value that agrees before the first one that differs; '' if there is none.
+        differing: names of the values that differ, in the order of the first run. With each name
+            comes the norm of the difference, relative to the norm of the value; it is infinite if
+            the shapes or the numbers of broken elements differ.
+        before: name of the last value that agrees before the first one that differs; '' if there is
+            none.
         compared: the number of values that both runs have.
         alone: the number of values that only one run has.
     """
@@ -392,16 +409,19 @@ class Comparison(NamedTuple):
 
 @takes(one=RunRecord, other=RunRecord, tolerance=(int, float, type(None)))
 def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = None) -> Comparison:
-    """Find where two runs differ first; they may differ in program, in ranks and in sharding.
+    """Find the first value that differs between two runs.
 
-    Values are matched by name. A name that only one run has is counted, not compared: a module with
-    a style runs other operators than the plain module. Results of operators on plain tensors are
-    compared only if both runs have the same number of ranks and the same meshes.
+    The runs may have different programs, numbers of ranks and shardings. Values are matched by
+    name. A name that only one run has is counted, but not compared: for instance, a module with a
+    style runs other operators than the plain module. Results of operators on plain tensors are
+    compared only if both runs have the same number of ranks and the same meshes, or if neither
+    model is sharded.
 
     Args:
-        one, other: from `record_run`, or from `RunRecord.load`.
+        one: the record of the first run, from `record_run` or `RunRecord.load`.
+        other: the record of the other run.
         tolerance: the allowed difference relative to the norm of the value; by default the square
-            root of the precision of the coarser dtype. 0 demands equal bits.
+            root of the precision of the coarser dtype. With 0, all bits must be equal.
 
     Returns:
         The values that differ, and the last one that agrees before them.
@@ -455,7 +475,7 @@ def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = Non
 
 
 def _relative_difference(one: Value, other: Value) -> float:
-    """Estimate the norm of the difference relative to the larger norm."""
+    """Estimate the norm of the difference, relative to the larger of the two norms."""
     if one.shape != other.shape or one.broken != other.broken:
         return float("inf")
     norm = max(one.norm, other.norm)
