@@ -252,7 +252,7 @@ class FSDPModule(ReducingModule):
         Modules that do not reduce gradients (`set_requires_gradient_sync(False)`) keep them.
 
         Args:
-            async_op: only start to reduce.
+            async_op: return when the reductions have started, without waiting for them.
 
         Returns:
             With `async_op`, a handle; call its `wait()` before the optimizer's step.
@@ -598,7 +598,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Args:
         module: a module; nothing is done unless it is an `FSDPModule`.
-        method_name: for example "generate" or "encode".
+        method_name: the name of the method, for example "generate" or "encode".
 
     Raises:
         LayoutError: if there is no such method.

@@ -87,12 +87,12 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     again. Make the optimizer when all of this is done.
 
     Args:
-        module: changed in place; its class becomes a subclass that is an `FSDPModule` too.
-            Descendants that were passed before are units of their own: call it on blocks first, and
-            on the model last. Several modules that run one after another can be one unit, as a
-            list.
-        mesh: the data axes: one axis, over which parameters are sharded; or two, with replicas over
-            the first one. The whole world if left out.
+        module: the module, changed in place. Its class becomes a subclass that is an `FSDPModule`
+            too. Descendants that were passed before are units of their own, so call the function on
+            blocks first and on the model last. A list of modules that run one after another becomes
+            one unit.
+        mesh: the data axes. Parameters are sharded over one axis. If there are two, the first one has
+            replicas. By default the axis has all ranks.
         reshard_after_forward: free the gathered parameters after the forward, and gather them again
             in backward. By default all units do this except the outermost one. With a number,
             groups of this many neighboring ranks keep all of the parameters in larger shards, such

@@ -134,11 +134,11 @@ def replicate(  # noqa: PLR0913  # independent options
     different ranks is an error of the backward that follows: `nn.Embedding(max_norm=...)` does so.
 
     Args:
-        module: changed in place; its class becomes a subclass that is a `ReplicateModule` too.
-            Descendants that were passed before reduce their parameters themselves. Each module of a
-            list is replicated.
-        mesh: the data axes, one or several; or the name of an axis of the mesh of the enclosing
-            `with mesh:`. All ranks when left out.
+        module: the module, changed in place. Its class becomes a subclass that is a
+            `ReplicateModule` too. Descendants that were passed before reduce their parameters
+            themselves. Each module of a list is replicated.
+        mesh: the data axes, one or several. In a block `with mesh:`, the name of an axis of that
+            mesh is enough. By default the data axis has all ranks.
         mp_policy: the dtypes of computation, reduction and outputs. With a dtype of computation or
             outputs, or an `offload_policy`, the module is a unit as made by `fully_shard` (an
             `FSDPModule` too), with replicas for shards: parameters become DTensors.

@@ -125,8 +125,8 @@ class ShardPacking:
     """The positions of shards in flat buffers of one size, one buffer for each rank of an axis.
 
     Args:
-        moves: for each tensor the layout of its shards, and the layout in which one rank has the
-            whole tensor.
+        moves: two layouts for each tensor: the layout of its shards, and the layout in which one
+            rank has the whole tensor.
         axes: the data axes; tensors are sharded over the last one. Buffers are in the order of the
             ranks of its group.
     """
@@ -292,7 +292,7 @@ class CustomScatter:
         comm: the function.
         axes: the data axes; nothing is reduced over the axes of replicas.
         gradients: local gradients, dense, followed by a row of flags.
-        moves: for each gradient its layout, and the layout of the sums.
+        moves: two layouts for each gradient: the layout of the gradient, and that of the sums.
         averages: whether the function has to return averages over the shards, rather than sums.
     """
 

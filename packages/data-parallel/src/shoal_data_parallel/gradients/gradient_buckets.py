@@ -83,12 +83,12 @@ class _Pass:
     Attributes:
         number: the number of the pass; passes may run inside of others.
         grads_before: `.grad` of each parameter before the pass.
-        missing: for each bucket how many of its gradients have not arrived.
+        missing: the number of gradients that have not arrived, for each bucket.
         earlier: the buckets of other modules that the same pass has reached before.
-        requested: by index of the replica, for parameters of torch.autograd.grad: the gradient of
-            this rank's rows, and the tensor that gets the mean.
+        requested: index of a replica -> the gradient of this rank's rows, and the tensor that gets
+            the mean. The replicas are those that torch.autograd.grad has asked for.
         late: indices of the buckets that got another gradient after their reduction had started.
-        reductions: the reductions that have started: of the first buckets, in order.
+        reductions: the reductions that have started. They are those of the first buckets, in order.
     """
 
     number: int

@@ -60,8 +60,8 @@ class GatherExtension:
         stride: the stride of the whole parameter.
         module: the module that holds the parameter.
         precision: the dtypes of the parameter's unit.
-        lengths: for each tensor that is sent its length along the first dim on each rank; known
-            after the first gather.
+        lengths: the lengths along the first dim on all ranks, for each tensor that is sent. They
+            are known after the first gather.
         metadata: what `fsdp_pre_all_gather` returned for `fsdp_post_all_gather` at the last gather.
     """
 
