@@ -312,9 +312,9 @@ def _plain_parameter(param: DTensor) -> nn.Parameter:
 
 
 # --- fused parameters whose blocks differ, as one DTensor per block, and fused again --------------
-# `weight` becomes `weight_<block>` (and `bias` likewise); the local shards are adjacent in one
-# buffer.  Blocks are rows: a fused weight of shape (in, out) is transposed when it is split, and
-# back when it is fused.
+# `weight` becomes `weight_<block>`, and `bias` becomes `bias_<block>`; the local shards are adjacent
+# in one buffer. Blocks are rows: a fused weight of shape (in, out) is transposed when it is split,
+# and transposed back when it is fused.
 
 
 def _rows_first(tensor: Tensor, fused: FusedBlocks) -> Tensor:

@@ -458,13 +458,13 @@ def kl_div(
     reduction: Reduction | Literal["batchmean"] = "batchmean",
     vocab: Vocab | None = None,
 ) -> Tensor:
-    """Compute KL(softmax(target_logits) || softmax(logits)) of logits that are sharded alike.
+    """Compute KL(softmax(target_logits) || softmax(logits)) of logits with equal shardings.
 
     Gradients go to `logits` only (distillation).
 
     Args:
         logits: logits of the student, sharded along `dim`.
-        target_logits: logits of the teacher, sharded alike; treated as constant.
+        target_logits: logits of the teacher, with the same sharding. They are treated as constant.
         dim: the class dim.
         reduction: "none" gives one value per row; "batchmean" divides the sum by the first dim,
             "mean" by the rows.

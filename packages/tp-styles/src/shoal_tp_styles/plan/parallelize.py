@@ -168,7 +168,7 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
     parallel again.
 
     Args:
-        module: changed in place; a module that is not parallel stays as it is.
+        module: the module, changed in place. A module that is not parallel stays as it is.
 
     Returns:
         `module`, or the plain module that it became.

@@ -141,11 +141,11 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
     """Return the cost of a plan per rank and step.
 
     Args:
-        model: before `parallelize_module`, on any device; it stays as it is.
-        plan: as for `parallelize_module`.
+        model: a model that is not parallel, on any device; it is not changed.
+        plan: the plan, as for `parallelize_module`.
         mesh: the mesh; its topology gives the times.
-        args: an example of the inputs, of global shape; only shapes and dtypes matter.
-        kwargs: keyword inputs, likewise.
+        args: example inputs of global shape; only shapes and dtypes matter.
+        kwargs: keyword arguments among the example inputs.
 
     Example:
         >>> from shoal_mesh import abstract_mesh

@@ -110,11 +110,11 @@ def verify(
     A plan for a large model can be verified on a small configuration of the model.
 
     Args:
-        model: the root of the plan's paths; on any device, also meta.
-        plan: as for `parallelize_module`.
+        model: the root of the plan's paths, on any device, including meta.
+        plan: the plan, as for `parallelize_module`.
         mesh: the mesh that the plan is for.
         args: example inputs of global shape; every rank gets the same inputs.
-        kwargs: example keyword inputs, likewise.
+        kwargs: keyword arguments among the example inputs.
 
     Returns:
         The findings: errors, uneven and empty shards, and reasons why the plan was not run.
@@ -310,7 +310,7 @@ def _compare_runs(plain: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Input
         from shoal_dtensor.testing import simulate_ranks
 
         results = simulate_ranks(mesh, run_on_one_rank)
-    # likewise a finding
+    # any error that the model raises is a finding
     except Exception as error:
         description = f"{kind_and_first_line(error)}{_line_of_model(error)}"
         finding = f"the plan does not run{mode}: {description}"

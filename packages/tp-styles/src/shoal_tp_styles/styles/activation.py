@@ -300,9 +300,9 @@ class ChannelParallel(DeclaredStyle):
 
     The style is for GroupNorm, BatchNorm, PReLU, and convolutions of several groups, including
     depthwise ones. It runs no communication in either direction. A shard of a GroupNorm or of a
-    convolution holds complete groups: if the number of groups is not a multiple of the ranks, shard
-    the module before it alike with `.aligned(input channels of a group)`. BatchNorm's statistics
-    are sharded with its channels.
+    convolution holds complete groups. If the number of groups is not a multiple of the number of
+    ranks, give the module before it the same boundaries, with `.aligned(input channels of a
+    group)`. BatchNorm's statistics are sharded with its channels.
 
     Args:
         use_local_output: return the plain local tensor instead of a DTensor.

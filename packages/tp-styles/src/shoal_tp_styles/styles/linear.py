@@ -270,7 +270,7 @@ class ColwiseParallel(_FeatureStyle):
         if self.of_heads is not None:
             return self._of_heads(module, self.of_heads)
         if isinstance(module, RECURRENT):
-            # every gate is sharded alike, by single hidden units
+            # Every gate has the same sharding, by single hidden units.
             if self.multiple_of > 1:
                 raise LayoutError(
                     "ColwiseParallel.aligned: not supported for recurrent modules, whose hidden "

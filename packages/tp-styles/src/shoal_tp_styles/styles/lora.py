@@ -116,7 +116,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     Nothing is sent, unless `fully_shard` has sharded the adapters over data axes too.
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
 
     Returns:
         `model`.

@@ -237,9 +237,10 @@ def input_reshard(
     DTensors.
 
     Args:
-        module: changed in place (two hooks).
-        tp_device_mesh: one-axis mesh over which the inputs are replicated.
-        input_reshard_dim: dim along which they are sharded; None leaves the module as it is.
+        module: the module, changed in place: it gets two hooks.
+        tp_device_mesh: a mesh with one axis, over which the inputs are replicated.
+        input_reshard_dim: the dim along which the inputs are sharded; None leaves the module as it
+            is.
 
     Returns:
         `module`.
