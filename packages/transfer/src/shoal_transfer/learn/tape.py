@@ -54,7 +54,7 @@ class Operation:
     Attributes:
         operator: the operator of aten.
         args: the positional arguments, with a MemoryView in place of each tensor.
-        kwargs: the keyword arguments, likewise.
+        kwargs: the keyword arguments, with a MemoryView in place of each tensor.
         read: the MemoryViews among the arguments.
         written: the views that are written, including outputs with new memory.
         outputs: one entry per output of the operator: its view if it has new memory, else None.

@@ -81,8 +81,8 @@ def describe(
 
     manifests = agree(describe_own, group_of(mesh), ManifestError, "describe")
     manifest = merge_manifests(manifests)
-    # Many records share one tuple of holdings, for example the weights of all layers. Records that
-    # share the holdings and have the same shape pass or fail the check alike, so one is checked.
+    # Many records share one tuple of holdings, for example the weights of all layers. For records
+    # with the same holdings and shape the check has the same result, so only one is checked.
     record_by_layout = {
         (id(record.holdings), record.shape): record for record in manifest.tensors.values()
     }

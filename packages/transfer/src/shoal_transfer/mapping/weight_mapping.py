@@ -264,7 +264,7 @@ class WeightMapping:
         """Split targets into blocks; the inverse of `fuse`.
 
         Args:
-            blocks: by the name of a fused tensor, the sizes of its blocks by name, in order.
+            blocks: name of a fused tensor -> name of a block -> size of the block, in order.
             dim: the dim that is split.
             groups: as for `fuse`.
 
@@ -282,7 +282,7 @@ class WeightMapping:
         """Stack numbered targets along a new first dim: experts.
 
         Args:
-            stacked: by the name of a stacked tensor, the name of its parts, with `{index}`.
+            stacked: name of a stacked tensor -> name of its parts, with `{index}`.
 
         Example:
             >>> experts = WeightMapping.same_names({"e.0.w": (2,), "e.1.w": (2,)})
@@ -295,7 +295,7 @@ class WeightMapping:
         """Give each index of the first dim of targets a tensor of its own; the inverse of `stack`.
 
         Args:
-            stacked: by the name of a stacked tensor, the name of its parts, with `{index}`.
+            stacked: name of a stacked tensor -> name of its parts, with `{index}`.
 
         Example:
             >>> WeightMapping.same_names({"w": (2, 3)}).unstack({"w": "e.{index}.w"}).targets

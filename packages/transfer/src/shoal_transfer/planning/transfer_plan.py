@@ -93,8 +93,8 @@ class TransferPlan:
         """Yield the copies of the plan with their addresses, for an engine that moves the bytes.
 
         Args:
-            sender: only copies that this rank of the source sends.
-            receiver: only copies that this rank of the target writes.
+            sender: a rank of the source; only copies that it sends are yielded.
+            receiver: a rank of the target; only copies that it writes are yielded.
 
         Returns:
             The copies in order. Copies of stages 1 and 2 read elements that copies of earlier

@@ -34,7 +34,7 @@ class FolderWire:
     run code in the members.
 
     Args:
-        folder: made where it does not exist; a new one for each transfer object.
+        folder: the folder, which is made if it does not exist. Each transfer object needs its own.
         member: number of this process among the members: ranks of the source in order, then ranks
             of the target (`Roster`).
         size: number of members.

@@ -77,8 +77,8 @@ class WeightTransfer:
     In mode "staged" the target has a second copy of its weights, into which elements arrive. When
     all ranks have all elements of a version, the copy is written to the weights. If a transfer fails
     before that, the target keeps its old weights. In mode "in_place" elements arrive in the weights
-    themselves, which must not be used meanwhile; after a fault `is_valid` is False until a
-    transfer succeeds.
+    themselves, so the weights must not be used during a transfer. After a fault `is_valid` is False
+    until a transfer succeeds.
 
     Args:
         plan: the plan that `plan_transfer` returned.
