@@ -78,7 +78,8 @@ def test_a_written_input_keeps_its_layout_and_others_move_to_it() -> None:
 @pytest.mark.parametrize(
     ("op", "args", "kind"),
     [
-        (aten.split.Tensor, [spec(Shard(0)), 2, 1], ResultKind.LIST),
+        (aten.split.Tensor, [spec(Shard(0)), 2, 1], ResultKind.VIEWS),
+        (aten.t.default, [spec(Shard(0))], ResultKind.VIEW),
         (aten.topk.default, [spec(Shard(0)), 2], ResultKind.LIST),
         (aten.mul_.Tensor, [spec(Shard(0)), 2.0], ResultKind.FIRST),
         (aten._foreach_add_.Scalar, [[spec(Shard(0)), spec(Shard(1))], 1.0], ResultKind.NONE),

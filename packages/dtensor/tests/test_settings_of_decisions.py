@@ -193,6 +193,7 @@ ALLOWED = {
     ("dispatch/plain_tensors.py", "is_grad_enabled"): "read in every call",
     ("dispatch/results.py", "is_grad_enabled"): "read in every call",
     ("_torch/tensors.py", "is_grad_enabled"): "read in every call",
+    ("_torch/tensors.py", "is_inference_mode_enabled"): "read in every call of a view",
     ("_torch/tensors.py", "_are_functorch_transforms_active"): "read in every call",
 }
 

@@ -588,3 +588,50 @@ def test_strides_in_views_of_parts_are_refused_where_no_rank_has_the_base(mode: 
                     calls[name](view(x))
     turned = put(whole, [S0]).t()
     assert torch.equal(full(turned.as_strided((3,), (2,), 1)), whole.t().as_strided((3,), (2,), 1))
+
+
+# Calls of an operator that returns views of a tensor `x` of 4 x 6; each is also written to.
+VIEWS_IN_INFERENCE: dict[str, Callable[[Any], Any]] = {
+    "view": lambda x: x.view(24),
+    "t": lambda x: x.t(),
+    "select": lambda x: x[1],
+    "slice": lambda x: x[1:, ::2],
+    "diagonal": lambda x: x.diagonal(),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "detach": lambda x: x.detach(),
+    "unfold": lambda x: x.unfold(1, 2, 2),
+    "unbind": lambda x: x.unbind(1)[0],
+    "split": lambda x: x.split(3, 1)[1],
+    "chunk": lambda x: x.chunk(2, 1)[0],
+    "data": lambda x: x.data,
+    "reshape": lambda x: x.reshape(3, 8),
+    "movedim": lambda x: x.movedim(0, 1),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@on_ranks(4)
+def test_views_in_inference_mode_of_tensors_from_outside(requires_grad: bool) -> None:
+    """Torch gives such a view the count of writes of its base, and no tensor of inference mode takes it."""
+    whole = sample(4, 6)
+    for placements, (name, view) in product(([S0], [S1], [R]), VIEWS_IN_INFERENCE.items()):
+        single = whole.clone().requires_grad_(requires_grad)
+        x = put(whole, placements).requires_grad_(requires_grad)
+        with torch.inference_mode():
+            expected, got = view(single), view(x)
+        assert torch.equal(full(got.detach()), expected), (name, placements)
+        assert got.is_inference() == expected.is_inference(), name
+        assert got.requires_grad == expected.requires_grad, name
+
+
+@on_ranks(4)
+def test_writes_to_views_in_inference_mode_reach_and_count_for_the_base() -> None:
+    x = put(sample(4, 6), [S0])
+    before = x._version
+    with torch.inference_mode():
+        x.view(24).mul_(2)
+        x.unbind(1)[0].zero_()
+    expected = sample(4, 6) * 2
+    expected[:, 0] = 0
+    assert torch.equal(full(x), expected)
+    assert x._version > before

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -157,10 +157,21 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
 
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        return op.decompose
+        return op.decompose if makes_views(op) else partial(_decompose, op)
     if op is torch.ops.aten._weight_norm_interface.default:
         return _weight_norm
     return by_aten(op) or decomposition_table.get(op)
+
+
+def _decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run a composite operator by its parts, and tie views among the parts to their bases.
+
+    Composite operators arrive here in inference mode alone. Torch has then left out the key of
+    views for the parts too, so `reshape` would return a tensor that shares memory with its input,
+    but not the count of writes.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return op.decompose(*args, **kwargs)
 
 
 def _weight_norm(
@@ -181,6 +192,14 @@ def view_of(op: OpOverload) -> OpOverload | None:
         return None
     packet: Any = getattr(torch.ops.aten, name[:-1], None)
     return getattr(packet, op._overloadname, None) or getattr(packet, "int", None)
+
+
+def makes_views(op: OpOverload) -> bool:
+    """Tell whether autograd ties the results of a view operator to their base, also in inference mode.
+
+    It does so for all view operators except the composite ones, such as `reshape`.
+    """
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op._name, "ADInplaceOrView"))
 
 
 def has_views(tensor: torch.Tensor) -> bool:

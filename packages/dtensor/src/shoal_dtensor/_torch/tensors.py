@@ -26,6 +26,7 @@ pytree = _pytree
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 # (class, local tensor, spec, requires_grad)
 wrap_local: Callable[..., Any] = torch.Tensor._dtensor__new__
+in_inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 # torch's own attributes, which a subclass may override
 BASE: Any = torch._C.TensorBase

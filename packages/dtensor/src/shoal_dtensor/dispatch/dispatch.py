@@ -22,7 +22,12 @@ from shoal_mesh import purpose
 
 from .._torch.compiling import never_compiled, raised_as_it_is, recorder
 from .._torch.operators import OpOverload
-from .._torch.tensors import disabled_torch_function, dispatch_modes, wrap_local
+from .._torch.tensors import (
+    disabled_torch_function,
+    dispatch_modes,
+    in_inference_mode,
+    wrap_local,
+)
 from ..errors import OperatorArgumentError
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, has_symbols, mapped
@@ -59,6 +64,8 @@ _ONE = ResultKind.ONE
 _FIRST = ResultKind.FIRST
 _LIST = ResultKind.LIST
 _NONE = ResultKind.NONE
+_VIEW = ResultKind.VIEW
+_VIEWS = ResultKind.VIEWS
 
 
 class _OpCache:
@@ -184,11 +191,11 @@ def dispatch(  # noqa: C901, PLR0912  # see above
             return _run(call, decision)
     result = decision.call(*local_args, **local_kwargs) if kwargs else decision.call(*local_args)
     kind = decision.result_kind
-    if kind is _ONE:
+    if kind is _ONE or (kind is _VIEW and not in_inference_mode()):
         return wrap_local(cls, result, decision.outputs[0], False)
     if kind is _FIRST:
         return args[0]
-    if kind is _LIST:
+    if kind is _LIST or (kind is _VIEWS and not in_inference_mode()):
         wrapped: list[Any] = []
         for shard in result:
             wrapped.append(wrap_local(cls, shard, decision.outputs[len(wrapped)], False))
@@ -330,6 +337,12 @@ def _wrap(
     cls: Any, result: Any, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Make DTensors of the tensors that a local call returned."""
+    is_view = decision.result_kind in (_VIEW, _VIEWS)
+    if is_view and in_inference_mode() and not _base(args, kwargs).is_inference():
+        # A view made in inference mode shares the count of writes with a base that has one. Torch
+        # refuses to give this count to a tensor of inference mode.
+        with torch.inference_mode(False):
+            return decision.with_outputs(result, partial(_wrap_view, cls))
     if decision.result_kind is _NONE:
         return result
     if decision.result_kind is _ONE:
@@ -351,6 +364,16 @@ def _wrap(
         return wrap_local(cls, local, spec, False) if index is None else originals[index]
 
     return decision.with_outputs(result, wrap_new)
+
+
+def _base(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tensor of which a view operator takes a view."""
+    base: torch.Tensor = next(flatten([*args, *kwargs.values()]))
+    return base
+
+
+def _wrap_view(cls: Any, local: torch.Tensor, spec: Spec, _: int | None) -> Any:
+    return wrap_local(cls, local, spec, False)
 
 
 def cache_info() -> dict[str, int]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._torch.compiling import is_tracing
-from .._torch.operators import OpOverload, change_shape, has_views, view_of
+from .._torch.operators import OpOverload, change_shape, has_views, makes_views, view_of
 from .._torch.tensors import bump_version
 from ..errors import InPlaceError
 from ..layout.memory_order import memory_order
@@ -40,6 +40,9 @@ class ResultKind(IntEnum):
     # replicated tensors whose shapes are known only afterwards
     DYNAMIC = 5
     COMPOSITE = 6  # DTensors already
+    # views that autograd ties to their base: one, or a list of them
+    VIEW = 7
+    VIEWS = 8
 
 
 # The place of a tensor among arguments: the position or name of the argument, and the index of the
@@ -112,14 +115,17 @@ def result_kind(call: OpCall) -> ResultKind:
     aliased = call.aliased
     if not call.outputs:
         return ResultKind.NONE
+    is_view = schema.is_view and makes_views(call.op)
     if schema.is_list == (False,) and schema.returns_only_tensors:
         if aliased == (None,):
-            return ResultKind.ONE
+            return ResultKind.VIEW if is_view else ResultKind.ONE
         is_first = aliased == (0,) and isinstance(call.args[0], TensorMeta)
         return ResultKind.FIRST if is_first else ResultKind.NESTED
     is_new = all(index is None for index in aliased)
     is_flat = schema.returns_only_tensors and len(schema.returns) in (1, len(call.outputs))
-    return ResultKind.LIST if is_new and is_flat else ResultKind.NESTED
+    if not (is_new and is_flat):
+        return ResultKind.NESTED
+    return ResultKind.VIEWS if is_view else ResultKind.LIST
 
 
 def dtype_that_decides(call: OpCall) -> torch.dtype | None:
