@@ -160,15 +160,15 @@ class FSDPModule(ReducingModule):
         for unit in units_of(self, recurse=False):
             unit.settings.unshard_in_backward = unshard_in_backward
 
-    @takes(enable=bool)
-    def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:
+    @takes(keep=bool)
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters keep their memory and addresses when resharded.
 
         Then each gather writes to the same memory, as captured CUDA graphs need.
         """
         for unit in units_of(self, recurse):
-            unit.settings.keep_unsharded_storage = enable
-            if not enable and not unit.current.has_values:
+            unit.settings.keep_unsharded_storage = keep
+            if not keep and not unit.current.has_values:
                 unit.current.release(keeps_memory=False)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
