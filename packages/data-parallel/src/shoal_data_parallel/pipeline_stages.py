@@ -13,7 +13,7 @@ runs as follows:
 
 Schedules with one stage per rank have no UNSHARD and RESHARD: the first microbatch gathers.
 
-May import: _torch, fsdp_module, gradients, stage_borders, units.
+May import: _torch, gradients, stage_borders, units.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import submodule_of
 
 from ._torch import is_torch_fsdp, pipeline_actions, stages_of
-from .fsdp_module import FSDPModule
 from .gradients.gradient_group import ReducingModule
 from .gradients.reducer import Reducer
 from .stage_borders import GetMesh, watch_borders
@@ -59,8 +58,9 @@ def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
     Call it once, when the schedule has been made, on all of its ranks.
 
     Args:
-        schedule: a schedule; it and its stages are changed in place. Stages whose `submod` is not
-            an `FSDPModule` or a `ReplicateModule` only send and receive DTensors.
+        schedule: a schedule; it and its stages are changed in place. The `submod` of a stage, or
+            modules in it, were passed to `fully_shard` or `replicate`. Other stages only send and
+            receive DTensors, and keep gradients with `finalize_gradients=False`.
         get_mesh: given the names of the axes of an arriving DTensor, returns the mesh of this
             rank's stage with these axes; by default the mesh of a parameter of the stage.
 
@@ -80,7 +80,6 @@ def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
         ...     prepare_pipeline(Schedule1F1B(stage, n_microbatches=4))
     """
     stages = stages_of(schedule)
-    sharded = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]
     if not stages:
         raise LayoutError(
             "prepare_pipeline: expected a schedule of torch.distributed.pipelining with stages, "
@@ -95,13 +94,12 @@ def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
         return
     setattr(schedule, _PREPARED, True)
     watch_borders(stages, get_mesh)
-    reducing = [stage for stage in stages if isinstance(stage.submod, ReducingModule)]
-    for stage in reducing:
+    for stage in stages:
         _reduce_at_end(stage)
-    _let_steps_keep_gradients(schedule, reducing)
-    for stage in sharded:
-        stage.submod.set_reshard_after_backward(False)
-    units = {stage.stage_index: units_of(stage.submod) for stage in sharded}
+    _let_steps_keep_gradients(schedule, stages)
+    units = {stage.stage_index: units_of(stage.submod) for stage in stages}
+    for unit in (unit for of_stage in units.values() for unit in of_stage):
+        unit.settings.reshard_after_backward = False
     register = getattr(schedule, "register_custom_function", None)
     if register is not None:
         unshard, reshard = pipeline_actions()
@@ -117,11 +115,11 @@ def reduce_after_last_microbatch(stage: Any) -> None:
     this for all stages of a schedule, and also has units stay gathered.
 
     Args:
-        stage: a pipeline stage whose `submod` is an `FSDPModule` or a `ReplicateModule`; changed in
-            place.
+        stage: a pipeline stage whose `submod`, or modules in it, were passed to `fully_shard` or
+            `replicate`; changed in place.
 
     Raises:
-        LayoutError: if its module is neither sharded nor replicated.
+        LayoutError: if none of its modules is sharded or replicated.
 
     Example:
         >>> from torch import nn
@@ -136,10 +134,10 @@ def reduce_after_last_microbatch(stage: Any) -> None:
         ...     reduce_after_last_microbatch(stage)
     """
     module = submodule_of("reduce_after_last_microbatch", stage)
-    if not isinstance(module, ReducingModule):
+    if not _reducing_modules(module):
         raise LayoutError(
-            "reduce_after_last_microbatch: expected a stage whose submod was passed to "
-            f"fully_shard or replicate, got a stage of {type(module).__name__}"
+            "reduce_after_last_microbatch: expected a stage whose submod, or a module in it, was "
+            f"passed to fully_shard or replicate, got a stage of {type(module).__name__}"
         )
     _reduce_at_end(stage)
 
@@ -149,8 +147,8 @@ def _reduce_at_end(stage: Any) -> None:
     if getattr(stage, _PREPARED, False):
         return
     setattr(stage, _PREPARED, True)
-    module: ReducingModule = stage.submod
-    reducers = module._reducers()
+    modules = _reducing_modules(stage.submod)
+    reducers = [reducer for module in modules for reducer in module._reducers()]
     scale: Callable[..., None] = stage.perform_reduce_grad
 
     def perform_reduce_grad(grad_scale_factor: int, *args: Any, **kwargs: Any) -> None:
@@ -158,17 +156,27 @@ def _reduce_at_end(stage: Any) -> None:
             return
         earlier = _take_gradients(reducers)
         try:
-            module.reduce_gradients()
+            for module in modules:
+                module.reduce_gradients()
             scale(grad_scale_factor, *args, **kwargs)
         finally:
             _add_gradients(earlier)
-        for unit in units_of(module):
+        for unit in units_of(stage.submod):
             unit.reshard()
 
-    module.set_requires_gradient_sync(False)
+    for module in modules:
+        module.set_requires_gradient_sync(False)
     for reducer in reducers:
         reducer.returns_zero_gradients = True
     stage.perform_reduce_grad = perform_reduce_grad
+
+
+def _reducing_modules(module: nn.Module) -> list[ReducingModule]:
+    """Return the outermost modules in a module that reduce gradients, each once."""
+    if isinstance(module, ReducingModule):
+        return [module]
+    found = [inner for child in module.children() for inner in _reducing_modules(child)]
+    return [*dict.fromkeys(found)]
 
 
 def _let_steps_keep_gradients(schedule: Any, stages: Sequence[Any]) -> None:
