@@ -149,14 +149,12 @@ def implicit_replication() -> Iterator[None]:
 def checked_replicas() -> Iterator[None]:
     """Compare replicated gradients over their ranks in backward, for debugging.
 
-    This holds inside the block, for gradients that count as replicated. The styles of
-    shoal_tp_styles also compare their replicated inputs inside the block.
-
-    `to_local()` of a replicated tensor gives each rank the same values. If ranks then compute
-    different things with them, each rank has a different summand of the gradient, which the program
-    declares by `to_local(grad_placements=[Partial()])`. A rank cannot distinguish the two cases
-    from its own values. Inside the block, the ranks therefore compare each gradient that counts as
-    replicated, by one small collective.
+    `to_local()` of a replicated tensor gives each rank the same values. If all ranks compute the
+    same with them, each rank has the whole gradient. If they compute different things, each rank
+    has a summand of the gradient, and the program must declare this by
+    `to_local(grad_placements=[Partial()])`. A rank cannot distinguish the two cases from its own
+    values. Inside the block, the ranks therefore compare each gradient that counts as replicated,
+    by one small collective. The styles of shoal_tp_styles also compare their replicated inputs.
 
     Raises:
         LockstepError: (of shoal_mesh, in backward, on every rank) if the ranks' gradients differ.

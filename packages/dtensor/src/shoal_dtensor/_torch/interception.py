@@ -53,8 +53,9 @@ def register_dispatch(
     gets its name, in some cases before torch compiles the functions.
 
     The class's `__torch_dispatch__` alone would do the same, but torch would first check whether
-    the class is its own DTensor, and import that class and sympy, which takes half a second. The
-    registration takes 10 ms. Operators with `out=`, a third of all operators, are left out.
+    the class is its own DTensor. For this check it imports that class and sympy; the import takes
+    half a second. The registration takes 10 ms. Operators with `out=`, a third of all operators,
+    are left out.
     """
     library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
     for name in torch._C._dispatch_get_all_op_names() if names is None else names:

@@ -56,7 +56,7 @@ from .results import (
 # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
 _LOG = logging.getLogger("shoal.decisions")
 
-# Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a
+# Decisions kept per operator and scope; when full, the oldest goes. A training step needs a
 # handful per operator.
 MAX_DECISIONS = 4096
 

@@ -155,8 +155,8 @@ def with_observed_outputs(op: OpOverload, decision: Decision, result: Any) -> tu
     for attention's log-sums of float64). If a sharded or partial output differs from its spec, the
     rule is wrong: an AssertionError is raised.
 
-    A result that is computed around a collective keeps the memory order of its input, where one
-    device's kernel makes a row-major one.
+    A result that is computed around a collective keeps the memory order of its input, although the
+    kernel on one device makes a row-major result. Such a result is put in the order of its spec.
     """
     specs = [*decision.outputs]
     is_out_of_order = False

@@ -1,4 +1,4 @@
-"""Boxes of a tensor: their common part, size, overlap, coverage and grids.  Integers only.
+"""Boxes of a tensor: their common part, size, overlap, coverage and grids. Integers only.
 
 A box has one ``(start, stop)`` pair per tensor dim, stop excluded. Rows 2 and 3 of a (4, 5) tensor
 are the box ``((2, 4), (0, 5))``.

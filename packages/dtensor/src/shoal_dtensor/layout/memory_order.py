@@ -1,4 +1,4 @@
-"""The order of a tensor's dims in memory, from its shape and stride.  Integers only.
+"""The order of a tensor's dims in memory, from its shape and stride. Integers only.
 
 The shape and an order of dims determine the stride of a dense tensor. For example, a tensor of
 shape (2, 3) and stride (1, 2) has the order (1, 0), because dim 1 has the larger stride.

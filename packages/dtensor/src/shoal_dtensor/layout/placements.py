@@ -132,8 +132,8 @@ class Shard(Placement):
 
     Args:
         dim: the tensor dim; negative counts from the end and is resolved when a tensor is known.
-        sizes: how many elements each coordinate holds (a ragged shard).  When left out, they are
-            the sizes of `torch.chunk`: ceil-sized shards, trailing ones smaller or empty.  When
+        sizes: how many elements each coordinate holds (a ragged shard). When left out, they are
+            the sizes of `torch.chunk`: ceil-sized shards, trailing ones smaller or empty. When
             outer axes shard the same dim, `sizes` lists every shard so far, outermost axis slowest.
         multiple_of: divide only at multiples of this number of elements (attention heads,
             quantization blocks).

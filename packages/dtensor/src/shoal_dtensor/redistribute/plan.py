@@ -296,7 +296,8 @@ def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
 # that has it to the ranks that need it. Replicas of the destination may each receive a part and
 # gather the rest, if this is faster.
 
-# Up to this many ranks a transfer is priced by its exact blocks, which takes about 2 ms for 32.
+# Up to this many ranks, a transfer is priced by its exact blocks. Pricing takes about 2 ms for 32
+# ranks.
 EXACT_RANKS = 32
 
 

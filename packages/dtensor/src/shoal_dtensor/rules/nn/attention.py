@@ -1,9 +1,10 @@
 """Sharding of fused scaled-dot-product attention: by batch and by head, forward and backward.
 
 Query heads that share a head of keys stay on the rank of that head. Queries may also be sharded
-along their sequence, with replicated keys and values. A causal mask depends on positions, so with
-one this is possible only for the kernel that accepts a mask instead. Kernels with dropout, whose
-random state is an output, run replicated, because the state cannot be sharded.
+along their sequence, with replicated keys and values. If the mask is causal, it depends on
+positions, and queries are sharded along their sequence only for the kernel that accepts a mask
+tensor instead. Kernels with dropout return their random state. The state cannot be sharded, so they
+run replicated.
 """
 
 from __future__ import annotations
