@@ -162,6 +162,7 @@ class Relocation:
     def _exchange(
         self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor
     ) -> None:
+        """Send each rank its list of blocks; receive each rank's blocks in the tensors of `out`."""
         # A rank that sends and receives nothing needs a tensor with the dtype.
         blocks[self.index].append(source.narrow(self.dim, 0, 0))
         out[self.index].append(result.narrow(self.dim, 0, 0))
@@ -169,6 +170,7 @@ class Relocation:
         all_to_all_blocks(blocks, self.spec.mesh.comm(axes), out)
 
     def _shape(self, like: Tensor, length: int) -> list[int]:
+        """Return the shape of a tensor with another length of the exchanged dim."""
         return [length if d == self.dim else n for d, n in enumerate(like.shape)]
 
 

@@ -99,14 +99,14 @@ class Rule:
         sizes: the names of arguments that are lists of sizes, if the output sizes depend only on
             equalities among the input sizes, 0 and 1. A run on tiny tensors then gives the outputs
             for all shapes with the same equalities. None if sizes matter otherwise.
-        linear: names of arguments, with spaces between them, in each of which alone the operator is
-            linear: if it is a partial sum or average, all results are too.
-        checks: for operators that refuse some values of an argument, such as indices: by the
-            argument's name, for each tensor in it, the function that refuses them. It is called
-            where a tensor that all ranks have is sliced, because each rank's kernel would compare
-            its own slice only.
-        moves: names of arguments whose elements the operator only moves to the results: if all of
-            them are partial alike, the results are too, whatever the reduction.
+        linear: names of arguments, separated by spaces. The operator is linear in each of them while
+            the others are fixed: if this argument is a partial sum or average, all results are too.
+        moves: names of arguments, separated by spaces, whose elements the operator only moves to the
+            results: if all of them are partial alike, the results are too, whatever the reduction.
+        checks: for operators that refuse some values of an argument, such as indices: by the name of
+            the argument, one function for each tensor in it, which raises an error for these
+            values. It is called on a tensor that all ranks have before the tensor is sliced,
+            because each rank's kernel would compare its own slice only.
     """
 
     rows: Callable[[OpCall], Iterable[Row]]
