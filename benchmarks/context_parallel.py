@@ -98,12 +98,16 @@ def torch_runs(length: int) -> str:
 
 
 def plot(rows: Sequence[tuple[int, str, float, float]], path: str) -> None:
-    """Memory against length, a line per method."""
+    """Draw memory against length, a line per method, without a background and in ink for light and dark pages."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
+    # the ink of tools/draw.py
+    ink = "#7a7a7a"
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    mpl.rcParams |= dict.fromkeys(inked, ink) | {"svg.hashsalt": "shoal", "legend.framealpha": 0.0}
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     for name in dict.fromkeys(row[1] for row in rows):
         line = [(length, peak) for length, each, peak, _ in rows if each == name]
@@ -116,7 +120,7 @@ def plot(rows: Sequence[tuple[int, str, float, float]], path: str) -> None:
     )
     axis.grid(alpha=0.3)
     axis.legend()
-    figure.savefig(path, dpi=130, metadata={"Software": None}, facecolor="white")
+    figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
 
 
 def main() -> None:
@@ -124,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--plot", help="a PNG of memory against length")
+    parser.add_argument("--plot", help="an SVG of memory against length")
     options = parser.parse_args()
     pool = rank_pool(RANKS)
     rows = []

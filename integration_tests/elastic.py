@@ -1,4 +1,4 @@
-"""Training that goes on while ranks are killed: survivors go on in the same processes, newcomers join them.
+"""Training that continues while ranks are killed: survivors keep their processes, newcomers join them.
 
     python integration_tests/elastic.py [--steps N] [--kills N] [--data WAY] [--torchrun] [--minutes
     M] [--plot FILE]
@@ -362,7 +362,8 @@ def plot(points: list[tuple[float, ...]], path: Path) -> None:
         said = f"{title}: first {values[0]:g}, last {values[-1]:g}, most {max(values):g}, in {span / 60:.1f} minutes"
         parts.append(f'<text x="10" y="{top + 18}">{said}</text><polyline points="{line}"/>')
         print(said)
-    style = "text{font:12px sans-serif} polyline{fill:none;stroke:steelblue}"
+    # ink that is readable on white and on the dark scheme's background
+    style = "text{font:12px sans-serif;fill:#7a7a7a} polyline{fill:none;stroke:steelblue}"
     path.write_text(
         '<svg xmlns="http://www.w3.org/2000/svg" width="600" '
         f'height="545"><style>{style}</style>{"".join(parts)}</svg>'
