@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -558,3 +559,29 @@ def test_a_copy_that_torch_makes_of_a_plain_tensor_with_a_gradient_is_no_tensor_
             use()
         with implicit_replication():
             assert use().requires_grad
+
+
+# Functions whose kernels fill a plain tensor of their own.
+FILLING: dict[str, Callable[[Any], Any]] = {
+    "vander": lambda x: torch.vander(x, 3),
+    "pad_sequence": lambda x: rnn.pad_sequence([x, x[:2]], padding_value=0.5),
+    "pack_sequence": lambda x: rnn.pack_sequence([x, x[:2]]).data,
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["shards", "replicas"])
+@on_ranks(2)
+def test_a_plain_tensor_that_torch_fills_has_all_values_and_a_whole_gradient(
+    placement: Any,
+) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name, fill in FILLING.items():
+        single = torch.arange(5.0, dtype=torch.float64, requires_grad=True)
+        x = distribute_tensor(single.detach(), mesh, [placement]).requires_grad_()
+        expected, filled = fill(single), fill(x)
+        assert type(filled) is Tensor and torch.equal(filled, expected), name
+        # torch itself cannot differentiate `vander`, which writes to what its backward reads
+        if name != "vander":
+            expected.pow(2).sum().backward()
+            filled.pow(2).sum().backward()
+            assert torch.equal(x.grad.full_tensor(), single.grad), name
