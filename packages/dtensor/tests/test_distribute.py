@@ -309,6 +309,17 @@ def test_a_check_agrees_on_what_it_compares_and_the_group_goes_on() -> None:
 
 
 @on_ranks(2)
+def test_placements_that_differ_are_named_before_anything_else_is_sent() -> None:
+    """One rank would send its replica, which the other one does not receive."""
+    mesh = init_device_mesh("cpu", (2,))
+    own = [Shard(0), Replicate()][mesh.get_rank()]
+    with pytest.raises(PlacementError, match="all ranks must pass the same placements"):
+        DTensor.from_local(torch.ones(3), mesh, [own], run_check=True)
+    whole = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=True).full_tensor()
+    assert torch.equal(whole, torch.ones(6))
+
+
+@on_ranks(2)
 def test_checked_replicas_take_the_first_values_and_keep_their_own_gradient() -> None:
     mesh = init_device_mesh("cpu", (2,))
     local = torch.full((3,), float(mesh.get_rank()), requires_grad=True)

@@ -282,8 +282,8 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
         gradients: require that all ranks record a gradient, or none.
 
     Raises:
-        PlacementError: on all ranks: the shapes do not fit a sharding; the dtypes, or whether
-            gradients are recorded, differ; or replicas differ.
+        PlacementError: on all ranks: the shapes do not fit a sharding; the dtypes, the placements,
+            or whether gradients are recorded, differ; or replicas differ.
     """
     replicated = []
     for axis, (placement, ranks) in enumerate(zip(placements, mesh.shape, strict=False)):
@@ -291,7 +291,8 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
             replicated.append(axis)
     values = values and bool(replicated) and not isinstance(local, TRACED)
     sizes = [*local.shape[:_MAX_DIMS], *([0] * (_MAX_DIMS - local.ndim))]
-    numbers = [0, _facts_of(local, gradients), *sizes]
+    number_of_layout = zlib.crc32(repr((list(placements), shard_order)).encode())
+    numbers = [0, _facts_of(local, gradients), number_of_layout, *sizes]
     # Modes must not record these tensors or make them fake tensors.
     with out_of_sight():
         comm = mesh.comm(tuple(range(mesh.ndim)))
@@ -306,6 +307,13 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
     rows = dict(zip(coordinates, rows_of_ranks(mesh, about, own_row), strict=True))
     facts = {coordinate: row[1] for coordinate, row in rows.items()}
     _require_equal_facts(facts, about)
+    # all ranks have the rows, so all of them raise
+    differing = [at for at, row in rows.items() if row[2] != number_of_layout]
+    if differing:
+        raise PlacementError(
+            f"{about()}: all ranks must pass the same placements and shard_order; this rank passes "
+            f"{list(placements)}, the rank at mesh coordinate {differing[0]} passes others"
+        )
     digests: dict[tuple[int, ...], set[int]] = {}
     for coordinate, (digest, *_) in rows.items():
         shard = [*coordinate]
@@ -319,7 +327,7 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
             "Partial() if every rank has one term of a sum"
         )
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for coordinate, (_, fact, *lengths) in rows.items():
+    for coordinate, (_, fact, _, *lengths) in rows.items():
         shapes[coordinate] = tuple(lengths[: fact % _DIMS])
     spec = _layout_of_shapes(shapes, local.dtype, mesh, placements, shard_order=shard_order)
     orders = {fact // _ORDERS for fact in facts.values()}
@@ -328,8 +336,8 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
     return spec, local
 
 
-# A row of `layout_of_ranks` has the digest, the facts and this many sizes, filled up with zeros.
-# Example: a shard of (3, 5) is [digest, facts, 3, 5, 0, ...].
+# A row of `layout_of_ranks` has the digest, the facts, a number of the placements and this many
+# sizes, filled up with zeros. Example: a shard of (3, 5) is [digest, facts, placements, 3, 5, 0, ...].
 _MAX_DIMS = 16
 # The facts are one number. Bits 0 to 7 are the number of dims, bits 8 to 15 the dtype, bit 16 tells
 # whether a gradient is recorded, and the other bits are a checksum of the memory order.
