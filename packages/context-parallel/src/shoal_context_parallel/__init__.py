@@ -1,6 +1,7 @@
 """Attention of a sequence that is sharded over an axis of a mesh: ring, all-gather and Ulysses."""
 
 from shoal_dtensor.errors import LayoutError, LayoutTypeError, SecondOrderError, StyleError
+from shoal_dtensor.internal import on_first_check
 from shoal_mesh.internal import facade
 
 from .__about__ import __version__
@@ -25,3 +26,8 @@ __all__ = [
 ]
 
 __dir__, __getattr__ = facade(__name__, __all__)
+
+
+@on_first_check
+def _declare_types() -> None:
+    from . import declared_types as declared_types

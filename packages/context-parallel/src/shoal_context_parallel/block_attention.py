@@ -223,7 +223,7 @@ class _BlockShapes:
         return k.view(*shape, key_width), v.view(*shape, value_width)
 
 
-class _RotatedAttention(Function):
+class RotatedAttention(Function):
     """Attention of a sharded sequence, q, k, v: S -> S, as an autograd function."""
 
     @staticmethod
@@ -307,5 +307,5 @@ def rotated_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
     values = v.reshape(folded, 1, *v.shape[2:])
     queries = q.reshape(folded, group, *q.shape[2:]).contiguous()
     with unwatched():
-        out: Tensor = apply(_RotatedAttention, queries, keys, values, task)
+        out: Tensor = apply(RotatedAttention, queries, keys, values, task)
     return out.reshape(*q.shape[:-1], v.shape[-1])

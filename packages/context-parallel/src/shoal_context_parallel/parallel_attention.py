@@ -261,7 +261,7 @@ def _attend_by_heads(
     move_k = _heads_for_positions(k, key_heads, shares.keys, layout, mesh=mesh)
     move_v = _heads_for_positions(v, key_heads, shares.keys, layout, mesh=mesh)
     with unwatched():
-        exchanged = apply(_Exchange, [move_q, move_k, move_v], q, k, v)
+        exchanged = apply(HeadExchange, [move_q, move_k, move_v], q, k, v)
     # in dim 2 the positions of the ranks follow one another, in the order of the ranks
     by_rank = [tensor.split(layout.sizes, 2) for tensor in exchanged]
     q, k, v = [layout.in_order(shards, 2) for shards in by_rank]
@@ -282,7 +282,7 @@ def _attend_by_heads(
     rows = torch.cat(shards, 2)
     source, target = _heads_for_positions(out, heads, shares.queries, layout, mesh=mesh)
     with unwatched():
-        (result,) = apply(_Exchange, [(target, source)], rows)
+        (result,) = apply(HeadExchange, [(target, source)], rows)
     attended: Tensor = result
     return attended
 
@@ -309,7 +309,7 @@ def _heads_for_positions(
     return source, source.with_(placements=[by_head])
 
 
-class _Exchange(Function):
+class HeadExchange(Function):
     """Function S(sequence) -> S(heads), or back, of several tensors by one all-to-all.
 
     Gradients are exchanged in the opposite direction.
