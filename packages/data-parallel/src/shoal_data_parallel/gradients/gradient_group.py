@@ -1,4 +1,8 @@
-"""Groups of parameters whose gradients are reduced together, and their control by the user."""
+"""Groups of parameters whose gradients are reduced together, and their control by the user.
+
+A `Group` keeps gradients of passes that did not reduce them, until a later pass or the user does.
+`ReducingModule` has the methods with which users control this.
+"""
 
 from __future__ import annotations
 

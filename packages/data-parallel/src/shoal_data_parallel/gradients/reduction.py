@@ -1,4 +1,9 @@
-"""Reductions of gradients over data axes, one collective per group, overlapping later work."""
+"""Reductions of gradients over data axes, one collective per group, overlapping later work.
+
+A `GroupReduction` sends the gradients of a group to the layouts of its leaves, in one round of
+collectives over all data axes, or in a round over the shards and one over the replicas. `deliver`
+adds the results to the gradients of the leaves when all have arrived.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Checks before the first collective: equal parameters on all data-parallel ranks, with values."""
+"""Checks before the first collective: equal parameters on all data-parallel ranks, with values.
+
+The ranks compare digests of the names, shapes and dtypes of their parameters. If these differ, the
+ranks exchange the descriptions, and raise the same error. Parameters on the meta device, or without
+initialized values, are errors too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The policies of `fully_shard`: how a unit computes and where its shards are kept, as data."""
+"""The policies of `fully_shard`: how a unit computes and where its shards are kept, as data.
+
+`MixedPrecisionPolicy` has the dtypes, `OffloadPolicy` and `CPUOffloadPolicy` choose the memory of
+the shards, and `DataParallelMeshDims` names the data axes of a mesh.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The gathered parameters of a unit, which have memory only while they are used."""
+"""The gathered parameters of a unit, which have memory only while they are used.
+
+`release` frees the memory, unless the user keeps it. The tensors remain, because autograd's graph
+refers to them, and the next gather allocates memory for the same tensors. `Views` has views of the
+tensors, as modules see them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Schedule: the order in which the units below one outermost module run, forward after forward."""
+"""Schedule: the order in which the units below one outermost module run, forward after forward.
+
+A `Schedule` records the order of a forward, so that the next forward can gather a unit early. A
+`CommContext` has reductions that are in flight after their backward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""One backward pass over units: it gathers them in turn, and reduces and delivers gradients."""
+"""One backward pass over units: it gathers them in turn, and reduces and delivers gradients.
+
+A `UnitBackward` is the state of the pass. It prepares the backward of each forward, receives the
+gradients of units, starts their reductions, and delivers the results at the end. If the pass fails,
+it returns kept gradients to their groups.
+"""
 
 from __future__ import annotations
 
