@@ -1,4 +1,7 @@
-"""`parallelize_module` applies a plan; `unparallelize_module` undoes it."""
+"""`parallelize_module` applies a plan; `unparallelize_module` undoes it.
+
+Both work in place. A plan is resolved and checked on the whole module before anything is changed.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Resolution of a plan on a model: the style of each module.
 
+`resolve` replaces names by styles, and finds the modules of each entry, including modules that
+share a sharded weight. A `ResolvedPlan` knows the errors of the plan, and applies it.
+
 Resolving and checking need no process group.
 """
 

@@ -1,4 +1,7 @@
-"""`StyledModule`: one style of a plan on one module."""
+"""`StyledModule`: one style of a plan on one module.
+
+It has the entry of the plan, the module and its path, and what the style declares for the module.
+"""
 
 from __future__ import annotations
 
