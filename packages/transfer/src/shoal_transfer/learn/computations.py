@@ -1,4 +1,9 @@
-"""Parameters that a loader computes by a known function: which elements are moved before it."""
+"""Parameters that a loader computes by a known function: which elements are moved before it.
+
+A loader may write values that it computes, each from one element that it reads, such as `weight +
+1`. The loader's operators and the user's function run on the same labels. If their results agree,
+each result shows the label of the element before the computation.
+"""
 
 from __future__ import annotations
 

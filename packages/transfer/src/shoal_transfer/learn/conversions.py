@@ -1,4 +1,8 @@
-"""`learn_conversion`: the mapping from a transformers model to the tensors of its files."""
+"""`learn_conversion`: the mapping from a transformers model to the tensors of its files.
+
+The library's own conversion runs on meta tensors and is recorded, as a server's loader is in
+`loaders`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Assignments from a map of elements: each element of a target and its place in a source."""
+"""Assignments from a map of elements: each element of a target and its place in a source.
+
+A replay finds the position of each element's source. Here a target is divided into regions with one
+source, and these into regions along whose dims the positions advance by constant steps. Each of
+them is one assignment.
+"""
 
 from __future__ import annotations
 

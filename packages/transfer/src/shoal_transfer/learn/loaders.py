@@ -1,4 +1,9 @@
-"""`learn_mapping`: the mapping that a server's own loader applies, recorded without weights."""
+"""`learn_mapping`: the mapping that a server's own loader applies, recorded without weights.
+
+The loader writes to meta twins of the model's parameters and buffers, inside a `Recorder`. The
+record then gives the assignments of every parameter and buffer. Each rank of a server learns the
+mapping of its own part, and `merge_ranks` merges them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`Recorder`: a dispatch mode that runs operators on meta tensors and records those that write."""
+"""`Recorder`: a dispatch mode that runs operators on meta tensors and records those that write.
+
+Parameters, buffers and the tensors of the checkpoint are watched. Their operators run on the meta
+device, without values, and are added to a `Tape` if they write. A loader that reads a value of the
+checkpoint as a Python number gets a label instead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Assignments from the record of a loader: directly from copies, else by replay on labels."""
+"""Assignments from the record of a loader: directly from copies, else by replay on labels.
+
+The tape has the operations that wrote to a tensor. If all of them copy views of sources, or fill,
+the assignments follow from the views. Otherwise the operations are replayed on labels, and
+`element_maps` makes assignments of the result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Replay of recorded operations on labels, to find out which elements a tensor consists of."""
+"""Replay of recorded operations on labels, to find out which elements a tensor consists of.
+
+A label is a number that stands for one element of a source. The operations that a tensor depends on
+run on labels in place of values, so operators that only move elements move their labels. This is
+done under two random numberings; if an operator computes new values, the two results do not agree.
+"""
 
 from __future__ import annotations
 

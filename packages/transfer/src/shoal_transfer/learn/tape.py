@@ -1,4 +1,9 @@
-"""Memory that a recorder watches, and the operators that wrote to it, in order."""
+"""Memory that a recorder watches, and the operators that wrote to it, in order.
+
+A `Memory` is a storage, a `MemoryView` is a tensor in it, and an `Operation` is a call that wrote
+to memories. A `Tape` has them in order, and finds the operations that the values of a memory depend
+on.
+"""
 
 from __future__ import annotations
 

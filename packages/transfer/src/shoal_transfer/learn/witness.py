@@ -1,4 +1,7 @@
-"""`verify_mapping`: the comparison of a declared mapping with a recorded one."""
+"""`verify_mapping`: the comparison of a declared mapping with a recorded one.
+
+The two mappings agree if each element of each target has the same source in both.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`describe`: the manifest of a model, a state dict or files."""
+"""`describe`: the manifest of a model, a state dict or files.
+
+`weights_of` finds the tensors of this rank, and their boxes. Each rank describes its own boxes, and
+`merge_manifests` makes one manifest of all descriptions. Only shapes and layouts are read, no
+values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Entries of a model: its parameters and persistent buffers under the names of the plain model."""
+"""Entries of a model: its parameters and persistent buffers under the names of the plain model.
+
+An entry has the name of the plain model's tensor, and the place in it: a style may have split a
+fused parameter into blocks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`Manifest`: the weights of a model on all its ranks, as data."""
+"""`Manifest`: the weights of a model on all its ranks, as data.
+
+A `Holding` is one box in the memory of one rank, a `TensorRecord` is one tensor with all its
+holdings, and a `Manifest` has the records of a model.
+"""
 
 from __future__ import annotations
 

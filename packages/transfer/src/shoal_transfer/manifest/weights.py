@@ -1,4 +1,8 @@
-"""The weights of a model on this rank: each tensor once, under its logical name."""
+"""The weights of a model on this rank: each tensor once, under its logical name.
+
+A `Weight` is a tensor, or one block of a fused parameter that a style has split. `weights_of` lists
+tied weights once, with their other names as aliases.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`Assignment`: the elements of a region of one target tensor, and where their values come from."""
+"""`Assignment`: the elements of a region of one target tensor, and where their values come from.
+
+A region has a progression of indices for each dim of a tensor. Assignments can be restricted to a
+region, and composed with the assignments that define their sources.
+"""
 
 from __future__ import annotations
 

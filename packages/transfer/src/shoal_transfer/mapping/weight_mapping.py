@@ -1,4 +1,8 @@
-"""`WeightMapping`: where each element of each target tensor comes from, for a whole model."""
+"""`WeightMapping`: where each element of each target tensor comes from, for a whole model.
+
+A mapping has assignments that define each target element exactly once. `same_names` makes a
+mapping, edits such as `fuse` and `split` return a changed one, and `then` composes two.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`CellIndex`: the cells of a tensor, boxes that each rank holds whole or not at all."""
+"""`CellIndex`: the cells of a tensor, boxes that each rank holds whole or not at all.
+
+Boxes of different ranks may overlap in part; they are divided at each other's edges. `CellIndex`
+finds the cells that a region meets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`Copy`: a route with its addresses in memory, for a runner or for an engine of the user."""
+"""`Copy`: a route with its addresses in memory, for a runner or for an engine of the user.
+
+A route says which elements move between which ranks. A copy also says where the elements are in the
+local tensors of both ranks: the offset and the strides.
+"""
 
 from __future__ import annotations
 

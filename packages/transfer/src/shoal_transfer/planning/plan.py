@@ -1,4 +1,9 @@
-"""`plan_transfer`: the proven plan that moves the weights of a source to a target."""
+"""`plan_transfer`: the proven plan that moves the weights of a source to a target.
+
+Each target tensor gets a table of routes; tensors of equal layouts share one. The plan is then
+compared with the mapping: each element of each target box must be written once, from the right
+source.
+"""
 
 from __future__ import annotations
 

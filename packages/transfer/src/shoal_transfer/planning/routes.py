@@ -1,4 +1,9 @@
-"""Routes: the parts of one target tensor, each with the ranks that can send it and the receiver."""
+"""Routes: the parts of one target tensor, each with the ranks that can send it and the receiver.
+
+A `RouteTable` divides the boxes of the target into parts of one assignment each, and chooses a
+sender for each receiver: a rank of the receiver's host if one holds the elements, otherwise the
+holder that has least to send.
+"""
 
 from __future__ import annotations
 

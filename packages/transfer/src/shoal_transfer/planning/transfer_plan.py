@@ -1,4 +1,8 @@
-"""`TransferPlan`: regions, messages and costs of a transfer that is proven."""
+"""`TransferPlan`: regions, messages and costs of a transfer that is proven.
+
+All ranks compute equal plans from equal manifests. `batches` has the rounds of a run, `regions` has
+the copies for an engine of the user, and `traffic` and `explain` have the costs.
+"""
 
 from __future__ import annotations
 

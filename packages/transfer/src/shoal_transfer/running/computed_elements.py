@@ -1,4 +1,8 @@
-"""Elements that a rank of the target computes from elements that arrived."""
+"""Elements that a rank of the target computes from elements that arrived.
+
+A function of the user computes each element that a loader would write from one element that was
+moved. `Computations` runs these functions on elements that have arrived.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The local tensors of one side of a transfer: their addresses, and a second copy of them."""
+"""The local tensors of one side of a transfer: their addresses, and a second copy of them.
+
+`LocalMemories` finds the tensors by the names of the manifest, again before each run if their
+addresses have changed. The second copy has the same strides, so one plan fits both.
+"""
 
 from __future__ import annotations
 

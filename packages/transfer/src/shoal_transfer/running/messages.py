@@ -1,4 +1,9 @@
-"""Messages between two members: packed elements, digests, and deltas against the last message."""
+"""Messages between two members: packed elements, digests, and deltas against the last message.
+
+`Outgoing` packs blocks of memory into one flat tensor, and `Incoming` writes them to memory.
+Digests show whether the elements that arrived are those that were sent. A delta has only the
+elements whose bits have changed since the last message.
+"""
 
 from __future__ import annotations
 

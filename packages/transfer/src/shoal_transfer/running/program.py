@@ -1,4 +1,8 @@
-"""The program of one rank: what it sends, receives, copies and fills in each round of a plan."""
+"""The program of one rank: what it sends, receives, copies and fills in each round of a plan.
+
+`compile_program` makes the steps of a plan once, with views of this rank's memory. A `Runner` runs
+the steps any number of times.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The runner of a program: packs, sends, receives and compares digests, step by step."""
+"""The runner of a program: packs, sends, receives and compares digests, step by step.
+
+A step fills views, copies inside the process, exchanges messages, and repeats elements that have
+arrived. At the end all ranks compare the digests of the elements that were sent and that arrived.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`WeightTransfer`: a planned transfer between two models, made once and run at each step."""
+"""`WeightTransfer`: a planned transfer between two models, made once and run at each step.
+
+In a run the members agree on a version, a `Runner` moves the elements, and the target commits them
+when they have arrived on all ranks.
+"""
 
 from __future__ import annotations
 

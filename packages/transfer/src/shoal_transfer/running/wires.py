@@ -1,4 +1,8 @@
-"""Wires: how messages of a transfer get from one rank to another."""
+"""Wires: how messages of a transfer get from one rank to another.
+
+`LocalWire` is for a single process, `GroupWire` for ranks of one world, and `JointWire` for two
+worlds that share a process group. `FolderWire` in `folder_wire` needs no process group.
+"""
 
 from __future__ import annotations
 
