@@ -1,5 +1,9 @@
 """`context_parallel`: a block with sharded buffers and attention of the global sequence.
 
+Inside the block a buffer has this rank's positions of the sequence, and `RoutedAttention` replaces
+attention: queries at these positions see the keys of all ranks. When the block ends, the buffers
+get their old contents.
+
 May import: errors, interceptions, parallel_attention, position_mask, sequence_layout.
 """
 

@@ -1,5 +1,8 @@
 """`flex_attention` in a block: masks and scores by global positions, on the keys of all ranks.
 
+The keys and values of all ranks are gathered in the order of their positions. The user's functions
+get global positions, so they are the same as without sharding.
+
 May import: errors, parallel_attention, sequence_layout.
 """
 
