@@ -1,4 +1,8 @@
-"""Sharding of tensors, parameters and modules; all ranks raise the same error, or none does."""
+"""Sharding of tensors, parameters and modules; all ranks raise the same error, or none does.
+
+A `ShardingPlan` has specs for parameters, Sharders for sub-modules, and specs for outputs.
+`shard_module` checks the plan on all ranks, then shards what it names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""ShardedOptimizer: a torch optimizer of plain parameters and of local shards."""
+"""ShardedOptimizer: a torch optimizer of plain parameters and of local shards.
+
+The torch optimizer sees the local tensors only, so a step needs no communication. State dicts have
+the names of the parameters, and state that has the shape of a shard becomes a ShardedTensor.
+"""
 
 from __future__ import annotations
 
