@@ -1,4 +1,8 @@
-"""`choose_plan`: a plan for a model of transformers, proven on a small copy of the model."""
+"""`choose_plan`: a plan for a model of transformers, proven on a small copy of the model.
+
+The plan is verified on a `small_copy` of the model, on simulated ranks. A model without a small
+copy keeps its plan, with a warning that it could not be proven.
+"""
 
 from __future__ import annotations
 
