@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
+import sys
 from html import escape
 from importlib import import_module
 from itertools import takewhile
@@ -21,7 +21,10 @@ author = "The shoal authors"
 project_copyright = "2026, The shoal authors"
 release = __version__
 
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
 extensions = [
+    "reference_pages",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
@@ -102,42 +105,6 @@ def leaves_out(
     return True if internal else None
 
 
-DIRECTIVE = re.compile(
-    r"^\.\. ((?:current)?module|auto(?:class|data|exception|function)):: ([\w.]+)$"
-)
-
-
-def lists_names(_app: object, page: str, source: list[str]) -> None:
-    """Put a table of the names of a package and their summaries before the first entry of its page."""
-    if not page.startswith("reference/shoal_"):
-        return
-    space = page.removeprefix("reference/")
-    rows = ["| name | summary |", "|---|---|"]
-    for line in source[0].splitlines():
-        found = DIRECTIVE.match(line)
-        if found is None:
-            continue
-        kind, name = found.groups()
-        if kind.endswith("module"):
-            space = name
-        elif not space.endswith(".internal"):
-            address = name if name.startswith("shoal_") else f"{space}.{name}"
-            rows.append(f"| {{py:obj}}`~{address}` | {summary_of(address, kind)} |")
-    head, heading, rest = source[0].partition("\n## ")
-    table = "\n".join(rows)
-    source[0] = f"{head}\n{table}\n{heading}{rest}"
-
-
-def summary_of(address: str, kind: str) -> str:
-    """Return the first sentence of a docstring, as text of a table's cell; empty for plain data."""
-    space, _, name = address.rpartition(".")
-    value = getattr(import_module(space), name)
-    text = "" if kind == "autodata" else inspect.getdoc(value) or ""
-    paragraph = " ".join(text.partition("\n\n")[0].split())
-    sentence = paragraph.partition(". ")[0].rstrip(".")
-    return sentence.replace("``", "`").replace("|", "\\|")
-
-
 INTERNAL = {"copied_view", "pending"}
 
 
@@ -165,6 +132,11 @@ def keeps_aliases_home(_app: object, module: str, name: str) -> str | None:
     return module if getattr(value, "__module__", "") == "builtins" else None
 
 
+# namespaces of a package that have entries of their own
+INNER = ("errors", "hf", "internal", "rules", "types")
+BACKLINK = re.compile(r'(reference/shoal_\w+(?:/[\w-]+)?)\.html#(shoal_[\w.]+)"')
+
+
 def mends_backlinks(
     app: Any, page: str, _template: str, context: dict[str, Any], _tree: object
 ) -> None:
@@ -172,20 +144,22 @@ def mends_backlinks(
     documented = app.env.get_domain("py").objects
 
     def anchor(link: re.Match[str]) -> str:
-        page_of_package, target = link.groups()
+        home, target = link.groups()
+        package = home.split("/")[1]
         space, _, name = target.partition(".")
         # A package may re-export the name of a package below, whose page has the entry.
-        places = [target, f"{page_of_package}.{name.rpartition('.')[2]}"]
-        places += [
-            f"{space}.{inner}.{name}" for inner in ("errors", "hf", "internal", "rules", "types")
-        ]
-        home = f"reference/{page_of_package}"
+        places = [target, f"{package}.{name.rpartition('.')[2]}"]
+        places += [f"{space}.{inner}.{name}" for inner in INNER]
+        # viewcode may name a namespace in which a class has no page of its own
+        inner, _, member = name.partition(".")
+        if inner in INNER:
+            places.append(f"{space}.{member}")
         entries = (place for place in places if place in documented)
         found = next((place for place in entries if documented[place].docname == home), target)
-        return f'{page_of_package}.html#{found}"'
+        return f'{home}.html#{found}"'
 
     if page.startswith("_modules/shoal_"):
-        context["body"] = re.sub(r'(shoal_\w+)\.html#(shoal_[\w.]+)"', anchor, context["body"])
+        context["body"] = re.sub(BACKLINK, anchor, context["body"])
 
 
 DESCRIPTION = (
@@ -254,7 +228,6 @@ def index_keywords(_app: object, _page: str, source: list[str]) -> None:
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", index_keywords)
-    app.connect("source-read", lists_names)
     app.connect("source-read", says_how_to_run)
     app.connect("autodoc-skip-member", leaves_out)
     app.connect("autodoc-process-bases", names_bases)
