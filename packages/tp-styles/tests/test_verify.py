@@ -1,4 +1,4 @@
-"""Covers: plan/verify.py."""
+"""Covers: plan/verify.py, plan/explain_difference.py."""
 
 from __future__ import annotations
 
@@ -90,3 +90,46 @@ def test_a_shared_parameter_that_an_undeclared_style_leaves_behind_is_refused() 
     assert (
         "left 0.bias unchanged" in verify(model, {"1": Undeclared(shards=True)}, MESH, x).wrong[0]
     )
+
+
+class ScaledGradient(ParallelStyle):
+    """A style that multiplies the weight's gradient by a number for each rank."""
+
+    def __init__(self, factors: list[float]) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        factor = self.factors[device_mesh.get_rank()]
+        assert isinstance(module.weight, nn.Parameter)
+        module.weight.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]  # of torch
+        return module
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], "missing all-reduce over tp: it is right after a sum over tp"),
+        ([0.4, 0.8, 1.2, 1.6], "missing all-reduce over tp: it is right after a mean over tp"),
+        ([4.0] * 4, "4 times too large: reduced twice over tp"),
+        ([0.25] * 4, "4 times too small: sum taken as mean over tp"),
+        ([1.0, 1.0, 1.0, 3.0], "on ranks [3]"),
+    ],
+)
+def test_a_wrong_gradient_is_named_in_the_words_of_certify(
+    factors: list[float], words: str
+) -> None:
+    found = verify(
+        nn.Sequential(nn.Linear(4, 4)), {"0": ScaledGradient(factors)}, MESH, torch.randn(2, 4)
+    )
+    assert len(found.wrong) == 1
+    assert found.wrong[0].startswith("the gradient of 0.weight differs from the plain model's on ")
+    assert found.wrong[0].endswith(words)
+
+
+def test_the_axis_of_a_wrong_gradient_is_named() -> None:
+    mesh = abstract_mesh((2, 2), ("dp", "tp"))
+    # (dp, tp): equal along dp, partial along tp
+    style = ScaledGradient([0.25, 0.75, 0.25, 0.75]).on("tp")
+    found = verify(nn.Sequential(nn.Linear(4, 4)), {"0": style}, mesh, torch.randn(2, 4))
+    assert found.wrong[0].endswith("missing all-reduce over tp: it is right after a sum over tp")

@@ -3,7 +3,7 @@
 The names may change with any release. All packages are released together.
 
 May import: _torch, accelerator, argument_types, collectives, differentiable, events, facades,
-groups, mesh, notebook_html, observers, scoped_value, topology, transport, watch.
+fault_words, groups, mesh, notebook_html, observers, scoped_value, topology, transport, watch.
 """
 
 # mypy: implicit-reexport
@@ -21,6 +21,7 @@ from .collectives.reductions import sums_are_in_tree, tree_sum
 from .differentiable import adjoint_types, linear_collective
 from .events import Event, is_observed, observe, observers, observing, unobserve, unobserved
 from .facades import facade
+from .fault_words import missing_all_reduce, times_too, too_large, too_small
 from .groups.process_groups import comm_for, comm_of_threads
 from .groups.world import agree, all_gather_objects
 from .mesh.device_mesh import with_own_groups

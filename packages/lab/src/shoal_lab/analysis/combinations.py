@@ -14,6 +14,8 @@ from math import isclose
 import torch
 from torch import Tensor
 
+from shoal_mesh.internal import missing_all_reduce
+
 from .copies import (
     Expected,
     RankCopy,
@@ -167,11 +169,9 @@ def _describe_sum(
     slack = max(1e-6, 10 * setting.tolerance)
     count = setting.grid.size_of(axes)
     if isclose(factor, 1, rel_tol=slack):
-        text = f"missing all-reduce over {over}: it is right after a sum over {over}"
-        return [FittingExplanation("missing reduction", axes, text)]
+        return [FittingExplanation("missing reduction", axes, missing_all_reduce(axes))]
     if isclose(factor, count, rel_tol=slack):
-        text = f"missing all-reduce over {over}: it is right after a mean over {over}"
-        return [FittingExplanation("missing reduction", axes, text)]
+        return [FittingExplanation("missing reduction", axes, missing_all_reduce(axes, "mean"))]
     found = list[FittingExplanation]()
     for number, operation in ((factor, "sum"), (factor / count, "mean")):
         for explanation in name_factor(number, setting, quantity):

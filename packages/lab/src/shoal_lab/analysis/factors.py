@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from math import isclose
 from typing import NamedTuple
 
+from shoal_mesh.internal import times_too, too_large, too_small
+
 from .copies import Setting
 from .explanations import FittingExplanation
 
@@ -63,41 +65,32 @@ def _causes(setting: Setting) -> Iterator[_Cause]:
 
 def _too_large(cause: _Cause, setting: Setting, sign: str) -> FittingExplanation:
     """Describe a value that is too large."""
-    times = f"{cause.number} times too large{' and ' + sign if sign else ''}"
     if not cause.axes:
+        times = times_too(cause.number, "large", sign)
         text = f"{times}: {cause.backwards} microbatches are added instead of averaged"
         return FittingExplanation("microbatches", (), text)
-    axes = ", ".join(cause.axes)
-    kind = "too large"
-    how = {setting.loss_by_axis.get(axis) for axis in cause.axes}
-    if how == {"mean"}:
-        text = f"{times}: mean taken as sum over {axes}"
-    elif how == {"equal"} or how == {"sum"}:
-        text = f"{times}: reduced twice over {axes}"
-    else:
-        text = f"{times}: reduced twice over {axes}, or mean taken as sum over {axes}"
+    text = too_large(cause.number, cause.axes, _loss_over(cause.axes, setting), sign)
     if cause.backwards > 1:
         text += f", and {cause.backwards} microbatches are added instead of averaged"
-    return FittingExplanation(kind, cause.axes, text)
+    return FittingExplanation("too large", cause.axes, text)
 
 
 def _too_small(cause: _Cause, setting: Setting, sign: str) -> FittingExplanation:
     """Describe a value that is too small."""
-    times = f"{cause.number} times too small{' and ' + sign if sign else ''}"
     if not cause.axes:
+        times = times_too(cause.number, "small", sign)
         text = f"{times}: divided once too often by the {cause.backwards} microbatches"
         return FittingExplanation("microbatches", (), text)
-    axes = ", ".join(cause.axes)
-    how = {setting.loss_by_axis.get(axis) for axis in cause.axes}
-    if how == {"mean"}:
-        text = f"{times}: averaged twice over {axes}"
-    elif how == {"equal"} or how == {"sum"}:
-        text = f"{times}: sum taken as mean over {axes}"
-    else:
-        text = f"{times}: averaged twice over {axes}, or sum taken as mean over {axes}"
+    text = too_small(cause.number, cause.axes, _loss_over(cause.axes, setting), sign)
     if cause.backwards > 1:
         text += f", and divided once too often by the {cause.backwards} microbatches"
     return FittingExplanation("too small", cause.axes, text)
+
+
+def _loss_over(axes: tuple[str, ...], setting: Setting) -> str:
+    """Return how the losses along axes give the loss of one device; "" if the axes differ."""
+    how = {setting.loss_by_axis.get(axis, "") for axis in axes}
+    return how.pop() if len(how) == 1 else ""
 
 
 def _exchanged_divisors(size: float, setting: Setting, slack: float) -> list[FittingExplanation]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shoal_mesh.internal import missing_all_reduce
+
 from ..records import LocalValue, Output, RankRecord
 from .combinations import describe_ranks, explain_copies, sharded_axes
 from .copies import Expected, RankCopy, Setting
@@ -117,11 +119,7 @@ class _ModuleSearch:
         """Explain a wrong value by the last partial value, which was not summed."""
         assert self._partial is not None, "a sum is missing after a partial value"
         path, axes = self._partial
-        over = ", ".join(axes)
-        text = (
-            f"missing all-reduce over {over} after {path}, whose output is right after a sum over "
-            f"{over}"
-        )
+        text = missing_all_reduce(axes, where=path)
         return FittingExplanation("missing reduction", axes, text)
 
     def _judge(

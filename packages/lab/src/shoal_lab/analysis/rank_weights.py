@@ -8,6 +8,8 @@ from math import isclose
 import torch
 from torch import Tensor
 
+from shoal_mesh.internal import missing_all_reduce
+
 from .copies import Expected, RankCopy, Setting, are_multiples, best_factor
 from .explanations import FittingExplanation
 
@@ -25,10 +27,7 @@ def weigh_ranks(
         if weights is None:
             continue
         listed = ", ".join([f"{weight:.4g}" for weight in weights])
-        text = (
-            f"missing all-reduce over {axis}: it is right after a sum over {axis} with the weights "
-            f"{listed}"
-        )
+        text = f"{missing_all_reduce([axis])} with the weights {listed}"
         found.append(FittingExplanation("missing reduction", (axis,), text))
     return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,10 +24,11 @@ from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor import full_tensor
 from shoal_dtensor.errors import PlanError, StyleError
 from shoal_dtensor.internal import active, drawers_of, holds_tensors, takes
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, abstract_mesh
 from shoal_mesh.internal import html_table, unobserved
 
 from ..apply.apply import plain_module
+from .explain_difference import explain_difference
 from .resolve import Plan, ResolvedPlan, apply_plan, resolve, sharded_parameters
 from .styled_module import StyledModule, axis_mesh
 
@@ -290,7 +291,7 @@ def _compare_runs(plain: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Input
         inputs, expected = _run_plain(plain, inputs)
         if plain.training:
             repeated = _run(copy.deepcopy(plain), inputs)
-            if any(_differences([repeated], expected)):
+            if any(_differences([repeated], expected, abstract_mesh((1,)))):
                 reason = f"the plain model computes different results with the same seed{mode}"
                 return Verification(unproven=(reason,))
     # whatever the user's model raises is a finding
@@ -317,7 +318,8 @@ def _compare_runs(plain: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Input
         if plain.training:
             return Verification(unproven=(finding,))
         return Verification(wrong=(finding,))
-    wrong = tuple(f"{difference}{mode}" for difference in _differences(results, expected))
+    differences = _differences(results, expected, mesh)
+    wrong = tuple(f"{difference}{mode}" for difference in differences)
     return Verification(wrong=wrong, unproven=tuple(_unreached(plain, plan, expected)))
 
 
@@ -448,13 +450,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _differences(results: list[_Results], expected: _Results) -> Iterator[str]:
+def _differences(results: list[_Results], expected: _Results, mesh: DeviceMesh) -> Iterator[str]:
     """Describe the results of the ranks that differ from the results of the plain model."""
+
+    def explain(values: Sequence[Tensor | None], wanted: Tensor | None) -> str:
+        fault = explain_difference(values, wanted, mesh, same=_same)
+        return f": {fault}" if fault else ""
+
     for index, output in enumerate(expected.outputs):
         shards = [result.outputs[index] for result in results if index < len(result.outputs)]
         is_complete = len(shards) == len(results)
         if not is_complete or not _is_output(shards, output):
-            yield f"output {index} of shape {tuple(output.shape)} differs from the plain model's"
+            fault = explain(shards, output) if is_complete else ""
+            shape = tuple(output.shape)
+            yield f"output {index} of shape {shape} differs from the plain model's{fault}"
     for name, grad in expected.grads.items():
         # The style of an adapter freezes the weight that it adapts.
         if all(name in result.frozen for result in results):
@@ -464,10 +473,13 @@ def _differences(results: list[_Results], expected: _Results) -> Iterator[str]:
             if name not in result.grads or not _same(result.grads[name], grad):
                 ranks.append(rank)
         if ranks:
-            yield f"the gradient of {name} differs from the plain model's on ranks {ranks}"
+            fault = explain([result.grads.get(name) for result in results], grad)
+            yield f"the gradient of {name} differs from the plain model's on ranks {ranks}{fault}"
     for index, grad in enumerate(expected.input_grads):
-        if not all(_same(result.input_grads[index], grad) for result in results):
-            yield f"the gradient of floating input {index} differs from the plain model's"
+        values = [result.input_grads[index] for result in results]
+        if not all(_same(value, grad) for value in values):
+            fault = explain(values, grad)
+            yield f"the gradient of floating input {index} differs from the plain model's{fault}"
 
 
 def _is_output(shards: list[Tensor], expected: Tensor) -> bool:

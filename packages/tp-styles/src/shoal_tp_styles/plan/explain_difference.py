@@ -1,0 +1,65 @@
+"""Explanations of values of simulated ranks that differ from the plain model, in the words of `certify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import missing_all_reduce, too_large, too_small
+
+
+def explain_difference(
+    values: Sequence[Tensor | None],
+    expected: Tensor | None,
+    mesh: DeviceMesh,
+    *,
+    same: Callable[[Tensor, Tensor], bool],
+) -> str:
+    """Return the fault that explains the values of all ranks; empty if no fault does.
+
+    Args:
+        values: of the ranks, in row-major order of the mesh.
+        expected: the value of the plain model.
+        mesh: the mesh of the ranks.
+        same: compares a value with the expected one.
+    """
+    if expected is None:
+        return ""
+    tensors = list[Tensor]()
+    for value in values:
+        if value is None or value.shape != expected.shape:
+            return ""
+        tensors.append(value)
+    stacked = torch.stack(tensors).double()
+    by_rank = stacked.view(*mesh.shape, *expected.shape)
+    are_replicas = all(same(tensor, tensors[0]) for tensor in tensors)
+    for axes, names, number in _sets_of_axes(mesh):
+        if not are_replicas:
+            # A sum of equal values is a multiple: another fault explains it.
+            total = by_rank.sum(axes, keepdim=True).expand_as(by_rank).reshape_as(stacked)
+            for operation, divisor in (("sum", 1), ("mean", number)):
+                if all(same(tensor / divisor, expected) for tensor in total):
+                    return missing_all_reduce(names, operation)
+            continue
+        # Every rank computes the loss of the plain model.
+        if same(tensors[0] / number, expected):
+            return too_large(number, names, "equal")
+        if same(tensors[0] * number, expected):
+            return too_small(number, names, "equal")
+    return ""
+
+
+def _sets_of_axes(mesh: DeviceMesh) -> Iterator[tuple[list[int], list[str], int]]:
+    """Yield sets of axes with more than one rank, small sets first: dims, names, number of ranks."""
+    shape = mesh.shape
+    active = [axis for axis, size in enumerate(shape) if size > 1]
+    for length in range(1, len(active) + 1):
+        for axes in combinations(active, length):
+            number = 1
+            for axis in axes:
+                number *= shape[axis]
+            yield [*axes], [mesh.axis_names[axis] for axis in axes], number
