@@ -161,8 +161,8 @@ def _default_axes(args: Sequence[Any]) -> dict[str, int]:
     names = [item for item in args if isinstance(item, str)]
     if len(names) > 1:
         raise ArgumentValueError(
-            f"rulecheck: several arguments are strings, {names}; name the axes among them, "
-            f"mesh={...}"
+            f"rulecheck: several arguments are strings, {names}; name the axes among them, such "
+            f"as mesh={{{names[0]!r}: 2}}"
         )
     return {names[0]: 2} if names else {"shard": 2}
 
