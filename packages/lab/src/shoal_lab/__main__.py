@@ -21,15 +21,15 @@ shoal run SCRIPT --ranks N [--device cpu] [ARGUMENTS]
 def main(argv: list[str] | None = None) -> int:
     """Run a command; return 0 if it succeeds, 1 if a mesh differs from one device, 2 for wrong arguments."""
     words = sys.argv[1:] if argv is None else argv
-    certifies = words[:1] == ["certify"]
+    is_certify = words[:1] == ["certify"]
     # `python -m shoal_lab SCRIPT` is the same as `shoal run SCRIPT`
-    names_command = certifies or words[:1] == ["run"]
-    parser = _make_parser(certifies)
+    names_command = is_certify or words[:1] == ["run"]
+    parser = _make_parser(is_certify)
     options, arguments = parser.parse_known_args(words[1:] if names_command else words)
     # Arguments after -- always belong to the script.
     arguments = [word for word in arguments if word != "--"]
     try:
-        if not certifies:
+        if not is_certify:
             run_script_on_ranks(options.script, arguments, (options.ranks, options.device))
             return 0
         mesh = _read_mesh(options.mesh) if options.mesh else {"ranks": options.ranks}
@@ -48,10 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     return int(not report.passed)
 
 
-def _make_parser(certifies: bool) -> argparse.ArgumentParser:
-    """Make the parser of a command."""
+def _make_parser(is_certify: bool) -> argparse.ArgumentParser:
+    """Make the parser of `shoal certify`, or of `shoal run`."""
     parser = argparse.ArgumentParser(
-        prog="shoal certify" if certifies else "shoal run",
+        prog="shoal certify" if is_certify else "shoal run",
         usage=_USAGE,
         description="Options of the script may follow; all options after -- belong to the script.",
     )
@@ -61,7 +61,7 @@ def _make_parser(certifies: bool) -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=["cpu"], help="run programs for an accelerator on the CPU"
     )
-    if certifies:
+    if is_certify:
         count.add_argument(
             "--mesh", help="names and sizes of the axes, in the order of the ranks: dp=2,tp=4"
         )

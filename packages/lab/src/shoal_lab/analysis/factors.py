@@ -1,4 +1,8 @@
-"""Names of factors: the axes whose sizes, and the microbatches whose number, make a value too large or too small."""
+"""Names of factors: the axes or microbatches that make a value too large or too small.
+
+A gradient that is 4 times too large on a mesh dp=4, for example, was reduced twice over dp, or a
+sum over dp took the place of a mean.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,13 @@ from .explanations import FittingExplanation
 
 
 class _Cause(NamedTuple):
-    """A number by which a value is multiplied or divided, and its source."""
+    """A number by which a value may be multiplied or divided, and its source.
+
+    Attributes:
+        number: the product of the sizes of the axes and of the number of backwards.
+        axes: the axes.
+        backwards: the number of backwards in a step, or 1 if they are not a part of the source.
+    """
 
     number: int
     axes: tuple[str, ...]
@@ -21,12 +31,12 @@ class _Cause(NamedTuple):
 
 
 def name_factor(factor: float, setting: Setting, quantity: str) -> list[FittingExplanation]:
-    """Return the explanations of a factor, of the fewest axes; the bare number if nothing fits.
+    """Return the explanations of a factor with the fewest axes, or its bare number if none fits.
 
     Args:
-        factor: value of the ranks / value of one device, not 1.
+        factor: the value of the ranks divided by the value of one device; not 1.
         setting: the grid, the number of backwards, and how losses are averaged.
-        quantity: such as "gradient".
+        quantity: the kind of value, such as "gradient".
     """
     sign = "with the opposite sign" if factor < 0 else ""
     size = abs(factor)
@@ -38,8 +48,8 @@ def name_factor(factor: float, setting: Setting, quantity: str) -> list[FittingE
         elif isclose(size * cause.number, 1, rel_tol=slack):
             found.append((cause, _too_small(cause, setting, sign)))
     if found:
-        fewest = min(_rank_of(cause) for cause, _ in found)
-        return [text for cause, text in found if _rank_of(cause) == fewest]
+        fewest = min(_count_sources(cause) for cause, _ in found)
+        return [text for cause, text in found if _count_sources(cause) == fewest]
     if sign and isclose(size, 1, rel_tol=slack):
         return [FittingExplanation("sign", (), f"the {quantity} has the opposite sign")]
     exchanged = _exchanged_divisors(size, setting, slack)
@@ -48,16 +58,16 @@ def name_factor(factor: float, setting: Setting, quantity: str) -> list[FittingE
     return [FittingExplanation("scaled", (), f"scaled by {factor:.6g}, on all ranks alike")]
 
 
-def _rank_of(cause: _Cause) -> int:
-    """Return the number of sources of a cause."""
+def _count_sources(cause: _Cause) -> int:
+    """Return the number of axes of a cause, and one more for backwards."""
     return len(cause.axes) + (cause.backwards > 1)
 
 
 def _causes(setting: Setting) -> Iterator[_Cause]:
     """Yield the products of sizes of axes and of the number of backwards."""
-    sets = [(), *setting.grid.subsets()]
+    axes_to_try = [(), *setting.grid.subsets()]
     for backwards in {1, setting.backwards}:
-        for axes in sets:
+        for axes in axes_to_try:
             number = setting.grid.size_of(axes) * backwards
             if number > 1:
                 yield _Cause(number, axes, backwards)
@@ -89,12 +99,12 @@ def _too_small(cause: _Cause, setting: Setting, sign: str) -> FittingExplanation
 
 def _loss_over(axes: tuple[str, ...], setting: Setting) -> str:
     """Return how the losses along axes give the loss of one device; "" if the axes differ."""
-    how = {setting.loss_by_axis.get(axis, "") for axis in axes}
-    return how.pop() if len(how) == 1 else ""
+    relations = {setting.loss_by_axis.get(axis, "") for axis in axes}
+    return relations.pop() if len(relations) == 1 else ""
 
 
 def _exchanged_divisors(size: float, setting: Setting, slack: float) -> list[FittingExplanation]:
-    """Explain a factor as the size of one set of axes divided by the size of another one."""
+    """Explain a factor as the size of one set of axes divided by the size of another set."""
     found = list[FittingExplanation]()
     for right in setting.grid.subsets():
         for wrong in setting.grid.subsets():

@@ -1,4 +1,4 @@
-"""Batches of data loaders: recorded on the ranks, and given to one device as one concatenated batch."""
+"""Batches of data loaders: recorded on the ranks, concatenated, and replayed on one device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ def record_batches(batches: list[list[Any]]) -> None:
     """Record the batches of every DataLoader of this process, one list for each iteration."""
 
     def iterate(original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
-        given = list[Any]()
-        batches.append(given)
+        recorded = list[Any]()
+        batches.append(recorded)
         for batch in original(loader):
-            given.append(_copy(batch))
+            recorded.append(_copy(batch))
             yield batch
 
     _replace_iteration(iterate)
 
 
 def replay_batches(batches: Sequence[Sequence[Any]]) -> None:
-    """Have the n-th iteration over a DataLoader give recorded batches."""
+    """Have the n-th iteration over a DataLoader return the n-th list of recorded batches.
+
+    Later iterations return the batches of the loader.
+    """
     number = 0
 
     def iterate(original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
@@ -51,7 +54,10 @@ def _copy(batch: Any) -> Any:
 
 
 def map_tensors(combine: Callable[[list[Tensor]], Any], batches: Sequence[Any]) -> Any:
-    """Combine batches of one structure, tensor by tensor; other values are taken from the first."""
+    """Combine batches of equal structure: each tensor with the tensors at the same place.
+
+    Values that are not tensors are taken from the first batch.
+    """
     first = batches[0]
     if isinstance(first, Tensor):
         return combine(list(batches))
@@ -68,14 +74,14 @@ def map_tensors(combine: Callable[[list[Tensor]], Any], batches: Sequence[Any]) 
 
 
 def concatenate(by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
-    """Concatenate the batches of the ranks that had different ones.
+    """Concatenate the batches of ranks to the batches of one device.
 
     Args:
         by_rank: for each rank, for each iteration over a loader, the batches.
 
     Returns:
-        For each iteration the batches of one device: rows of all ranks, in the order of the ranks.
-        Ranks with equal batches count once.
+        For each iteration the batches of one device: the rows of all ranks, in the order of the
+        ranks. Several ranks with equal batches count as one.
     """
     distinct = list[Sequence[Sequence[Any]]]()
     for batches in by_rank:
@@ -96,7 +102,7 @@ def _join(tensors: list[Tensor]) -> Tensor:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Tell whether two structures of tensors are equal."""
+    """Return whether two structures of tensors are equal."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, dict):

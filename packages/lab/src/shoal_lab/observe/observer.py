@@ -1,4 +1,8 @@
-"""`ProgramObserver`: hooks that record one rank's run of an unchanged program."""
+"""`ProgramObserver`: hooks that record one rank's run of an unchanged program.
+
+A step of the record begins with the first forward after an optimizer's step, and ends before the
+next such forward. Modules are found when their forward runs (`roots`).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,8 @@ from .dropout import DropoutWatch
 from .local_values import local_value
 from .roots import Roots
 
-# Growth of gradients is recorded for each backward if the model has at most so many elements.
+# The growth of the gradients is recorded for each backward only if the model has at most so many
+# elements.
 _SMALL_MODEL = 1 << 20
 _LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
 
@@ -42,10 +47,11 @@ class Observation:
     """Choices of one observed run.
 
     Attributes:
-        outputs_of_step: the step whose outputs of modules are recorded; None for none.
-        applies_dropout: apply masks; None decides by the modules of the program.
-        uses_stale_parameters: every forward uses the parameters before the last step.
-        batches: the batches of data loaders in place of their own; None records them.
+        outputs_of_step: the step in which the outputs of modules are recorded; None for no step.
+        applies_dropout: whether dropout is applied; None applies it if the program uses shoal.
+        uses_stale_parameters: whether every forward uses the parameters from before the last step.
+        batches: the batches that data loaders return in place of their own; None if their own
+            batches are recorded.
     """
 
     outputs_of_step: int | None = None
@@ -55,21 +61,31 @@ class Observation:
 
 
 class ProgramObserver:
-    """Hooks of one process, which ends with the program: nothing is put back."""
+    """The hooks of one process and their record.
+
+    The process ends with the program, so hooks are not removed.
+    """
 
     def __init__(self, observation: Observation) -> None:
         self.record = RankRecord()
         self._choices = observation
         self._roots = Roots()
+        # the modules whose forward runs, innermost last
         self._stack = list[nn.Module]()
+        # id of a module -> its path
         self._paths = dict[int, str]()
+        # the step that is not complete
         self._step = StepRecord()
+        # whether an optimizer has stepped since the step began
         self._has_stepped = False
+        # number of optimizers whose `step` runs: one may call another one
         self._stepping = 0
-        self._is_reading = False
         self._backward_depth = 0
+        # the parameters of the last forward, for `uses_stale_parameters`
         self._previous = dict[str, Tensor]()
+        # whether the program uses shoal; None until this is known
         self._is_shoal: bool | None = observation.applies_dropout
+        # ids of the optimizers that have stepped in this step, and of all that have ever stepped
         self._stepped = set[int]()
         self._known_optimizers = set[int]()
 
@@ -91,7 +107,7 @@ class ProgramObserver:
         """Complete the record when the program has ended."""
         parameters = self._roots.parameters()
         if self._step.before and not self._step.trained:
-            # A program without an optimizer.
+            # a program without an optimizer: all parameters count as trained
             self._step.trained |= parameters.keys()
             self._step.gradients = self._read(_gradients_of(parameters))
         if self._step.before:
@@ -109,18 +125,21 @@ class ProgramObserver:
     # --- modules --------------------------------------------------------------------------------
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        """Begin a module's forward; a hook."""
         if not self._stack:
             self._begin_forward(module)
         self._stack.append(module)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End a module's forward, and record its output in the requested step; a hook."""
+        # also removes inner modules that were left by an exception
         while self._stack and self._stack.pop() is not module:
             pass
         values = [value for value in _tensors_of(output) if value.is_floating_point()]
         for value in values:
             self._note_dtype(value)
-        is_asked = self._choices.outputs_of_step == len(self.record.steps)
-        if is_asked and torch.is_grad_enabled() and values:
+        is_requested = self._choices.outputs_of_step == len(self.record.steps)
+        if is_requested and torch.is_grad_enabled() and values:
             self._record_output(module, values[0])
 
     def _begin_forward(self, module: nn.Module) -> None:
@@ -172,12 +191,13 @@ class ProgramObserver:
         return self._paths.get(id(module), type(module).__name__)
 
     def _keeps_dropout(self) -> bool:
+        """Return whether dropout is applied, because the program uses shoal."""
         if self._is_shoal is None:
             self._is_shoal = self._find_shoal()
         return self._is_shoal
 
     def _find_shoal(self) -> bool:
-        """Tell whether a module has a parallel form of shoal's."""
+        """Return whether a module has a parallel form of shoal."""
         for root in self._roots:
             if owners_of(root) or any(isinstance(p, DTensor) for p in root.parameters()):
                 return True
@@ -189,12 +209,14 @@ class ProgramObserver:
     # --- backward -------------------------------------------------------------------------------
 
     def _watch_backward(self) -> None:
-        """Replace the two ways to start a backward."""
+        """Replace the two functions that start a backward."""
         tensor: Any = torch.Tensor
         tensor.backward = self._watched_backward(tensor.backward)
         torch.autograd.backward = self._watched_backward(torch.autograd.backward)
 
     def _watched_backward(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a backward that records the loss, and how much the gradients grow."""
+
         @functools.wraps(function)
         def backward(root: Any, *args: Any, **kwargs: Any) -> None:
             if self._backward_depth:
@@ -223,7 +245,7 @@ class ProgramObserver:
         self._step.unreduced.append(growth)
 
     def _gradients(self) -> Values:
-        """Read the gradients of a small model."""
+        """Read the gradients of a small model; return {} for a large one."""
         parameters = self._roots.parameters()
         if sum(parameter.numel() for parameter in parameters.values()) > _SMALL_MODEL:
             return {}
@@ -232,14 +254,16 @@ class ProgramObserver:
     # --- optimizers -----------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Record the gradients of an optimizer's parameters before its step; a hook."""
         self._stepping += 1
         if self._stepping > 1:
             return
         if id(optimizer) in self._stepped:
+            # a second step of this optimizer, without a forward between them
             self._close_step()
         parameters = self._named(optimizer)
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        trained = {name: value for name, value in parameters.items() if id(value) in held}
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = {name: value for name, value in parameters.items() if id(value) in updated}
         self._step.trained |= trained.keys()
         self._step.gradients |= self._read(_gradients_of(trained))
         missing = {
@@ -253,13 +277,14 @@ class ProgramObserver:
             self._step.states_before |= self._read_states(optimizer)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Record the state of an optimizer after its step; a hook."""
         self._stepping -= 1
         if self._stepping:
             return
         self._stepped.add(id(optimizer))
         self._step.states |= self._read_states(optimizer)
         if not self._has_stepped:
-            # now, because torch's meshes cannot be read after destroy_process_group
+            # in the first step, because torch's meshes cannot be read after destroy_process_group
             self.record.meshes = _find_meshes()
         self._has_stepped = True
 
@@ -290,7 +315,7 @@ class ProgramObserver:
     # --- stale parameters -----------------------------------------------------------------------
 
     def _swap_in_previous(self, parameters: Mapping[str, Tensor]) -> None:
-        """Run this forward with the parameters that the last one saw."""
+        """Run this forward with the parameters of the last forward."""
         current = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             if name in self._previous:
@@ -298,7 +323,7 @@ class ProgramObserver:
         self._previous = current
 
     def _swap_out_previous(self, parameters: Mapping[str, Tensor]) -> None:
-        """Have the optimizer update the true parameters."""
+        """Restore the parameters, so that the optimizer updates the current ones."""
         for name, parameter in parameters.items():
             if name in self._previous:
                 parameter.data.copy_(self._previous[name])
@@ -306,7 +331,7 @@ class ProgramObserver:
     # --- functions ------------------------------------------------------------------------------
 
     def _watch_functions(self) -> None:
-        """Observe functions of torch for loss counts, norms and groups."""
+        """Replace functions of torch, to record numbers of targets, gradient norms and groups."""
         for name in _LOSSES:
             setattr(F, name, self._counted(getattr(F, name)))
         utilities: Any = nn.utils
@@ -317,6 +342,8 @@ class ProgramObserver:
         module.new_group = self._grouped(dist.new_group)
 
     def _counted(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a loss function that records its number of targets."""
+
         @functools.wraps(function)
         def loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if torch.is_grad_enabled() and isinstance(target, Tensor):
@@ -329,6 +356,8 @@ class ProgramObserver:
         return loss
 
     def _normed(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a clipping function that records the norm that it returns."""
+
         @functools.wraps(function)
         def clip(*args: Any, **kwargs: Any) -> Tensor:
             norm = function(*args, **kwargs)
@@ -338,6 +367,8 @@ class ProgramObserver:
         return clip
 
     def _grouped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `new_group` that records the ranks of the group."""
+
         @functools.wraps(function)
         def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
             if ranks is not None:
@@ -353,11 +384,12 @@ class ProgramObserver:
         return {name: self._read_one(tensor) for name, tensor in tensors.items()}
 
     def _read_one(self, tensor: Tensor) -> LocalValue:
+        """Return the local value of a tensor, and record its dtype."""
         self._note_dtype(tensor)
         return local_value(tensor)
 
     def _note_dtype(self, tensor: Tensor) -> None:
-        """Remember the coarsest dtype of values."""
+        """Record the coarsest dtype of the values."""
         if tensor.is_floating_point() and tensor.numel() > 1:
             epsilon = torch.finfo(tensor.dtype).eps
             self.record.epsilon = max(self.record.epsilon, epsilon)
