@@ -14,9 +14,11 @@ from shoal_dtensor.testing import simulate_ranks
 from shoal_mesh import abstract_mesh
 
 MODULES = [
-    f"shoal_spmd_types.{found.name}"
-    for found in pkgutil.iter_modules(shoal_spmd_types.__path__)
-    if found.name != "__about__"
+    found.name
+    for found in pkgutil.walk_packages(
+        shoal_spmd_types.__path__, f"{shoal_spmd_types.__name__}."
+    )
+    if not found.name.endswith(".__about__")
 ]
 
 

@@ -39,12 +39,12 @@ class TypeStep:
     """One move, as data.
 
     Attributes:
-        kind: `keep` returns the tensor; `keep_first` is zero except on the first rank; `slice`
-            returns this rank's shard; `pad` puts the shard in its place among zeros; the others
-            are collectives.
+        kind: `keep` returns the tensor; `keep_first` returns it on the first rank, and zeros on the
+            others; `slice` returns this rank's shard; `pad` returns a whole tensor with the shard
+            at its place and zeros elsewhere; the others are collectives.
         dim: the dim that is sharded or gathered; for `all_to_all` the dim that is split.
-        stacks: whether the ranks' tensors are entries of a dim of their own, which `slice`
-            and `reduce_scatter` remove, and `pad` and `all_gather` add.
+        stacks: whether each rank has one entry of the dim, and its tensor does not have the dim.
+            `slice` and `reduce_scatter` then remove the dim, and `pad` and `all_gather` add it.
         concat_dim: for `all_to_all`, the dim along which blocks are joined.
         sizes: sizes of the ranks' shards along `dim`; None for equal ones.
         received: for `all_to_all` with sizes, the sizes of the received blocks.
@@ -71,7 +71,6 @@ class Dtypes:
         out: the dtype of its result.
         backward_op: the dtype in which the gradient's move is done.
         backward_out: the dtype of the gradient.
-        second: the dtypes of the gradient of the gradient.
     """
 
     op: torch.dtype | None = None
@@ -105,23 +104,24 @@ class Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         forward_step, back = ctx.steps
-        of_gradient: Dtypes = ctx.dtypes
-        dtypes = Dtypes(of_gradient.backward_op, of_gradient.backward_out or ctx.dtype)
-        again = TypeStep("all_reduce") if forward_step.in_place else forward_step
-        steps = (back, again)
+        forward_dtypes: Dtypes = ctx.dtypes
+        dtypes = Dtypes(forward_dtypes.backward_op, forward_dtypes.backward_out or ctx.dtype)
+        # the gradient of the gradient is moved like the tensor, but never in place
+        forward_again = TypeStep("all_reduce") if forward_step.in_place else forward_step
+        steps = (back, forward_again)
         return apply(Move, grads[0], ctx.line, steps, dtypes), None, None, None
 
 
 def move(
     x: Tensor, line: Line, steps: tuple[TypeStep, TypeStep], dtypes: Dtypes | None = None
 ) -> Tensor:
-    """Run a move with its gradient; its operators are not checked.
+    """Run a differentiable move; the types of its operators are not checked.
 
     Args:
         x: this rank's tensor.
         line: the ranks.
         steps: the move, and the move of the gradient.
-        dtypes: dtypes of both.
+        dtypes: the dtypes of both moves.
     """
     arguments = (x, line, steps, dtypes or UNCHANGED)
     if not spmd.is_active():
@@ -145,9 +145,9 @@ def run_step(step: TypeStep, x: Tensor, line: Line) -> Tensor:
     if step.kind == "slice":
         return _own_shard(step, x, line)
     if step.kind == "pad":
-        return _padded(step, x, line)
+        return _pad(step, x, line)
     if not line.sends(x):
-        return _of_equal_ranks(step, x, line)
+        return _run_alone(step, x, line)
     assert line.comm is not None, "a line that sends needs a communicator"
     return _collective(step, x, line.comm)
 
@@ -161,7 +161,7 @@ def _own_shard(step: TypeStep, x: Tensor, line: Line) -> Tensor:
     return x.narrow(step.dim, start, sizes[line.rank]).clone()
 
 
-def _padded(step: TypeStep, x: Tensor, line: Line) -> Tensor:
+def _pad(step: TypeStep, x: Tensor, line: Line) -> Tensor:
     """Return a whole tensor of zeros with this rank's shard in its place."""
     source = x.unsqueeze(step.dim) if step.stacks else x
     sizes = step.sizes or (source.shape[step.dim],) * line.size
@@ -187,8 +187,11 @@ def _sizes(step: TypeStep, x: Tensor, line: Line) -> Sequence[int]:
     return (length // line.size,) * line.size
 
 
-def _of_equal_ranks(step: TypeStep, x: Tensor, line: Line) -> Tensor:
-    """Return the result as if all ranks had this tensor: for shapes, and for a single rank."""
+def _run_alone(step: TypeStep, x: Tensor, line: Line) -> Tensor:
+    """Return the result of a collective as if all ranks had this tensor.
+
+    It is used for tensors without memory, whose shapes are computed, and for a single rank.
+    """
     if step.kind == "all_reduce":
         return x.clone()
     if step.kind == "all_gather":
@@ -217,6 +220,7 @@ def _check_divides(x: Tensor, dim: int, size: int) -> None:
 
 
 def _collective(step: TypeStep, x: Tensor, comm: Comm) -> Tensor:
+    """Run the collective of a step."""
     if step.kind == "all_reduce":
         return all_reduce(x, comm, step.reduce_op)
     if step.kind == "all_gather":

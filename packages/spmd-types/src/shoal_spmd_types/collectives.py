@@ -1,6 +1,6 @@
 """Collectives of typed tensors: the source and destination types select the gradient.
 
-The type lines read `P -> R`: from the source to the destination type, along one axis.
+The first line of each docstring has these types along one axis: `P -> R` is from P to R.
 
 May import: _dtypes, _line, _moves, conversions.
 """
@@ -39,13 +39,14 @@ def all_reduce(  # noqa: PLR0913  # the public package's arguments
     """`P -> R`, backward `P -> R`; or `P -> I`, backward `I -> R`: sum the ranks' tensors.
 
     Args:
-        x: this rank's addend, of one shape on all ranks.
+        x: this rank's addend, which has the same shape on all ranks.
         axis: the mesh axis: a process group, or a name of the current mesh.
-        src: P, or V, which is taken for P; on a local axis a V tensor passes for P too. A pending
-            reduction other than a sum, such as
-            `pending("max")`, is reduced by its own operator; such a tensor has no gradient.
-        dst: R if each rank continues with its own computation, I if all continue with one.
-        inplace: write the sum to `x`.
+        src: P, or V, which counts as P. On a local axis a tensor of type V is accepted for P. The
+            type of another pending reduction, such as `pending("max")`, is reduced by its own
+            operator; such a tensor has no gradient.
+        dst: R if each rank continues with a computation of its own, I if all ranks continue with
+            the same computation.
+        inplace: whether the sum is written to `x`.
         op_dtype: the dtype of the sum; the result keeps it if `out_dtype` is left out.
         out_dtype: the dtype of the result.
         async_op: accepted; the result is complete on return.
@@ -113,7 +114,8 @@ def all_gather(  # noqa: PLR0913  # the public package's arguments
         x: this rank's shard.
         axis: the mesh axis: a process group, or a name of the current mesh.
         src: S(i) joins the shards along dim i; V stacks them.
-        dst: R if each rank continues with its own computation, I if all continue with one.
+        dst: R if each rank continues with a computation of its own, I if all ranks continue with
+            the same computation.
         gather_dim: the dim; with S(i) it is i, with V it is 0 if left out.
         split_sizes: sizes of the ranks' shards along dim i, if they are not equal; only with S(i).
         op_dtype: the dtype that is sent; the result keeps it if `out_dtype` is left out.
@@ -166,13 +168,14 @@ def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
 ) -> Tensor:
     """`P -> S(i)`, backward `S(i) -> R`: sum the ranks' tensors, and return this rank's shard.
 
-    To V, the shard is one entry of a dim, which the result does not have.
+    With V as destination, the dim has one entry for each rank. The result is this rank's entry, and
+    does not have the dim.
 
     Args:
-        x: this rank's addend, of one shape on all ranks.
+        x: this rank's addend, which has the same shape on all ranks.
         axis: the mesh axis: a process group, or a name of the current mesh.
-        src: P, or V, which is taken for P.
-        dst: S(i) shards dim i; V takes one entry of a dim of as many entries as ranks.
+        src: P, or V, which counts as P.
+        dst: S(i) shards dim i; V takes one entry of a dim that has one entry for each rank.
         scatter_dim: the dim; with S(i) it is i, with V it is 0 if left out.
         split_sizes: sizes of the ranks' shards along dim i, if they are not equal; only with S(i).
         op_dtype: the dtype of the sum; the result keeps it if `out_dtype` is left out.
@@ -214,7 +217,7 @@ def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
     steps = (step, back)
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
     moved = move(x, line, steps, dtypes)
-    return finish(moved, x, line.axis, _even(dst, sizes))
+    return finish(moved, x, line.axis, _type_for_sizes(dst, sizes))
 
 
 def all_to_all(  # noqa: PLR0913  # the public package's arguments
@@ -234,7 +237,8 @@ def all_to_all(  # noqa: PLR0913  # the public package's arguments
 ) -> Tensor:
     """`S(i) -> S(j)`, backward `S(j) -> S(i)`: move the sharding from one dim to another.
 
-    From V to V, entry j of a dim goes to rank j, and the received entries are stacked there.
+    From V to V, entry j of a dim goes to rank j, and the received entries are stacked along the
+    concat dim.
 
     Args:
         x: this rank's shard.
@@ -244,8 +248,10 @@ def all_to_all(  # noqa: PLR0913  # the public package's arguments
         split_dim: the dim that is split: j for S(i) -> S(j), otherwise 0 if left out.
         concat_dim: the dim along which blocks are joined: i for S(i) -> S(j), otherwise 0 if left
             out.
-        output_split_sizes: rows that each rank sends to this one; only S(0) -> S(0).
-        input_split_sizes: rows that this rank sends to each; only S(0) -> S(0).
+        output_split_sizes: the numbers of rows that each rank sends to this rank; for S(0) -> S(0)
+            only.
+        input_split_sizes: the numbers of rows that this rank sends to each rank; for S(0) -> S(0)
+            only.
         op_dtype: the dtype that is sent; the result keeps it if `out_dtype` is left out.
         out_dtype: the dtype of the result.
         async_op: accepted; the result is complete on return.
@@ -294,7 +300,7 @@ def all_to_all(  # noqa: PLR0913  # the public package's arguments
 def _uneven_exchange(
     x: Tensor, line: Line, sent: Sequence[int] | None, received: Sequence[int] | None
 ) -> tuple[TypeStep, TypeStep]:
-    """Return the exchange of rows between all ranks, and of their gradients."""
+    """Return the steps that exchange rows between all ranks, and exchange their gradients back."""
     row_count = x.shape[0]
     even = (row_count // line.size,) * line.size
     outgoing = tuple(sent) if sent is not None else even
@@ -354,7 +360,7 @@ def redistribute(  # noqa: PLR0913  # the public package's arguments
     async_op: bool = False,
     backward_options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """`src -> dst`: change the type and keep the meaning, by a collective where one is needed.
+    """`src -> dst`: change the type and keep the meaning, by a collective if one is needed.
 
     The backward is the backward of the collective or conversion that this function calls.
 
@@ -451,7 +457,10 @@ def unshard(  # noqa: PLR0913  # the public package's arguments
 
 
 def _check(x: Tensor, line: Line, src: AxisType, where: str) -> None:
-    """Compare the tensor's type with the source type; V passes for P in a reduction."""
+    """Compare the tensor's type with the source type.
+
+    In a reduction, V is accepted for P along a local axis.
+    """
     if not spmd.is_type_checking():
         return
     if spmd.type_of(x) is None and not spmd.is_strict():
@@ -459,13 +468,13 @@ def _check(x: Tensor, line: Line, src: AxisType, where: str) -> None:
     present = spmd.type_of(x)
     kind = None if present is None else present.local.get(line.axis)
     if src is P and kind is V and spmd.varying_axes()(line.axis):
-        # where ranks compute on their own, a reduction takes any tensors for addends
+        # along a local axis ranks compute on their own, so any tensors may be addends
         return
     spmd.check_source(x, line.axis, src, where)
 
 
 def _dim_of(where: str, axis_type: AxisType, dim: int | None, ndim: int) -> int:
-    """Return the dim of a gather or scatter."""
+    """Return the dim of a gather or scatter: the dim of S(i), or the given dim or 0 for V."""
     if isinstance(axis_type, Shard):
         wanted = axis_type.resolve(ndim).dim
         if dim is not None and dim % ndim != wanted:
@@ -486,8 +495,8 @@ def _read_sizes(
     return tuple(sizes)
 
 
-def _even(dst: AxisType, sizes: tuple[int, ...] | None) -> AxisType:
-    """Return V for shards of different sizes: S(i) claims equal ones."""
+def _type_for_sizes(dst: AxisType, sizes: tuple[int, ...] | None) -> AxisType:
+    """Return V for shards of different sizes, because the checker takes S(i) for equal shards."""
     if sizes is None:
         return dst
     are_equal = len({*sizes}) <= 1

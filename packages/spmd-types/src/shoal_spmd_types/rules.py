@@ -1,6 +1,7 @@
-"""Operations on types alone, of which `spmd_typecheck` declarations of autograd functions consist.
+"""Operations on types, for the `spmd_typecheck` declarations of autograd functions.
 
-Each takes typed tensors, or `NdimWithSpmdType` in their place, and returns `NdimWithSpmdType`.
+Each operation takes typed tensors, or `NdimWithSpmdType` in their place, and returns an
+`NdimWithSpmdType`: no values are computed.
 
 May import: nothing.
 """
@@ -31,7 +32,7 @@ __all__ = [
 
 
 class NdimWithSpmdType:
-    """A number of dims and a type, in place of a tensor.
+    """A stand-in for a tensor that has a number of dims and a type only.
 
     Args:
         ndim: the number of dims.
@@ -52,8 +53,9 @@ Operand = torch.Tensor | NdimWithSpmdType
 
 
 class _Declaration:
-    """The tensors that a running declaration has accounted for."""
+    """A running declaration, and the tensors that it has accounted for in `seen`."""
 
+    # the declaration that runs now
     running: _Declaration | None = None
 
     def __init__(self) -> None:
@@ -61,7 +63,7 @@ class _Declaration:
 
 
 def touch(*operands: Any) -> None:
-    """Count operands as accounted for by the running declaration.
+    """Record that the running declaration accounts for some operands.
 
     Args:
         operands: tensors.
@@ -83,6 +85,7 @@ def ignore(*tensors: Any) -> None:
 
 
 def _typed(ndim: int, tensor_type: spmd.TensorType, out: torch.Tensor | None) -> Any:
+    """Give a type to `out`, or else to a new stand-in, and return it."""
     if out is not None:
         if out.ndim != ndim:
             raise SpmdTypeError(f"out has {out.ndim} dims, but its type is for {ndim}")
@@ -102,13 +105,13 @@ def _move(
     out: torch.Tensor | None,
     change: int = 0,
 ) -> Any:
-    """Return the type of a move along an axis; `change` is the change of the number of dims."""
+    """Return the type of a move along an axis; `change` is added to the number of dims."""
     touch(x)
     src, dst = types
-    line = spmd.normalize_axis(axis)
-    spmd.check_source(x, line, src, f"rules.{where}")
+    mesh_axis = spmd.normalize_axis(axis)
+    spmd.check_source(x, mesh_axis, src, f"rules.{where}")
     ndim = x.ndim + change
-    return _typed(ndim, spmd.moved_type(x, line, dst, ndim), out)
+    return _typed(ndim, spmd.moved_type(x, mesh_axis, dst, ndim), out)
 
 
 def all_reduce(
@@ -150,7 +153,7 @@ def all_gather(
     Args:
         x: a typed operand.
         axis: the mesh axis.
-        src: S(i), or V, which is stacked.
+        src: S(i), or V; with V the result has one dim more.
         dst: R or I.
         out: a tensor that gets the type.
 
@@ -183,7 +186,7 @@ def reduce_scatter(
         x: a typed operand.
         axis: the mesh axis.
         src: P or V.
-        dst: S(i), or V, which has one dim less.
+        dst: S(i), or V; with V the result has one dim less.
         out: a tensor that gets the type.
 
     Returns:
@@ -253,7 +256,7 @@ def convert(x: Operand, axis: Any, *, src: Any, dst: Any, out: torch.Tensor | No
 
     Raises:
         SpmdTypeError: if `x` is not of type `src`.
-        ArgumentValueError: if the change would send something.
+        ArgumentValueError: if the change needs communication.
 
     Example:
         >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
@@ -290,7 +293,7 @@ def reinterpret(
 
     Raises:
         SpmdTypeError: if `x` is not of type `src`.
-        ArgumentValueError: for S(i), or if `dst` claims more than `src`.
+        ArgumentValueError: for S(i), or if `dst` claims more about the values than `src` does.
 
     Example:
         >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
@@ -322,15 +325,16 @@ def einsum(
 ) -> Any:
     """Return the type of a computation whose dims behave as in an einsum.
 
-    A sharded label of the result stays sharded. A sharded label that the result does not have makes
-    it P. Operands without the label must be R there.
+    If the result has a sharded label, its dim is sharded too. If it does not have the label, the
+    result is P. Operands without the label must be R along the axis.
 
     Args:
         equation: labels of the operands and of the result, such as `"mk,nk->mn"`. `_` is a dim that
-            must not be sharded, `...` stands for leading dims that all have.
+            must not be sharded, `...` stands for the leading dims of all operands.
         operands: typed operands.
-        linear_in: operands in which the computation is linear, so that they may be P: an index for
-            an operand alone, several indices for operands that are P together.
+        linear_in: operands in which the computation is linear, so that they may be P. An index is
+            an operand that may be P while the others are R; a sequence of indices are operands that
+            may be P together.
         out: a tensor that gets the type.
 
     Returns:
@@ -355,11 +359,11 @@ def einsum(
     is_local = spmd.varying_axes()
     by_axis: dict[spmd.MeshAxis, Any] = {}
     for axis in axes:
-        kinds = [_on(tensor_type, axis, equation) for tensor_type in types]
+        kinds = [_type_along(tensor_type, axis, equation) for tensor_type in types]
         if is_local(axis):
             kinds = [spmd.local_type(kind) for kind in kinds]
         by_axis[axis] = _einsum_type(equation, axis, kinds, labels=labels, groups=groups)
-    # the order of axes is only about dims that several axes shard
+    # the order of axes, which only matters for dims that several axes shard
     order = []
     for dim, label in enumerate(labels.result):
         axes_of_dim = _axes_of_label(label, types, labels.inputs)
@@ -397,6 +401,7 @@ def _axes_of_label(
 
 
 def _required_type(operand: Operand) -> spmd.TensorType:
+    """Return the type of an operand; raise SpmdTypeError if it has none."""
     found = spmd.type_of(operand)
     if found is None:
         raise SpmdTypeError(
@@ -405,7 +410,8 @@ def _required_type(operand: Operand) -> spmd.TensorType:
     return found
 
 
-def _on(tensor_type: spmd.TensorType, axis: spmd.MeshAxis, equation: str) -> Any:
+def _type_along(tensor_type: spmd.TensorType, axis: spmd.MeshAxis, equation: str) -> Any:
+    """Return the type along one axis; raise SpmdTypeError if there is none."""
     if axis not in tensor_type.by_axis:
         raise SpmdTypeError(
             f"rules.einsum {equation!r}: an operand does not have a type over {axis!r}"
@@ -449,7 +455,7 @@ def _einsum_type(
     partial = [position for position, kind in enumerate(kinds) if kind is P]
     if partial:
         others = [kind for kind in kinds if kind is not P]
-        # the first group that the operands belong to
+        # the first group that contains all partial operands has to consist of them
         containing = [group for group in groups if {*partial} <= {*group}]
         is_linear = bool(containing) and {*containing[0]} == {*partial}
         if not is_linear or any(kind is not R for kind in others):
@@ -471,7 +477,7 @@ def _read_equation(equation: str, operands: Sequence[Operand]) -> _Labels:
         raise ArgumentValueError(
             f"rules.einsum: {equation!r} must name {len(operands)} operands and a result"
         )
-    # Greek capitals stand for the dims of `...`
+    # Greek capitals, from U+0391 on, are the labels of the dims of `...`
     greek = map(chr, range(0x391, 0x391 + 26))
     spare = "".join(filter(str.isalpha, greek))
     leading = ""
@@ -496,11 +502,11 @@ def _read_equation(equation: str, operands: Sequence[Operand]) -> _Labels:
 
 
 def output(out: Any, typed: Any) -> None:
-    """Give the outputs of a function the types of operands, in the same structure.
+    """Give the outputs of a function the types of operands that have the same structure.
 
     Args:
         out: a tensor, or a list or tuple of tensors; None for an output that is left out.
-        typed: a typed operand for each.
+        typed: a typed operand for each output.
 
     Raises:
         SpmdTypeError: if the structures, or numbers of dims, differ.
@@ -574,6 +580,7 @@ def check_arguments(function: type, args: tuple[Any, ...]) -> None:
 
 
 def _takes_outputs(declaration: Callable[..., Any]) -> bool:
+    """Return whether a declaration has a positional argument, which is for the outputs."""
     parameters = inspect.signature(declaration).parameters.values()
     return not all(_is_keyword(parameter) for parameter in parameters)
 
@@ -597,8 +604,10 @@ def _call_of(function: type, named: Mapping[str, Any]) -> tuple[Callable[..., An
 
 
 def _bound_arguments(function: type, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments of `apply` by their names in `forward`."""
     forward: Callable[..., Any] = getattr(function, "forward")  # noqa: B009  # not in the type
     names = [*inspect.signature(forward).parameters]
+    # without `setup_context`, the first argument of `forward` is the context
     has_context = "setup_context" not in vars(function)
     if has_context:
         names = names[1:]
@@ -608,6 +617,7 @@ def _bound_arguments(function: type, args: tuple[Any, ...]) -> dict[str, Any]:
 def _check_coverage(
     function: type, named: Mapping[str, Any], seen: Sequence[Any], outputs: Any
 ) -> None:
+    """Raise unless a declaration has accounted for all tensors and given all outputs a type."""
     for name, value in named.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -626,7 +636,7 @@ def _check_coverage(
 
 
 def declare_by_method(function: type) -> Callable[[Any, tuple[Any, ...]], None] | None:
-    """Return the declaration that a class has as a method; None without one.
+    """Return a function that runs the `spmd_typecheck` of a class; None if it has no such method.
 
     Args:
         function: the class of an autograd function.

@@ -1,4 +1,4 @@
-"""Assertions, queries and boundaries of types: functions that send nothing and change no values.
+"""Assertions, queries and boundaries of types: functions without communication or changed values.
 
 May import: scalar, types.
 """
@@ -13,21 +13,20 @@ from typing import Any, TypeVar, overload
 import torch
 
 from shoal_dtensor.errors import ArgumentTypeError, SpmdTypeError
-from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, pytree, spmd
+from shoal_dtensor.internal import I, R, ShardType as Shard, pytree, spmd
 
 from .scalar import Scalar
 from .types import PartitionSpec, SpmdType, entry_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 TypeArgument = SpmdType | Mapping[Any, Any] | spmd.AxisType | PartitionSpec | None
-_BARE = (R, I, V, P)
 
 
 # --- reading types --------------------------------------------------------------------------------
 
 
 def has_local_type(tensor: Any) -> bool:
-    """Tell whether a tensor has a type.
+    """Return whether a tensor has a type.
 
     Args:
         tensor: a tensor, or a `Scalar`.
@@ -84,7 +83,7 @@ def get_axis_local_type(tensor: Any, axis: Any) -> spmd.AxisType:
 
 
 def maybe_get_axis_local_type(tensor: Any, axis: Any) -> spmd.AxisType | None:
-    """Return the type of a tensor on one axis, with V for shards; None without one.
+    """Return the type of a tensor on one axis, with V for shards; None if it has no type there.
 
     Args:
         tensor: a tensor.
@@ -120,6 +119,7 @@ def get_partition_spec(tensor: Any) -> PartitionSpec | None:
 
 
 def _type_of(tensor: Any) -> spmd.TensorType:
+    """Return the type of a tensor; raise SpmdTypeError if it has none."""
     present = spmd.type_of(tensor)
     if present is None:
         raise SpmdTypeError(
@@ -133,14 +133,14 @@ def _type_of(tensor: Any) -> spmd.TensorType:
 
 
 def merge_types(*types: TypeArgument) -> SpmdType:
-    """Return partial types as one; a bare type fills the axes that no other names.
+    """Merge types of some axes into one type; a bare type is for all axes that no other names.
 
     Args:
         types: dicts by axis, values of `SpmdType` or `PartitionSpec`, one bare type such as R, or
             None.
 
     Raises:
-        SpmdTypeError: if they contradict each other, or a bare type is given without a current
+        SpmdTypeError: if the types contradict each other, or a bare type is given without a current
             mesh.
         ArgumentTypeError: for two bare types, or other arguments.
 
@@ -175,11 +175,12 @@ def merge_types(*types: TypeArgument) -> SpmdType:
                 raise SpmdTypeError(f"merge_types: {spec} and {its_spec} differ")
             spec = its_spec
     if bare is not None:
-        merged = _filled(merged, spec, bare)
+        merged = _fill_other_axes(merged, spec, bare)
     return SpmdType(merged, spec)
 
 
 def _parts(item: Any) -> tuple[Mapping[Any, Any], PartitionSpec | None]:
+    """Return the types by axis and the partition spec of an argument."""
     if isinstance(item, SpmdType):
         return item.local_type, item.partition_spec
     if isinstance(item, PartitionSpec):
@@ -192,9 +193,10 @@ def _parts(item: Any) -> tuple[Mapping[Any, Any], PartitionSpec | None]:
     )
 
 
-def _filled(
+def _fill_other_axes(
     merged: dict[Any, Any], spec: PartitionSpec | None, bare: spmd.AxisType
 ) -> dict[Any, Any]:
+    """Add a bare type for the axes of the current mesh that no other type names."""
     mesh = spmd.MESH.get()
     if mesh is None:
         raise SpmdTypeError(
@@ -211,10 +213,11 @@ def _filled(
 def assert_type(
     tensor: Any, *types: TypeArgument, partition_spec: PartitionSpec | None = None
 ) -> Any:
-    """Give a tensor a type, or compare with the type that it has.
+    """Give a tensor a type, or compare a type with the one that the tensor has.
 
-    S(i) refines V; other types must be equal. Outside of `typecheck` it does nothing, except that
-    a parameter without a type gets one, because parameters are made before they are checked.
+    S(i) refines V; other types must be equal. Outside of `typecheck` the function does nothing,
+    except that a parameter without a type gets one, because programs make parameters before they
+    enter `typecheck`.
 
     Args:
         tensor: a tensor, or a list or tuple of tensors.
@@ -278,12 +281,12 @@ def assert_local_type(tensor: torch.Tensor, type: Mapping[Any, Any]) -> torch.Te
 def assert_type_like(
     tensor: torch.Tensor, source: torch.Tensor, overrides: Mapping[Any, Any] | None = None
 ) -> None:
-    """Assert that a tensor has the type of another one, with other types on some axes.
+    """Assert that a tensor has the type of another tensor, with other types on some axes.
 
     Args:
         tensor: a tensor.
-        source: a tensor with a type, with as many dims unless it is not sharded.
-        overrides: types by axis.
+        source: a tensor with a type. If it is sharded, it has as many dims as `tensor`.
+        overrides: types by axis, in place of the types of `source`.
 
     Raises:
         SpmdTypeError: if the tensor has another type, or `source` has none.
@@ -304,12 +307,12 @@ def assert_type_like(
 def assert_local_type_like(
     tensor: torch.Tensor, source: torch.Tensor, overrides: Mapping[Any, Any] | None = None
 ) -> None:
-    """Assert that a tensor has the type of another one, with V in place of its shards.
+    """Assert that a tensor has the type of another tensor, with V in place of its shards.
 
     Args:
         tensor: a tensor.
         source: a tensor with a type.
-        overrides: types by axis.
+        overrides: types by axis, in place of the types of `source`.
 
     Raises:
         SpmdTypeError: if the tensor has another type, or `source` has none.
@@ -337,7 +340,7 @@ def _overridden(
 
 
 def _assert_exact(tensor: Any, wanted: spmd.TensorType) -> None:
-    """Assert a type that names the axes of every sharded dim."""
+    """Assert a type, with the axes of sharded dims as a partition spec."""
     by_axis = wanted.by_axis.items()
     local: dict[Any, Any] = {
         axis: axis_type for axis, axis_type in by_axis if not isinstance(axis_type, Shard)
@@ -398,7 +401,14 @@ def mutate_type(tensor: torch.Tensor, axis: Any = None, *, src: Any, dst: Any) -
 def _by_axis(
     types: Any, axis: Any, others: Any, every: Sequence[spmd.MeshAxis]
 ) -> dict[spmd.MeshAxis, Any]:
-    """Return types by axis: given so, for one axis, for the axes of `others`, or for all."""
+    """Return types by axis.
+
+    Args:
+        types: types by axis, or a single type.
+        axis: the axis of a single type, or None.
+        others: types by axis whose axes a single type has otherwise, or a single type.
+        every: the axes that a single type has if neither names axes.
+    """
     if isinstance(types, Mapping):
         return {spmd.normalize_axis(name): axis_type for name, axis_type in types.items()}
     if axis is not None:
@@ -410,7 +420,7 @@ def _by_axis(
 
 
 def reinterpret_no_grad(tensor: torch.Tensor, axis: Any, *, dst: Any) -> torch.Tensor:
-    """Take R for I, or I for R, of a tensor to which no gradient can flow.
+    """Change R to I, or I to R, of a tensor that has no gradient.
 
     Args:
         tensor: a tensor that does not require grad.
@@ -454,12 +464,12 @@ def reinterpret_no_grad(tensor: torch.Tensor, axis: Any, *, dst: Any) -> torch.T
 
 
 def reinterpret_mesh(tensor: torch.Tensor, type: Any, *, inplace: bool = False) -> torch.Tensor:
-    """Give a tensor the type that it has in terms of other axes over the same ranks.
+    """Express the type of a tensor by other mesh axes over the same ranks.
 
     Args:
         tensor: a tensor with a type.
         type: a mesh, its axes, or types by axis of the other mesh.
-        inplace: change the type of `tensor` itself.
+        inplace: whether the type of `tensor` itself is changed.
 
     Returns:
         A tensor with the same memory; `tensor` with `inplace`.
@@ -506,7 +516,7 @@ def reinterpret_mesh(tensor: torch.Tensor, type: Any, *, inplace: bool = False) 
 
 
 class _InferType:
-    """The type of `Infer`."""
+    """The class of `Infer`, which stands for types that are not checked."""
 
     def __repr__(self) -> str:
         return "Infer"
@@ -518,7 +528,7 @@ Infer = _InferType()
 def local() -> AbstractContextManager[None]:
     """Return a block in which shards count as V, so that every rank computes on its own.
 
-    Nothing happens while types are unchecked.
+    The block has no effect while types are not checked.
 
     Example:
         >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck(local=False):
@@ -531,7 +541,7 @@ def local() -> AbstractContextManager[None]:
 
 
 def local_map(*, in_types: Any = Infer, out_types: Any) -> Callable[[F], F]:
-    """Return a decorator of functions whose body is checked on local types only.
+    """Return a decorator of functions whose bodies are checked in local mode (`local`).
 
     Args:
         in_types: for each positional argument a type, in the structure of the arguments: a dict by
@@ -575,7 +585,7 @@ def local_map(*, in_types: Any = Infer, out_types: Any) -> Callable[[F], F]:
 
 
 def _is_leaf(spec: Any) -> bool:
-    """Tell whether a type of `local_map` belongs to one value."""
+    """Return whether a type of `local_map` belongs to one value."""
     if spec is None or spec is Infer or isinstance(spec, Mapping | PartitionSpec | SpmdType):
         return True
     if not isinstance(spec, tuple) or len(spec) != 2:
@@ -595,7 +605,7 @@ def _refuse_infer(where: str, types: Any) -> None:
 
 
 def _assert_leaves(where: str, values: Any, types: Any) -> None:
-    """Assert the types of tensors in nested values, whose structure the types have."""
+    """Assert the types of tensors in nested values; the types have the same structure."""
     if isinstance(values, Mapping):
         if not isinstance(types, Mapping) or types.keys() != values.keys():
             raise SpmdTypeError(f"{where}: expected types with the keys {[*values]}, got {types!r}")
@@ -614,6 +624,7 @@ def _assert_leaves(where: str, values: Any, types: Any) -> None:
 
 
 def _assert_leaf(where: str, value: Any, leaf: Any) -> None:
+    """Assert the type of one value; None is for values that are not tensors."""
     is_tensor = isinstance(value, torch.Tensor)
     if leaf is None:
         if is_tensor:
@@ -657,9 +668,9 @@ def no_typecheck(fn: Any = None, /, **kwargs: Any) -> Any:
     """Leave a block or a function unchecked, as a block or as a decorator.
 
     Args:
-        fn: the function; left out, the result is a block and a decorator.
-        kwargs: `out_types`, and `in_types` if arguments are compared, as for `local_map`: the
-            function is unchecked, and its results get these types.
+        fn: the function. If it is left out, the result is a block, which is also a decorator.
+        kwargs: `out_types`, the types that the results of the unchecked function get; and
+            `in_types`, with which its arguments are compared. Both are as for `local_map`.
 
     Returns:
         The function, a decorator, or the block.
@@ -694,6 +705,8 @@ def no_typecheck(fn: Any = None, /, **kwargs: Any) -> Any:
 
 
 def _typed_boundary(function: F, *, out_types: Any, in_types: Any = Infer) -> F:
+    """Return a function that runs unchecked, between checks of its arguments and results."""
+
     @functools.wraps(function)
     def unchecked(*args: Any, **kwargs: Any) -> Any:
         if not spmd.is_type_checking():

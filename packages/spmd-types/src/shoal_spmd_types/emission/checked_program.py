@@ -1,4 +1,4 @@
-"""Runs of statements under the checker, line by line: the text is what was run.
+"""`CheckedProgram`: the lines of a program, each of which has run under the checker.
 
 May import: names, recorder, statements, trace.
 """
@@ -27,6 +27,7 @@ from .statements import Statement
 from .trace import Trace, TracedOperation, TracedValue
 
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "_reshape_alias"})
+# operators that are not compared, because they do not change values
 _LEFT_OUT = frozenset({"aten::detach", "aten::alias", "prim::device"})
 
 
@@ -35,9 +36,9 @@ class ProgramLine:
     """A line of a program.
 
     Attributes:
-        text: the statement.
+        text: the text of the statement.
         comment: shape, dtype and types of its results.
-        path: the module whose forward it is in.
+        path: the path of the module whose forward has the statement.
     """
 
     text: str
@@ -45,8 +46,8 @@ class ProgramLine:
     path: str
 
 
-class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """The mode that lists the operators that a line calls."""
+class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """A mode that records the operators that a line calls, as values of `_describe_call`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
@@ -62,12 +63,16 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         result = func(*args, **(kwargs or {}))
         if func._schema.name not in _LEFT_OUT:
             outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-            self.calls.append(_described(func, args, kwargs or {}, outputs))
+            self.calls.append(_describe_call(func, args, kwargs or {}, outputs))
         return result
 
 
-def _described(func: Any, args: Any, kwargs: Any, outputs: Sequence[Any]) -> Any:
-    """Return a call as a value: operator, shapes and numbers."""
+def _describe_call(func: Any, args: Any, kwargs: Any, outputs: Sequence[Any]) -> Any:
+    """Return a call as a value to compare: operator, arguments and shapes of the results.
+
+    Calls that differ only in the spelling of equal arguments give equal values: all views are one
+    operator, arguments that are left out have their defaults, and dims count from the front.
+    """
     shapes = [tuple(output.shape) for output in outputs]
     name = func._schema.name.removeprefix("aten::")
     if name in _VIEWS:
@@ -88,6 +93,7 @@ def _described(func: Any, args: Any, kwargs: Any, outputs: Sequence[Any]) -> Any
 
 
 def _plain(value: Any) -> Any:
+    """Return an argument as a value to compare: a tensor as its shape and dtype, False as None."""
     if isinstance(value, Tensor | TracedValue):
         return ("tensor", tuple(value.shape), value.dtype)
     if isinstance(value, list | tuple):
@@ -101,7 +107,7 @@ class CheckedProgram:
     """The lines of a program, each of which has run on tensors without memory under the checker.
 
     Attributes:
-        lines: the lines so far.
+        lines: the lines.
         names: the names of values.
     """
 
@@ -120,6 +126,7 @@ class CheckedProgram:
                 self._add(statement)
 
     def _make_scope(self, trace: Trace) -> None:
+        """Set the variables that the lines can read: functions, types, weights and inputs."""
         self._scope |= {function.__name__: function for function in _FUNCTIONS}
         self._scope |= {"I": spmd.I, "P": spmd.P, "R": spmd.R, "S": spmd.Shard}
         self._scope |= {"torch": torch, "F": torch.nn.functional}
@@ -129,6 +136,7 @@ class CheckedProgram:
             self._scope[name] = self._leaf(value)
 
     def _leaf(self, value: TracedValue) -> Tensor:
+        """Make the typed tensor of a parameter or an input, without memory."""
         device = self._mesh.device_type
         leaf = torch.empty(value.shape, dtype=value.dtype, device=device)
         leaf.requires_grad_(value.takes_gradient)
@@ -136,20 +144,24 @@ class CheckedProgram:
         return leaf
 
     def _add(self, statement: Statement) -> None:
-        """Run the first text of a statement that calls the recorded operators, and keep it."""
+        """Add the first text of a statement that calls the recorded operators when it runs.
+
+        If no text does, its parts are added one by one.
+        """
         expected = sorted([_expected(operation) for operation in statement.operations], key=repr)
+        # why the last text was not taken
         reason = ""
         for text in statement.texts(self.names.of):
-            seen = _Seen()
+            recorder = _CallRecorder()
             try:
-                with seen:
+                with recorder:
                     result = eval(text, self._scope)
             except SpmdTypeError as error:
                 raise EmissionError(f"emit: the checker refuses {text!r}: {error}") from error
             except (RuntimeError, TypeError, ValueError, AttributeError) as error:
                 reason = f"{text}: {error}"
                 continue
-            calls = sorted(seen.calls, key=repr)
+            calls = sorted(recorder.calls, key=repr)
             if not statement.operations or calls == expected:
                 self._assign(statement, text, result)
                 return
@@ -166,6 +178,7 @@ class CheckedProgram:
         self.names.release()
         targets = []
         comments = []
+        # names of results whose shards the checker does not find, and the texts of their types
         asserted: list[tuple[str, str]] = []
         for value, tensor in zip(statement.outputs, results, strict=False):
             name = self.names.new(value, statement)
@@ -187,6 +200,7 @@ class CheckedProgram:
             self.lines.append(ProgramLine(f"assert_type({name}, {types})", "", statement.path))
 
 
+# abbreviations of dtypes in comments
 _SHORT = {
     "float64": "f64",
     "float32": "f32",
@@ -207,7 +221,8 @@ _FUNCTIONS: tuple[Any, ...] = (
 
 
 def _expected(operation: TracedOperation) -> Any:
-    return _described(operation.operator, operation.args, operation.kwargs, operation.outputs)
+    """Return the value of `_describe_call` for a recorded operation."""
+    return _describe_call(operation.operator, operation.args, operation.kwargs, operation.outputs)
 
 
 def types_of(value: TracedValue, mesh: DeviceMesh) -> dict[spmd.AxisLike, spmd.AnyAxisType]:
@@ -223,13 +238,13 @@ def types_of(value: TracedValue, mesh: DeviceMesh) -> dict[spmd.AxisLike, spmd.A
 
 
 def types_text(types: Mapping[Any, Any]) -> str:
-    """Return types as a dict in the program."""
+    """Return types as the text of a dict."""
     items = [f'"{axis}": {kind}' for axis, kind in types.items()]
     return "{" + ", ".join(items) + "}"
 
 
 def _is_unknown(value: TracedValue, tensor: Tensor) -> bool:
-    """Tell whether the checker found V for a value whose shards are known."""
+    """Return whether the checker found V for a value whose sharding is known."""
     found = spmd.type_of(tensor)
     if found is None or value.spec is None:
         return False

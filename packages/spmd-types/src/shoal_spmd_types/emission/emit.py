@@ -75,18 +75,20 @@ def emit(
 ) -> EmittedProgram:
     """Write the forward of a module as plain local operators and typed collectives.
 
-    The forward runs once on DTensors without memory, on an abstract mesh. Every operator that a
-    rank calls on its shards becomes a line, and so does every collective; each line has run under
-    the checker in global mode. The program computes the values that DTensors compute, bit by bit.
+    The forward runs on DTensors without memory, on an abstract mesh, as the first and as the last
+    rank. Every operator that a rank calls on its shards becomes a line, and so does every
+    collective. Each line has run under the checker in global mode. The program computes the values
+    that DTensors compute, bit by bit.
 
     Args:
-        module: the module; its parameters and buffers are not read and not changed.
-        plan: layouts by name with the wildcards of `fnmatch`: of parameters and buffers, which are
-            replicated otherwise, and of the outputs of modules, which keep their layouts
-            otherwise. A layout is a dict of types by axis, a `PartitionSpec`, or placements.
+        module: the module; the values of its parameters and buffers are not read and not changed.
+        plan: layouts by name, where names may have the wildcards of `fnmatch`. A name is that of a
+            parameter or buffer, which is replicated by default, or the path of a module whose
+            output gets the layout. A layout is a dict of types by axis, a `PartitionSpec`, or
+            placements.
         mesh: the mesh, which may be abstract.
-        args: arguments of the forward; tensors are global ones, whose values are not read.
-        input_types: layouts of tensor arguments by name; replicated otherwise.
+        args: arguments of the forward, with global tensors whose values are not read.
+        input_types: layouts of tensor arguments by name; replicated by default.
         kwargs: keyword arguments of the forward.
 
     Returns:
@@ -94,36 +96,29 @@ def emit(
 
     Raises:
         EmissionError: if the forward reads values of tensors, draws random numbers or writes to
-            tensors in place; if a shard would not be as large as the others; or if a collective is
-            not one of the typed ones.
+            tensors in place; if a tensor does not have shards of equal sizes; or if there is no
+            typed collective for a move.
         ArgumentValueError: if a name of the plan matches nothing.
 
     Example:
         >>> mesh = abstract_mesh((4,), ("tp",))
-        >>> program = emit(torch.nn.Linear(8, 4), {"weight": {"tp": S(0)}}, mesh, torch.zeros(2, 8))
-        Traceback (most recent call last):
-        shoal_spmd_types.emission.recorder.EmissionError: ...
-        >>> program = emit(
-        ...     torch.nn.Linear(8, 4),
-        ...     {"weight": {"tp": S(0)}, "bias": {"tp": S(0)}},
-        ...     mesh,
-        ...     torch.zeros(2, 8),
-        ... )
+        >>> plan = {"weight": {"tp": S(0)}, "bias": {"tp": S(0)}}
+        >>> program = emit(torch.nn.Linear(8, 4), plan, mesh, torch.zeros(2, 8))
         >>> print(program.source.splitlines()[-2].strip())
-        linear = F.linear(input_r, weights["weight"], weights["bias"])  # f32[2, 1] tp: S(1)
+        linear = F.linear(input, weights["weight"], weights["bias"])  # f32[2, 1] tp: S(1)
     """
-    inputs = _bound(module, args, kwargs)
+    inputs = _bind(module, args, kwargs)
     types = input_types or {}
-    first, *others = [
-        _written(module, plan, view, inputs, input_types=types) for view in _first_and_last(mesh)
-    ]
-    for other in others:
+    views = _first_and_last(mesh)
+    programs = [_emit_on_rank(module, plan, view, inputs, input_types=types) for view in views]
+    first = programs[0]
+    for other in programs[1:]:
         _require_equal(first.source, other.source)
     return first
 
 
 def _first_and_last(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """Return the mesh as its first and its last rank see it, without process groups."""
+    """Return the abstract meshes of the first rank and of the last rank; one if there is one rank."""
     ranks = {0, prod(mesh.shape) - 1}
     return [
         abstract_mesh(mesh.shape, mesh.axis_names, rank=rank, device_type=mesh.device_type)
@@ -132,6 +127,7 @@ def _first_and_last(mesh: DeviceMesh) -> list[DeviceMesh]:
 
 
 def _require_equal(source: str, other: str) -> None:
+    """Raise EmissionError unless the programs of the first and the last rank are equal."""
     for line, line_of_last in zip_longest(source.splitlines(), other.splitlines()):
         if line != line_of_last:
             raise EmissionError(
@@ -141,14 +137,14 @@ def _require_equal(source: str, other: str) -> None:
             )
 
 
-def _written(
+def _emit_on_rank(
     module: nn.Module,
     plan: Mapping[str, Layout],
     mesh: DeviceMesh,
     inputs: Mapping[str, Any],
     input_types: Mapping[str, Layout],
 ) -> EmittedProgram:
-    """Return the program that one rank runs."""
+    """Return the program that the rank of an abstract mesh runs."""
     specs = _specs(module, plan, mesh, inputs, input_types=input_types)
     trace = record(module, inputs, specs, _layouts_of_outputs(module, plan, mesh))
     entries = trace.without_dead_entries()
@@ -159,7 +155,7 @@ def _written(
     return EmittedProgram(source, specs)
 
 
-def _bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bind(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a forward by name."""
     signature = inspect.signature(module.forward)
     bound = signature.bind(*args, **kwargs).arguments
@@ -204,6 +200,7 @@ def _specs(
 
 
 def _layout_of(name: str, plan: Mapping[str, Layout]) -> Layout | None:
+    """Return the layout of the first pattern of a plan that matches a name, or None."""
     for pattern, layout in plan.items():
         if fnmatchcase(name, pattern):
             return layout
@@ -211,7 +208,7 @@ def _layout_of(name: str, plan: Mapping[str, Layout]) -> Layout | None:
 
 
 def _spec(tensor: Tensor, layout: Layout | None, mesh: DeviceMesh) -> Spec:
-    """Return a layout of a tensor; replicated without one."""
+    """Return the spec of a tensor with a layout; None is replicated."""
     order = None
     placements: Sequence[Placement] = [Replicate()] * mesh.ndim
     if isinstance(layout, PartitionSpec):
@@ -231,6 +228,7 @@ def _spec(tensor: Tensor, layout: Layout | None, mesh: DeviceMesh) -> Spec:
 
 
 def _placement(axis_type: Any, tensor: Tensor) -> Placement:
+    """Return the placement of a type along one axis."""
     if isinstance(axis_type, spmd.Shard):
         axis_type = axis_type.resolve(tensor.ndim)
     found = spmd.placement_of(axis_type)
@@ -240,7 +238,7 @@ def _placement(axis_type: Any, tensor: Tensor) -> Placement:
 
 
 def _layouts_of_outputs(module: nn.Module, plan: Mapping[str, Layout], mesh: DeviceMesh) -> Layouts:
-    """Return the layouts of outputs that the plan names, by the path of the module."""
+    """Return functions that give outputs the layouts in the plan, by the path of the module."""
     layouts = {}
     for path, _ in module.named_modules():
         layout = _layout_of(path, plan)

@@ -36,7 +36,7 @@ _INFIX = {
 }
 _PREFIX = {"aten::neg": "-", "aten::bitwise_not": "~"}
 _VIEWS = frozenset({"aten::reshape", "aten::_unsafe_view", "aten::_reshape_alias"})
-# the end of a slice to the end of a dim
+# the `end` argument of a slice without an end
 _END = str(2**63 - 1)
 _ATTENTION = "aten::_scaled_dot_product"
 
@@ -64,7 +64,11 @@ def literal(value: Any, names: Names) -> str:
 
 
 def operator_texts(operation: TracedOperation, names: Names) -> list[str]:
-    """Return texts of an operator call: an operator sign, a method, and the operator itself."""
+    """Return texts of an operator call, the most readable first.
+
+    They are a sign such as `+`, special forms, a method, functions of torch, and at last the
+    operator itself.
+    """
     schema = operation.operator._schema
     name = schema.name.removeprefix("aten::")
     args = [literal(arg, names) for arg in operation.args]
@@ -86,7 +90,7 @@ def operator_texts(operation: TracedOperation, names: Names) -> list[str]:
 
 
 def _sign_texts(name: str, args: Sequence[str]) -> list[str]:
-    """Return an operator sign with its operands: `x + y`."""
+    """Return a sign with its operands, such as `x + y`; [] for operators without a sign."""
     operands = [f"({text})" if text.startswith("-") else text for text in args]
     if name in _INFIX and len(args) == 2:
         return [f"{operands[0]} {_INFIX[name]} {operands[1]}"]
@@ -98,7 +102,7 @@ def _sign_texts(name: str, args: Sequence[str]) -> list[str]:
 def _special_texts(
     operation: TracedOperation, args: Sequence[str], named: Sequence[str], names: Names
 ) -> list[str]:
-    """Return the call of operators whose function has another name or other arguments."""
+    """Return the text of an operator whose function has another name or other arguments; or []."""
     name = operation.operator._schema.name
     if name.startswith(_ATTENTION):
         return [_attention_text(operation, names)]
@@ -116,6 +120,7 @@ def _special_texts(
 
 
 def _path(operator: Any) -> str:
+    """Return the path of an operator below `torch.ops`, such as `aten.add.Tensor`."""
     namespace, _, name = operator._schema.name.partition("::")
     return f"{namespace}.{name}.{operator._overloadname}"
 
@@ -132,7 +137,7 @@ def _without_defaults(named: Sequence[str]) -> list[str]:
 def _method_texts(
     name: str, operation: TracedOperation, args: Sequence[str], named: Sequence[str]
 ) -> list[str]:
-    """Return the call of a method of the first argument, if it is a tensor with such a method."""
+    """Return the call of a method of the first argument; [] if that is not a tensor with the method."""
     arguments = operation.operator._schema.arguments
     is_self = bool(arguments) and arguments[0].name == "self"
     is_tensor = bool(operation.args) and isinstance(operation.args[0], TracedValue)
@@ -161,23 +166,24 @@ def _slice_text(values: Sequence[Any], args: Sequence[str]) -> str:
 
 
 def _bounds(args: Sequence[str]) -> tuple[str, str, str]:
-    """Return start, end and step of a slice, as far as they are given."""
+    """Return start, end and step of a slice; defaults for bounds that are left out or None."""
     defaults = ("0", _END, "1")
     given = [*args[2:]]
     bounds = [*given, *defaults[len(given) :]]
-    known = [
+    start, end, step = [
         default if bound == "None" else bound
         for bound, default in zip(bounds, defaults, strict=True)
     ]
-    return known[0], known[1], known[2]
+    return start, end, step
 
 
 def _unless(text: str, default: str) -> str:
+    """Return a text, or '' if it is the default."""
     return "" if text == default else text
 
 
 def _attention_text(operation: TracedOperation, names: Names) -> str:
-    """Return attention as the function that chooses the kernel."""
+    """Return attention as a call of the function that chooses the kernel."""
     arguments = [argument.name for argument in operation.operator._schema.arguments]
     given = dict(zip(arguments, operation.args, strict=False))
     given |= operation.kwargs
@@ -196,13 +202,13 @@ def _attention_text(operation: TracedOperation, names: Names) -> str:
 
 
 def move_text(step: Step, source: str, target_is_r: bool, source_is_r: bool) -> str:
-    """Return a step of a redistribution as a typed collective or a conversion.
+    """Return a step of a redistribution as the text of a typed collective or a conversion.
 
     Args:
         step: the step.
         source: the text of the tensor.
-        target_is_r: whether a replicated result is R, rather than I.
-        source_is_r: whether a replicated source is R, rather than I.
+        target_is_r: True if a replicated result is R, False if it is I.
+        source_is_r: True if a replicated source is R, False if it is I.
 
     Raises:
         EmissionError: if no typed function does the step.

@@ -1,4 +1,8 @@
-"""`record`: one run of a module on DTensors of an abstract mesh, operator by operator.
+"""`record`: run a module on DTensors of an abstract mesh, and record its local operators and moves.
+
+A dispatch mode sees every operator of the forward. Operators on DTensors are dispatched with an
+observer, so that the mode records the local operators that they call and the redistributions before
+them. Tensors have no memory.
 
 May import: trace.
 """
@@ -36,7 +40,7 @@ class EmissionError(ArgumentValueError):
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a call draws random numbers; an operator with a dropout of 0 does not."""
+    """Return whether a call draws random numbers; an operator with a dropout of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [argument.name for argument in func._schema.arguments]
@@ -71,10 +75,13 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.trace = Trace()
+        # id of a tensor -> its value
         self._values: dict[int, TracedValue] = {}
-        # tensors are kept, so that no id is used again
+        # keeps the tensors alive, so that their ids stay unique
         self._kept: list[Tensor] = []
+        # the paths of the modules whose forward runs, innermost last
         self._path: list[str] = []
+        # the number of the present operator of the forward, and this operator
         self._group = 0
         self._operator: Any = None
 
@@ -105,9 +112,11 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         return result
 
     def _takes_gradient(self, tensor: DTensor) -> bool:
+        """Return whether a gradient reaches a DTensor."""
         return self.value_of(tensor._local_tensor).takes_gradient
 
     def _note_gradients(self, result: Any) -> None:
+        """Record that gradients reach the results of an operator."""
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, DTensor) and (leaf.is_floating_point() or leaf.is_complex()):
                 self.value_of(leaf._local_tensor).takes_gradient = True
@@ -137,7 +146,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
             return function()
 
     def place(self, local: Tensor, spec: Spec) -> None:
-        """Note the layout of a result."""
+        """Record the layout of a result."""
         if not spec.even:
             raise EmissionError(
                 f"emit: {spec!r} has shards of different sizes, for which a program of one text "
@@ -172,10 +181,13 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
                 f"emit: {func} in {self.path or 'the root module'} writes to a tensor in place; "
                 "use the form of the operator that returns a new tensor"
             )
-        operands = self._described((args, {**kwargs}))
+        operands = self._with_values((args, {**kwargs}))
         result = func(*args, **kwargs)
-        is_kept = name == "aten::detach" and not self.value_of(args[0]).takes_gradient
-        if name == "aten::alias" or is_kept:
+        # such operators do not change the value, so they are not recorded
+        has_no_effect = name == "aten::alias" or (
+            name == "aten::detach" and not self.value_of(args[0]).takes_gradient
+        )
+        if has_no_effect:
             self._values[id(result)] = self.value_of(args[0])
             self._kept.append(result)
             return result
@@ -183,6 +195,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         return result
 
     def _add_operation(self, func: Any, operands: Any, result: Any, is_inside: bool) -> None:
+        """Add an operation to the trace, and values for its results."""
         outputs = []
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -202,8 +215,8 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         )
         self.trace.entries.append(operation)
 
-    def _described(self, structure: Any) -> Any:
-        """Return a structure with values in the place of tensors."""
+    def _with_values(self, structure: Any) -> Any:
+        """Return a structure with values in place of its tensors."""
         return pytree.tree_map(
             lambda leaf: self.value_of(leaf) if isinstance(leaf, Tensor) else leaf, structure
         )
@@ -220,6 +233,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         return found
 
     def _new_value(self, local: Tensor) -> TracedValue:
+        """Make the value of a new tensor."""
         value = TracedValue(tuple(local.shape), local.dtype)
         self._values[id(local)] = value
         self._kept.append(local)
@@ -262,7 +276,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
 
     @contextmanager
     def inside_modules(self, root: nn.Module, layouts: Layouts) -> Iterator[None]:
-        """Follow the modules whose forwards run, and place their outputs."""
+        """Open a block in which hooks record the module that runs, and give outputs their layouts."""
         handles = []
         for path, module in root.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(path)))
@@ -274,6 +288,8 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
                 handle.remove()
 
     def _enter(self, path: str) -> Callable[..., None]:
+        """Return the hook before the forward of a module."""
+
         def enter(module: nn.Module, args: Any) -> None:
             self._path.append(path)
 
@@ -282,6 +298,8 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
     def _leave(
         self, path: str, layout: Callable[[DTensor], Spec] | None
     ) -> Callable[[nn.Module, Any, Any], Any]:
+        """Return the hook after the forward of a module, which places its first DTensor."""
+
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             leaves, structure = pytree.tree_flatten(output)
             distributed = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
@@ -298,7 +316,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
     ) -> DTensor:
         """Return the output of a module in its layout, named after the module.
 
-        The name stays if a module inside has named the output.
+        If an inner module has named the output already, that name stays.
         """
         wanted = output.spec if layout is None else layout(output)
         tensor = output if wanted == output.spec else self.redistributed(output, wanted)
@@ -318,7 +336,7 @@ def record(
     """Return the record of one forward.
 
     Args:
-        module: the module, whose parameters and buffers are not read.
+        module: the module; the values of its parameters and buffers are not read.
         inputs: the arguments of the forward by name.
         specs: the layouts of parameters, buffers and inputs that are tensors, by name.
         layouts: the layouts of outputs of modules, by path.

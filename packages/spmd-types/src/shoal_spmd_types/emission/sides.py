@@ -1,8 +1,9 @@
-"""R or I: which replicated values of a trace are used differently by the ranks.
+"""`ProgramSides`: the choice of R or I for every replicated value of a trace.
 
-A value that an operator combines with shards or pending sums is R there, because its gradient is
-one rank's addend. Where the same value is also used by operators that all ranks run alike, it is I,
-and a `convert` leads from I to R, whose backward sums the gradients.
+An operator that combines a replicated value with shards or partial sums needs the value as R,
+because the gradient on each rank is a term of a sum. An operator whose values are all replicated
+needs it as I. If a value has uses of both kinds, it is I, and a `convert` makes an R of it, whose
+backward sums the gradients.
 
 May import: trace.
 """
@@ -14,7 +15,8 @@ from typing import Any
 
 from .trace import Entry, Movement, TracedOperation, TracedValue, values_in
 
-# Operators with one operand whose result may be R in the place of the operand.
+# Operators with one operand that copy or view it, so that R or I of the operand can follow from the
+# result.
 _ONE_OPERAND = frozenset(
     {"aten::reshape", "aten::_unsafe_view", "aten::clone", "aten::_to_copy", "aten::contiguous"}
 )
@@ -26,13 +28,14 @@ class ProgramSides:
     def __init__(self, entries: Sequence[Entry], results: Any, axes: int) -> None:
         self._axes = axes
         self._mixed = _mixed_groups(entries, axes)
-        # whether a use of a value needs R, and whether another one needs I
+        # (id of a value, axis): the values with a use that needs R, and those with a use that needs I
         self._needs_r: set[tuple[int, int]] = set()
         self._needs_i: set[tuple[int, int]] = set()
         self._may_be_r = _ids_that_may_be_r(entries)
         for value in values_in(results):
             for axis in range(axes):
                 self._needs_i.add((id(value), axis))
+        # backwards, because the need of a view's operand follows from the needs of its result
         for entry in reversed(entries):
             for axis in range(axes):
                 if isinstance(entry, Movement):
@@ -41,22 +44,25 @@ class ProgramSides:
                     self._note_uses(entry, axis)
 
     def _note_uses(self, operation: TracedOperation, axis: int) -> None:
+        """Record what an operation needs of its operands along an axis."""
         uses = self._needs_r if self.uses_r(operation, axis) else self._needs_i
         for value in operation.operands:
             if value.takes_gradient:
                 uses.add((id(value), axis))
 
     def _note_move(self, movement: Movement, axis: int) -> None:
+        """Record what a move needs of its source along an axis."""
         uses = self._needs_r if self.moves_r(movement, axis) else self._needs_i
         uses.add((id(movement.source), axis))
 
     def moves_r(self, movement: Movement, axis: int) -> bool:
-        """Tell whether a move along other axes takes its source as R along an axis."""
-        is_beside = movement.source.is_replicated(axis) and movement.output.is_replicated(axis)
-        return is_beside and self.is_r(movement.output, axis)
+        """Return whether a move needs its source as R along an axis that it does not change."""
+        output = movement.output
+        stays_replicated = movement.source.is_replicated(axis) and output.is_replicated(axis)
+        return stays_replicated and self.is_r(output, axis)
 
     def uses_r(self, operation: TracedOperation, axis: int) -> bool:
-        """Tell whether an operation takes its replicated operands as R along an axis."""
+        """Return whether an operation needs its replicated operands as R along an axis."""
         if (operation.group, axis) in self._mixed:
             return True
         return _takes_one_operand(operation) and all(
@@ -64,7 +70,7 @@ class ProgramSides:
         )
 
     def is_r(self, value: TracedValue, axis: int) -> bool:
-        """Tell whether a replicated value is made as R: all its uses need R."""
+        """Return whether a replicated value is R from the start, because all its uses need R."""
         key = (id(value), axis)
         return id(value) in self._may_be_r and key in self._needs_r and key not in self._needs_i
 
@@ -79,6 +85,7 @@ class ProgramSides:
         return self._axes_of_i(movement.source, needed)
 
     def _axes_of_i(self, value: TracedValue, needed: Sequence[int]) -> tuple[int, ...]:
+        """Return the axes among some along which a value with a gradient is I."""
         if not value.takes_gradient:
             return ()
         whole = [axis for axis in needed if value.is_replicated(axis)]
@@ -86,7 +93,7 @@ class ProgramSides:
 
 
 def _mixed_groups(entries: Sequence[Entry], axes: int) -> set[tuple[int, int]]:
-    """Return the groups of operations, with the axes along which their values differ."""
+    """Return (group, axis) for operators that have a value that is not replicated along the axis."""
     mixed = set()
     for entry in entries:
         if isinstance(entry, Movement):
@@ -99,7 +106,7 @@ def _mixed_groups(entries: Sequence[Entry], axes: int) -> set[tuple[int, int]]:
 
 
 def _ids_that_may_be_r(entries: Sequence[Entry]) -> set[int]:
-    """Return the values that a move makes, and those that are other views of their operand."""
+    """Return the ids of results of moves, and of copies and views of one operand."""
     found = set()
     for entry in entries:
         if isinstance(entry, Movement):
@@ -110,7 +117,7 @@ def _ids_that_may_be_r(entries: Sequence[Entry]) -> set[int]:
 
 
 def _takes_one_operand(operation: TracedOperation) -> bool:
-    """Tell whether an operation only looks at its one operand in another way."""
+    """Return whether an operation is a copy or a view of its only operand."""
     if len(operation.operands) != 1 or len(operation.outputs) != 1:
         return False
     schema = operation.operator._schema

@@ -1,4 +1,4 @@
-"""The text of the file: tables of what it was made for, assertions, and the lines.
+"""The text of the emitted file: tables of parameters and inputs, assertions, and the lines.
 
 May import: checked_program, trace.
 """
@@ -46,7 +46,7 @@ def source_of(
         module: the module.
         mesh: the mesh.
         trace: the recorded forward.
-        program: its lines.
+        program: the lines of the program.
         inputs: the arguments of the forward by name.
     """
     lines = [
@@ -73,7 +73,7 @@ def _sizes(mesh: DeviceMesh) -> str:
 
 
 def _head(module: nn.Module, mesh: DeviceMesh, text: str) -> list[str]:
-    """Return the docstring and the imports, of the names that the text has."""
+    """Return the lines of the docstring, and of the imports of the names in the text."""
     mode = "training" if module.training else "evaluation"
     names = [name for name in _IMPORTED if re.search(rf"\b{name}\b", text)]
     lines = [
@@ -94,15 +94,17 @@ def _head(module: nn.Module, mesh: DeviceMesh, text: str) -> list[str]:
 
 
 def _table(name: str, values: Mapping[str, TracedValue], mesh: DeviceMesh) -> list[str]:
+    """Return the lines of a dict: name -> shape, dtype, types, and whether there is a gradient."""
     lines = [f"{name} = {{"]
     for key, value in values.items():
         types = types_text(types_of(value, mesh))
-        facts = f"{value.shape}, {value.dtype}, {types}, {value.takes_gradient}"
-        lines.append(f'    "{key}": ({facts}),')
+        entry = f"{value.shape}, {value.dtype}, {types}, {value.takes_gradient}"
+        lines.append(f'    "{key}": ({entry}),')
     return [*lines, "}"]
 
 
 def _signature(trace: Trace, inputs: Mapping[str, Any]) -> str:
+    """Return the line `def forward(...)`; arguments that are not tensors have their defaults."""
     arguments = ["weights: Mapping[str, Tensor]"]
     arguments += [f"{name}: Tensor" for name in trace.inputs]
     others = [name for name in inputs if name not in trace.inputs]
@@ -119,7 +121,7 @@ def _annotation(result: Any) -> str:
 
 
 def _checks(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> list[str]:
-    """Return the assertions of everything that the program was made for."""
+    """Return the lines that assert the mesh, the arguments and the settings of the program."""
     tensors = [f'"{name}": {name}' for name, value in inputs.items() if isinstance(value, Tensor)]
     given = ", ".join(["**weights", *tensors])
     lines = [
@@ -145,7 +147,7 @@ def _checks(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> list[str]:
 
 
 def _body(module: nn.Module, program: CheckedProgram) -> list[str]:
-    """Return the lines, with the paths of modules that have modules of their own as headings."""
+    """Return the lines, under headings with the paths of modules that contain other modules."""
     parents = {path for path, one in module.named_modules() if [*one.children()]}
     lines: list[str] = []
     heading = ""

@@ -1,4 +1,4 @@
-"""Statements of a program: operators, moves and conversions, each with texts to choose from.
+"""Statements of a program: operators, moves and conversions, each with possible texts.
 
 May import: expressions, linear_layers, sides, trace.
 """
@@ -23,11 +23,11 @@ class Statement:
     Attributes:
         operands: the values that it reads.
         outputs: the values that it assigns.
-        texts: makes the texts of the right side, the most readable first; each calls the same
-            operators.
-        operations: the operations that it stands for; empty for moves.
-        path: the module whose forward it is in.
-        parts: statements that do the same one after the other, if no text does; else empty.
+        texts: returns possible texts of the right side, the most readable first.
+        operations: the recorded operations that the text has to call; empty for moves.
+        path: the path of the module whose forward has the statement.
+        parts: statements that compute the same one after the other, for the case that no text calls
+            the recorded operations.
     """
 
     operands: list[TracedValue]
@@ -50,7 +50,7 @@ class Statements:
     ) -> None:
         self._sides = sides
         self._axes = names_of_axes
-        # the value that takes the place of a value of type I, by the axes along which it is R
+        # (id of a value of type I, axes) -> the value after its conversion to R along these axes
         self._converted: dict[tuple[int, tuple[int, ...]], TracedValue] = {}
         self.found: list[Statement] = []
         layers = linear_layers(entries)
@@ -64,31 +64,33 @@ class Statements:
                 self.found.append(self._operation(entry))
 
     def _operation(self, operation: TracedOperation) -> Statement:
-        in_place_of = self._conversions(operation)
+        """Return the statement of an operation, after the conversions of its operands."""
+        converted = self._conversions(operation)
 
         def texts(names: Names) -> list[str]:
-            found = operator_texts(operation, lambda value: names(in_place_of.get(value, value)))
+            found = operator_texts(operation, lambda value: names(converted.get(value, value)))
             if not operation.cuts_gradient:
                 return found
             return [f"({text}).detach()" for text in found]
 
-        operands = [in_place_of.get(value, value) for value in operation.operands]
+        operands = [converted.get(value, value) for value in operation.operands]
         return Statement(operands, operation.outputs, texts, (operation,), path=operation.path)
 
     def _conversions(self, operation: TracedOperation) -> dict[TracedValue, TracedValue]:
-        """Add the conversions to R that an operation needs; return the new values."""
-        in_place_of = {}
+        """Add the conversions to R that an operation needs; return value -> converted value."""
+        converted = {}
         for value in operation.operands:
             axes = self._sides.axes_to_convert(operation, value)
             if axes:
-                in_place_of[value] = self._convert(value, axes, operation.path)
-        return in_place_of
+                converted[value] = self._convert(value, axes, operation.path)
+        return converted
 
     def _convert(self, value: TracedValue, axes: tuple[int, ...], path: str) -> TracedValue:
+        """Return a value after its conversion from I to R along some axes; add it if it is new."""
         key = (id(value), axes)
         if key not in self._converted:
             source = value if len(axes) == 1 else self._convert(value, axes[:-1], path)
-            # a parameter is not assigned to, so the new value has a name of its own
+            # the new value is not a parameter, and gets a name such as `weight_r`
             hint = value.hint or value.parameter.rpartition(".")[2]
             output = replace(value, parameter="", is_input=False, hint=f"{hint}_r" if hint else "")
             name = self._axes[axes[-1]]
@@ -101,6 +103,7 @@ class Statements:
         return self._converted[key]
 
     def _moves(self, movement: Movement) -> list[Statement]:
+        """Return the statements of a redistribution, one for each step of its plan."""
         statements = []
         source = movement.source
         axes = self._sides.axes_to_convert_before(movement)
@@ -130,7 +133,7 @@ class Statements:
         return lambda names: [move_text(step, names(source), target_is_r, source_is_r)]
 
     def _linear(self, layer: LinearLayer) -> Statement:
-        """Return a linear layer as one statement, with its operators one by one as parts."""
+        """Return the statement of a linear layer, with a statement for each operator as parts."""
         parts = {id(one): self._operation(one) for one in layer.operations}
         weight = parts[id(layer.transpose)].operands[0]
         if layer.view is not None:
@@ -156,4 +159,5 @@ class Statements:
 
 
 def _detached(texts: Callable[[Names], list[str]]) -> Callable[[Names], list[str]]:
+    """Return a function that adds `.detach()` to texts."""
     return lambda names: [f"{text}.detach()" for text in texts(names)]
