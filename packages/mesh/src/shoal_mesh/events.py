@@ -84,7 +84,7 @@ def _current_purpose() -> str:
 
 @dataclass(slots=True)
 class Event:
-    """One collective, as the caller asked for it.
+    """One collective, as the caller requested it.
 
     Attributes:
         op: name of the functional collective (`all_reduce`, `all_gather_into_tensor`, ...).
@@ -95,7 +95,7 @@ class Event:
             shapes, dims, sizes, the root.
         sends: the numbers of elements for each rank of the communicator, in its order, if ranks
             send different amounts; None if the values in `same` determine these numbers.
-        receives: likewise the numbers of elements from each rank.
+        receives: the numbers of elements from each rank; None in the same case as `sends`.
         purpose: the purpose that the program states (`purpose`), innermost first; '' if it states
             none.
         started: seconds of `time.perf_counter`.

@@ -389,7 +389,7 @@ def _to_wire(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _from_wire(pending: Pending, comm: Comm, recipe: WireReduction, dtype: torch.dtype) -> Pending:
-    """Convert a result from the op and dtype of the wire to the ones that the caller asked for."""
+    """Convert a result from the op and dtype of the wire to the ones that the caller requested."""
     if recipe.divide:
         pending = pending.then(lambda total: total.div_(comm.size))
     if recipe.dtype is None:

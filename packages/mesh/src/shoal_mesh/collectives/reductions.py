@@ -43,9 +43,9 @@ _BITWISE = {"band", "bor", "bxor"}
 class WireReduction(NamedTuple):
     """A recipe to reduce one dtype with one op."""
 
-    # the op for the transport: "avg" only for half types
+    # the op for the transport, which is "avg" only for half types
     op: str
-    # dtype on the wire, None for that of the tensor
+    # the dtype that is sent; None for the dtype of the tensor
     dtype: torch.dtype | None = None
     # whether the sum is divided by the number of ranks afterwards
     divide: bool = False

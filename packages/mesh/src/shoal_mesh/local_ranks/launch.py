@@ -71,8 +71,8 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         nprocs: number of local ranks. Under torchrun, or if there is a default group already, the
             ranks exist: then it is their number or None.
         *args: arguments of `fn`, which are pickled.
-        backend: the backend of the default group. By default it is `cpu:gloo,cuda:nccl` if there is
-            a GPU per rank, likewise for another accelerator, else `gloo`.
+        backend: the backend of the default group. By default it is `gloo` for the CPU, and the
+            backend of the accelerator if every rank has a device: `cpu:gloo,cuda:nccl` with GPUs.
         timeout: seconds until ranks that have not returned count as hung; None waits.
         **kwargs: keyword arguments of `fn`, which are pickled.
 

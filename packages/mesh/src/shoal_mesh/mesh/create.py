@@ -1,4 +1,4 @@
-"""Meshes from a shape, over the ranks of a world or without one; and torch's `_mesh_resources`."""
+"""Functions that make a mesh from its shape, with or without ranks, and torch's `_mesh_resources`."""
 
 from __future__ import annotations
 

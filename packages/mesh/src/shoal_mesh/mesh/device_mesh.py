@@ -264,7 +264,7 @@ class DeviceMesh(RankGrid):
 
         Raises:
             MeshTypeError: the name is not a text.
-            AxisError: the name is that of another axis.
+            AxisError: another axis has the name.
 
         Example:
             >>> abstract_mesh((2, 2), ("dp", "tp")).flatten()

@@ -154,8 +154,8 @@ class Layout:
             return None
         crossing = next(iter(common))
         repeated = crossing * (len(lines) - 1)
-        # Each position counts from the crossing, 5: one from 4 and 1 is 4 + 1 - 5 = 0, one from 4
-        # and 5 is 4 + 5 - 5 = 4.
+        # A rank of the result is at the sum of one position of each part, counted from the crossing.
+        # With the crossing 5, the positions 4 and 1 give 4 + 1 - 5 = 0, and 4 and 5 give 4.
         positions = [sum(combination) - repeated for combination in product(*lines)]
         has_repeated = len(set(positions)) < len(positions)
         if has_repeated or max(positions) >= len(self.ranks):
@@ -189,8 +189,8 @@ class Layout:
         while len(offsets) > 1:
             step = offsets[1]
             size = _length_of_run(offsets)
-            # Rank 21 is at 1 of 4 in steps of 1, so 21 - 1 = 20, which is at 1 of 2 in steps of 12,
-            # so 20 - 12 = 8: the parallel part is 8-11 and 20-23.
+            # Rank 21 has index 1 in a run of 4 in steps of 1: 21 - 1 = 20. Rank 20 has index 1 in a
+            # run of 2 in steps of 12: 20 - 12 = 8. The parallel part is 8-11 and 20-23.
             start -= start // step % size * step
             offsets = offsets[::size]
         shift = start - first

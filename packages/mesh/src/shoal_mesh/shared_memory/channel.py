@@ -353,8 +353,8 @@ def give_up(reason: str) -> None:
 def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
     """Map zeroed memory shared by all ranks of the group; None on all ranks if any rank fails.
 
-    It runs two small collectives of the group, unseen by modes: every rank calls this at the same
-    point of its sequence of collectives. Untouched pages cost nothing.
+    It runs two small collectives of the group's backend, so every rank has to call it at the same
+    point of its sequence of collectives. Pages that no rank has touched take no memory.
     """
     token = secrets.randbits(62)
     can_share = platform.machine() in _ORDERED and os.environ.get(OPT_OUT) != "0"

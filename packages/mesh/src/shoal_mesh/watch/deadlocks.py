@@ -4,7 +4,7 @@ Every process has a board: a file in memory that other processes of the host rea
 A thread of every process, the `Watcher`, looks at the other threads twice a second. If all threads
 that run the program wait in collectives, it writes on the board which processes they wait for. Then
 it reads the boards of these processes, the boards of the processes that they wait for, and so on.
-If all processes that it comes to wait, none of them can continue, and all channels of this process
+If all processes that it reaches wait, none of them can continue, and all channels of this process
 fail. A process that computes, sends, sleeps or is stopped counts as not waiting, so a slow rank
 does not raise an alarm.
 

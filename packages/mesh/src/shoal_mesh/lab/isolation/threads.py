@@ -1,7 +1,7 @@
 """Ranks as threads of this process, of which one runs at a time.
 
 The rank that completes a collective writes the outputs of all members, while the others wait. So no
-input is copied, and a rank that goes on finds its outputs written.
+input is copied, and a rank that continues finds its outputs written.
 """
 
 from __future__ import annotations

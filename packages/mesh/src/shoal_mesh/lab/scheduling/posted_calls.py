@@ -85,7 +85,7 @@ class PostedCall:
         member: the index of the calling rank in the group.
         inputs: the tensors that this member brings.
         outputs: the tensors that this member receives.
-        op: the name of the reduction; "" without one.
+        op: the name of the reduction; "" if there is none.
         factor: the factor of a `premul_sum`.
         root: the index of the root in the group, or None.
         peer: the other member of a send or receive; `ANY` for a receive from any source.
