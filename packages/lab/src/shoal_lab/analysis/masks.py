@@ -39,8 +39,8 @@ def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Certificati
     for record in records[1:]:
         if first.uses_shoal or record.uses_shoal or len(first.masks) != len(record.masks):
             continue
-        # of dropouts with different inputs: their random bits, whether all their masks are equal,
-        # and the first module
+        # Facts of the dropouts with different inputs: the sum of their random bits, whether each
+        # has equal masks on both ranks, and the first module.
         bits = 0.0
         are_alike = True
         place = ""
