@@ -100,5 +100,6 @@ def spmd_redistribute(x: DTensor, src: TensorSharding, dst: TensorSharding) -> D
 
 
 def _spec(sharding: TensorSharding) -> PartitionSpec:
+    """Return a sharding as the partition spec of a DTensor."""
     entries = [tuple(normalize_dim_sharding(entry)) for entry in sharding]
     return PartitionSpec(*entries)

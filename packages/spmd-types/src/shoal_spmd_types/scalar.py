@@ -85,6 +85,7 @@ class Scalar:
 
 
 def _widest(value: int | float | complex) -> torch.dtype:
+    """Return the widest dtype of the kind of a number: complex, int or float."""
     if isinstance(value, complex):
         return torch.complex128
     return torch.int64 if isinstance(value, int) else torch.float64

@@ -17,7 +17,7 @@ is_type_checking = spmd.is_type_checking
 def set_current_mesh(
     axes: Any = None, *, local_axes: Sequence[Any] = ()
 ) -> AbstractContextManager[Any]:
-    """Return a block in which a mesh is the current one, whose axes types refer to.
+    """Return a block that sets the current mesh: types are given along its axes.
 
     Args:
         axes: a device mesh of shoal or torch, a dict of names to `MeshAxis`, a set of `MeshAxis`, a

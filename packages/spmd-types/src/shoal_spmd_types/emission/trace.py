@@ -55,7 +55,7 @@ class TracedOperation:
     Attributes:
         operator: the overload.
         args: its positional arguments, with a `TracedValue` in place of each tensor.
-        kwargs: its keyword arguments, likewise.
+        kwargs: its keyword arguments, also with a `TracedValue` in place of each tensor.
         outputs: the tensors among its results.
         group: the number of the operator of the forward that calls this operator.
         path: the path of the module whose forward calls the operator.
