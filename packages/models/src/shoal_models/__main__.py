@@ -64,30 +64,30 @@ def main(argv: list[str] | None = None) -> int:
             "--input", action="append", type=_tensor, default=[], metavar="SHAPE", help=text
         )
         command.set_defaults(run=run)
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        status: int = asked.run(asked)
+        status: int = arguments.run(arguments)
     except StyleError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return status
 
 
-def preview_plan(asked: argparse.Namespace) -> int:
+def preview_plan(arguments: argparse.Namespace) -> int:
     """Print the cost of the plan."""
-    model, plan, mesh = _subject(asked)
-    if not asked.input:
+    model, plan, mesh = _subject(arguments)
+    if not arguments.input:
         raise PlanError(
             "a preview needs the shapes of example inputs: --input 8x16, or --input 2x16:1000 for "
             "tokens"
         )
-    sys.stdout.write(f"{preview(model, plan, mesh, *asked.input)}\n")
+    sys.stdout.write(f"{preview(model, plan, mesh, *arguments.input)}\n")
     return 0
 
 
-def verify_plan(asked: argparse.Namespace) -> int:
+def verify_plan(arguments: argparse.Namespace) -> int:
     """Print the errors of the plan; return 0 if there are none."""
-    found = verify(*_subject(asked), *asked.input)
+    found = verify(*_subject(arguments), *arguments.input)
     sys.stdout.write(f"{found}\n")
     return int(not found.ok)
 
@@ -100,11 +100,11 @@ class _PlanSubject(NamedTuple):
     mesh: DeviceMesh
 
 
-def _subject(asked: argparse.Namespace) -> _PlanSubject:
-    model = _model(asked.model)
-    mesh: DeviceMesh = asked.mesh
-    mesh = mesh[asked.axis or mesh.axis_names[-1]]
-    plan = _plan(asked.plan, model, mesh, asked.input)
+def _subject(arguments: argparse.Namespace) -> _PlanSubject:
+    model = _model(arguments.model)
+    mesh: DeviceMesh = arguments.mesh
+    mesh = mesh[arguments.axis or mesh.axis_names[-1]]
+    plan = _plan(arguments.plan, model, mesh, arguments.input)
     return _PlanSubject(model, plan, mesh)
 
 

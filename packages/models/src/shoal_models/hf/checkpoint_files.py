@@ -22,7 +22,9 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..weights.loading import Lazy, Slices, Stored
 
-_ONE = ("model.safetensors", "pytorch_model.bin")
+# Names of a file with all tensors, in the order in which transformers looks for them. If the
+# tensors are in several files, the index of the files has this name and the suffix `.index.json`.
+_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _EXPECTED = (
     "expected a directory with config.json and model.safetensors, model.safetensors.index.json "
     "or pytorch_model.bin, or the path of one of these files. Download a model of the Hub first, "
@@ -49,8 +51,7 @@ def find_files(path: str | PathLike[str]) -> tuple[Path, list[Path]]:
         if location.suffix not in (".safetensors", ".bin"):
             raise CheckpointError(f"{str(location)!r} is not a file of weights; {_EXPECTED}")
         return location.parent, [location]
-    # the order in which transformers looks for them
-    for name in _ONE:
+    for name in _SINGLE_FILES:
         file = location / name
         index = location / f"{name}.index.json"
         if file.exists():

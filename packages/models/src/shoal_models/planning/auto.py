@@ -1,6 +1,8 @@
 """Automatic plans for common transformer shapes, derived from the module tree.
 
-The user can read and edit the plan.
+`ModelBlocks` has recipes for each block of a model. With a mesh and example inputs the recipes are
+tried in turn, and the first one that computes the results of the plain model is used. The plan is a
+dictionary of styles that the user can read and edit.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ def _whole_parameters(
     for path, module in model.named_modules():
         general = blocks.general[path]
         style = plan.get(general)
-        tried = "" if style is not None else dropped.get(general, "")
+        first_problem = "" if style is not None else dropped.get(general, "")
         for name, param in module._parameters.items():
             if param is None or param.ndim <= 1 or id(param) in sharded:
                 continue
@@ -118,17 +120,17 @@ def _whole_parameters(
                 kind = type(parent).__name__
                 reason = f"the code of {kind} reads it directly, so it stays whole"
             else:
-                reason = _reason(module, style, tried)
+                reason = _reason(module, style, first_problem)
             yield f"{general}.{name}".lstrip("."), reason
 
 
-def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
+def _reason(module: nn.Module, style: ParallelStyle | None, first_problem: str) -> str:
     if any(map(holds_tensors, module._parameters.values())):
         return f"it is a tensor subclass that holds other tensors. {HOW_TO_QUANTIZE}"
     if isinstance(style, LatentProjection):
         return "every rank computes the whole latent, because its heads read all of it"
-    if tried:
-        return f"every recipe computes a different result; the first: {tried[:200]}"
+    if first_problem:
+        return f"every recipe computes a different result; the first: {first_problem[:200]}"
     return (
         f"the forward of {type(module).__name__} reads it directly; write a ParallelStyle to "
         "shard it"

@@ -36,7 +36,7 @@ from .auto import auto_plan
 
 
 class _DataParallelism(NamedTuple):
-    """A way to use replicas.
+    """A method of data parallelism.
 
     Attributes:
         parameters: True if the parameters are divided by the number of replicas.
@@ -205,11 +205,11 @@ def propose(
             uncounted = f"{type(error).__name__}: {str(error)[:200]}"
         cost = preview(model, chosen, mesh, *inputs, **named_inputs)
         shape = (replicas, tensor_ranks)
-        for data, ways in _REPLICAS.items():
+        for data, method in _REPLICAS.items():
             # With one replica all functions cost the same, so only the first is a candidate.
             if replicas > 1 or data == "replicate":
-                nbytes = _divided_bytes(ways, cost.parameter_bytes, state, replicas)
-                seconds = cost.seconds + _ring_seconds(ways, cost.parameter_bytes, replicas)
+                nbytes = _divided_bytes(method, cost.parameter_bytes, state, replicas)
+                seconds = cost.seconds + _ring_seconds(method, cost.parameter_bytes, replicas)
                 candidates.append(
                     Candidate(shape, data, nbytes + activations, activations, seconds=seconds)
                 )
@@ -221,21 +221,21 @@ def propose(
 
 
 def _divided_bytes(
-    ways: _DataParallelism, parameter_bytes: int, state: float, replicas: int
+    method: _DataParallelism, parameter_bytes: int, state: float, replicas: int
 ) -> int:
     """Return the bytes of parameters, gradients and optimizer state on each rank."""
-    total = parameter_bytes / (replicas if ways.parameters else 1)
-    total += parameter_bytes / (replicas if ways.gradients else 1)
-    total += parameter_bytes * state / (replicas if ways.state else 1)
+    total = parameter_bytes / (replicas if method.parameters else 1)
+    total += parameter_bytes / (replicas if method.gradients else 1)
+    total += parameter_bytes * state / (replicas if method.state else 1)
     return round(total)
 
 
-def _ring_seconds(ways: _DataParallelism, parameter_bytes: int, replicas: int) -> float:
+def _ring_seconds(method: _DataParallelism, parameter_bytes: int, replicas: int) -> float:
     """Return the expected time of the collectives over the replicas, in a ring."""
     if replicas == 1:
         return 0.0
     link = topology_of(abstract_mesh((replicas,)))[0]
-    sent = parameter_bytes * ways.passes * (replicas - 1) / replicas
+    sent = parameter_bytes * method.passes * (replicas - 1) / replicas
     return link.seconds(sent)
 
 
