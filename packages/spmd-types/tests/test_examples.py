@@ -15,9 +15,7 @@ from shoal_mesh import abstract_mesh
 
 MODULES = [
     found.name
-    for found in pkgutil.walk_packages(
-        shoal_spmd_types.__path__, f"{shoal_spmd_types.__name__}."
-    )
+    for found in pkgutil.walk_packages(shoal_spmd_types.__path__, f"{shoal_spmd_types.__name__}.")
     if not found.name.endswith(".__about__")
 ]
 

@@ -362,7 +362,7 @@ def einsum(
         kinds = [_type_along(tensor_type, axis, equation) for tensor_type in types]
         if is_local(axis):
             kinds = [spmd.local_type(kind) for kind in kinds]
-        by_axis[axis] = _einsum_type(equation, axis, kinds, labels=labels, groups=groups)
+        by_axis[axis] = _TypesOnAxis(equation, axis, kinds).result(labels, groups)
     # the order of axes, which only matters for dims that several axes shard
     order = []
     for dim, label in enumerate(labels.result):
@@ -419,54 +419,72 @@ def _type_along(tensor_type: spmd.TensorType, axis: spmd.MeshAxis, equation: str
     return tensor_type.by_axis[axis]
 
 
-def _einsum_type(
-    equation: str,
-    axis: spmd.MeshAxis,
-    kinds: Sequence[Any],
-    *,
-    labels: _Labels,
-    groups: Sequence[Sequence[int]],
-) -> Any:
-    """Return the type of the result on one axis."""
-    inputs, result = labels
+class _TypesOnAxis(NamedTuple):
+    """The types of the operands of an equation on one axis.
 
-    def refuse(reason: str) -> SpmdTypeError:
+    Attributes:
+        equation: the equation.
+        axis: the axis.
+        kinds: the type of each operand.
+    """
+
+    equation: str
+    axis: spmd.MeshAxis
+    kinds: Sequence[Any]
+
+    def refusal(self, reason: str) -> SpmdTypeError:
+        """Return the error for types that cannot be combined."""
         return SpmdTypeError(
-            f"{spmd.user_line()}: rules.einsum {equation!r} over {axis!r}: {reason}; the operands "
-            f"are {list(kinds)}"
+            f"{spmd.user_line()}: rules.einsum {self.equation!r} over {self.axis!r}: {reason}; the "
+            f"operands are {list(self.kinds)}"
         )
 
-    sharded_labels = set()
-    for labels_of_operand, kind in zip(inputs, kinds, strict=True):
-        if isinstance(kind, Shard):
-            sharded_labels.add(labels_of_operand[kind.dim])
-    if sharded_labels:
+    def result(self, labels: _Labels, groups: Sequence[Sequence[int]]) -> Any:
+        """Return the type of the result; `groups` are the operands in which it is linear."""
+        if any(isinstance(kind, Shard) for kind in self.kinds):
+            label = self._sharded_label(labels.inputs)
+            return Shard(labels.result.index(label)) if label in labels.result else P
+        if any(kind is P for kind in self.kinds):
+            self._check_linear(groups)
+            return P
+        found = {*self.kinds}
+        if found == {R, V}:
+            return V
+        if len(found) != 1:
+            raise self.refusal("these types cannot be combined")
+        return found.pop()
+
+    def _sharded_label(self, inputs: Sequence[str]) -> str:
+        """Return the label that the axis shards, in all operands that have the label."""
+        sharded_labels = set()
+        for labels_of_operand, kind in zip(inputs, self.kinds, strict=True):
+            if isinstance(kind, Shard):
+                sharded_labels.add(labels_of_operand[kind.dim])
         if len(sharded_labels) > 1:
-            raise refuse(f"the axis shards the labels {sorted(sharded_labels)}")
+            raise self.refusal(f"the axis shards the labels {sorted(sharded_labels)}")
         label = sharded_labels.pop()
         if label == "_":
-            raise refuse("a dim that must be whole is sharded")
-        for position, kind in enumerate(kinds):
+            raise self.refusal("a dim that must be whole is sharded")
+        for position, kind in enumerate(self.kinds):
             if isinstance(kind, Shard):
                 continue
             if label in inputs[position] or kind is not R:
-                raise refuse(f"operand {position} must be sharded with {label!r}, or R without it")
-        return Shard(result.index(label)) if label in result else P
-    partial = [position for position, kind in enumerate(kinds) if kind is P]
-    if partial:
-        others = [kind for kind in kinds if kind is not P]
+                raise self.refusal(
+                    f"operand {position} must be sharded with {label!r}, or R without it"
+                )
+        return label
+
+    def _check_linear(self, groups: Sequence[Sequence[int]]) -> None:
+        """Refuse operands with P, unless the result is linear in them and the others are R."""
+        partial = [position for position, kind in enumerate(self.kinds) if kind is P]
         # the first group that contains all partial operands has to consist of them
         containing = [group for group in groups if {*partial} <= {*group}]
         is_linear = bool(containing) and {*containing[0]} == {*partial}
-        if not is_linear or any(kind is not R for kind in others):
-            raise refuse(f"P in the operands {partial} does not pass through; reduce it first")
-        return P
-    found = {*kinds}
-    if found == {R, V}:
-        return V
-    if len(found) != 1:
-        raise refuse("these types cannot be combined")
-    return found.pop()
+        others_are_replicated = all(kind is R for kind in self.kinds if kind is not P)
+        if not is_linear or not others_are_replicated:
+            raise self.refusal(
+                f"P in the operands {partial} does not pass through; reduce it first"
+            )
 
 
 def _read_equation(equation: str, operands: Sequence[Operand]) -> _Labels:
