@@ -79,6 +79,15 @@ def test_inputs_that_are_passed_by_name_give_outputs_their_types(mesh: DeviceMes
         assert type_over(norm(input=typed(mesh, S(1), 2, 6, 8)), mesh) is S(1)
 
 
+def test_styled_modules_that_draw_keep_their_types(mesh: DeviceMesh) -> None:
+    block = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 16), nn.Dropout(0.5))
+    parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+        assert type_over(block(typed(mesh, I, 4, 16)), mesh) is I
+        with pytest.raises(SpmdTypeError, match="source type is I"):
+            block(typed(mesh, R, 4, 16))
+
+
 def test_norms_keep_any_shard_of_tokens(mesh: DeviceMesh) -> None:
     norm = parallelize_module(nn.RMSNorm(8), mesh, SequenceParallel(use_local_output=True))
     with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
