@@ -119,10 +119,12 @@ def active(drawer: nn.Module) -> bool:
 
 
 def _of_torch(module: nn.Module) -> bool:
+    """Tell whether torch defines the class of a module."""
     return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _may_draw(module: nn.Module) -> bool:
+    """Tell whether a module's own forward may draw numbers that a watch must follow."""
     forward = forward_of(module)
     while forward is not None and forward.inner is not None:
         forward = forward.inner
@@ -148,9 +150,8 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
     """
     for value in values:
         if isinstance(value, FunctionType):
-            if value.__name__ != "__init__" and not value.__globals__.get(
-                "__name__", ""
-            ).startswith(_LAYERS):
+            is_of_layers = value.__globals__.get("__name__", "").startswith(_LAYERS)
+            if value.__name__ != "__init__" and not is_of_layers:
                 yield value
         elif isinstance(value, MethodType | property | staticmethod | classmethod | partial):
             yield from _functions(
@@ -159,10 +160,10 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
         elif isinstance(value, list | tuple | set | dict):
             each = value.values() if isinstance(value, dict) else value
             yield from _functions(item for item in each if isinstance(item, FunctionType | partial))
-        elif not isinstance(value, nn.Module) and isinstance(
-            call := vars(type(value)).get("__call__"), FunctionType
-        ):
-            yield from _functions([call])
+        elif not isinstance(value, nn.Module):
+            call = vars(type(value)).get("__call__")
+            if isinstance(call, FunctionType):
+                yield from _functions([call])
 
 
 def _draws(functions: Iterable[FunctionType], children: frozenset[str]) -> bool:
@@ -194,6 +195,7 @@ def _draws(functions: Iterable[FunctionType], children: frozenset[str]) -> bool:
 
 
 def _of_user(module: str) -> bool:
+    """Tell whether a Python module is neither of torch nor of the standard library."""
     root = module.partition(".")[0]
     return root != "torch" and root not in sys.stdlib_module_names
 

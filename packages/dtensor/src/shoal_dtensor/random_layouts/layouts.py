@@ -231,13 +231,16 @@ def _run(
     inputs = specs_in((args, kwargs))
 
     def shadow(value: Any) -> Any:
-        value = replicated_spec(inputs[0].mesh, value) if isinstance(value, Tensor) else value
-        if isinstance(value, Spec):
-            local = torch.empty_strided(
-                value.local_shape, value.local_stride, dtype=value.dtype, device="meta"
-            )
-            return DTensor(local, value)
-        return torch.device("meta") if isinstance(value, torch.device) else value
+        """Return a DTensor without memory for a spec or a plain tensor, and "meta" for a device."""
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        spec = replicated_spec(inputs[0].mesh, value) if isinstance(value, Tensor) else value
+        if not isinstance(spec, Spec):
+            return value
+        local = torch.empty_strided(
+            spec.local_shape, spec.local_stride, dtype=spec.dtype, device="meta"
+        )
+        return DTensor(local, spec)
 
     try:
         # Dispatch modes, such as selective checkpoints and counters of users, must not observe
@@ -259,11 +262,9 @@ def _run(
     for spec, out in zip(specs, outs, strict=True):
         if spec.partials:
             raise UnknownLayoutError("ranks hold summands of it")
-        if any(
-            p.is_shard() and not _has_fractions_of_input(spec, axis, inputs)
-            for axis, p in enumerate(spec.placements)
-        ):
-            raise UnknownLayoutError("it takes a part of a sharded dim")
+        for axis, placement in enumerate(spec.placements):
+            if placement.is_shard() and not _has_fractions_of_input(spec, axis, inputs):
+                raise UnknownLayoutError("it takes a part of a sharded dim")
         if spec.local_shape != out.shape:
             raise UnknownLayoutError(
                 f"its shape {tuple(out.shape)} is not that of a shard of {spec}"
@@ -282,10 +283,19 @@ def _has_fractions_of_input(spec: Spec, axis: int, inputs: Sequence[Spec]) -> bo
     # Example: shards of (2, 2) are half of the result, like shards of (4, 4). The shards (3, 0) of
     # x[:3] are not.
     sizes = extents(spec, axis)
-    of_inputs = [extents(each, axis) for each in inputs if each.placements[axis].is_shard()]
-    return any(
-        all(a * sum(b) == c * sum(sizes) for a, c in zip(sizes, b, strict=True)) for b in of_inputs
-    )
+    total = sum(sizes)
+    for each in inputs:
+        if not each.placements[axis].is_shard():
+            continue
+        input_sizes = extents(each, axis)
+        input_total = sum(input_sizes)
+        # The fractions are compared as products, without division.
+        if all(
+            size * input_total == input_size * total
+            for size, input_size in zip(sizes, input_sizes, strict=True)
+        ):
+            return True
+    return False
 
 
 @lru_cache(maxsize=1024)
@@ -305,8 +315,8 @@ def shard_of(spec: Spec, axis: int) -> AnyShard | None:
     if not isinstance(placement, Shard | StridedShard):
         return None
     sharding = spec.dim_shardings[placement.dim]
-    says_order = isinstance(placement, StridedShard) and sharding.even
-    if says_order or isinstance(sharding, StridedDimSharding):
+    is_even_strided = isinstance(placement, StridedShard) and sharding.even
+    if is_even_strided or isinstance(sharding, StridedDimSharding):
         return placement
     return Shard(placement.dim, sizes=extents(spec, axis))
 
@@ -319,6 +329,7 @@ _RESIZING = frozenset(("view", "reshape", "unflatten"))
 def _resized(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor
 ) -> tuple[Any, ...]:
+    """Return the arguments of the `reshape` of the global tensor, for a reshaped shard."""
     spec = args[0]
     given = [*args[1:], *kwargs.values()]
     if not isinstance(spec, Spec) or spec.is_strided or isinstance(given[0], torch.dtype):
@@ -420,21 +431,28 @@ def _adopted(specs: Sequence[Spec], value: Any) -> Any:
 
     A plain tensor counts as sharded in this way if it has the sizes of the shards.
     """
-    for spec in specs if isinstance(value, Tensor) else ():
-        # Example: dim 0 of (6,) corresponds to dim 1 of (4, 6).
+    if not isinstance(value, Tensor):
+        return value
+    for spec in specs:
+        # The dims correspond from the last one on, as in broadcasting. Example: dim 0 of (6,)
+        # corresponds to dim 1 of (4, 6).
         skip = spec.ndim - value.ndim
-        placements = [
-            p.on_dim(p.dim - skip)
-            if isinstance(p, Shard | StridedShard) and p.dim >= skip
-            else Replicate()
-            for p in spec.placements
-        ]
+        if skip < 0:
+            continue
+        placements: list[Placement] = []
+        for p in spec.placements:
+            if isinstance(p, Shard | StridedShard) and p.dim >= skip:
+                placements.append(p.on_dim(p.dim - skip))
+            else:
+                placements.append(Replicate())
         sharded = {p.dim for p in placements if isinstance(p, Shard | StridedShard)}
-        fits = skip >= 0 and all(
+        has_sizes_of_shard = all(
             n == size or (n == 1 and d not in sharded)
             for d, (n, size) in enumerate(zip(value.shape, spec.local_shape[skip:], strict=True))
         )
-        if not fits or all(value.shape[d] == 1 for d in sharded):
+        # A dim of size 1 may be a broadcast dim, so it does not show that the tensor is sharded.
+        shows_sharding = any(value.shape[d] != 1 for d in sharded)
+        if not has_sizes_of_shard or not shows_sharding:
             continue
         shape = [spec.shape[skip + d] if d in sharded else n for d, n in enumerate(value.shape)]
         return Spec(spec.mesh, placements, shape, global_stride(value, shape), dtype=value.dtype)
@@ -449,7 +467,10 @@ def _described(value: Any) -> Any:
         return tuple(map(_described, value))
     if type(value) is dict:
         return tuple((name, _described(item)) for name, item in value.items())
-    return (value.start, value.stop, value.step) if type(value) is slice else (type(value), value)
+    if type(value) is slice:
+        return value.start, value.stop, value.step
+    # The type tells values that are equal apart, such as 1 and True.
+    return type(value), value
 
 
 def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -> list[LocalLayout]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal_mesh import DeviceMesh
 
 from .._torch.compiling import eager_only, is_compiling
-from .._torch.tensors import backward_number, saving_state, unwatched_functions
+from .._torch.tensors import in_backward, saving_state, unwatched_functions
 from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.state import get_random_mode
@@ -45,10 +45,16 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
         root.__dict__[_BATCH_AXES] = batch_axes
     batch = _batch_axes(root)
     meshes = _axes_of(batch, _lowered(root))
-    drawers = {*drawers_of(root)} if meshes else set()
-    for module in [*root.modules()] if drawers else ():
-        if inner := [child for child in module.modules() if child in drawers]:
-            set_forward(module, DrawRegion(module, forward_of(module), inner, meshes, batch=batch))
+    if not meshes:
+        return
+    drawers = {*drawers_of(root)}
+    if not drawers:
+        return
+    for module in [*root.modules()]:
+        drawers_inside = [child for child in module.modules() if child in drawers]
+        if drawers_inside:
+            region = DrawRegion(module, forward_of(module), drawers_inside, meshes, batch=batch)
+            set_forward(module, region)
 
 
 def unwatch_draws(root: nn.Module) -> None:
@@ -101,8 +107,11 @@ class DrawRegion(ModuleForward):
             return self.forward(*args, **kwargs)
         watch = current_watch()
         if watch is None:
-            return (_uncompiled if is_compiling() else DrawRegion.watched)(self, args, kwargs)
-        if backward_number() == -1:
+            if is_compiling():
+                return _uncompiled(self, args, kwargs)
+            return self.watched(args, kwargs)
+        # Outside of backward, this is not a recomputation.
+        if not in_backward():
             with unwatched_functions():
                 self.remember(args, kwargs)
             self.meshes = (*watch.axes,)
@@ -111,15 +120,13 @@ class DrawRegion(ModuleForward):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, unwatched."""
         module = self.module
-        return (
-            type(module).forward(module, *args, **kwargs)
-            if self.inner is None
-            else self.inner(*args, **kwargs)
-        )
+        if self.inner is None:
+            return type(module).forward(module, *args, **kwargs)
+        return self.inner(*args, **kwargs)
 
     def watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's forward under a watch of its own."""
-        recomputes = backward_number() != -1
+        recomputes = in_backward()
         lowered = _lowered(self.module)
         # Modules in the tree may have become parallel since `watch_draws`.
         if not recomputes:
@@ -142,6 +149,7 @@ class DrawRegion(ModuleForward):
             watch.enter_batch([*flatten((*args, *kwargs.values()))], self.batch)
             self.remember(args, kwargs)
         token = _watch.set(watch)
+        # The modules without a `DrawRegion`, which the watch has to call.
         direct = {
             module: forward for module, forward in lowered.items() if forward_of(module) is forward
         }
@@ -160,11 +168,9 @@ class DrawRegion(ModuleForward):
         before = watch.saving_state
         watch.saving_state = saving_state()
         try:
-            return (
-                self.forward(*args, **kwargs)
-                if self.inner is None
-                else watch.call(self.inner, *args, **kwargs)
-            )
+            if self.inner is None:
+                return self.forward(*args, **kwargs)
+            return watch.call(self.inner, *args, **kwargs)
         finally:
             watch.saving_state = before
 
@@ -186,15 +192,22 @@ _uncompiled: Any = eager_only(DrawRegion.watched)
 
 
 def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the plain tensors among arguments, each with its key in `DrawRegion.arrived`."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if type(value) is Tensor:
             yield (name, value.shape, value.dtype), value
 
 
 def _lowered(root: nn.Module) -> dict[nn.Module, ModuleForward]:
-    forwards = ((module, forward_of(module)) for module in root.modules())
-    inner = ((m, f.inner if isinstance(f, DrawRegion) else f) for m, f in forwards)
-    return {module: lowered for module, lowered in inner if lowered is not None}
+    """Return the modules of a tree whose forward a style has replaced, with these forwards."""
+    lowered = {}
+    for module in root.modules():
+        forward = forward_of(module)
+        if isinstance(forward, DrawRegion):
+            forward = forward.inner
+        if forward is not None:
+            lowered[module] = forward
+    return lowered
 
 
 def _batch_axes(root: nn.Module) -> DeviceMesh | None:
@@ -214,12 +227,16 @@ def _axes_of(
     """Return the axes that shard the activations of a tree: axes of its batch and its styles."""
     meshes = [] if batch is None else [batch]
     for outer in lowered.values():
-        chain = [outer]
-        while (inner := chain[-1].inner) is not None:
-            chain.append(inner)
-        meshes += [forward.mesh for forward in reversed(chain)]
+        chain: list[DeviceMesh] = []
+        forward: ModuleForward | None = outer
+        while forward is not None:
+            chain.append(forward.mesh)
+            forward = forward.inner
+        # The innermost callable was made first.
+        meshes += reversed(chain)
     return [*dict.fromkeys(axis for mesh in meshes for axis in _single_axes(mesh))]
 
 
 def _single_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """Return each axis of a mesh as a mesh of its own."""
     return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.axis_names]

@@ -86,6 +86,7 @@ class Watch(FunctionMode):
 
     def enter_batch(self, tensors: Sequence[Tensor], axes: DeviceMesh) -> None:
         """Note that plain tensors with as many rows as the first tensor are rows of a batch."""
+        # -1 for DTensors and for tensors without dims
         rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
         if max(rows, default=-1) < 0:
             return
@@ -93,15 +94,17 @@ class Watch(FunctionMode):
         # be sharded unevenly.
         local = torch.tensor([rows], device=axes.device_type)
         comm = axes.comm(tuple(range(axes.ndim)))
-        of_ranks = (
-            [rows] * comm.size if "fake" in comm.backend else all_gather(local, comm).tolist()
-        )
-        of_tensors = [list(column) for column in zip(*of_ranks, strict=True)]
-        sizes = next(column for column, n in zip(of_tensors, rows, strict=True) if n >= 0)
+        if "fake" in comm.backend:
+            rows_by_rank = [rows] * comm.size
+        else:
+            rows_by_rank = all_gather(local, comm).tolist()
+        # for each tensor, its number of rows on each rank
+        rows_by_tensor = [list(column) for column in zip(*rows_by_rank, strict=True)]
+        sizes = next(column for column, n in zip(rows_by_tensor, rows, strict=True) if n >= 0)
         even = len({*sizes}) == 1
         shard = Shard(0, sizes=None if even else sizes)
         along = [mesh for mesh in self.axes if {*mesh.axis_names} <= {*axes.axis_names}]
-        for tensor, column in zip(tensors, of_tensors, strict=True):
+        for tensor, column in zip(tensors, rows_by_tensor, strict=True):
             if column != sizes:
                 continue
             layout = layout_of(tensor)
@@ -139,9 +142,8 @@ class Watch(FunctionMode):
             self.written(name, outs[0], tensors)
             return
         shards = [*map(local_of, outs)]
-        for out, layout in zip(
-            outs, followed(name, func, args, kwargs, outs=shards, layouts=layouts), strict=True
-        ):
+        out_layouts = followed(name, func, args, kwargs, outs=shards, layouts=layouts)
+        for out, layout in zip(outs, out_layouts, strict=True):
             note_layout(out, layout)
 
     def written(self, name: str, target: Tensor, sources: Sequence[Any]) -> None:
@@ -167,9 +169,8 @@ class Watch(FunctionMode):
             out = forward(*args, **kwargs)
         with unwatched_functions():
             results = out if isinstance(out, tuple | list) else (out,)
-            for index, (result, layout) in enumerate(
-                zip(results, forward.output_layouts(), strict=False)
-            ):
+            with_layouts = zip(results, forward.output_layouts(), strict=False)
+            for index, (result, layout) in enumerate(with_layouts):
                 if layout is None or result is source:
                     continue
                 if isinstance(result, DTensor):
@@ -200,10 +201,9 @@ class Watch(FunctionMode):
                 "after the experts, or set its probability to 0"
             )
         spec = spec_of(source) if forward.one_axis and active(forward.module) else None
-        placements = enumerate(() if spec is None else spec.placements)
-        if any(
+        if spec is not None and any(
             placement.is_shard()
-            for axis, placement in placements
+            for axis, placement in enumerate(spec.placements)
             if axis != self.axes[forward.mesh]
         ):
             raise LayoutError(
@@ -221,9 +221,8 @@ class Watch(FunctionMode):
             return
         # On a mesh of one axis, a DTensor draws by itself.
         if self.mesh.ndim > 1 or not isinstance(local, DTensor):
-            note_layout(
-                local, self.placed(local_of(local), self.axes[spec.mesh], shard_of(spec, 0), source)
-            )
+            axis = self.axes[spec.mesh]
+            note_layout(local, self.placed(local_of(local), axis, shard_of(spec, 0), source))
 
     def _output(
         self,
@@ -233,43 +232,52 @@ class Watch(FunctionMode):
         layout: Placement,
         source: Tensor | None,
     ) -> LocalLayout:
+        """Return the layout of a module's result, which its style declares to be `layout`."""
         axis = self.axes[forward.mesh]
         blocks = forward.output_blocks()
         if blocks is not None:
-            if not blocks:
-                return LocalLayout(unknown="several ranks hold the same heads")
-            specs = []
-            for sizes_of_block in blocks:
-                local = result.narrow(-1, 0, sizes_of_block[forward.mesh.comm(0).rank])
-                shard_of_block = Shard(result.ndim - 1, sizes=sizes_of_block)
-                placed = self.placed(local, axis, shard_of_block, source)
-                if placed.spec is None:
-                    return placed
-                specs.append(placed.spec)
-            if len(specs) == 1:
-                return LocalLayout(specs[0])
-            return LocalLayout(
-                unknown="it holds shards of several blocks; split them first", blocks=tuple(specs)
-            )
+            return self._fused_output(forward, result, blocks, source)
         noted = spec_of(result)
         shard: AnyShard | None = None
-        # The module has noted a layout with the sizes of all shards.
         if noted is not None:
+            # The module has noted a layout with the sizes of all shards.
             shard = shard_of(noted, axis)
         elif isinstance(layout, Shard):
             dim = layout.dim % result.ndim
             sizes = layout.sizes or forward.output_sizes(index, result.shape[dim])
             spec = spec_of(source)
-            if (
-                not sizes
-                and spec is not None
-                and getattr(spec.placements[axis], "dim", None) == dim
-            ):
+            input_dim = None if spec is None else getattr(spec.placements[axis], "dim", None)
+            if not sizes and spec is not None and input_dim == dim:
                 # Use the sizes of the first input's shards, if they fit the output.
-                sizes = extents(spec, axis)
-                sizes = sizes if sizes[forward.mesh.comm(0).rank] == result.shape[dim] else None
+                input_sizes = extents(spec, axis)
+                is_same_here = input_sizes[forward.mesh.comm(0).rank] == result.shape[dim]
+                sizes = input_sizes if is_same_here else None
             shard = Shard(dim, sizes=sizes)
         return self.placed(result, axis, shard, source)
+
+    def _fused_output(
+        self,
+        forward: ModuleForward,
+        result: Tensor,
+        blocks: Sequence[Sequence[int]],
+        source: Tensor | None,
+    ) -> LocalLayout:
+        """Return the layout of a result of fused blocks, given the sizes of each block's shards."""
+        if not blocks:
+            return LocalLayout(unknown="several ranks hold the same heads")
+        specs = []
+        for sizes in blocks:
+            local = result.narrow(-1, 0, sizes[forward.mesh.comm(0).rank])
+            shard = Shard(result.ndim - 1, sizes=sizes)
+            placed = self.placed(local, self.axes[forward.mesh], shard, source)
+            if placed.spec is None:
+                return placed
+            specs.append(placed.spec)
+        if len(specs) == 1:
+            return LocalLayout(specs[0])
+        return LocalLayout(
+            unknown="it holds shards of several blocks; split them first", blocks=tuple(specs)
+        )
 
     def placed(
         self, local: Tensor, axis: int, shard: AnyShard | None, source: Tensor | None
@@ -287,10 +295,8 @@ class Watch(FunctionMode):
                 kept = shard_of(around.spec, other)
                 if other == axis or kept is None:
                     continue
-                if (
-                    kept.dim >= local.ndim
-                    or local.shape[kept.dim] != around.spec.local_shape[kept.dim]
-                ):
+                has_dim = kept.dim < local.ndim
+                if not has_dim or local.shape[kept.dim] != around.spec.local_shape[kept.dim]:
                     return LocalLayout(
                         unknown=f"where the sharded dim {kept.dim} of the module's input went"
                     )
@@ -303,11 +309,9 @@ class Watch(FunctionMode):
         placements[axis] = shard or Replicate()
         dims = [placement.dim for placement in placements if isinstance(placement, AnyShard)]
         if not dims:
-            return (
-                LocalLayout(replicated_spec(self.mesh, local), drawn=True)
-                if around.drawn
-                else PLAIN
-            )
+            if around.drawn:
+                return LocalLayout(replicated_spec(self.mesh, local), drawn=True)
+            return PLAIN
         shape = [*local.shape]
         for other, placement in enumerate(placements):
             if isinstance(placement, AnyShard):
@@ -315,7 +319,8 @@ class Watch(FunctionMode):
                 sizes = placement.sizes
                 if sizes is None or len({*sizes}) == 1:
                     placements[other] = Shard(dim) if isinstance(placement, Shard) else placement
-                    shape[dim] *= self.mesh.size(other)  # 4 rows on each of 2 ranks: 8
+                    # Example: 4 rows on each of 2 ranks are 8 rows.
+                    shape[dim] *= self.mesh.size(other)
                 elif dims.count(dim) == 1:
                     shape[dim] = sum(sizes) * getattr(placement, "split_factor", 1)
                 else:
@@ -335,11 +340,13 @@ class Watch(FunctionMode):
         layouts = [layout_of(tensor) for tensor in tensors]
         for tensor, layout in zip(tensors, layouts, strict=True):
             why = layout.unknown
-            passed_by = layout is UNSEEN and tensor.requires_grad and not tensor.is_leaf
+            # A tensor that was computed, but not by a watched function.
+            is_unwatched = layout is UNSEEN and tensor.requires_grad and not tensor.is_leaf
             if isinstance(tensor, DTensor):
-                replicates = layout.spec is not None and layout.spec.replicated
-                passed_by = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and not replicates
-            if passed_by:
+                is_replicated = layout.spec is not None and layout.spec.replicated
+                is_on_other_mesh = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh
+                is_unwatched = is_on_other_mesh and not is_replicated
+            if is_unwatched:
                 why = "it comes from code that is not a torch function, or from a DTensor of some of the axes"
             if why:
                 raise LayoutError(
@@ -364,6 +371,7 @@ class Watch(FunctionMode):
     def _draw_sharded(
         self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        """Draw on DTensors; the layout of the first argument is the layout of the result."""
         like = spec_of(args[0])
         if like is None:
             raise LayoutError(
@@ -372,18 +380,19 @@ class Watch(FunctionMode):
             )
         first = layout_of(args[0])
         target = args[0] if name.endswith("_") or kwargs.get("inplace") else None
-        # If autograd does not record the draw, it writes to the memory of the target.
+        # If autograd records the target, the draw writes to a copy, which is copied to the target
+        # below. Otherwise it writes to the memory of the target.
         if target is not None:
             args = (target.clone() if target.requires_grad else target.detach(), *args[1:])
             note_layout(args[0], first)
         with implicit_replication():
             given, named = mapped((tuple(args), dict(kwargs)), Tensor, self._as_dtensor)
             drawn = func(*given, **named)
-        out = (
-            tuple(_local(each, like, name) for each in drawn)
-            if type(drawn) is tuple
-            else _local(drawn, like, name)
-        )
+        out: Any
+        if type(drawn) is tuple:
+            out = tuple(_local(each, like, name) for each in drawn)
+        else:
+            out = _local(drawn, like, name)
         if target is None:
             return out
         if target.requires_grad:
@@ -392,6 +401,7 @@ class Watch(FunctionMode):
         return target
 
     def _as_dtensor(self, value: Tensor) -> Tensor:
+        """Return the DTensor that a plain tensor is a shard of; another tensor as it is."""
         if type(value) is not Tensor:
             return value
         spec = spec_of(value)
