@@ -104,7 +104,8 @@ def _turns(box: Box, holders: Sequence[int], after: Holdings) -> Iterator[Flow]:
 
 def _parts(box: Box, wanted: Sequence[Box]) -> list[Box]:
     """Return the parts of a box that are in the wanted boxes."""
-    return [common for other in wanted if (common := intersect(box, other)) is not None]
+    parts = [intersect(box, other) for other in wanted]
+    return [part for part in parts if part is not None]
 
 
 def boxes_of_rank(spec: Spec, rank: int) -> list[Box]:

@@ -185,7 +185,8 @@ def write_back(plan: Plan, result: Tensor, owner: Any) -> None:
     """
     owner._local_tensor.copy_(run(plan, result))
     if _is_norm(plan.dst, owner):
-        increment_version(owner)  # `foreach` operators do not
+        # `foreach` operators do not increment it.
+        increment_version(owner)
 
 
 def _is_norm(spec: Spec, owner: Any) -> bool:
@@ -210,7 +211,8 @@ class CollectiveLeg(NamedTuple):
 
     # position of the plan among the plans that run together
     position: int
-    before: tuple[Stage, ...]  # the local steps
+    # the local steps
+    before: tuple[Stage, ...]
     # the step that communicates; `rank_step` and `call` are this rank's part of it
     step: Step
     rank_step: RankStep
@@ -238,8 +240,10 @@ def schedule_of(
 
     With `packs`, a tensor that is sent alone is packed too.
     """
-    symbolic = any(plan.src.example is not None for plan in plans)
-    return (_schedule_of.__wrapped__ if symbolic else _schedule_of)(plans, devices, packs)
+    if any(plan.src.example is not None for plan in plans):
+        # A schedule for symbolic sizes is not cached, because symbols would keep their compiler.
+        return _schedule_of.__wrapped__(plans, devices, packs)
+    return _schedule_of(plans, devices, packs)
 
 
 # Cached, because a training step redistributes the same parameters and gradients each time.
@@ -269,7 +273,7 @@ def _schedule_of(
     return PackedSchedule(tuple(rounds), tuple(remaining))
 
 
-def _legs(index: int, plan: Plan) -> tuple[list[CollectiveLeg | None], tuple[Stage, ...]]:
+def _legs(position: int, plan: Plan) -> tuple[list[CollectiveLeg | None], tuple[Stage, ...]]:
     """Return the legs of a plan, and the stages after its last leg.
 
     A leg is None for a step in which this rank's group has nothing to exchange.
@@ -285,7 +289,8 @@ def _legs(index: int, plan: Plan) -> tuple[list[CollectiveLeg | None], tuple[Sta
         is_last = step is plan.steps[-1]
         is_result = is_last and one_step.finish is received and not closing(plan)
         call = one_step.collective
-        leg = CollectiveLeg(index, tuple(before), step, one_step, call=call, gives_result=is_result)
+        stages = tuple(before)
+        leg = CollectiveLeg(position, stages, step, one_step, call=call, gives_result=is_result)
         legs.append(leg)
         before = []
     return legs, (*before, *closing(plan))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
-from .links import axes_of, mask_of
+from .links import axes_of, has_axis, mask_of
 
 if TYPE_CHECKING:
     from .space import Dims, Space, State
@@ -50,8 +50,7 @@ def reshard(space: Space, before: State, after: State) -> list[Edge]:
         change = space.change(old, new)
         if not change.leaving:
             next_axis = new.axes[len(old.axes)]
-            is_free = not occupied >> next_axis & 1
-            if is_free:
+            if not has_axis(occupied, next_axis):
                 return _slice_first(space, before, after)
         changed.append(dim)
         leaving |= change.leaving
@@ -284,7 +283,7 @@ def _slice_towards(space: Space, before: State, goal: Dims) -> State:
             dims.append(old)
             continue
         end = len(old.axes)
-        while end < len(new.axes) and not occupied >> new.axes[end] & 1:
+        while end < len(new.axes) and not has_axis(occupied, new.axes[end]):
             # Example: a whole dim is to be sharded by axes 0 and 1. If axis 1 is occupied, it is
             # sharded by axis 0 only.
             end += 1

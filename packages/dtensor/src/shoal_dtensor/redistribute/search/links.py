@@ -63,4 +63,9 @@ def mask_of(axes: Iterable[int]) -> int:
 @lru_cache(maxsize=1024)
 def axes_of(mask: int) -> tuple[int, ...]:
     """Return the axes of a mask, ascending: (0, 2) for 0b101."""
-    return tuple([axis for axis in range(mask.bit_length()) if mask >> axis & 1])
+    return tuple([axis for axis in range(mask.bit_length()) if has_axis(mask, axis)])
+
+
+def has_axis(mask: int, axis: int) -> bool:
+    """Tell whether an axis is in the set: 2 is in 0b101, 1 is not."""
+    return bool(mask >> axis & 1)

@@ -32,7 +32,7 @@ from .edges import (
     reshard,
     subsets,
 )
-from .links import Links, axes_of, mask_of
+from .links import Links, axes_of, has_axis, mask_of
 from .space import Candidates, Space, State
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
     # Axes that are still partial as in the source: at the start of [P, R] -> [R, P], axis 0.
     of_source = state.to_reduce | state.to_rescale
     for axis in axes_of(state.to_reduce | space.partial & ~state.to_make_partial):
-        spec = src if of_source >> axis & 1 else dst
+        spec = src if has_axis(of_source, axis) else dst
         placement = spec.placements[axis]
         is_partial = isinstance(placement, Partial)
         placements[axis] = placement if is_partial else Partial(space.joinable_op)

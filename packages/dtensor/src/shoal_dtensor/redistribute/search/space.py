@@ -28,7 +28,7 @@ from ...errors import RedistributeError
 from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import Replicate, norm_order
-from .links import Links, axes_of, mask_of
+from .links import Links, axes_of, has_axis, mask_of
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
@@ -367,7 +367,11 @@ class Candidates:
         dims = range(len(outer))
         found: list[Dims] = []
         order_axes = cache(self._ordered)
-        places = [(None, *(dims if self.complete else self._places(axis))) for axis in chosen]
+        # for each axis, the dims that it may shard; None if it shards none
+        places: list[tuple[int | None, ...]] = []
+        for axis in chosen:
+            dims_of_axis = dims if self.complete else self._places(axis)
+            places.append((None, *dims_of_axis))
         for dims_of_axes in product(*places):
             shardings = []
             for dim in dims:
@@ -381,7 +385,7 @@ class Candidates:
         """Return the layout with pending axes on their dims of the goal, inside the other axes."""
         dims = []
         for old, (_, goal) in zip(here.dims, self.ends, strict=True):
-            pending = [axis for axis in goal.axes if here.to_reduce >> axis & 1]
+            pending = [axis for axis in goal.axes if has_axis(here.to_reduce, axis)]
             dims.append(self._divide(old, pending)[-1])
         return tuple(dims)
 
@@ -395,8 +399,8 @@ class Candidates:
         for whole, old, (_, goal) in zip(self.space.whole, here.dims, self.ends, strict=True):
             # Example: the dim is sharded by axis 1, in the goal by axis 0, and axis 0 is settled.
             # The order is [0], then [0, 1].
-            order = [axis for axis in goal.axes if axes >> axis & 1]
-            order += [axis for axis in old.axes if not axes >> axis & 1]
+            order = [axis for axis in goal.axes if has_axis(axes, axis)]
+            order += [axis for axis in old.axes if not has_axis(axes, axis)]
             if not nested:
                 order.sort()
             dims.append(self._divide(whole, order)[-1])
