@@ -309,11 +309,9 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         subclass = next((kind for kind in types if kind is not torch.Tensor), None)
         with self:
-            return (
-                subclass.__torch_function__(func, types, args, kwargs)
-                if subclass
-                else unobserved(*args, **kwargs)
-            )
+            if subclass is not None:
+                return subclass.__torch_function__(func, types, args, kwargs)
+            return unobserved(*args, **kwargs)
 
 
 _active: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack

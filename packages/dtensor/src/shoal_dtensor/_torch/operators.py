@@ -131,10 +131,10 @@ def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
     family = getattr(torch._C, f"_{name.partition('_')[0]}", torch._C._nn)
     function = getattr(torch._C._VariableFunctions, name, None) or getattr(family, name, None)
     method = getattr(torch._C.TensorBase, name, None)
-    short = len(op._schema.arguments) == 1 or op._schema.is_mutable
-    return [
-        binding for binding in ((method, function) if short else (function,)) if callable(binding)
-    ]
+    # Methods without arguments are cheaper. Many in-place operators do not have a function.
+    is_short = len(op._schema.arguments) == 1 or op._schema.is_mutable
+    candidates = (method, function) if is_short else (function,)
+    return [binding for binding in candidates if callable(binding)]
 
 
 def _of_aten(names: str) -> frozenset[str]:

@@ -114,11 +114,9 @@ def distribute_tensor(
         values = tensor.detach()
         local = _local_values(spec, lambda start: shard_of(values, start, src_data_rank))
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
-    return (
-        nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]  # Parameter keeps the DTensor class
-        if isinstance(tensor, nn.Parameter)
-        else result
-    )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]  # Parameter keeps the DTensor class
+    return result
 
 
 def _local_values(spec: Spec, values: Callable[[Spec], torch.Tensor]) -> torch.Tensor:
@@ -173,14 +171,15 @@ def _read(
             "distribute_tensor: a stored tensor can be read as Shard or Replicate only, got "
             f"{list(placements)}"
         )
-    nothing = stored[tuple(slice(0, 0) for _ in shape)] if shape else stored[...]
+    # A stored number is read whole; of other tensors, an empty slice has the dtype.
+    index: Any = tuple(slice(0, 0) for _ in shape) if shape else ...
+    nothing = stored[index]
     spec = Spec(mesh, placements, shape, None, dtype=nothing.dtype, shard_order=shard_order)
     device = torch.device(mesh.device_type)
     if spec.coordinate is None:
         return DTensor(nothing.new_empty((0,), device=device), spec)
-    shard = (
-        (stored[slices_of(spec.box(spec.coordinate))] if shape else nothing).to(device).contiguous()
-    )
+    part = stored[slices_of(spec.box(spec.coordinate))] if shape else nothing
+    shard = part.to(device).contiguous()
     # A view would keep memory alive that does not belong to the shard.
     is_view = shard.untyped_storage().nbytes() != shard.nbytes
     return DTensor(shard.clone() if is_view else shard, spec)
@@ -291,7 +290,8 @@ def _replicate(
     replacements: dict[torch.Tensor, DTensor] = {}
     for tensor, where in shared.items():
         for table, name in where:
-            if isinstance(made := table.get(name), DTensor):
+            made = table.get(name)
+            if isinstance(made, DTensor):
                 first = replacements.setdefault(tensor, made)
                 table[name] = first
                 if not made._spec.same_layout(first._spec):

@@ -174,9 +174,9 @@ class Shard(Placement):
 
     def on_dim(self, dim: int) -> Shard:
         """Return the same sharding of another tensor dim."""
-        return (
-            self if dim == self.dim else Shard(dim, sizes=self.sizes, multiple_of=self.multiple_of)
-        )
+        if dim == self.dim:
+            return self
+        return Shard(dim, sizes=self.sizes, multiple_of=self.multiple_of)
 
     @staticmethod
     def local_shard_size_and_offset(

@@ -71,11 +71,9 @@ class ModuleForward(ABC):
 
     def extra_repr(self) -> str:
         """Return the text that the module adds to its printed form."""
-        return (
-            self.inner.extra_repr()
-            if self.inner is not None
-            else type(self.module).extra_repr(self.module)
-        )
+        if self.inner is not None:
+            return self.inner.extra_repr()
+        return type(self.module).extra_repr(self.module)
 
     # --- layouts of plain inputs and outputs along the axis of a one-axis mesh --------------------
 

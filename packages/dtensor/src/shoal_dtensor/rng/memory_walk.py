@@ -100,7 +100,8 @@ def stretches(
     dims is at most 2n - 1 boxes: partial rows at both ends and whole rows between them.
     """
     for base, block in _blocks(tuple(shape), start, stop):
-        if (wanted := intersect(block, box)) is not None:
+        wanted = intersect(block, box)
+        if wanted is not None:
             stretch = flat[base : base + volume(block)].view(shape_of(block))
             yield stretch[slices_of(wanted, block)], held[slices_of(wanted, box)]
 

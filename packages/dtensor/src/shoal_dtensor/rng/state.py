@@ -225,7 +225,8 @@ def _is_checked(mesh: DeviceMesh, about: str) -> bool:
 def _note_checked(mesh: DeviceMesh, about: str) -> None:
     """Note that the ranks of a mesh agree, in the present default group."""
     world = dist.group.WORLD
-    _in_step.setdefault(mesh, {})[about] = (lambda: None) if world is None else ref(world)
+    checked_under: Callable[[], object] = (lambda: None) if world is None else ref(world)
+    _in_step.setdefault(mesh, {})[about] = checked_under
 
 
 def count_as_checked(mesh: DeviceMesh) -> None:
@@ -314,11 +315,11 @@ def _beside_the_cpu(device: torch.device | str | None) -> tuple[str, Any] | None
 
     A requested device must have generators.
     """
-    chosen = (
-        torch.accelerator.current_accelerator(check_available=True)
-        if device is None
-        else torch.device(device)
-    )
+    chosen: torch.device | None
+    if device is None:
+        chosen = torch.accelerator.current_accelerator(check_available=True)
+    else:
+        chosen = torch.device(device)
     if chosen is None or chosen.type == "cpu":
         return None
     if not has_generators(chosen.type):

@@ -226,8 +226,10 @@ def _shape_without_type(untyped: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _all_replicated(tensors: Sequence[Tensor]) -> bool:
-    types = [found for tensor in tensors if (found := type_of(tensor)) is not None]
-    return all(kind in (R, I) for found in types for kind in found.by_axis.values())
+    """Tell whether the types of all tensors that have one are R or I on all axes."""
+    found = [type_of(tensor) for tensor in tensors]
+    types = [tensor_type for tensor_type in found if tensor_type is not None]
+    return all(kind in (R, I) for tensor_type in types for kind in tensor_type.by_axis.values())
 
 
 def _give_type(

@@ -69,7 +69,8 @@ def declare_local(outputs: Any, args: tuple[Any, ...]) -> None:
     Raises:
         SpmdTypeError: if I is among other types, or an argument is P.
     """
-    types = [found for tensor in tensors_in(args) if (found := type_of(tensor)) is not None]
+    found = [type_of(tensor) for tensor in tensors_in(args)]
+    types = [tensor_type for tensor_type in found if tensor_type is not None]
     if not types:
         return
     axes = dict.fromkeys(axis for tensor_type in types for axis in tensor_type.by_axis)

@@ -57,13 +57,14 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
     _CALLS.running.append(_ModuleCall())
     if active_checker() is None:
         return
-    found = [boundary for finder in BOUNDARY_FINDERS if (boundary := finder(module)) is not None]
-    if not found:
+    found = [finder(module) for finder in BOUNDARY_FINDERS]
+    boundary = next((each for each in found if each is not None), None)
+    if boundary is None:
         return
-    found[0].check_inputs(args)
+    boundary.check_inputs(args)
     pause = paused()
     pause.__enter__()
-    _CALLS.running[-1] = _ModuleCall(found[0], pause)
+    _CALLS.running[-1] = _ModuleCall(boundary, pause)
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], *kwargs_and_outputs: Any) -> None:

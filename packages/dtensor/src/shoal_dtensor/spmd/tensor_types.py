@@ -234,7 +234,8 @@ def _check_single_axes(by_axis: Mapping[MeshAxis, AnyAxisType]) -> None:
 def _in_mesh_order(by_axis: Mapping[MeshAxis, AnyAxisType]) -> dict[MeshAxis, AnyAxisType]:
     """Return the types with the axes of the current mesh first, so that texts are alike."""
     current = MESH.get()
-    first = [axis for axis in (current.axes if current is not None else ()) if axis in by_axis]
+    axes_of_mesh = () if current is None else current.axes
+    first = [axis for axis in axes_of_mesh if axis in by_axis]
     rest = [axis for axis in by_axis if axis not in first]
     return {axis: by_axis[axis] for axis in (*first, *rest)}
 

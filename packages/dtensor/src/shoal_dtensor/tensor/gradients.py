@@ -139,10 +139,11 @@ def grad_route(node: Any, param: Any) -> GradRoute:
     `node` is the node at the autograd function's edge of this parameter (`ctx.next_functions`), or
     None without such an edge.
     """
-    route: GradRoute = "return" if node is not None and is_compiling() else leaf_route(node)
-    return (
-        "return" if route == "accumulate" and (not param.is_leaf or grad_hooked(param)) else route
-    )
+    if node is not None and is_compiling():
+        return "return"
+    route = leaf_route(node)
+    is_observed = not param.is_leaf or grad_hooked(param)
+    return "return" if route == "accumulate" and is_observed else route
 
 
 def leaf_route(node: Any) -> GradRoute:

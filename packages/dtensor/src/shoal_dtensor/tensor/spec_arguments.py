@@ -129,7 +129,10 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         shape = tuple(shape)
     if run_check and mesh.get_coordinate() is not None:
         agreed, local = layout_of_ranks(
-            *(local, mesh, placements, shard_order),
+            local,
+            mesh,
+            placements,
+            shard_order,
             about=lambda: "from_local",
             values=False,
             gradients=True,
