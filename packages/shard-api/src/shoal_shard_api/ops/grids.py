@@ -10,6 +10,7 @@ shards on a rank
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -54,13 +55,7 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
     if not shape:
         raise NotExpressibleError("a tensor of 0 dims cannot have a Shard placement")
     holders = _holders(layout)
-    # Example: shards 0:2 and 2:3 of a tensor of size (3,) -> ((2, 1),).
-    cells = grid(list(holders), shape)
-    if cells is None:
-        held = ", ".join([f"{format_box(box)} on rank {rank}" for box, rank in holders.items()])
-        raise NotExpressibleError(
-            f"the shards are not all cells of a grid over size {shape}: {held}"
-        )
+    cells = _cells(holders, shape)
     dims = [dim for dim, sizes in enumerate(cells) if len(sizes) > 1]
     if not dims:
         dims = [_dim_of_empty_shards(layout, shape)]
@@ -77,17 +72,39 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
     idle_ranks = iter(idle)
     ranks = []
     for coordinate in product(*map(range, mesh_shape)):
-        # Example: in a mesh of (3, 2) over 2 x 2 cells, (2, 0) and (2, 1) do not have a cell.
-        index_by_dim = dict(zip(dims, coordinate, strict=True))
-        is_inside = all(index < len(cells[dim]) for dim, index in index_by_dim.items())
-        if holders and is_inside:
-            box = [pairs[index_by_dim.get(dim, 0)] for dim, pairs in enumerate(spans_by_dim)]
-            ranks.append(holders[tuple(box)])
-        else:
-            ranks.append(next(idle_ranks))
+        box = _box_at(coordinate, dims, spans_by_dim) if holders else None
+        ranks.append(next(idle_ranks) if box is None else holders[box])
     pairs = zip(dims, axes, strict=True)
     placements = tuple([Shard(dim, sizes=tuple(sizes)) for dim, sizes in pairs])
     return Grid(mesh_shape, tuple(ranks), placements)
+
+
+def _cells(holders: Mapping[Box, int], shape: tuple[int, ...]) -> Sequence[Sequence[int]]:
+    """Return the sizes of the cells along every tensor dim.
+
+    Raises:
+        NotExpressibleError: The shards are not all cells of a grid.
+    """
+    # Example: shards 0:2 and 2:3 of a tensor of size (3,) -> ((2, 1),).
+    cells = grid(list(holders), shape)
+    if cells is None:
+        held = ", ".join([f"{format_box(box)} on rank {rank}" for box, rank in holders.items()])
+        raise NotExpressibleError(
+            f"the shards are not all cells of a grid over size {shape}: {held}"
+        )
+    return cells
+
+
+def _box_at(
+    coordinate: Sequence[int], dims: Sequence[int], spans_by_dim: Sequence[Box]
+) -> Box | None:
+    """Return the cell at a mesh coordinate; None if the mesh is larger than the grid there."""
+    # Example: in a mesh of (3, 2) over 2 x 2 cells, (2, 0) and (2, 1) do not have a cell.
+    index_by_dim = dict(zip(dims, coordinate, strict=True))
+    if any(index >= len(spans_by_dim[dim]) for dim, index in index_by_dim.items()):
+        return None
+    # A dim that the mesh does not shard has one cell.
+    return tuple([pairs[index_by_dim.get(dim, 0)] for dim, pairs in enumerate(spans_by_dim)])
 
 
 def _holders(layout: Layout) -> dict[Box, int]:
