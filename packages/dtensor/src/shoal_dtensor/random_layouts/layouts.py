@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -394,36 +394,68 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
     with the dims after it. If shards have size 1 on some rank, other dims fit as well, and only a
     -1 determines the dim.
     """
-    # Example: in a local shape of (2, 4, 6) with dim 1 sharded, `inner` is 24. Reshaped to (2, 2,
-    # 2, 6), `exact` is [1]. Reshaped to (8, 6), `folded` is [0].
-    local = tuple(spec.local_shape)
+    targets = _targets_of(spec.local_shape, dim, out)
+    target = inferred if inferred in targets.dims else targets.dims[0]
     total = spec.shape[dim]
-    inner = prod(local[dim:])
-    exact = [j for j in range(len(out)) if prod(out[j:]) == inner]
-    folded = [j for j in range(len(out)) if prod(out[j + 1 :]) < inner < prod(out[j:])]
-    if not local[dim]:
-        exact = [j for j, n in enumerate(out) if n == 0]
-    candidates = exact or folded
-    if not candidates or (not local[dim] and len(candidates) > 1):
-        raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
-    target = inferred if inferred in candidates else candidates[0]
-    if local[dim]:
-        # Example: if the dim has 2 elements on this rank, which has 4 of 8 elements of the source,
-        # it has 2 * 8 // 4 = 4 elements in all.
-        unit, rest = divmod(out[target] * total, local[dim])
-    else:
-        # Example: an empty shard (0, 6) of 8 rows as (0, 2, 3) gives 6 * 8 // 6 = 8.
-        unit = prod(n for d, n in enumerate(local) if d != dim) * total // prod(n for n in out if n)
-        rest = 0
-    for size in set(spec.sizes(dim)):
+    size, rest = _global_size(spec, dim, out, target)
+    if rest:
+        raise UnknownLayoutError("the sizes of shards are not multiples of it")
+    for rows in set(spec.sizes(dim)):
         # Example: a rank with 3 of 8 elements would have 3 * 4 / 8 of a dim of 4.
-        if rest or (total and size * unit % total):
+        if total and rows * size % total:
             raise UnknownLayoutError("the sizes of shards are not multiples of it")
-        if exact and target != inferred and size and (size == 1) != (size * unit == total):
+        is_certain = target == inferred or not targets.are_exact
+        if not is_certain and rows and (rows == 1) != (rows * size == total):
             raise UnknownLayoutError(
                 "its sizes do not show which dim is sharded; write -1 for the sharded dim"
             )
-    return target, unit
+    return target, size
+
+
+class _Targets(NamedTuple):
+    """The dims of a reshaped tensor that a sharded dim may have gone to.
+
+    Attributes:
+        dims: these dims.
+        are_exact: whether the elements of the sharded dim and of the dims after it are those of
+            such a dim and of the dims after it; otherwise the dim was folded into a larger one.
+    """
+
+    dims: list[int]
+    are_exact: bool
+
+
+def _targets_of(local: Sequence[int], dim: int, out: tuple[int, ...]) -> _Targets:
+    """Return the dims of the shape `out` that a sharded dim of a local shape may have gone to."""
+    if not local[dim]:
+        dims = [j for j, n in enumerate(out) if n == 0]
+        if len(dims) != 1:
+            raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
+        return _Targets(dims, are_exact=True)
+    # Example: in a local shape of (2, 4, 6) with dim 1 sharded, `inner` is 24. Reshaped to (2, 2,
+    # 2, 6), `exact` is [1]. Reshaped to (8, 6), `folded` is [0].
+    inner = prod(local[dim:])
+    exact = [j for j in range(len(out)) if prod(out[j:]) == inner]
+    if exact:
+        return _Targets(exact, are_exact=True)
+    folded = [j for j in range(len(out)) if prod(out[j + 1 :]) < inner < prod(out[j:])]
+    if not folded:
+        raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
+    return _Targets(folded, are_exact=False)
+
+
+def _global_size(spec: Spec, dim: int, out: tuple[int, ...], target: int) -> tuple[int, int]:
+    """Return the global size of the dim that a sharded dim went to, and the rest of the division."""
+    local = spec.local_shape
+    total = spec.shape[dim]
+    if local[dim]:
+        # Example: if the dim has 2 elements on this rank, which has 4 of 8 elements of the source,
+        # it has 2 * 8 // 4 = 4 elements in all.
+        return divmod(out[target] * total, local[dim])
+    # Example: an empty shard (0, 6) of 8 rows as (0, 2, 3) gives 6 * 8 // 6 = 8.
+    others = prod(n for d, n in enumerate(local) if d != dim)
+    others_of_out = prod(n for n in out if n)
+    return others * total // others_of_out, 0
 
 
 def _adopted(specs: Sequence[Spec], value: Any) -> Any:
