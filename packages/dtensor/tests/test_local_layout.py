@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal_dtensor import Shard, Spec
-from shoal_dtensor.modules.owners import carry_over, has_hooks
+from shoal_dtensor.modules.owners import has_hooks, move_attachments
 from shoal_dtensor.random_layouts.layouts import (
     PLAIN,
     UNSEEN,
@@ -42,11 +42,11 @@ def test_what_a_parameter_carries_of_another_stays_with_it() -> None:
     second: Any = nn.Parameter(torch.ones(2))
     first.tag = "weight"
     first.register_hook(lambda grad: grad)
-    carry_over(first, second)
+    move_attachments(first, second)
     assert has_hooks(second) and second.tag == "weight"
     second._backward_hooks.clear()  # torch refuses to save them
     for alone in (through_a_file(second), copy.deepcopy(second)):
-        carry_over(alone, nn.Parameter(torch.ones(2)))
+        move_attachments(alone, nn.Parameter(torch.ones(2)))
         assert not has_hooks(alone)
 
 

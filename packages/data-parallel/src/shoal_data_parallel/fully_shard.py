@@ -17,11 +17,11 @@ from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     check_plain_tensors,
     complete_forms,
-    extended,
     owners_of,
     refuse_save_pretrained,
     takes,
     watch_draws,
+    with_methods,
 )
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.internal import accelerator
@@ -168,7 +168,7 @@ def install_unit(first_unit: Unit, kind: Any) -> None:
     for module in modules:
         vars(module)[STATE] = first_unit
         refuse_save_pretrained(module)
-        module.__class__ = extended(kind, module.__class__)
+        module.__class__ = with_methods(kind, module.__class__)
         watch_draws(module, first_unit.axes.mesh)
 
 

@@ -22,7 +22,6 @@ from shoal_dtensor.internal import (
     ShardsInFlight,
     check_plain_tensors,
     complete_forms,
-    extended,
     in_backward,
     in_groups,
     is_compiling,
@@ -33,6 +32,7 @@ from shoal_dtensor.internal import (
     register_owner,
     takes,
     watch_draws,
+    with_methods,
 )
 from shoal_mesh import DeviceMesh, broadcast, current_mesh
 
@@ -270,7 +270,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     watch(axes.mesh)
     state.attach()
     vars(module)[_STATE] = state
-    module.__class__ = extended(ReplicateModule, module.__class__)
+    module.__class__ = with_methods(ReplicateModule, module.__class__)
     module.register_forward_pre_hook(state.before, prepend=True)
     module.register_forward_hook(state.after, always_call=True)
     watch_draws(module, axes.mesh)

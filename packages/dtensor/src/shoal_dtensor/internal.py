@@ -61,21 +61,21 @@ from .modules.forwards import (
 )
 from .modules.owners import (
     Owner,
+    batched_by_owner,
     carry_gradient,
-    carry_over,
     check_plain_tensors,
-    extended,
-    given_back,
     has_hooks,
     holds_tensors,
-    in_turns,
     live_owners,
+    move_attachments,
     note_replaced,
     owners_of,
     refuse_save_pretrained,
     register_owner,
     releasable_owners,
     save_whole_tensors,
+    whole_parameters,
+    with_methods,
 )
 from .random_layouts.functions import active, drawers_of
 from .random_layouts.layouts import UNSEEN, global_stride, in_memory_as, layout_of, note_layout

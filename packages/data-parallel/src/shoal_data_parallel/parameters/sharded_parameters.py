@@ -23,11 +23,11 @@ from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, S
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     carry_gradient,
-    carry_over,
     grad_hooked,
     local_of,
     local_shard,
     memory_of,
+    move_attachments,
     note_replaced,
     redistribute_shards,
     shard_sizes,
@@ -452,7 +452,7 @@ def _replacement(
         vars(new).update(vars(old))
         note_replaced(old)
     else:
-        carry_over(old, new)
+        move_attachments(old, new)
     return new
 
 

@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 
 @lru_cache(maxsize=1024)
-def extended(base: Any, kind: Any) -> Any:
+def with_methods(base: Any, kind: Any) -> Any:
     """Return a class with the methods of `base` and `kind`, under the name of `kind`.
 
     `kind` is the class of the user, and checkpoints and libraries look for its name.
@@ -95,7 +95,7 @@ def save_whole_tensors(
 
 def _empty(base: type, kind: type) -> Any:
     """Return an instance without state of an extended class; copies and pickles refer to this."""
-    combined = extended(base, kind)
+    combined = with_methods(base, kind)
     return combined.__new__(combined)
 
 
@@ -184,7 +184,7 @@ def releasable_owners(module: nn.Module, mesh: DeviceMesh | None = None) -> list
 
 
 @contextmanager
-def given_back(owners: Sequence[Owner]) -> Iterator[None]:
+def whole_parameters(owners: Sequence[Owner]) -> Iterator[None]:
     """Restore whole parameters on data axes to modules inside the block."""
     with ExitStack() as given:
         for owner in owners:
@@ -193,7 +193,7 @@ def given_back(owners: Sequence[Owner]) -> Iterator[None]:
         yield
 
 
-def in_turns(
+def batched_by_owner(
     items: Iterable[tuple[Item, Sequence[Owner]]], *, in_order: bool = False
 ) -> list[tuple[list[Item], list[Owner]]]:
     """Group items that need the same owners, so that few parameters are given back at once.
@@ -301,7 +301,7 @@ def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
         new.grad = grad
 
 
-def carry_over(old: Any, new: Any) -> None:
+def move_attachments(old: Any, new: Any) -> None:
     """Carry the attributes and gradient hooks of a plain parameter over to its DTensor, or back."""
     note_replaced(old)
     carry_attached(old, new)

@@ -20,12 +20,12 @@ from shoal_dtensor.internal import (
     ModuleForward,
     Scatter,
     carry_gradient,
-    carry_over,
     current_arithmetic,
     distributed_by,
     forward_of,
     has_hooks,
     holds_tensors,
+    move_attachments,
     scattering,
     set_forward,
 )
@@ -502,5 +502,5 @@ def successor_of(param: Tensor, tensor: Tensor, grad: Tensor | None) -> nn.Param
     """Return a parameter's replacement, with its attributes, gradient hooks and gradient dtype."""
     successor = nn.Parameter(tensor, requires_grad=param.requires_grad)
     carry_gradient(param, successor, grad)
-    carry_over(param, successor)
+    move_attachments(param, successor)
     return successor

@@ -15,12 +15,12 @@ from shoal_dtensor.errors import LayoutError, PlanError
 from shoal_dtensor.internal import (
     check_device_mesh,
     complete_forms,
-    given_back,
     refuse_save_pretrained,
     releasable_owners,
     takes,
     unwatch_draws,
     watch_draws,
+    whole_parameters,
 )
 from shoal_mesh import DeviceMesh, current_mesh
 
@@ -184,7 +184,7 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
         ...     type(unparallelize_module(linear).weight)
         <class 'torch.nn.parameter.Parameter'>
     """
-    with given_back(releasable_owners(module)):
+    with whole_parameters(releasable_owners(module)):
         plain = plain_module(module)
     still_sharded = any(isinstance(param, DTensor) for param in plain.parameters())
     refuse_save_pretrained(plain, still_sharded)

@@ -20,11 +20,11 @@ from shoal_dtensor.errors import PlanError, StyleError, StyleTypeError, TiedWeig
 from shoal_dtensor.internal import (
     Owner,
     Scatter,
-    given_back,
-    in_turns,
+    batched_by_owner,
     releasable_owners,
     scattering,
     watch_draws,
+    whole_parameters,
 )
 from shoal_mesh import DeviceMesh
 
@@ -184,7 +184,7 @@ class ResolvedPlan(NamedTuple):
         # order.
         draws_parameters = any(_may_draw(use) for use in self.uses)
         uses_with_owners = zip(uses_on_axes, owners_of_uses, strict=True)
-        turns = in_turns(uses_with_owners, in_order=draws_parameters)
+        turns = batched_by_owner(uses_with_owners, in_order=draws_parameters)
         with scattering(src_data_rank) as common_scatter:
             for uses_of_turn, owners_of_turn in progress(turns, "making modules parallel"):
                 # At the end of a turn, its owners take the parameters back and read the values. The
@@ -192,7 +192,7 @@ class ResolvedPlan(NamedTuple):
                 scatter_of_turn: AbstractContextManager[Scatter] = nullcontext(common_scatter)
                 if owners_of_turn:
                     scatter_of_turn = scattering(src_data_rank)
-                with given_back(owners_of_turn), scatter_of_turn as scatter:
+                with whole_parameters(owners_of_turn), scatter_of_turn as scatter:
                     for use, axis in uses_of_turn:
                         _apply_style(use, axis, scatter, src_data_rank=src_data_rank, lower=lower)
         _check_still_tied(self.root, tied_before)
