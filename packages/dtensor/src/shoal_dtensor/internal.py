@@ -83,7 +83,7 @@ from .random_layouts.region import current_watch, unwatch_draws, watch_draws
 from .redistribute.blocks import Blocks, Shards, exchange_blocks, move_blocks
 from .redistribute.plan import plan as plan_between
 from .redistribute.scatter import Scatter, scattering
-from .redistribute.shards_in_flight import ShardsInFlight, given_away, redistribute_shards
+from .redistribute.shards_in_flight import ShardsInFlight, drained, redistribute_shards
 from .redistribute.steps import Plan, Step, format_bytes
 from .scopes import context_scope, open_blocks
 from .spmd.first_check import on_first_check

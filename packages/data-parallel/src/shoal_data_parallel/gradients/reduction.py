@@ -21,7 +21,7 @@ from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.internal import (
     FakeTensor,
     download,
-    given_away,
+    drained,
     redistribute_shards,
 )
 from shoal_mesh import purpose
@@ -165,14 +165,14 @@ class GroupReduction:
         custom = group.communication.reduce_scatter
         if custom is None and not self._has_two_stages:
             moves = [*zip(sources, targets, strict=True)]
-            self._in_flight = redistribute_shards(given_away(collected.tensors), moves)
+            self._in_flight = redistribute_shards(drained(collected.tensors), moves)
             return
         scattered = [group.parameters[i].scattered(group.axes) for i in group.trained]
         scattered.append(_scattered_flags(reduced_flags, group.axes))
         scattered = self._on_groups([self._as_sent(layout) for layout in scattered])
         moves = [*zip(sources, scattered, strict=True)]
         if custom is None:
-            self._in_flight = redistribute_shards(given_away(collected.tensors), moves)
+            self._in_flight = redistribute_shards(drained(collected.tensors), moves)
         else:
             self._in_flight = self._send_by(custom, collected.tensors, moves)
         if group.axes.has_replicas and not self.stops_at_replicas:

@@ -143,7 +143,7 @@ def redistribute_shards(
     return ShardsInFlight([plan(src, dst) for src, dst in moves], shards, packs=True)
 
 
-def given_away(shards: list[Tensor]) -> Iterator[Tensor]:
+def drained(shards: list[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors of a list and remove them from it, so that they can be freed once sent."""
     while shards:
         yield shards.pop(0)
