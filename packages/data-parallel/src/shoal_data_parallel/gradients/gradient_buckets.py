@@ -334,14 +334,14 @@ class GradientBuckets:
             current.reductions = []
         else:
             for bucket in self.buckets:
-                bucket.spoiled = True  # until all are kept
+                bucket.partially_accumulated = True  # until all are kept
             for bucket in self.buckets:
                 for i in bucket.trained:
                     bucket.keep(i)
         self._restore(current)
         deliver(reductions)
         for bucket in self.buckets:
-            bucket.spoiled = False
+            bucket.partially_accumulated = False
 
     def _check_writes(self, reduction: GroupReduction) -> None:
         """Raise StyleError if ranks have written different values.

@@ -50,7 +50,7 @@ class Group(Reducer):
         # the same, reduced over the shards but not over the replicas
         self.scattered: Scattered = {}
         # whether a pass that added to the kept gradients still runs, or has failed
-        self.spoiled = False
+        self.partially_accumulated = False
         # how many ranks share the loss of the kept gradients
         self.kept_ranks_of_loss = 1
         self.communication = Communication()
@@ -77,7 +77,7 @@ class Group(Reducer):
         several parameters.
         """
         self._check_same_loss(ranks_of_loss(self))
-        self.spoiled = True
+        self.partially_accumulated = True
         local, spec = self.parameters[i].gradient(grad)
         if i in self.kept:
             kept, layout = self.kept[i]
@@ -114,7 +114,7 @@ class Group(Reducer):
 
     def check_kept(self) -> None:
         """Raise StyleError if a backward that raised may have added to kept gradients."""
-        if self.spoiled:
+        if self.partially_accumulated:
             raise StyleError(
                 f"{self.owner}: a backward raised while it added to the kept gradients of "
                 f"{self.name!r}, so some kept gradients include it and some do not. Drop all of "
@@ -124,7 +124,7 @@ class Group(Reducer):
     def drop_kept(self) -> None:
         self.kept = {}
         self.scattered = {}
-        self.spoiled = False
+        self.partially_accumulated = False
 
 
 class ReducingModule(nn.Module):

@@ -146,7 +146,7 @@ class GroupReduction:
         group = self.group
         kept = group.kept
         group.kept = {}
-        if not group.spoiled:
+        if not group.partially_accumulated:
             self._kept = kept.copy()
         if not self.stops_at_replicas:
             self._scattered = group.scattered

@@ -219,7 +219,7 @@ class UnitBackward:
         self._hooks.restore()
         self._deliver(captures=captures)
         for unit, lead in self._units.items():
-            unit.spoiled = unit.spoiled and lead.backward is not self
+            unit.partially_accumulated = unit.partially_accumulated and lead.backward is not self
         self._close()
 
     def _deliver(self, *, captures: bool) -> None:
