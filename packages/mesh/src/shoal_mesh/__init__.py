@@ -85,7 +85,7 @@ __all__ = [
 
 
 log_from_environment()
-Comm.at_first += [define_operators]
+Comm.on_first_use += [define_operators]
 
 __dir__, __getattr__ = facade(__name__, __all__)
 

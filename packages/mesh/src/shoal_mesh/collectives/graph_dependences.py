@@ -145,7 +145,7 @@ def contribution(operand: Tensor, held: bool, other: float) -> Tensor:
     """
     if is_traced(operand) and not is_exporting():
         # registers the operator
-        Comm.run_at_first()
+        Comm.prepare_first_use()
         result: Tensor = getattr(torch.ops, NAMESPACE).contribution(operand, held, other)
         return result
     return operand.clone() if held else torch.full_like(operand, other)

@@ -107,7 +107,7 @@ class Comm:
     """
 
     # functions that are called once, before the first communicator is made, instead of at import
-    at_first: ClassVar[list[Callable[[], None]]] = []
+    on_first_use: ClassVar[list[Callable[[], None]]] = []
 
     _group: ProcessGroup | None
     name: str
@@ -152,10 +152,10 @@ class Comm:
     __hash__ = object.__hash__
 
     @classmethod
-    def run_at_first(cls) -> None:
-        """Run the functions of `at_first`; later calls do nothing."""
-        while cls.at_first:
-            cls.at_first.pop()()
+    def prepare_first_use(cls) -> None:
+        """Run the functions of `on_first_use`; later calls do nothing."""
+        while cls.on_first_use:
+            cls.on_first_use.pop()()
 
     @classmethod
     def over(
@@ -173,7 +173,7 @@ class Comm:
             ranks: the global ranks of the group.
             choice: the options with which the group was created; None if the user created it.
         """
-        cls.run_at_first()
+        cls.prepare_first_use()
         world = require_world()
         require(group, ProcessGroup, "a communicator runs over a process group")
         require_each(axes, str, "the axes of a communicator are strings")
