@@ -87,7 +87,7 @@ class Stream:
         self.depth: int = slots.shape[0]
         self.slot_bytes: int = slots.shape[2]
         # the collective that has been started last, until it is complete
-        self.open: Underway | None = None
+        self.open: StepwiseWork | None = None
         # (depth, size, bytes)
         self._slots = slots
         # by rank: the index of the first word of its line (`Peers`)
@@ -100,7 +100,7 @@ class Stream:
         # (dtype, count, ways) -> for each slot the two tensors that `slots` returns
         self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
 
-    def start(self, steps: Steps) -> Underway:
+    def start(self, steps: Steps) -> StepwiseWork:
         """Start a collective and show its first round; complete the one that was open before."""
         if self.open is not None:
             self.open.complete()
@@ -114,7 +114,7 @@ class Stream:
             # Nothing has been shown, so the stream is as it was before the call.
             self._slot = slot
             raise
-        work = Underway(self, steps)
+        work = StepwiseWork(self, steps)
         self.open = work
         work.show(first)
         return work
@@ -184,7 +184,7 @@ class Stream:
                 raise self.peers.differ(self.lines, requests)
 
 
-class Underway:
+class StepwiseWork:
     """A collective in flight, with the interface of c10d's Work."""
 
     __slots__ = ("_awaited", "_error", "_steps", "_stream")

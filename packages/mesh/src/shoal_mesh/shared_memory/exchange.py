@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..transport import Handle, Receive, Sizes, Transport, as_bytes
 from ..watch.recorder import CARRIED_DTYPES, CARRIED_OPS, name_of, number_of, request
-from .channel import Channel, Stream, Underway
+from .channel import Channel, StepwiseWork, Stream
 from .packed_messages import PackedMessage, all_reduce_packed, exchange_packed
 from .rounds import Steps
 from .row_reductions import elements_between, flat_of, reduce_rows
@@ -53,27 +53,27 @@ class SharedMemoryTransport(Transport):
             return self._backend
         return SharedMemoryTransport(self._channel, self._backend, stream)
 
-    def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Underway:
+    def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> StepwiseWork:
         stream = self._stream
         if background or stream.size == 2 or tensor.nbytes <= _ONE_ROUND_SUM_BYTES:
             return stream.start(_in_windows(stream, "all_reduce", tensor, tensor, op=op))
         return stream.start(all_reduce_packed(stream, [tensor], op, None))
 
-    def all_gather(self, tensor: Tensor, out: Tensor) -> Underway:
+    def all_gather(self, tensor: Tensor, out: Tensor) -> StepwiseWork:
         return self._stream.start(_in_windows(self._stream, "all_gather", tensor, out))
 
-    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Underway:
+    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> StepwiseWork:
         return self._stream.start(_in_windows(self._stream, "reduce_scatter", tensor, out, op=op))
 
-    def all_to_all(self, tensor: Tensor, out: Tensor) -> Underway:
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> StepwiseWork:
         return self._stream.start(_in_windows(self._stream, "all_to_all", tensor, out))
 
-    def broadcast_(self, tensor: Tensor, root: int) -> Underway:
+    def broadcast_(self, tensor: Tensor, root: int) -> StepwiseWork:
         return self._stream.start(_in_windows(self._stream, "broadcast", tensor, tensor, root=root))
 
     def all_to_all_v(
         self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
-    ) -> Underway:
+    ) -> StepwiseWork:
         return self._stream.start(_exchange(self._stream, flat, out, send, receive=receive))
 
     def packed(
