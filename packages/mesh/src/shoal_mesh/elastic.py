@@ -40,7 +40,7 @@ from .errors import BackendError, MeshError, NewcomerError, PeerError
 from .groups.process_groups import comm_over, forget_groups
 from .groups.world import device_of, require_world
 from .shared_memory.channel import give_up
-from .watch.backend_work import settle
+from .watch.backend_work import drain
 from .watch.processes import machine, state_of
 
 R = TypeVar("R")
@@ -204,7 +204,7 @@ class ElasticWorld:
         if dist.is_initialized():
             give_up(reason)
             forget_groups()
-            settle(self._timeout.total_seconds())
+            drain(self._timeout.total_seconds())
             dist.destroy_process_group()
             # gloo closes its connections when the group is freed, and ranks that wait for this rank
             # notice it

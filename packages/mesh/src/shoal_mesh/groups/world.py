@@ -95,9 +95,9 @@ def restart_world(
         meet(meeting, ranks, old_rank, span, where="restart_world")
     del world
     # imported here, so that an import of this low-level module does not load `watch`
-    from ..watch.backend_work import settle
+    from ..watch.backend_work import drain
 
-    settle(span.total_seconds() if span is not None else 0.0)
+    drain(span.total_seconds() if span is not None else 0.0)
     dist.destroy_process_group()
     store = _torch.PrefixStore(f"shoal_restart_{number}", store)
     dist.init_process_group(
@@ -334,7 +334,7 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
 
     Dispatch modes neither see the tensors nor replace them by fake ones.
     """
-    # imported here for the same reason as `settle` in `restart_world`
+    # imported here for the same reason as `drain` in `restart_world`
     from ..watch.backend_work import BackendWork
 
     kind: Any = type(group)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 _ABANDONED: list[Work] = []
 
 
-def settle(timeout: float) -> None:
+def drain(timeout: float) -> None:
     """Wait until no thread of gloo needs the interpreter's lock, so that groups can be freed.
 
     A thread of gloo frees the tensors of a collective a moment after the end of the collective, and
