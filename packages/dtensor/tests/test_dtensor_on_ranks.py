@@ -373,7 +373,7 @@ def test_async_waits_at_first_use() -> None:
     mesh = mesh_1d()
     x: Any = spread(sample(8, 4), mesh, [S0])
     y: Any = x.redistribute(placements=[R], async_op=True)
-    assert type(y).__name__ == "_Pending"
+    assert type(y).__name__ == "DeferredDTensor"
     assert torch.equal((y + y).to_local(), sample(8, 4) * 2)
     assert type(y) is DTensor
 

@@ -429,7 +429,7 @@ class _CopiedView(DTensor):
     __slots__ = ()
 
 
-class _Pending(DTensor):
+class DeferredDTensor(DTensor):
     """A DTensor whose local tensor is still in flight.
 
     The first use waits for the local tensor and makes the object a plain DTensor.
@@ -477,9 +477,9 @@ def zeros_of_output(shape: Sequence[int], context: Any) -> DTensor:
 
 # These are bound methods, because a method that calls the function would take 0.1 us more.
 DTensor.__torch_dispatch__ = MethodType(dispatch, DTensor)
-_Pending.__torch_dispatch__ = MethodType(run_on_pending, DTensor)
+DeferredDTensor.__torch_dispatch__ = MethodType(run_on_pending, DTensor)
 DTensor.copied_view = _CopiedView
-DTensor.pending = _Pending
+DTensor.pending = DeferredDTensor
 DTensor.local_slot = DTensor.__dict__["_local_tensor"]
 _CopiedView._local_tensor = local_of_copied_view(DTensor.local_slot)  # type: ignore[assignment]  # a property for a slot
 
