@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import count
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -57,6 +57,8 @@ _LIBRARY = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
 _BLOCKS: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 # seconds between two looks at where the others are, the first of them too
 _PATIENCE = 0.5
+# the ends of the texts about lost ranks that run nothing any more
+_ENDS = ("ended", "returned")
 
 
 @contextmanager
@@ -239,32 +241,56 @@ class _Comparison:
         """Write that this rank waits; return an error if one has left, raised or is late."""
         along = f"along {'x'.join(comm.axes)}"
         self.say(f"waits {along} in {text}")
-        others = [rank for rank in comm.ranks if rank != self._rank]
-        states = {rank: self._read(rank) for rank in others}
-        missing = [rank for rank in others if not states[rank].startswith(f"waits {along} ")]
+        states = {rank: self._read(rank) for rank in comm.ranks if rank != self._rank}
+        missing = [rank for rank in states if not states[rank].startswith(f"waits {along} ")]
         if not missing:
             return None
         lost = lost_ranks(comm.group, _torch.ranks_in_order(comm.group))
-        left = {rank for rank in missing if states[rank].startswith("left")}
-        ended = {rank for rank, state in lost.items() if state.endswith(("ended", "returned"))}
-        gone = [rank for rank in missing if rank in left or rank in ended]
+        absent = _AbsentRanks(missing, states, lost)
         raised, ranks = json.loads(self._read("alarm") or '["", []]')
         if raised:
             return LockstepError(raised, tuple(ranks))
+        gone = absent.gone()
         if not gone and waited <= self._timeout:
             return None
         arrived = [rank for rank in comm.ranks if rank not in missing]
         lines = [f"after {waited:.1f} s not all ranks have come {along}:"]
         lines.append(f"  {name_ranks(arrived)} waits: {text}")
+        before = self._last.get(comm.name)
         for rank in missing:
-            state = states[rank] or "outside of collectives that ranks wait in"
-            if rank in lost and rank not in left:
-                state = lost[rank]
-            lines.append(f"  rank {rank} has not arrived; last seen: {state}")
-            before = self._last.get(comm.name)
+            lines.append(f"  rank {rank} has not arrived; last seen: {absent.last_seen(rank)}")
             if before:
                 lines.append(f"    before that along this axis: {before}")
         return LockstepError("\n".join(lines), tuple(gone or missing))
+
+
+class _AbsentRanks(NamedTuple):
+    """The ranks that have not arrived at the collective in which this rank waits.
+
+    Attributes:
+        ranks: their numbers.
+        states: the text that each other rank of the communicator wrote to the store last.
+        lost: the state of each rank that the watch of the ranks reports as lost.
+    """
+
+    ranks: Sequence[int]
+    states: Mapping[int, str]
+    lost: Mapping[int, str]
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank has left the lockstep block."""
+        return self.states[rank].startswith("left")
+
+    def gone(self) -> list[int]:
+        """Return the ranks that cannot arrive: they have left the block, or have ended."""
+        ended = {rank for rank, state in self.lost.items() if state.endswith(_ENDS)}
+        return [rank for rank in self.ranks if self.has_left(rank) or rank in ended]
+
+    def last_seen(self, rank: int) -> str:
+        """Return the last known state of a rank in words."""
+        if rank in self.lost and not self.has_left(rank):
+            return self.lost[rank]
+        return self.states[rank] or "outside of collectives that ranks wait in"
 
 
 # --- what a rank is about to do -------------------------------------------------------------------
