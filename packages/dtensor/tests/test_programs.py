@@ -17,7 +17,16 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 import shoal_dtensor as sd
-from random_programs import Program as Lines, compose, hunt, on_one, on_ranks, shrink
+from random_programs import (
+    Program as Lines,
+    Stop,
+    compose,
+    hunt,
+    on_one,
+    on_ranks,
+    shrink,
+    verdict_of_stop,
+)
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import rank_pool
@@ -356,3 +365,15 @@ def test_composed_programs_equal_one_device() -> None:
 def test_many_composed_programs_equal_one_device(first: int) -> None:
     found = [*map(str, hunt(range(first, first + 500)))]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("raises", [True, False], ids=["raises", "returns"])
+def test_no_rank_waits_for_a_rank_that_stops_in_the_middle(raises: bool) -> None:
+    program = Lines((4,), ("x1 = real(0, (8,), [Shard(0)])", "x2 = place(x1, [Replicate()])"))
+    assert verdict_of_stop(program, Stop(2, 1, raises)) == ""
+
+
+def test_a_stop_that_ranks_wait_for_is_a_finding() -> None:
+    program = Lines((4,), ("torch.ones(3)", "__import__('time').sleep(60)"))
+    found = verdict_of_stop(program, Stop(2, 1, raises=False), timeout=3.0)
+    assert found.startswith("hang: ranks (0, 1, 3) wait")
