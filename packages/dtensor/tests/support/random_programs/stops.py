@@ -56,8 +56,12 @@ def run_until_stop(program: Program, stop: Stop) -> None:
         raise ValueError(REASON)
 
 
-def verdict_of_stop(program: Program, stop: Stop, timeout: float = 20.0) -> str:
-    """Return how other ranks wait in vain, or an error does not give the reason; "" if all is well."""
+def verdict_of_stop(program: Program, stop: Stop, timeout: float = 60.0) -> str:
+    """Return how other ranks wait in vain, or an error does not give the reason; "" if all is well.
+
+    The time is long because new ranks on a busy machine import modules for many seconds. Ranks that
+    wait for the rank that has stopped are ended seconds after it.
+    """
     try:
         rank_pool(RANKS).run(run_until_stop, program, stop, timeout=timeout)
     except RankError as error:
