@@ -5,6 +5,7 @@ Covers: {fsdp_module,communication,gathered,gradient_group}.py.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
@@ -730,6 +731,35 @@ def test_pairs_of_methods(first: str) -> None:
             loss_of(plain, tokens, targets).backward()
             loss_of(model, *rows(mesh, tokens, targets)).backward()
         same_gradients(plain, model)
+
+
+@on_ranks(2)
+def test_gradients_are_kept_as_they_arrive_where_all_forwards_come_first() -> None:
+    """Pipelines held all gradients of a unit until its backward ended, beside the kept ones."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)).double()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model, mesh)
+    (unit,) = units_of(model)
+    kept_before_the_first_layer: list[int] = []
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: kept_before_the_first_layer.append(len(unit.kept)))
+
+    model[0].register_forward_hook(watch)
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plain(x.flatten(0, 1)).square().sum().backward()
+    mine = x.tensor_split(2)[torch.distributed.get_rank()]
+    model.set_requires_gradient_sync(False)
+    losses = [model(rows).square().sum() for rows in mine]
+    for loss in losses:
+        loss.backward()
+    model.set_gradient_divide_factor(1)
+    model.reduce_gradients()
+    same_gradients(plain, model)
+    # the weight of the second layer, and then all four parameters
+    assert kept_before_the_first_layer == [1, 4]
 
 
 # Methods with `recurse`, and a value that is not the default one.

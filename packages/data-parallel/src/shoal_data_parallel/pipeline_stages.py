@@ -154,6 +154,9 @@ def _reduce_at_end(stage: Any) -> None:
     def perform_reduce_grad(grad_scale_factor: int, *args: Any, **kwargs: Any) -> None:
         if getattr(stage, _KEEPS, False):
             return
+        # before the reduction, so that gathered parameters and sums are not held together
+        for unit in units_of(stage.submod):
+            unit.reshard()
         earlier = _take_gradients(reducers)
         try:
             for module in modules:
@@ -161,8 +164,6 @@ def _reduce_at_end(stage: Any) -> None:
             scale(grad_scale_factor, *args, **kwargs)
         finally:
             _add_gradients(earlier)
-        for unit in units_of(stage.submod):
-            unit.reshard()
 
     for module in modules:
         module.set_requires_gradient_sync(False)

@@ -217,7 +217,8 @@ def _begin(unit: Unit) -> Forward:
     forward.units = schedule.units
     if recomputing:
         return forward
-    if forward.nodes and unit.kept:
+    keeps_gradients = bool(unit.kept) or not unit.syncs
+    if forward.nodes and keeps_gradients:
         _show_arriving(forward)
     schedule.order.append(unit)
     following = unit.settings.prefetch_in_forward
