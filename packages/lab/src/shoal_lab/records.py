@@ -66,6 +66,7 @@ class StepRecord:
 
     Attributes:
         before: the parameters when the first forward of the step begins.
+        replaced: the names that had other parameters in an earlier step.
         gradients: the gradients of the parameters that the optimizer updates, when its step begins.
         trained: the names of the parameters that an optimizer of this rank updates.
         unreduced: for each backward, the growth of the gradients during the backward.
@@ -78,6 +79,7 @@ class StepRecord:
     """
 
     before: Values = field(default_factory=dict)
+    replaced: set[str] = field(default_factory=set)
     gradients: Values = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     unreduced: list[Values] = field(default_factory=list)
@@ -95,6 +97,7 @@ class RankRecord:
     Attributes:
         steps: the record of each step of the optimizer.
         after: the parameters at the end of the program.
+        replaced_after: the names that had other parameters in the last step.
         returned: the values that the program returned by name.
         masks: the dropouts, in order.
         outputs: the outputs of modules, in order, if they were requested.
@@ -108,6 +111,7 @@ class RankRecord:
 
     steps: list[StepRecord] = field(default_factory=list)
     after: Values = field(default_factory=dict)
+    replaced_after: set[str] = field(default_factory=set)
     returned: Values = field(default_factory=dict)
     masks: list[MaskDraw] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)

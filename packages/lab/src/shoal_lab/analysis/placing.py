@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..records import LocalValue, RankRecord, Values
+from .copies import Setting
 from .find_index import find_index
 from .grid import MeshGrid
 
@@ -36,14 +37,15 @@ class Places:
 
     Attributes:
         by_rank: for each rank the places by local name.
-        unplaced: rank and local name of parameters that are in no logical parameter.
-        ambiguous: rank and local name of parameters whose values are constant, so that they match
-            several places.
+        unplaced: local names by rank that no logical parameter fits.
+        ambiguous: local names whose place is not found because their values are constant.
+        known: for each rank the local names that were looked for.
     """
 
     by_rank: list[dict[str, ValuePlace]] = field(default_factory=list)
     unplaced: list[tuple[int, str]] = field(default_factory=list)
     ambiguous: list[tuple[int, str]] = field(default_factory=list)
+    known: list[set[str]] = field(default_factory=list)
 
 
 def place_parameters(ranks: Sequence[RankRecord], reference: RankRecord, grid: MeshGrid) -> Places:
@@ -58,32 +60,96 @@ def place_parameters(ranks: Sequence[RankRecord], reference: RankRecord, grid: M
     places = Places()
     for rank, record in enumerate(ranks):
         values = record.steps[0].before if record.steps else record.after
-        found = dict[str, ValuePlace]()
-        postponed = list[str]()
-        for name, value in values.items():
-            place = _place(name, value, wholes)
-            if place is None:
-                postponed.append(name)
-            else:
-                found[name] = place
-        places.by_rank.append(found)
-        for name in postponed:
-            place = _place_by_sibling(name, values[name], found, wholes)
-            if place is None:
-                place = _place_by_name(name, values[name], wholes)
-            if place is None:
-                place = _place_by_chunk(name, values[name], wholes, (grid, rank))
-            if place is not None:
-                found[name] = place
-            elif _is_constant(values[name].tensor):
-                places.ambiguous.append((rank, name))
-            else:
-                places.unplaced.append((rank, name))
+        places.by_rank.append({})
+        places.known.append(set(values))
+        _place_rank(places, (grid, rank), (values, wholes, 0.0))
     return places
 
 
-def _place(name: str, value: LocalValue, wholes: Values) -> ValuePlace | None:
+def place_replaced(
+    places: Places, ranks: Sequence[tuple[Values, set[str]]], wholes: Values, setting: Setting
+) -> Places:
+    """Find the parameters that a program has replaced, or has made after the first step.
+
+    A parameter that is replaced by a copy keeps its place.
+
+    Args:
+        places: before.
+        ranks: for each rank the parameters, and the names that had other parameters before.
+        wholes: the parameters of one device at the same time.
+        setting: the grid, and the tolerance for trained values.
+
+    Returns:
+        The places of all parameters; unplaced and ambiguous are the new ones alone.
+    """
+    found = Places([dict(by_name) for by_name in places.by_rank])
+    for rank, (values, replaced) in enumerate(ranks):
+        before = places.by_rank[rank]
+        new = Values()
+        for name, value in values.items():
+            is_first = name not in places.known[rank]
+            is_copy = name in before and _is_at(value, before[name], (wholes, setting))
+            if is_first or (name in replaced and not is_copy):
+                new[name] = value
+                found.by_rank[rank].pop(name, None)
+        found.known.append(places.known[rank] | set(values))
+        if new:
+            slack = setting.tolerance * _largest_element(wholes)
+            _place_rank(found, (setting.grid, rank), (new, wholes, slack))
+    return found
+
+
+def _largest_element(values: Values) -> float:
+    """Return the largest absolute value of all elements."""
+    largest = 0.0
+    for value in values.values():
+        if value.tensor.numel():
+            largest = max(largest, float(value.tensor.abs().max()))
+    return largest
+
+
+def _is_at(value: LocalValue, place: ValuePlace, run: tuple[Values, Setting]) -> bool:
+    """Tell whether a parameter of this place has the values of one device there."""
+    wholes, setting = run
+    whole = wholes.get(place.name)
+    if whole is None or value.tensor.shape != place.index.shape or value.index is not None:
+        return False
+    if place.index.numel() and int(place.index.max()) >= whole.tensor.numel():
+        return False
+    return setting.is_close(value.tensor, whole.tensor.flatten()[place.index])
+
+
+def _place_rank(
+    places: Places, place: tuple[MeshGrid, int], compared: tuple[Values, Values, float]
+) -> None:
+    """Find the parameters of one rank in those of one device, within a slack of each element."""
+    _, rank = place
+    values, wholes, slack = compared
+    found = places.by_rank[rank]
+    postponed = list[str]()
+    for name, value in values.items():
+        at = _place(name, value, (wholes, slack))
+        if at is None:
+            postponed.append(name)
+        else:
+            found[name] = at
+    for name in postponed:
+        at = _place_by_sibling(name, values[name], found, wholes)
+        if at is None:
+            at = _place_by_name(name, values[name], wholes)
+        if at is None:
+            at = _place_by_chunk(name, values[name], wholes, place)
+        if at is not None:
+            found[name] = at
+        elif _is_constant(values[name].tensor):
+            places.ambiguous.append((rank, name))
+        else:
+            places.unplaced.append((rank, name))
+
+
+def _place(name: str, value: LocalValue, candidates: tuple[Values, float]) -> ValuePlace | None:
     """Find a parameter by metadata, by name and values, or by values alone."""
+    wholes, slack = candidates
     same = wholes.get(name)
     has_layout = value.index is not None and value.shape is not None
     if same is not None and has_layout and value.shape == tuple(same.tensor.shape):
@@ -92,24 +158,24 @@ def _place(name: str, value: LocalValue, wholes: Values) -> ValuePlace | None:
     if _is_constant(value.tensor) and value.tensor.numel():
         return None
     if same is not None:
-        index = find_index(value.tensor, same.tensor)
+        index = find_index(value.tensor, same.tensor, slack)
         if index is not None:
             return ValuePlace(name, index)
     for other, whole in wholes.items():
         has_size = value.tensor.numel() <= whole.tensor.numel()
         if other != name and has_size and value.tensor.numel():
-            index = _find_in_other(value, whole)
+            index = _find_in_other(value, whole, slack)
             if index is not None:
                 return ValuePlace(other, index)
     return None
 
 
-def _find_in_other(value: LocalValue, whole: LocalValue) -> Tensor | None:
+def _find_in_other(value: LocalValue, whole: LocalValue, slack: float) -> Tensor | None:
     """Find a parameter in a logical parameter of another name, by metadata or by values."""
     if value.index is None or value.shape != tuple(whole.tensor.shape):
-        return find_index(value.tensor, whole.tensor)
+        return find_index(value.tensor, whole.tensor, slack)
     part = whole.tensor.flatten()[value.index]
-    return value.index if torch.equal(part, value.tensor) else None
+    return value.index if torch.allclose(part, value.tensor, rtol=0, atol=slack) else None
 
 
 def _is_constant(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from .find_index import find_index
 from .grid import MeshGrid
 from .losses import explain_losses, relate_losses
 from .masks import compare_masks
-from .placing import ValuePlace, place_parameters
+from .placing import ValuePlace, place_parameters, place_replaced
 
 
 @dataclass(slots=True)
@@ -98,11 +98,20 @@ class _TensorComparison:
 
     def run(self) -> None:
         """Compare the quantities in the order of their computation, until there is a finding."""
-        self._note_unplaced()
+        first = self.reference.steps[0].before if self.reference.steps else {}
+        self._note_unplaced(
+            0, [record.steps[0].before for record in self.ranks if record.steps], first
+        )
         steps = len(self.reference.steps)
         counts = sorted({len(record.steps) for record in self.ranks})
         for step in range(min(steps, *counts)):
             self._prepare(step)
+            if step:
+                now = [
+                    (record.steps[step].before, record.steps[step].replaced)
+                    for record in self.ranks
+                ]
+                self._place_replaced(step, now, self.reference.steps[step].before)
             comparisons = (
                 self._parameters,
                 self._states_before,
@@ -147,20 +156,29 @@ class _TensorComparison:
             loss_by_axis=relations,
         )
 
-    def _note_unplaced(self) -> None:
-        """Record parameters without a place; they are findings if one device has their name."""
-        wholes = self.reference.steps[0].before if self.reference.steps else {}
+    def _place_replaced(
+        self, step: int, ranks: Sequence[tuple[Values, set[str]]], wholes: Values
+    ) -> None:
+        """Find the parameters that the program has replaced since the step before."""
+        self.places = place_replaced(self.places, ranks, wholes, self.setting)
+        self._note_unplaced(step, [values for values, _ in ranks], wholes)
+
+    def _note_unplaced(self, step: int, by_rank: Sequence[Values], wholes: Values) -> None:
+        """Report parameters without a place; parameters with a known name are findings."""
         for rank, name in self.places.unplaced:
             if name in wholes and not name.startswith("optimizer."):
-                shape = tuple(self.ranks[rank].steps[0].before[name].tensor.shape)
+                shape = tuple(by_rank[rank][name].tensor.shape)
                 text = (
                     f"no part of the parameter of one device {tuple(wholes[name].tensor.shape)} has "
                     f"the initial values that rank {rank} has {shape}"
                 )
-                explanation = FittingExplanation("random", self._sharded_axes(name), text)
+                axes = self._sharded_axes(name, by_rank)
+                explanation = FittingExplanation("random", axes, text)
                 if name not in {finding.name for finding in self.findings}:
                     self.findings.append(
-                        CertificationFinding(0, "parameter", name, 1.0, explanations=(explanation,))
+                        CertificationFinding(
+                            step, "parameter", name, 1.0, explanations=(explanation,)
+                        )
                     )
             else:
                 self.not_compared.append(
@@ -169,13 +187,13 @@ class _TensorComparison:
         for rank, name in self.places.ambiguous:
             self.not_compared.append(f"{name} on rank {rank}: constant values match several shards")
 
-    def _sharded_axes(self, name: str) -> tuple[str, ...]:
+    def _sharded_axes(self, name: str, by_rank: Sequence[Values]) -> tuple[str, ...]:
         """Return the axes along which the initial values of a parameter differ."""
         grid = self.setting.grid
         differing = list[str]()
         for axis in grid.names:
             for ranks in grid.groups((axis,)):
-                values = [self.ranks[rank].steps[0].before.get(name) for rank in ranks]
+                values = [by_rank[rank].get(name) for rank in ranks]
                 tensors = [value.tensor for value in values if value is not None]
                 if any(not _equal(tensor, tensors[0]) for tensor in tensors):
                     differing.append(axis)
@@ -195,6 +213,8 @@ class _TensorComparison:
     def _final_parameters(self, steps: int) -> None:
         """Compare the parameters at the end."""
         values = [record.after for record in self.ranks]
+        now = [(record.after, record.replaced_after) for record in self.ranks]
+        self._place_replaced(max(steps - 1, 0), now, self.reference.after)
         history = [earlier.before for earlier in self.reference.steps]
         self._compare(max(steps - 1, 0), "parameter", (values, self.reference.after, history))
 
@@ -280,7 +300,9 @@ class _TensorComparison:
         for name, whole in wholes.items():
             if name not in copies or not copies[name]:
                 continue
-            earlier = [past[name].tensor for past in history if name in past]
+            before = [past[name].tensor for past in history if name in past]
+            # A program may have replaced the parameter by one of another shape.
+            earlier = [tensor for tensor in before if tensor.shape == whole.tensor.shape]
             parts = [part[name].tensor for part in microbatches if name in part]
             is_complete = len(parts) == len(microbatches)
             expected = Expected(

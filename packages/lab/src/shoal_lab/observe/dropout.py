@@ -45,7 +45,11 @@ class DropoutWatch:
         self._place = place
 
     def install(self) -> None:
-        """Replace the functions; the process ends with its program, so they are not restored."""
+        """Replace the functions; the process ends with its program, so nothing is put back.
+
+        A compiled program leaves its graph to draw a mask.
+        """
+        self._replaces = torch.compiler.disable(self._replaces)  # type: ignore[method-assign, no-untyped-call]  # of this instance; of torch
         for name in _NAMES:
             setattr(F, name, self._watched(getattr(F, name)))
         F.scaled_dot_product_attention = self._watched_attention(F.scaled_dot_product_attention)
@@ -56,11 +60,10 @@ class DropoutWatch:
         def dropout(
             input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
         ) -> Tensor:
-            if self._keeps():
-                return function(input, p, training, inplace)
-            if training and p > 0:
-                self._draw(input, p, input.shape)
-            return input
+            is_active = training and p > 0
+            if is_active and self._replaces(input, p, input.shape):
+                return input
+            return function(input, p, training, inplace)
 
         return dropout
 
@@ -71,12 +74,19 @@ class DropoutWatch:
             query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
             is_causal: bool = False, **options: Any,
         ) -> Tensor:  # fmt: skip
-            if dropout_p > 0 and not self._keeps():
-                self._draw(query, dropout_p, (*query.shape[:-1], key.shape[-2]))
+            shape = (*query.shape[:-1], key.shape[-2])
+            if dropout_p > 0 and self._replaces(query, dropout_p, shape):
                 dropout_p = 0.0
             return function(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
         return attention
+
+    def _replaces(self, input: Tensor, p: float, shape: Any) -> bool:
+        """Draw the mask of a dropout that is not applied; return False if the dropout is applied."""
+        if self._keeps():
+            return False
+        self._draw(input, p, shape)
+        return True
 
     def _draw(self, input: Tensor, p: float, shape: Any) -> None:
         """Draw a mask from the program's generator, and record it."""

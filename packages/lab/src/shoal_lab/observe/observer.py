@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,7 @@ from shoal_dtensor.internal import forward_of, owners_of
 from ..records import LocalValue, Output, RankRecord, StepRecord, Values
 from .batches import record_batches, replay_batches
 from .dropout import DropoutWatch
+from .earlier_parameters import ParameterIdentities, StaleParameters
 from .local_values import local_value
 from .roots import Roots
 
@@ -81,16 +84,20 @@ class ProgramObserver:
         # number of optimizers whose `step` runs: one may call another one
         self._stepping = 0
         self._backward_depth = 0
-        # the parameters of the last forward, for `uses_stale_parameters`
-        self._previous = dict[str, Tensor]()
+        self._stale = StaleParameters()
         # whether the program uses shoal; None until this is known
         self._is_shoal: bool | None = observation.applies_dropout
-        # ids of the optimizers that have stepped in this step, and of all that have ever stepped
-        self._stepped = set[int]()
-        self._known_optimizers = set[int]()
+        # The optimizers that stepped in this step: held, because another one could get the same id.
+        self._stepped = list[Any]()
+        self._known_optimizers = weakref.WeakSet[Any]()
+        self._identities = ParameterIdentities()
 
     def install(self) -> None:
         """Register all hooks."""
+        # The hooks leave the graphs of torch.compile alone, so torch need not warn of them.
+        warnings.filterwarnings(
+            "ignore", message="Using `torch.compile.module.` when there are global"
+        )
         register_module_forward_pre_hook(self._enter_module)
         register_module_forward_hook(self._leave_module, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
@@ -114,6 +121,7 @@ class ProgramObserver:
             self._close_step()
         record = self.record
         record.after = self._read(parameters)
+        record.replaced_after = self._identities.note(parameters)
         record.returned = self._read_returned(returned)
         if dist.is_initialized():
             record.meshes = _find_meshes()
@@ -126,12 +134,17 @@ class ProgramObserver:
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         """Begin a module's forward; a hook."""
+        if torch.compiler.is_compiling():
+            # Modules inside of a compiled one are not observed: a hook would break the graph.
+            return
         if not self._stack:
             self._begin_forward(module)
         self._stack.append(module)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a module's forward, and record its output in the requested step; a hook."""
+        if torch.compiler.is_compiling():
+            return
         # also removes inner modules that were left by an exception
         while self._stack and self._stack.pop() is not module:
             pass
@@ -155,8 +168,9 @@ class ProgramObserver:
             name: value for name, value in parameters.items() if name not in self._step.before
         }
         self._step.before |= self._read(missing)
+        self._step.replaced |= self._identities.note(missing)
         if self._choices.uses_stale_parameters and is_first:
-            self._swap_in_previous(parameters)
+            self._stale.swap_in(parameters)
 
     def _close_step(self) -> None:
         """Begin the record of the next step."""
@@ -258,7 +272,7 @@ class ProgramObserver:
         self._stepping += 1
         if self._stepping > 1:
             return
-        if id(optimizer) in self._stepped:
+        if any(other is optimizer for other in self._stepped):
             # a second step of this optimizer, without a forward between them
             self._close_step()
         parameters = self._named(optimizer)
@@ -270,10 +284,10 @@ class ProgramObserver:
             name: value for name, value in parameters.items() if name not in self._step.before
         }
         self._step.before |= self._read(missing)
-        if self._previous:
-            self._swap_out_previous(parameters)
-        if id(optimizer) not in self._known_optimizers:
-            self._known_optimizers.add(id(optimizer))
+        self._step.replaced |= self._identities.note(missing)
+        self._stale.swap_out(parameters)
+        if optimizer not in self._known_optimizers:
+            self._known_optimizers.add(optimizer)
             self._step.states_before |= self._read_states(optimizer)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -281,7 +295,7 @@ class ProgramObserver:
         self._stepping -= 1
         if self._stepping:
             return
-        self._stepped.add(id(optimizer))
+        self._stepped.append(optimizer)
         self._step.states |= self._read_states(optimizer)
         if not self._has_stepped:
             # in the first step, because torch's meshes cannot be read after destroy_process_group
@@ -312,22 +326,6 @@ class ProgramObserver:
                 parameters[full_name] = parameter
         return parameters
 
-    # --- stale parameters -----------------------------------------------------------------------
-
-    def _swap_in_previous(self, parameters: Mapping[str, Tensor]) -> None:
-        """Run this forward with the parameters of the last forward."""
-        current = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            if name in self._previous:
-                parameter.data.copy_(self._previous[name])
-        self._previous = current
-
-    def _swap_out_previous(self, parameters: Mapping[str, Tensor]) -> None:
-        """Restore the parameters, so that the optimizer updates the current ones."""
-        for name, parameter in parameters.items():
-            if name in self._previous:
-                parameter.data.copy_(self._previous[name])
-
     # --- functions ------------------------------------------------------------------------------
 
     def _watch_functions(self) -> None:
@@ -346,7 +344,8 @@ class ProgramObserver:
 
         @functools.wraps(function)
         def loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if torch.is_grad_enabled() and isinstance(target, Tensor):
+            is_observed = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            if is_observed and isinstance(target, Tensor):
                 ignored = kwargs.get("ignore_index", -100)
                 is_class = not target.is_floating_point()
                 counted = (target != ignored) if is_class else torch.ones_like(target)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -63,7 +64,8 @@ class Roots:
 
     def __init__(self) -> None:
         self._roots = list[nn.Module]()
-        self._known = set[int]()
+        # By id, which another module gets after the module is freed.
+        self._known = weakref.WeakValueDictionary[int, nn.Module]()
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._roots)
@@ -74,13 +76,23 @@ class Roots:
         Args:
             module: a module whose forward begins while no other module's forward is running.
         """
-        if id(module) in self._known or not any(True for _ in module.parameters()):
+        is_known = self._known.get(id(module)) is module
+        if is_known or not any(True for _ in module.parameters()):
             return
         root = outermost(module)
         inner = {id(part) for part in root.modules()}
-        self._roots = [other for other in self._roots if id(other) not in inner]
-        self._roots.append(root)
-        self._known |= inner | {id(module)}
+        # A wrapper takes the place of the module that it contains, so that names stay.
+        place = len(self._roots)
+        kept = list[nn.Module]()
+        for other in self._roots:
+            if id(other) in inner:
+                place = min(place, len(kept))
+            else:
+                kept.append(other)
+        kept.insert(place, root)
+        self._roots = kept
+        for part in (*root.modules(), module):
+            self._known[id(part)] = part
 
     def paths(self) -> dict[int, str]:
         """Return the path of each module by its id."""
