@@ -254,7 +254,7 @@ class OpCall:
         args: positional arguments, each tensor replaced by its `TensorMeta`.
         kwargs: keyword arguments, likewise.
         tensors: the tensor inputs that the operator reads, flattened in schema order; `out=`
-            arguments are not among them (the propagator gives them the layout of the outputs), so a
+            arguments are not among them (`propagate` gives them the layout of the outputs), so a
             rule serves the functional and the out form.
         outputs: the global tensor outputs, flattened; empty when the shapes are data-dependent.
 

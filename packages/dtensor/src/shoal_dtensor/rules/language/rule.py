@@ -2,7 +2,7 @@
 
 A rule reads global shapes and arguments and yields rows; a row gives the placement of each tensor
 input and output along one mesh axis. Rules do not depend on a mesh, on costs or on communication:
-the propagator chooses one row for each mesh axis and estimates the cost of redistributing the
+`propagate` chooses one row for each mesh axis and estimates the cost of redistributing the
 inputs to it.
 
 Row functions are generators that are named after the operator and make rows by `OpCall.row`. The

@@ -1,7 +1,7 @@
 """Sharding of views: reshapes, permutations, broadcasts, windows and reinterpretations.
 
 Every local call is a view of local storage, so a write through the result changes its base. If the
-sharding of an input does not have a row, the propagator redistributes the input, and records that
+sharding of an input does not have a row, `propagate` redistributes the input, and records that
 the result is not a view of it.
 
 A reshape keeps the row-major order of elements. If dims are merged and divided again, the slowest
