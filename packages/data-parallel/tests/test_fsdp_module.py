@@ -744,7 +744,7 @@ def test_gradients_are_kept_as_they_arrive_where_all_forwards_come_first() -> No
     (unit,) = units_of(model)
     kept_before_the_first_layer: list[int] = []
 
-    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
         output.register_hook(lambda grad: kept_before_the_first_layer.append(len(unit.kept)))
 
     model[0].register_forward_hook(watch)

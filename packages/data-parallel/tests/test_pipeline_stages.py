@@ -259,7 +259,11 @@ def test_gradients_of_steps_that_are_not_finalized_are_kept(kind: str) -> None:
     if kind == "shards of replicas":
         axes = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", "copies", "shards"))
         axes = axes["copies", "shards"]
-    for name in ("Schedule1F1B", "ScheduleInterleaved1F1B"):
+    names = ["Schedule1F1B", "ScheduleInterleaved1F1B"]
+    if torch.__version__ >= "2.12":
+        # its backwards put zeros into `.grad`
+        names.append("ScheduleInterleavedZeroBubble")
+    for name in names:
         pipeline = Pipeline(name, lambda model: KINDS[kind](model, axes), mesh)
         schedule = pipeline.schedule(name, MICROBATCHES, scale_grads=True)
         prepare_pipeline(schedule)
@@ -268,7 +272,9 @@ def test_gradients_of_steps_that_are_not_finalized_are_kept(kind: str) -> None:
                 pipeline.step(schedule, number, finalize_gradients=False)
             assert reductions(counted) == 0
             params = [p for stage in pipeline.stages for p in stage.submod.parameters()]
-            assert all(param.grad is None for param in params)
+            for param in params:
+                # plain parameters get zeros
+                assert param.grad is None or (kind == "replicas" and not param.grad.any())
         pipeline.step(schedule, 2)
         # and a step of its own afterwards
         pipeline.step(schedule, 3)

@@ -18,7 +18,7 @@ May import: _torch, gradients, stage_borders, units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -30,7 +30,7 @@ from shoal_dtensor.internal import submodule_of
 
 from ._torch import is_torch_fsdp, pipeline_actions, stages_of
 from .gradients.gradient_group import ReducingModule
-from .gradients.reducer import Reducer
+from .gradients.placeholders import drop_placeholders
 from .stage_borders import GetMesh, watch_borders
 from .units.unit import Unit, units_of
 
@@ -152,12 +152,14 @@ def _reduce_at_end(stage: Any) -> None:
     scale: Callable[..., None] = stage.perform_reduce_grad
 
     def perform_reduce_grad(grad_scale_factor: int, *args: Any, **kwargs: Any) -> None:
+        leaves = [leaf for reducer in reducers for leaf in reducer.leaves()]
+        drop_placeholders(leaves)
         if getattr(stage, _KEEPS, False):
             return
         # before the reduction, so that gathered parameters and sums are not held together
         for unit in units_of(stage.submod):
             unit.reshard()
-        earlier = _take_gradients(reducers)
+        earlier = _take_gradients(leaves)
         try:
             for module in modules:
                 module.reduce_gradients()
@@ -195,14 +197,13 @@ def _let_steps_keep_gradients(schedule: Any, stages: Sequence[Any]) -> None:
     schedule.step = step
 
 
-def _take_gradients(reducers: Sequence[Reducer]) -> list[tuple[Any, Tensor]]:
+def _take_gradients(leaves: Iterable[Any]) -> list[tuple[Any, Tensor]]:
     """Remove and return the gradients in `.grad` from earlier steps, which are scaled already."""
     taken = []
-    for reducer in reducers:
-        for leaf in reducer.leaves():
-            if leaf.grad is not None:
-                taken.append((leaf, leaf.grad))
-                leaf.grad = None
+    for leaf in leaves:
+        if leaf.grad is not None:
+            taken.append((leaf, leaf.grad))
+            leaf.grad = None
     return taken
 
 

@@ -35,6 +35,7 @@ from shoal_mesh import all_gather
 from ..parameters.sharded_parameters import DataAxes
 from .forward_writes import COLUMNS, ForwardWrites
 from .gradient_group import Group
+from .placeholders import placeholder_for
 from .reducer import Reducer
 from .reduction import GroupReduction, deliver
 from .replica import Replica, weak_hook
@@ -259,7 +260,13 @@ class GradientBuckets:
         if not self.owner.syncs and self.owner.returns_zero_gradients:
             bucket_index, i = self._place[id(replica.leaf)]
             self.buckets[bucket_index].add_to_kept(i, grad)
-            return torch.zeros_like(replica.optimizer_parameter.detach())
+            shard = replica.optimizer_parameter
+            # what a hook of a leaf returns reaches `.grad` as another object
+            return (
+                torch.zeros_like(shard.detach())
+                if shard is replica.leaf
+                else placeholder_for(shard)
+            )
         first_order_only(
             "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: "
             "the mean over ranks cannot be differentiated. Compute gradients of inputs instead, "

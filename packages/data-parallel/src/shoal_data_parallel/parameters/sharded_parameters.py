@@ -193,11 +193,6 @@ class ShardedParameter:
         shard: Tensor = local_shard(self.leaf).detach()  # type: ignore[arg-type]  # a Parameter that holds a DTensor
         return shard.to(self.gathered.mesh.device_type)
 
-    def zeros(self) -> Tensor:
-        """Return a gradient of the leaf that changes nothing."""
-        leaf: Any = self.leaf
-        return cast(Tensor, DTensor(torch.zeros_like(local_shard(leaf)), leaf.spec))
-
     def view(self, local: Tensor) -> Tensor:
         """Return the tensor that modules see: a view of a gathered local tensor."""
         return (

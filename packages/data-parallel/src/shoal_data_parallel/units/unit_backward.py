@@ -23,6 +23,7 @@ from shoal_dtensor.internal import (
     running_pass,
 )
 
+from ..gradients.placeholders import placeholder_for
 from ..gradients.reduction import GroupReduction, arrived, deliver
 from ..parameters.leaf_hooks import SilentHooks
 from .gathered import Views
@@ -162,7 +163,7 @@ class UnitBackward:
                 continue
             wanted[i] = grad
         if routes.are_kept:
-            zeros = {i: unit.parameters[i].zeros() for i in captured}
+            zeros = {i: placeholder_for(unit.parameters[i].leaf) for i in captured}
             return self._deliver_at_once(forward, zeros)
         if unit.communication.zeros_for_unused and not returned:
             # Ranks may reach units in different orders: all are reduced at the end, in one order.
