@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shoal_dtensor.argument_types import check_device_mesh, submodule_of, takes
+from shoal_dtensor.argument_types import check_device_mesh, check_types, submodule_of
 from shoal_dtensor.errors import LayoutError, StyleTypeError
 
 
-@takes(module=(nn.Module, list), count=int)
+@check_types(module=(nn.Module, list), count=int)
 def function(module: Any, count: int = 1) -> tuple[Any, int]:
     return module, count
 

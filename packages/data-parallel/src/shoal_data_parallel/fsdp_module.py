@@ -24,7 +24,7 @@ from shoal_dtensor.errors import (
     StyleTypeError,
     UnsupportedModuleError,
 )
-from shoal_dtensor.internal import in_backward, takes
+from shoal_dtensor.internal import check_types, in_backward
 
 from .gradients.communication import AllGather, ReduceScatter
 from .gradients.gradient_group import ReducingModule
@@ -126,7 +126,7 @@ class FSDPModule(ReducingModule):
         for unit in units_of(self, recurse=False):
             unit.reshard()
 
-    @takes(reshard_after_forward=bool)
+    @check_types(reshard_after_forward=bool)
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether gathered parameters are freed after a forward.
 
@@ -136,7 +136,7 @@ class FSDPModule(ReducingModule):
             unit.settings.reshard_after_forward = reshard_after_forward
             unit.frees_after_forward = reshard_after_forward
 
-    @takes(reshard_after_backward=bool)
+    @check_types(reshard_after_backward=bool)
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
@@ -149,7 +149,7 @@ class FSDPModule(ReducingModule):
         for unit in units_of(self, recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
 
-    @takes(unshard_in_backward=bool)
+    @check_types(unshard_in_backward=bool)
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this unit is gathered for its backward.
 
@@ -160,7 +160,7 @@ class FSDPModule(ReducingModule):
         for unit in units_of(self, recurse=False):
             unit.settings.unshard_in_backward = unshard_in_backward
 
-    @takes(keep=bool)
+    @check_types(keep=bool)
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters keep their memory and addresses when resharded.
 
@@ -273,7 +273,7 @@ class FSDPModule(ReducingModule):
         handle.wait()
         return None
 
-    @takes(enable=bool)
+    @check_types(enable=bool)
     def set_manual_backward_finalization(self, enable: bool) -> None:
         """Set whether backwards leave reduced gradients in flight for `finalize_backward`.
 
@@ -284,7 +284,7 @@ class FSDPModule(ReducingModule):
         schedule.finalizes_manually = enable
         _watch([schedule.context])
 
-    @takes(is_last_backward=bool)
+    @check_types(is_last_backward=bool)
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one of a step.
 
@@ -296,7 +296,7 @@ class FSDPModule(ReducingModule):
         schedule.is_last_backward = is_last_backward
         _watch([schedule.context])
 
-    @takes(requires_all_reduce=bool)
+    @check_types(requires_all_reduce=bool)
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether gradients are reduced over replicas, or over the shards alone.
 
@@ -348,7 +348,7 @@ class FSDPModule(ReducingModule):
         for unit in units_of(self, recurse=False):
             unit.communication.reduce_scatter = _checked_comm(name, unit, comm)
 
-    @takes(enable=bool)
+    @check_types(enable=bool)
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether custom reduce-scatters and hooks of this unit get sums instead of means.
 
@@ -357,7 +357,7 @@ class FSDPModule(ReducingModule):
         for unit in units_of(self, recurse=False):
             unit.communication.sums_only = enable
 
-    @takes(reduce_scatter_unused_params=bool)
+    @check_types(reduce_scatter_unused_params=bool)
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
@@ -392,7 +392,7 @@ class FSDPModule(ReducingModule):
         for unit in units_of(self, recurse):
             unit.communication.max_in_flight = max_input_buffers
 
-    @takes(enable=bool)
+    @check_types(enable=bool)
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
@@ -437,7 +437,7 @@ class FSDPModule(ReducingModule):
         for inner in unit.schedule.units:
             inner.reset()
 
-    @takes(enable=bool)
+    @check_types(enable=bool)
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refuse buffers of the process group's allocator; False changes nothing.
 
@@ -590,7 +590,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 _watch_optimizers = cache(lambda: register_optimizer_step_pre_hook(_before_step))
 
 
-@takes(module=nn.Module, method_name=str)
+@check_types(module=nn.Module, method_name=str)
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have a method of a unit count as its forward.
 

@@ -16,10 +16,10 @@ from torch import nn
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     check_plain_tensors,
+    check_types,
     complete_forms,
     owners_of,
     refuse_save_pretrained,
-    takes,
     watch_draws,
     with_methods,
 )
@@ -60,7 +60,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> list[FSDPModule]: ...
-@takes(
+@check_types(
     module=(nn.Module, list),
     mp_policy=MixedPrecisionPolicy,
     offload_policy=OffloadPolicy,

@@ -21,6 +21,7 @@ from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     ShardsInFlight,
     check_plain_tensors,
+    check_types,
     complete_forms,
     in_backward,
     in_groups,
@@ -30,7 +31,6 @@ from shoal_dtensor.internal import (
     owners_of,
     pytree,
     register_owner,
-    takes,
     watch_draws,
     with_methods,
 )
@@ -95,7 +95,7 @@ def replicate(
     shard_optimizer: bool = False,
     broadcast_buffers: bool = False,
 ) -> list[ReplicateModule]: ...
-@takes(
+@check_types(
     module=(nn.Module, list),
     mp_policy=MixedPrecisionPolicy,
     offload_policy=OffloadPolicy,

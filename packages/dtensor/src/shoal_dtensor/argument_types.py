@@ -124,7 +124,7 @@ def check_keywords(where: str, function: Callable[..., Any], keywords: Iterable[
             )
 
 
-def takes(**kinds: Kinds) -> Callable[[Function], Function]:
+def check_types(**kinds: Kinds) -> Callable[[Function], Function]:
     """Decorate a function to check that arguments are of these types.
 
     With `list` among the types, a non-empty list of instances is allowed too.
@@ -134,7 +134,7 @@ def takes(**kinds: Kinds) -> Callable[[Function], Function]:
             and the value.
 
     Example:
-        >>> @takes(count=int)
+        >>> @check_types(count=int)
         ... def twice(count: int) -> int:
         ...     return 2 * count
         >>> twice("2")

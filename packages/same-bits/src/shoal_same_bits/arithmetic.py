@@ -30,7 +30,7 @@ from torch import nn
 
 from shoal_dtensor import Replicate
 from shoal_dtensor.errors import StyleError, TiedWeightError, UnsupportedModuleError
-from shoal_dtensor.internal import ReplacedAttention, arithmetic, set_forward, takes
+from shoal_dtensor.internal import ReplacedAttention, arithmetic, check_types, set_forward
 from shoal_mesh import DeviceMesh, sums_in_tree
 from shoal_tp_styles import Lowered, ModuleSharding, Port
 from shoal_tp_styles.internal import (
@@ -181,7 +181,7 @@ def _check_reduction(
             )
 
 
-@takes(blocks=int, rows=(int, type(None)))
+@check_types(blocks=int, rows=(int, type(None)))
 @contextmanager
 def invariant_arithmetic(
     blocks: int = 8, *, rows: int | None = None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal_data_parallel.internal import units_of
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import owners_of, submodule_of, takes
+from shoal_dtensor.internal import check_types, owners_of, submodule_of
 
 from .arithmetic import refuse_tied
 from .invariant.blocks import current_arithmetic
@@ -135,7 +135,7 @@ def _join(left: _Node, right: _Node) -> _Node:
     return _Node(left.passes + right.passes, grads)
 
 
-@takes(model=nn.Module, microbatches=Sequence)
+@check_types(model=nn.Module, microbatches=Sequence)
 def accumulate_in_tree(
     model: nn.Module, microbatches: Sequence[Microbatch]
 ) -> Iterator[Microbatch]:
@@ -190,7 +190,7 @@ def accumulate_in_tree(
     return turns()
 
 
-@takes(microbatches=int)
+@check_types(microbatches=int)
 def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
     """Make a stage of `torch.distributed.pipelining` add gradients as `accumulate_in_tree` does.
 

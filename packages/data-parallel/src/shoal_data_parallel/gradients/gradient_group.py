@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import redistribute_shards, takes
+from shoal_dtensor.internal import check_types, redistribute_shards
 
 from ..parameters.sharded_parameters import DataAxes, ShardedParameter
 from .communication import Communication
@@ -154,7 +154,7 @@ class ReducingModule(nn.Module):
         """Return the text of the module for its printed form."""
         return ", ".join(filter(None, [super().extra_repr(), self._made_by]))
 
-    @takes(requires_gradient_sync=bool)
+    @check_types(requires_gradient_sync=bool)
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:

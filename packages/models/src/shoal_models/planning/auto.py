@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal_dtensor.internal import holds_tensors, takes
+from shoal_dtensor.internal import check_types, holds_tensors
 from shoal_mesh import DeviceMesh
 from shoal_tp_styles import LatentProjection, ParallelStyle, UnmatchedPlanWarning
 from shoal_tp_styles.internal import (
@@ -28,7 +28,7 @@ from shoal_tp_styles.internal import (
 from .recipes import Entries, ModelBlocks, read_above
 
 
-@takes(model=nn.Module)
+@check_types(model=nn.Module)
 def auto_plan(
     model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any
 ) -> AutoPlan:
@@ -137,7 +137,7 @@ def _reason(module: nn.Module, style: ParallelStyle | None, first_problem: str) 
     )
 
 
-@takes(plan=Mapping)
+@check_types(plan=Mapping)
 def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
     """Format a plan as Python text.
 

@@ -22,10 +22,10 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     ReplacedAttention,
     TorchDispatchMode,
+    check_types,
     format_bytes,
     local_of,
     pytree,
-    takes,
 )
 from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce, topology_of
 from shoal_mesh.internal import html_table
@@ -144,7 +144,7 @@ class Proposal(NamedTuple):
         return row.rstrip()
 
 
-@takes(model=nn.Module, ranks=int, bound=(int, float))
+@check_types(model=nn.Module, ranks=int, bound=(int, float))
 def propose(
     model: nn.Module,
     ranks: int,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import local_of, slices_of, takes
+from shoal_dtensor.internal import check_types, local_of, slices_of
 from shoal_tp_styles.internal import make_adjacent, progress
 from shoal_transfer.internal import Entry, entries_of, local_boxes, split_parameters
 
@@ -74,7 +74,7 @@ class Lazy:
         return self.read(slices)
 
 
-@takes(module=nn.Module)
+@check_types(module=nn.Module)
 def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> Loaded:
     """Fill a parallel model in place.
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor.internal import Box, in_groups, takes, volume
+from shoal_dtensor.internal import Box, check_types, in_groups, volume
 from shoal_mesh.internal import agree
 from shoal_tp_styles.internal import progress
 from shoal_transfer.internal import own_rank, weights_of
@@ -111,7 +111,7 @@ class StoredTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@takes(module=nn.Module)
+@check_types(module=nn.Module)
 def save_sharded(
     module: nn.Module, directory: str | PathLike[str], *, max_file_bytes: int = 5 * 2**30
 ) -> Saved:

@@ -22,7 +22,12 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import TorchDispatchMode, backward_number, check_device_mesh, takes
+from shoal_dtensor.internal import (
+    TorchDispatchMode,
+    backward_number,
+    check_device_mesh,
+    check_types,
+)
 from shoal_mesh import DeviceMesh, all_reduce
 from shoal_mesh.internal import agree, html_table, html_text
 from shoal_tp_styles import Lowered
@@ -101,7 +106,7 @@ class RunRecord:
             raise StyleError(f"{path} was not written by RunRecord.save: {error!r}") from error
 
 
-@takes(model=nn.Module)
+@check_types(model=nn.Module)
 @contextmanager
 def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[RunRecord]:
     """Record the values of a step inside the block; all ranks enter and leave it.
@@ -407,7 +412,7 @@ class Comparison(NamedTuple):
         return html_table(rows, header=("value that differs", "by"), caption=caption)
 
 
-@takes(one=RunRecord, other=RunRecord, tolerance=(int, float, type(None)))
+@check_types(one=RunRecord, other=RunRecord, tolerance=(int, float, type(None)))
 def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = None) -> Comparison:
     """Find the first value that differs between two runs.
 

@@ -14,10 +14,10 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError
 from shoal_dtensor.internal import (
     check_device_mesh,
+    check_types,
     complete_forms,
     refuse_save_pretrained,
     releasable_owners,
-    takes,
     unwatch_draws,
     watch_draws,
     whole_parameters,
@@ -42,7 +42,7 @@ _WAS_FUSED = "_shoal_was_fused"
 Module = TypeVar("Module", bound=nn.Module)
 
 
-@takes(module=nn.Module)
+@check_types(module=nn.Module)
 def parallelize_module(
     module: Module,
     device_mesh: DeviceMesh | None = None,
@@ -163,7 +163,7 @@ def _fused_kernel_switch(module: nn.Module) -> str | None:
     return None
 
 
-@takes(module=nn.Module)
+@check_types(module=nn.Module)
 def unparallelize_module(module: nn.Module) -> nn.Module:
     """Give a module plain unsharded parameters (and gradients) on every rank again; return it.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor.internal import current_arithmetic, format_bytes, takes
+from shoal_dtensor.internal import check_types, current_arithmetic, format_bytes
 from shoal_mesh import DeviceMesh, Link, topology_of
 from shoal_mesh.internal import html_table
 
@@ -136,7 +136,7 @@ class Preview:
         return html_table(rows, header=header)
 
 
-@takes(model=nn.Module)
+@check_types(model=nn.Module)
 def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Preview:
     """Return the cost of a plan per rank and step.
 

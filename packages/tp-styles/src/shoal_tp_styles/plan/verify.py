@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor import full_tensor
 from shoal_dtensor.errors import PlanError, StyleError
-from shoal_dtensor.internal import active, drawers_of, holds_tensors, takes
+from shoal_dtensor.internal import active, check_types, drawers_of, holds_tensors
 from shoal_mesh import DeviceMesh, abstract_mesh
 from shoal_mesh.internal import html_table, unobserved
 
@@ -97,7 +97,7 @@ class Verification(NamedTuple):
         return html_table(self._findings(), caption=self.verdict)
 
 
-@takes(model=nn.Module)
+@check_types(model=nn.Module)
 def verify(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any
 ) -> Verification:

@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal_dtensor import Replicate, Shard
 from shoal_dtensor.errors import UnsupportedModuleError
-from shoal_dtensor.internal import takes
+from shoal_dtensor.internal import check_types
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import shardings_of
@@ -87,7 +87,7 @@ def initialize_adapter(module: nn.Module) -> None:
     nn.init.zeros_(module.get_parameter("lora_B"))
 
 
-@takes(model=nn.Module)
+@check_types(model=nn.Module)
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield names and parameters of all adapters, the parameters to train and save.
 
@@ -109,7 +109,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, param
 
 
-@takes(model=nn.Module)
+@check_types(model=nn.Module)
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Add every adapter to its base weight and set the adapter to zero; return the model.
 

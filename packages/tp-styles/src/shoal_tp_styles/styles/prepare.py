@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard
-from shoal_dtensor.internal import pytree, takes
+from shoal_dtensor.internal import check_types, pytree
 from shoal_mesh import DeviceMesh
 
 from ..errors import LayoutCountError
@@ -224,7 +224,7 @@ class PrepareModuleInputOutput(_Prepare):
         )
 
 
-@takes(module=nn.Module)
+@check_types(module=nn.Module)
 def input_reshard(
     module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None
 ) -> nn.Module:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor.internal import takes
+from shoal_dtensor.internal import check_types
 
 from ..errors import LoaderComputesError
 from ..manifest.describe import describe_rank
@@ -27,7 +27,7 @@ from .replay import ComputedError
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 
-@takes(model=nn.Module)
+@check_types(model=nn.Module)
 def learn_conversion(model: nn.Module, sources: Manifest | None = None) -> WeightMapping:
     """Learn the mapping from a transformers model's weights to the tensors of its files.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import takes
+from shoal_dtensor.internal import check_types
 from shoal_mesh.internal import agree
 
 from ..errors import LoaderComputesError, MappingError
@@ -37,7 +37,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
 WITNESS = "recorded loader"
 
 
-@takes(model=nn.Module)
+@check_types(model=nn.Module)
 def learn_mapping(
     model: nn.Module,
     load: Load,

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from shoal_dtensor.internal import takes, volume, whole_box
+from shoal_dtensor.internal import check_types, volume, whole_box
 from shoal_mesh import comm_over
 from shoal_mesh.internal import agree
 
@@ -31,7 +31,7 @@ FILE_DTYPES = {
 }  # fmt: skip
 
 
-@takes(model=(nn.Module, Mapping))
+@check_types(model=(nn.Module, Mapping))
 def describe(
     model: Model,
     mesh: Any = None,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import NoneType
 from typing import Any
 
-from shoal_dtensor.internal import takes
+from shoal_dtensor.internal import check_types
 
 from ..errors import MappingError
 from ..manifest.records import Manifest, TensorRecord
@@ -24,7 +24,7 @@ from .routes import Loads, RouteTable, Sides
 from .transfer_plan import TransferPlan
 
 
-@takes(source=Manifest, target=Manifest, mapping=(WeightMapping, NoneType))
+@check_types(source=Manifest, target=Manifest, mapping=(WeightMapping, NoneType))
 def plan_transfer(
     source: Manifest,
     target: Manifest,
