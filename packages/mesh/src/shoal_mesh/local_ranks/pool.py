@@ -345,14 +345,9 @@ class RankPool:
 
     def _collect(self, job: bytes, timeout: float | None) -> JobAnswers:
         """Send a job to all ranks, and collect their answers."""
-        answers: dict[int, RankAnswer] = {}
-        waiting = dict(zip(self._connections, range(self.size), strict=True))
-        for connection, rank in list(waiting.items()):
-            try:
-                connection.send_bytes(job)
-            except OSError:
-                del waiting[connection]
-                answers[rank] = RankAnswer(False, self._death(rank))
+        answers = self._send(job)
+        pairs = zip(self._connections, range(self.size), strict=True)
+        waiting = {connection: rank for connection, rank in pairs if rank not in answers}
         starting = set(waiting.values())
         deadline = time.monotonic() + _LOADING
         vain_waits = VainWaits(self._stacks)
@@ -365,27 +360,51 @@ class RankPool:
             if answers:
                 seconds = min(seconds, vain_waits.seconds_to_next())
             ready = wait(list(waiting), None if seconds == inf else seconds)
-            if not ready and time.monotonic() >= deadline:
-                break
             if not ready:
+                if time.monotonic() >= deadline:
+                    break
                 pids = {rank: self._pids[rank] for rank in waiting.values()}
                 if vain_waits.are_seen(pids):
                     limit = "and waited in a collective for ranks that had"
                     break
                 continue
-            answered = [connection for connection in waiting if connection in ready]
-            for connection in answered:
-                rank = waiting[connection]
-                answer = self._receive(connection, rank)
-                if answer is not None:
-                    del waiting[connection]
-                    answers[rank] = answer
-                if rank in starting:
-                    starting.remove(rank)
-                    if not starting:
-                        # the time of the function begins when all ranks have loaded it
-                        deadline = time.monotonic() + (inf if timeout is None else timeout)
+            was_starting = bool(starting)
+            starting -= self._receive_all(ready, waiting, answers)
+            if was_starting and not starting:
+                # the time of the function begins when all ranks have loaded it
+                deadline = time.monotonic() + (inf if timeout is None else timeout)
         return JobAnswers(answers, tuple(sorted(waiting.values())), limit)
+
+    def _send(self, job: bytes) -> dict[int, RankAnswer]:
+        """Send a job to all ranks; return the answers of ranks whose processes have ended."""
+        answers: dict[int, RankAnswer] = {}
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(job)
+            except OSError:
+                answers[rank] = RankAnswer(False, self._death(rank))
+        return answers
+
+    def _receive_all(
+        self,
+        ready: Collection[object],
+        waiting: dict[Connection, int],
+        answers: dict[int, RankAnswer],
+    ) -> set[int]:
+        """Read one message of each rank that has sent one; return these ranks.
+
+        Answers are moved from `waiting` to `answers`.
+        """
+        received: set[int] = set()
+        for connection, rank in list(waiting.items()):
+            if connection not in ready:
+                continue
+            received.add(rank)
+            answer = self._receive(connection, rank)
+            if answer is not None:
+                del waiting[connection]
+                answers[rank] = answer
+        return received
 
     def _receive(self, connection: Connection, rank: int) -> RankAnswer | None:
         """Return the answer of a rank.
