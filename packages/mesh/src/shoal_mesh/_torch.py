@@ -183,9 +183,9 @@ def constant_when_compiled(cls: Class) -> Class:
 
     The method `__fx_repr__` returns the expression for an instance in generated code, and the names
     that the expression needs. If the class does not have the method, it gets one that gives each
-    instance a name of its own. Traced code may read attributes that the class itself has: slots,
-    properties and methods. A class lists its methods that return process groups in `_TRACED`: the
-    compiler traces into these methods, because a group is an input of the graph.
+    instance a name of its own. Traced code may read slots and call methods, but it cannot read
+    properties. A class lists its methods that return process groups in `_TRACED`: the compiler
+    traces into these methods, because a group is an input of the graph.
 
     Raises:
         MeshTypeError: it is not a class of Python, or its instances have no hash.
@@ -532,11 +532,6 @@ def _stash_takes_over() -> bool:
 
 
 # --- backward passes ------------------------------------------------------------------------------
-
-
-def in_backward_pass() -> bool:
-    """Return whether this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def run_at_end_of_backward(function: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from ..errors import MeshError
 from ..local_ranks.pool import ForkServer
 from .c10d.backend import NAME, installed
 from .c10d.link import RankFacts
-from .isolation.process_ranks import Order, run_on_processes
+from .isolation.process_ranks import RunSettings, run_on_processes
 from .isolation.thread_world import RankLink, worlds_of_threads
 from .isolation.threads import Conductor, run_on_threads
 from .programs import imports_of, loaded_modules, run_program
@@ -26,19 +26,20 @@ Isolation = Literal["process", "thread"]
 
 
 class Lab:
-    """A number of ranks on this machine, made for each run; `lab` returns one.
+    """Ranks on this machine, which are made again for each run; `lab` creates one.
 
     Args:
         ranks: number of ranks.
         isolation: `process` or `thread`.
-        seed: of the choices among ranks that can go on, and of torch's generators.
-        order: the ranks to choose, one for each choice among several.
+        seed: the seed of the random choices, and of torch's generators. A choice decides which rank
+            runs next, and is made each time that several ranks can continue.
+        order: the first choices, in place of random ones: the rank that runs next, for one choice
+            after the other.
         device: `cpu` to run programs for an accelerator on the CPU, or None.
         show_output: whether ranks that are processes print to the output of this process.
 
     Attributes:
-        choices: the ranks chosen in the last run where several could go on; as `order` of another
-            lab they repeat the run.
+        choices: the choices of the last run. Another lab with this `order` repeats the run.
 
     Example:
         >>> ranks = lab(2, isolation="thread")
@@ -135,7 +136,7 @@ class Lab:
         self, function: Callable[..., T], arguments: tuple[Any, Any], world: bool
     ) -> list[T]:
         ForkServer.get().preload(loaded_modules())
-        order = Order(
+        settings = RunSettings(
             self.ranks,
             self.seed,
             self.order,
@@ -144,7 +145,7 @@ class Lab:
             environment=dict(os.environ),
         )
         results, self.choices = run_on_processes(
-            order, function, arguments, show_output=self.show_output
+            settings, function, arguments, show_output=self.show_output
         )
         return results
 
@@ -221,12 +222,14 @@ def lab(
         ranks: number of ranks.
         isolation: `process` for any program; `thread` for programs without state per rank in
             modules and without threads of their own, in which one rank runs at a time.
-        seed: of the choices among ranks that can go on, and of torch's generators on every rank.
-        order: the ranks to choose, one for each choice among several; ranks then run one at a time,
-            and `choices` of a run repeats it.
-        device: `cpu` to run programs for CUDA on the CPU; None for the devices that the program asks
-            for. On ranks that are processes all that names CUDA is mapped, `torch.cuda` too; on
-            threads, which share torch with this process, only the backends of groups are.
+        seed: the seed of the random choices, and of torch's generators on every rank. A choice
+            decides which rank runs next, and is made each time that several ranks can continue.
+        order: the first choices, in place of random ones: the rank that runs next, for one choice
+            after the other. Ranks then run one at a time. The `choices` of a run repeat it.
+        device: `cpu` to run programs for CUDA on the CPU; None for the devices that the program
+            names. On ranks that are processes everything that names CUDA is mapped to the CPU, also
+            `torch.cuda`. On threads, which share torch with this process, only the backends of
+            groups are mapped.
         show_output: whether ranks that are processes print to the output of this process.
 
     Raises:

@@ -1,8 +1,8 @@
 """Failures of ranks: the data that a rank sends, and the report that the parent shows.
 
-The text of the error has up to ten lines for each traceback, equal tracebacks once, and ends with
-the reason: the ranks that failed by themselves come after the ranks that waited for them. Whole
-tracebacks, variables and output are in a file.
+The text of the error has up to ten lines for each traceback. Ranks with equal tracebacks share one.
+The text ends with the reason: ranks that failed by themselves come after the ranks that waited for
+them. Whole tracebacks, variables and output are in a file.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..errors import PeerError
 from ..watch.recorder import LIBRARIES, SWITCH
 from .pickle_functions import dump
 
-# of the text about one traceback, its heading among them
+# the most lines of the text about one traceback, with its heading
 MOST_LINES = 10
-# of a line of an error's message
+# the most characters of a line of an error's message
 _MOST_CHARACTERS = 400
-# of the end of a rank's output
+# the lines that are shown from the end of a rank's output
 _PRINTED_LINES = MOST_LINES - 1
 _LIBRARY_MODULE = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED_PATH = re.compile(
     rf'site-packages|/{LIBRARIES}/|"{re.escape(_STANDARD_LIBRARY)}|"<frozen'
 )
-# A rank repeats the reason of another one, which may have it from a third.
+# A rank puts this before the reason of another rank, which may itself have it from a third rank.
 _REPEATED = re.compile(r"rank \d+ \(process \d+\) has given up a collective in shared memory: ")
 # Declared mutable state: the file of this process's last failure.
 _WRITTEN: list[str] = []
@@ -48,10 +48,11 @@ class Failure(NamedTuple):
         kind: name of the exception's type.
         message: its text.
         trace: the formatted traceback, with the locals of the failing function.
-        skip: whether it requests to skip the test.
+        skip: whether the exception requests to skip the test.
         error: the pickled exception, None when it cannot be pickled.
-        summary: the innermost lines of the program, and the error; '' for the end of the traceback.
-        is_victim: whether it failed because another rank did.
+        summary: the innermost lines of the program, and the error; if it is '', the report has the
+            end of the traceback instead.
+        is_victim: whether the rank failed because another rank did.
     """
 
     kind: str
@@ -72,7 +73,7 @@ class Outcome(NamedTuple):
         failures: the failures, by rank.
         stacks: the stacks of the ranks that had not returned, by rank.
         printed: the output of ranks that do not print to the output of the parent, by rank.
-        limit: until when ranks had to return, in words.
+        limit: the time limit of the ranks in words, such as `in 60 s`.
     """
 
     name: str
@@ -93,7 +94,7 @@ def failure_of(error: BaseException) -> Failure:
         pickled = dump(error)
         pickle.loads(pickled)
     except Exception:
-        # an exception may refuse in any way
+        # pickling an exception of the program may raise any error
         pickled = None
     trace = "".join(traceback.format_exception(error))
     return Failure(
@@ -115,7 +116,7 @@ def _summary(error: BaseException) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     steps = traceback.extract_tb(error.__traceback__)
     innermost = len(steps) - 1
-    # the first ones are those of the worker that runs the function
+    # without the frames of the worker, which called the function of the program
     of_program = [i for i, frame in enumerate(frames) if _is_of_program(frame)]
     message = _message_lines(error)
     # a message of three lines or more leaves room for one frame of the program
@@ -145,6 +146,7 @@ def _is_of_program(frame: FrameType) -> bool:
 
 
 def _frame_lines(step: traceback.FrameSummary) -> list[str]:
+    """Return the lines of one frame in a traceback."""
     where = f'  File "{step.filename}", line {step.lineno}, in {step.name}'
     return [where, f"    {step.line}"] if step.line else [where]
 
@@ -194,19 +196,20 @@ def report(outcome: Outcome) -> str:
         paragraphs += _paragraph(f"rank {rank} printed", _last_lines(text, _PRINTED_LINES))
     for rank, stack in outcome.stacks.items():
         paragraphs += _paragraph(f"rank {rank} stood at", _innermost_calls(stack))
-    # the ranks that failed by themselves come last
+    # first the ranks that failed because of others, then the ranks that failed by themselves
     for are_victims in (True, False):
         failures = {
             rank: failure
             for rank, failure in outcome.failures.items()
             if failure.is_victim is are_victims
         }
-        for ranks, text in _equal_ones_once(failures):
+        for ranks, text in _group_by_summary(failures):
             paragraphs += _paragraph(name_ranks(ranks), text)
     return "\n".join(paragraphs)
 
 
 def _heading(outcome: Outcome) -> str:
+    """Return the line that says which ranks failed, had not returned, and had returned."""
     failures = outcome.failures
     hung = outcome.stacks
     parts = []
@@ -221,11 +224,11 @@ def _heading(outcome: Outcome) -> str:
     return "; ".join(parts)
 
 
-def _equal_ones_once(failures: Mapping[int, Failure]) -> list[tuple[list[int], str]]:
-    """Group ranks by equal summaries.
+def _group_by_summary(failures: Mapping[int, Failure]) -> list[tuple[list[int], str]]:
+    """Return the ranks that have equal summaries, with the summary of the first of them.
 
-    Summaries count as equal if they differ only in which rank was notified of a failure by which
-    other.
+    Summaries also count as equal if they repeat one reason, and differ only in the rank that gave
+    up before (`_REPEATED`).
     """
     groups: dict[str, tuple[list[int], str]] = {}
     for rank, failure in sorted(failures.items()):
@@ -236,6 +239,7 @@ def _equal_ones_once(failures: Mapping[int, Failure]) -> list[tuple[list[int], s
 
 
 def _paragraph(title: str, text: str) -> list[str]:
+    """Return a text under a title; no paragraph if the text is empty."""
     return [f"--- {title} ---\n{text}"] if text.strip() else []
 
 
@@ -244,7 +248,10 @@ def _last_lines(text: str, count: int) -> str:
 
 
 def _innermost_calls(stack: str) -> str:
-    """Return the first lines of the main thread's stack, which has the most recent call first."""
+    """Return the two innermost calls of the main thread, and calls of the program around them.
+
+    `stack` is a dump of faulthandler, which has the most recent call first.
+    """
     main = stack.rpartition("Current thread")[2] or stack.rpartition("Thread ")[2]
     calls = [line for line in main.splitlines() if line.lstrip().startswith("File ")]
     of_program = [line for line in calls[2:] if not _INSTALLED_PATH.search(line)]

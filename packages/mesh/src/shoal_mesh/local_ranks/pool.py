@@ -1,9 +1,9 @@
 """RankPool: local ranks that stay up and run functions, and the process that forks them.
 
 The parent sends a function to all ranks and collects the results. A failure is raised as one error
-with every rank's traceback. A rank that does not return in time dumps its stack (faulthandler), the
-error contains the stack, and the next call starts new ranks. No port is fixed, and ranks end when
-the parent does.
+with every rank's traceback. If a rank does not return in time, it dumps its stack (faulthandler),
+the error contains the stack, and the next call starts new ranks. Ports are chosen by the system,
+and ranks end when the parent does.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .worker import Job
 R = TypeVar("R")
 # numbers of the jobs of this process
 _JOBS = count()
-# seconds for the ranks to import the modules of the function, before its time starts
+# seconds for the ranks to import the modules of the function, before its time limit starts
 _LOADING = 120.0
-# seconds that the other ranks get once one has failed: they may wait for it for ever
+# seconds that the other ranks get once one has failed, because they may wait for it forever
 _GRACE = 5.0
 
-# Slow imports: modules that the parent has imported are imported once, before ranks are forked
-# (vendored ones too).
+# Modules that are slow to import. If the parent has imported one of them, the fork server imports
+# it once, before it forks ranks. (The families include vendored packages.)
 _SLOW_IMPORTS = ["hypothesis", "transformers", "torch._dynamo", "torch.distributed.checkpoint"]
 _SLOW_IMPORTS += ["pytest", "torch.testing._internal.common_methods_invocations"]  # of tests
 _LAYERS = (
@@ -79,14 +79,14 @@ class ForkServer:
         python_path = os.pathsep.join(filter(None, sys.path))
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
         if sys.platform == "linux":
-            # local ranks need no host name that resolves
+            # gloo would look up the host name, which need not resolve
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         preload = [name for name in sys.modules if _is_slow_import(name)]
         if "pytest" in sys.modules:
-            # whose imports optimizers and compiled steps need
+            # it imports modules that tests of optimizers and of compiled steps need
             preload.append("torch._inductor.pattern_matcher")
         program = f"from {__package__}.worker import serve_forks; serve_forks({preload!r})"
-        # Ctrl-C is for the parent, so the server has a session of its own.
+        # The server has a session of its own, so that Ctrl-C only interrupts the parent.
         self.process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
@@ -94,7 +94,7 @@ class ForkServer:
             text=True,
             start_new_session=True,
         )
-        # The parent's, under which all its pools form their default groups.
+        # the store of the parent, in which the ranks of all its pools make their default groups
         self.store: TCPStore = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         atexit.register(self.close)
 
@@ -120,7 +120,11 @@ class ForkServer:
             self.fork(preload=missing)
 
     def fork(self, **order: object) -> None:
-        """Fork a rank; `order` has the arguments of `worker._run_rank`."""
+        """Send an order to the server: fork a rank, or import modules.
+
+        Args:
+            **order: the arguments of `worker._run_rank`, or `preload` with the names of modules.
+        """
         assert self.process.stdin is not None, "opened with a pipe"
         # several threads may have pools
         with self._lock:
@@ -140,7 +144,7 @@ class ForkServer:
 
 
 def _is_slow_import(name: str) -> bool:
-    """Tell whether a module is one that is imported once, before ranks are forked."""
+    """Return whether a module is one that is imported once, before ranks are forked."""
     return name in _SLOW_IMPORTS or name.startswith(_SLOW_FAMILIES)
 
 
@@ -175,12 +179,12 @@ class RankPool:
 
     Args:
         size: number of ranks.
-        backend: of the default group; `cpu:gloo,cuda:nccl` if there is a GPU per rank, likewise for
-            another accelerator, else `gloo`.
-        show_output: let the ranks print to the output of the parent; otherwise their output is
+        backend: the backend of the default group. By default it is `gloo` for the CPU, and the
+            backend of the accelerator if every rank has a device: `cpu:gloo,cuda:nccl` with GPUs.
+        show_output: whether the ranks print to the output of the parent; otherwise their output is
             shown with a failure.
-        once: a rank ends when it has returned, as under torchrun, so that others which wait for it
-            raise.
+        once: whether a rank ends when it has returned, as under torchrun, so that ranks that wait
+            for it raise.
 
     Raises:
         MeshTypeError: the size is not an integer.
@@ -204,7 +208,7 @@ class RankPool:
         require(backend, str | None, "a backend is named by a string, such as 'gloo'")
         if size < 1:
             raise MeshError(f"a pool needs at least one rank, got {size}")
-        # True is 1, which the environment of the ranks must set
+        # an int for the environment variables of the ranks, also for True
         self.size = int(size)
         self.backend: str = backend or default_backend(size)
         self._show_output = show_output
@@ -224,7 +228,7 @@ class RankPool:
         self.close()
 
     def start(self, timeout: float = 120.0) -> None:
-        """Start the ranks that are not up; `run` does it too.
+        """Start the ranks if they are not up; `run` does it too.
 
         Raises:
             RankError: they did not come up in time, or a rank would start ranks because it imports
@@ -237,7 +241,8 @@ class RankPool:
         self._folder = Path(tempfile.mkdtemp(prefix="shoal_"))
         server = ForkServer.get()
         atexit.unregister(self.close)
-        # after that of the server, so that it runs before: idle ranks leave by themselves
+        # Registered after the server's `close`, so that it runs before it: idle ranks then leave by
+        # themselves.
         atexit.register(self.close)
         connections: dict[int, Connection] = {}
         pids: dict[int, int] = {}
@@ -331,7 +336,7 @@ class RankPool:
             try:
                 answers, hung, limit = self._collect(pickle.dumps(job), timeout)
             except BaseException:
-                # Ctrl-C: the ranks are in the middle of something
+                # an interrupt by Ctrl-C, for example: the ranks may be inside of a collective
                 self._kill()
                 raise
             failures = {
@@ -353,7 +358,8 @@ class RankPool:
         vain_waits = VainWaits(self._stacks)
         limit = f"in {timeout:g} s" if timeout is not None else "in time"
         while waiting:
-            if not all(answer.is_result for answer in answers.values()):
+            has_failure = not all(answer.is_result for answer in answers.values())
+            if has_failure:
                 limit = f"within {_GRACE:.0f} s of that"
                 deadline = min(deadline, time.monotonic() + _GRACE)
             seconds = max(0.0, deadline - time.monotonic())
@@ -458,7 +464,7 @@ class RankPool:
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline and not all(read().values()):
             time.sleep(0.02)
-        # the last lines of the last one
+        # time for the last rank to write the rest of its stack
         time.sleep(0.05)
         return read()
 
@@ -467,7 +473,10 @@ class RankPool:
         return (self._folder or Path()) / f"{kind}{rank}"
 
     def _read(self, kind: str, rank: int) -> str:
-        """Return the text of a rank's file, its log from the present job on; '' without one."""
+        """Return the text of a rank's file; '' if there is none.
+
+        The text of a log begins with the present job.
+        """
         start = self._printed.get(rank, 0) if kind == "log" else 0
         try:
             data = self._file(kind, rank).read_bytes()
@@ -477,13 +486,13 @@ class RankPool:
 
     def close(self) -> None:
         """End the ranks; the next `run` starts new ones."""
-        # a fork of the parent does not own them
+        # a forked copy of the parent does not own the ranks
         if self._parent == os.getpid():
             with contextlib.suppress(OSError):
                 for connection in self._connections:
                     # idle ranks leave by themselves
                     connection.send_bytes(b"")
-                # it takes milliseconds, except under a coverage tool
+                # ranks end in milliseconds, except under a coverage tool
                 deadline = time.monotonic() + 10.0
                 for connection in self._connections:
                     connection.poll(max(0.0, deadline - time.monotonic()))

@@ -1,9 +1,9 @@
 """CommDebugMode: the collectives that a program runs, their counts, places and axes.
 
-It counts collectives as the caller requested them, not the backend calls: a reduce-scatter that a
-backend emulates is one reduce-scatter. Collectives of shoal report themselves (events.py);
-collectives of other libraries (`torch.distributed`, functional collectives) are seen in the
-dispatcher.
+It counts collectives as the caller requested them, and not the calls of backends: a reduce-scatter
+that a backend emulates is one reduce-scatter. Collectives of shoal report themselves (events.py).
+The mode sees collectives of other libraries (`torch.distributed`, functional collectives) in
+torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..errors import MeshError
 from ..events import Event, in_observed, observing
 from .module_places import ModulePlaces
 
-# Names of c10d by the name of the functional collective.
+# functional collective -> the operators of c10d that run it
 _C10D_NAMES = {
     "all_reduce": "allreduce_",
     "all_reduce_coalesced": "allreduce_coalesced_",
@@ -39,6 +39,7 @@ _C10D_NAMES = {
     "all_to_all_single": "alltoall_ alltoall_base_ all_to_all_single_",
     "broadcast": "broadcast_",
 }
+# operator of c10d -> functional collective
 _FUNCTIONAL = {
     name: functional_name
     for functional_name, names in _C10D_NAMES.items()
@@ -46,10 +47,11 @@ _FUNCTIONAL = {
 }
 _FUNCTIONAL_NAMES = set(_FUNCTIONAL.values())
 _IN_PLACE = ("allreduce", "broadcast")
+# operators of c10d that take their outputs as first and their inputs as second argument
 _OUTPUTS_FIRST = {"gather_", "scatter_"}
 _OUTPUTS_FIRST |= {name for name in _FUNCTIONAL if not name.startswith(_IN_PLACE)}
-# c10d only
-_POINT_TO_POINT = {"scatter_", "gather_", "reduce_", "send", "recv_", "recv_any_source_"}
+# operators of c10d that send, and have no functional collective
+_C10D_ONLY = {"scatter_", "gather_", "reduce_", "send", "recv_", "recv_any_source_"}
 
 
 def packet_of(op: str) -> Any:
@@ -58,15 +60,16 @@ def packet_of(op: str) -> Any:
     It is a packet of `_c10d_functional`, or of `c10d` if the former has none.
     """
     packet = getattr(_torch.functional, op, None) or getattr(_torch.c10d_ops, op, None)
-    return packet or getattr(_torch.c10d_ops, f"{op}_")  # of shoal's scatter and gather
+    # `scatter` and `gather` of shoal are `scatter_` and `gather_` of c10d
+    return packet or getattr(_torch.c10d_ops, f"{op}_")
 
 
 class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it has no hash
-    """Counts of collectives by op packet of `_c10d_functional`; each is found by all its packets.
+    """Counts of collectives by op packet of `_c10d_functional`; a lookup takes any of its packets.
 
-    Programs look counts up by torch's keys, `torch.ops.c10d_functional.all_reduce` (if torch has
-    registered that namespace) or `torch.ops.c10d.allreduce_`: none of these keys may read as
-    "never", and counts under other names of the same collectives are equal.
+    Programs look counts up by torch's keys: `torch.ops.c10d_functional.all_reduce` (if torch has
+    registered that namespace) or `torch.ops.c10d.allreduce_`. Each of these keys finds the count of
+    the collective. Counts are equal to the same counts under other packets.
 
     Example:
         >>> counts = CommCounts({torch.ops._c10d_functional.all_reduce: 2})
@@ -110,9 +113,9 @@ class Record:
         op: name of the functional collective.
         axes: the mesh axes that it ran along, or the name of the group if the call named no axis.
         size: number of ranks.
-        shapes: shapes that this rank put in.
-        dtype: dtype of the first of them.
-        nbytes: bytes that this rank put in.
+        shapes: the shapes of the tensors that this rank put in.
+        dtype: the dtype of the first of these tensors.
+        nbytes: the bytes of these tensors.
         reduce_op: `sum`, ... or ''.
         module: path of the innermost module, `Global` outside of modules.
         backward: whether it ran in the backward pass.
@@ -162,7 +165,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        # it makes the keys `torch.ops.c10d_functional.*`
+        # this import defines the keys `torch.ops.c10d_functional.*`
         import_module("torch.distributed._functional_collectives")
         self.trace: list[Record] = []
         self.modules: dict[str, ModuleRecord] = {}
@@ -264,7 +267,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
         if not 0 <= noise_level <= 3:
             raise MeshError(f"noise_level must be 0 to 3, got {noise_level}")
         modules: dict[str, Any] = {}
-        # first what ran outside of modules
+        # "Global" first: the collectives outside of modules
         for path in sorted(self.modules, key=lambda path: (path != "Global", path)):
             facts: dict[str, Any] = {
                 "forward": self._pass(path, False, noise_level),
@@ -289,7 +292,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
             facts["ops"] = {op: count for (op, phase), count in counts if phase is backward}
         return facts
 
-    # --- beyond it --------------------------------------------------------------------------------
+    # --- additions to torch's interface -----------------------------------------------------------
 
     comm_counts = property(get_comm_counts)
 
@@ -322,14 +325,14 @@ class CommDebugMode(_torch.TorchDispatchMode):
             total[record.axes] += record.nbytes
         return dict(total)
 
-    # --- how it records ---------------------------------------------------------------------------
+    # --- recording --------------------------------------------------------------------------------
 
     def before(self, event: Event) -> None:
         """Record a collective of shoal (called by events.py)."""
         self._open[id(event)] = self._record(event)
 
     def after(self, event: Event) -> None:
-        """Note how long it took."""
+        """Record the duration of a collective (called by events.py)."""
         record = self._open.pop(id(event), None)
         if record is not None:
             record.seconds = event.seconds
@@ -345,7 +348,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             # a barrier or a wait sends nothing
-            sends = name in _FUNCTIONAL or name in _POINT_TO_POINT
+            sends = name in _FUNCTIONAL or name in _C10D_ONLY
         else:
             is_functional = func.namespace.lstrip("_") == "c10d_functional"
             sends = is_functional and name.removesuffix("_") in _FUNCTIONAL_NAMES
@@ -356,9 +359,9 @@ class CommDebugMode(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op on tensors of a subclass that handles it itself.
+        """Leave an op to the tensor subclass that handles it.
 
-        This mode sees the ops that the subclass calls.
+        This mode then sees the ops that the subclass calls.
         """
         return NotImplemented
 
@@ -421,6 +424,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
 
 
 def _call(record: Record) -> dict[str, Any]:
+    """Return one collective of the trace, as for JSON."""
     return {
         "op": record.op,
         "axes": list(record.axes),

@@ -4,8 +4,8 @@ In a `lockstep` block every rank sends a description of its next collective, as 
 all-gather before each collective. A mismatch raises instead of hanging. The error is the same on
 all ranks and has for each rank its collective, its purpose (`events.purpose`) and its lines. Only a
 rank that has waited for a while reads from the store which ranks have left the block, and which
-ranks wait for which collective. Collectives of shoal are compared, those of other libraries are
-not.
+ranks wait for which collective. Only collectives of shoal are compared; collectives of other
+libraries are not.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ from ..watch.recorder import LIBRARIES
 
 Numbers = tuple[int, int, int]
 
-# numbers are below it, so that they are signed 64-bit integers to any backend
+# Flows (`statement`) are computed modulo this prime, so that any backend can send them as signed
+# 64-bit integers.
 _MODULUS = (1 << 61) - 1
-# odd and irregular: the pairs of ranks get unlike weights
+# The weights of pairs of ranks are powers of this irregular number, so that they all differ.
 _FACTOR = 0x9E3779B97F4A7C15
 # file and line of eight frames: enough to tell two calls of one function apart
 _STACK = 16
 _LIBRARY = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
-# How many blocks each world has had, so that no two blocks use the same keys; an entry goes with
-# its group.
+# World -> the number of its next block, so that no two blocks use the same keys in the store. An
+# entry is dropped with its group.
 _BLOCKS: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-# seconds between two looks at where the others are, the first of them too
+# seconds that a rank waits before it looks at the states of the other ranks, and between two looks
 _PATIENCE = 0.5
 # the ends of the texts about lost ranks that run nothing any more
 _ENDS = ("ended", "returned")
@@ -103,7 +104,7 @@ def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) 
         )
     world = require_world()
     if "fake" in _torch.backend_config(world):
-        # one process: nobody to compare with
+        # a fake world has one process, so there is no other rank to compare with
         yield
         return
     block = next(_BLOCKS.setdefault(world, count()))
@@ -115,12 +116,13 @@ def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) 
     try:
         yield
     except BaseException as error:
-        comparison.say(f"left the lockstep block by {type(error).__name__}: {error}"[:1000])
+        reason = f"left the lockstep block by {type(error).__name__}: {error}"
+        comparison.write_state(reason[:1000])
         if isinstance(error, PeerError):
-            comparison.alarm(error)
+            comparison.write_error(error)
         raise
     else:
-        comparison.say("left the lockstep block")
+        comparison.write_state("left the lockstep block")
     finally:
         unobserve(comparison)
 
@@ -138,7 +140,8 @@ def in_lockstep() -> bool:
 class _Comparison:
     """The observer of one block on one rank.
 
-    Before a collective the ranks gather three numbers of each (`statement`), and compare them:
+    Before a collective every rank gathers three numbers from each rank (`statement`), and compares
+    them:
 
         rank 0   all_reduce   [1234, 77, 0]    if they are equal, the collective runs;
         rank 1   all_reduce   [1234, 77, 0]    here all ranks gather their texts, and raise
@@ -156,13 +159,21 @@ class _Comparison:
         self._every = every
         self._call_sites = call_sites
         self._steps: defaultdict[str, Iterator[int]] = defaultdict(count)
-        # what all ranks of a communicator have been in together
+        # name of a communicator -> the last collective that all its ranks have reached
         self._last: dict[str, str] = {}
 
-    def say(self, text: str, key: str = "") -> None:
-        """Write this rank's state, or a text under a key, to the store, if that still exists."""
+    def write_state(self, text: str) -> None:
+        """Write the state of this rank to the store."""
+        self._write(str(self._rank), text)
+
+    def write_error(self, error: PeerError) -> None:
+        """Write the error of this rank to the store, for the ranks that wait."""
+        self._write("error", json.dumps([str(error), error.ranks]))
+
+    def _write(self, key: str, text: str) -> None:
+        """Write a text under a key to the store, if the store still exists."""
         with suppress(RuntimeError):
-            self._store.set(key or str(self._rank), text)
+            self._store.set(key, text)
 
     def _read(self, key: str | int) -> str:
         """Return the text that a rank has written, or the text under a key; '' if there is none."""
@@ -170,10 +181,6 @@ class _Comparison:
             if self._store.check([str(key)]):
                 return self._store.get(str(key)).decode()
         return ""
-
-    def alarm(self, error: PeerError) -> None:
-        """Write the error of this rank to the store, for the ranks that wait."""
-        self.say(json.dumps([str(error), error.ranks]), "alarm")
 
     def before(self, event: Event) -> None:
         """Send this rank's next collective, and compare it with those of the other ranks."""
@@ -189,15 +196,15 @@ class _Comparison:
                 self._wait(work, comm, text)
                 rows: list[Any] = work.wait().view(comm.size, -1).tolist()
         except LockstepError as error:
-            raise self._broken(comm, error) from error
+            raise self._break_off(comm, error) from error
         except PeerError as error:
             stopped = LockstepError(f"{error}\n  before {text}", error.ranks)
-            raise self._broken(comm, stopped) from error
+            raise self._break_off(comm, stopped) from error
         if agree(rows):
             self._last[comm.name] = text
             return
         mismatch = self._mismatch(comm, step, rows, text)
-        raise self._broken(comm, mismatch)
+        raise self._break_off(comm, mismatch)
 
     def _mismatch(self, comm: Comm, step: int, rows: Sequence[Numbers], text: str) -> LockstepError:
         """Gather the collectives of all ranks as text, and return the error that names them."""
@@ -206,16 +213,16 @@ class _Comparison:
         axes = "x".join(comm.axes)
         lines = [f"ranks are about to run different collectives at step {step} along {axes}:"]
         lines += [f"  {ranks}: {collective}" for ranks, collective in by_ranks(texts).items()]
-        # without the flows, which differ between ranks that agree
-        facts = {rank: tuple(row[:2]) for rank, row in zip(comm.ranks, rows, strict=True)}
-        return LockstepError("\n".join(lines), minority(facts))
+        # without the flows, which also differ between ranks that agree
+        statements = {rank: tuple(row[:2]) for rank, row in zip(comm.ranks, rows, strict=True)}
+        return LockstepError("\n".join(lines), minority(statements))
 
     def after(self, event: Event) -> None:
         """Do nothing."""
 
-    def _broken(self, comm: Comm, error: LockstepError) -> PeerError:
-        """Return the error for all ranks that wait for this one, or arrive later."""
-        self.alarm(error)
+    def _break_off(self, comm: Comm, error: LockstepError) -> PeerError:
+        """Have ranks that wait for this rank, now or later, raise an error; return the error."""
+        self.write_error(error)
         channel = channel_of(comm.group) if comm.on_gloo else None
         if channel is None:
             return error
@@ -240,16 +247,16 @@ class _Comparison:
     def _look(self, comm: Comm, text: str, waited: float) -> LockstepError | None:
         """Write that this rank waits; return an error if one has left, raised or is late."""
         along = f"along {'x'.join(comm.axes)}"
-        self.say(f"waits {along} in {text}")
+        self.write_state(f"waits {along} in {text}")
         states = {rank: self._read(rank) for rank in comm.ranks if rank != self._rank}
         missing = [rank for rank in states if not states[rank].startswith(f"waits {along} ")]
         if not missing:
             return None
         lost = lost_ranks(comm.group, _torch.ranks_in_order(comm.group))
         absent = _AbsentRanks(missing, states, lost)
-        raised, ranks = json.loads(self._read("alarm") or '["", []]')
-        if raised:
-            return LockstepError(raised, tuple(ranks))
+        error_text, ranks = json.loads(self._read("error") or '["", []]')
+        if error_text:
+            return LockstepError(error_text, tuple(ranks))
         gone = absent.gone()
         if not gone and waited <= self._timeout:
             return None
@@ -297,21 +304,24 @@ class _AbsentRanks(NamedTuple):
 
 
 def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
-    """Return the next collective of a rank as three numbers for `agree`, and as a line.
+    """Return the next collective of a rank as three numbers for `agree`, and as a line of text.
 
-    The numbers include the lines of the program if `call_sites` is true. The line reads `all_reduce
-    sum float32 shape (2,), for step 3 (train.py:80)`.
+    The first number stands for the facts that all ranks share, which include the lines of the
+    program if `call_sites` is true. The second number stands for the dtypes, and is 0 for a rank
+    without tensors. The third number is the flow: a weighted sum of the elements that the rank
+    sends and expects. The text is like `all_reduce sum float32 shape (2,), for step 3
+    (train.py:80)`.
     """
     dtypes = tuple([tensor.dtype for tensor in event.tensors])
     same = tuple(event.same.items())
     place = (_call_stack(), call_sites)
-    facts, kinds, line = _stated(
+    facts, dtypes_number, line = _state_facts(
         event.op, event.reduce_op, same, dtypes, purpose=event.purpose, place=place
     )
     if event.sends is None or event.receives is None:
-        return (facts, kinds, 0), line
-    # Each pair of ranks has a weight: what one sends by it and what the other expects cancel, so
-    # all flows sum to 0.
+        return (facts, dtypes_number, 0), line
+    # Each pair (sender, receiver) has a weight. The sender adds it for each element, and the
+    # receiver subtracts it for each element that it expects. If ranks agree, all flows sum to 0.
     rank = event.comm.rank
     size = event.comm.size
     flow = 0
@@ -319,11 +329,11 @@ def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
         flow += _weight(rank * size + other) * sent
         flow -= _weight(other * size + rank) * expected
     line = f"sends {list(event.sends)}, receives {list(event.receives)}: {line}"
-    return (facts, kinds, flow % _MODULUS), line
+    return (facts, dtypes_number, flow % _MODULUS), line
 
 
 @lru_cache(maxsize=4096)
-def _stated(
+def _state_facts(
     op: str,
     reduce_op: str,
     same: tuple[tuple[str, object], ...],
@@ -346,17 +356,17 @@ def _stated(
     text = " ".join(filter(None, words))
     if purpose:
         text += f", for {purpose}"
-    # A rank that neither sends nor receives a block does not know the dtype of the others.
-    kinds = _number_of(",".join(names)) if names else 0
+    # 0 for a rank that neither sends nor receives a block: it may not have the dtype of the others
+    dtypes_number = _number_of(",".join(names)) if names else 0
     compared_site = call_site if call_sites else ""
     facts = _number_of(f"{op}|{reduce_op}|{sizes}|{purpose}|{compared_site}")
-    return facts, kinds, f"{text} ({call_site})"
+    return facts, dtypes_number, f"{text} ({call_site})"
 
 
 def agree(rows: Sequence[Numbers]) -> bool:
     """Return whether the statements of all ranks fit together."""
-    facts, kinds, flows = zip(*rows, strict=True)
-    if len(set(facts)) != 1 or len({*kinds} - {0}) > 1:
+    facts, dtypes_numbers, flows = zip(*rows, strict=True)
+    if len(set(facts)) != 1 or len({*dtypes_numbers} - {0}) > 1:
         return False
     total: int = sum(flows)
     return total % _MODULUS == 0
@@ -365,11 +375,16 @@ def agree(rows: Sequence[Numbers]) -> bool:
 def _number_of(text: str) -> int:
     """Return a number that is the same for equal texts, in every process."""
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    # never 0, which stands for no text
     return int.from_bytes(digest, "little") + 1
 
 
 @lru_cache(maxsize=4096)
 def _weight(pair: int) -> int:
+    """Return the weight of a pair (sender, receiver), which has the number sender * size + receiver.
+
+    The weights are powers of `_FACTOR`.
+    """
     return pow(_FACTOR, pair + 1, _MODULUS)
 
 
@@ -401,7 +416,7 @@ def _is_library(module: str) -> bool:
     return _LIBRARY.search(module) is not None
 
 
-# --- what a rank holds ----------------------------------------------------------------------------
+# --- replicas -------------------------------------------------------------------------------------
 
 
 def check_replicas(
@@ -449,7 +464,7 @@ def check_replicas(
     if not digests:
         return
     gathered = even.all_gather(torch.tensor(digests, device=device), comm)
-    # of every tensor the digests of all ranks: 2 ranks, 3 tensors: (6,) -> (3, 2)
+    # a row for each tensor with the digests of all ranks; 2 ranks, 3 tensors: (6,) -> (3, 2)
     digests_by_tensor = gathered.view(comm.size, -1).t().tolist()
     for (name, replica), digests_of_ranks in zip(replicas.items(), digests_by_tensor, strict=True):
         if len(set(digests_of_ranks)) == 1:

@@ -19,7 +19,7 @@ from .lockstep import line_of_program
 
 # Gathers at the beginning of the block. All ranks leave a gather at about the same moment, which
 # relates the clocks of their hosts.
-_MEETINGS = 5
+_GATHERS = 5
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ def stragglers() -> Iterator[StragglerTable]:
     world = require_world()
     table = StragglerTable()
     departures = []
-    for _ in range(_MEETINGS):
+    for _ in range(_GATHERS):
         all_gather_objects(world, None)
         departures.append(time.perf_counter())
     clocks = all_gather_objects(world, Clock(machine(), departures))
@@ -228,16 +228,16 @@ def stragglers() -> Iterator[StragglerTable]:
 
 
 class Clock(NamedTuple):
-    """The clock of a rank: its machine (0 if unknown), and the times of leaving each meeting."""
+    """The clock of a rank: its machine (0 if unknown), and its times at the end of each gather."""
 
     machine: int
     departures: Sequence[float]
 
 
 def _beginning(clocks: Sequence[Clock], rank: int) -> float:
-    """Return the time, by the clock of a rank, at which the first rank left the last meeting."""
+    """Return the time, by the clock of a rank, at which the first rank left the last gather."""
     first = clocks[0]
-    # Seconds by which the clock of every rank is ahead of the clock of rank 0.
+    # the seconds by which the clock of each rank is ahead of the clock of rank 0
     ahead = [_seconds_ahead(clock, first) for clock in clocks]
     lasts = [clock.departures[-1] for clock in clocks]
     return ahead[rank] + min(last - offset for last, offset in zip(lasts, ahead, strict=True))
@@ -249,7 +249,7 @@ def _seconds_ahead(clock: Clock, reference: Clock) -> float:
         return 0.0
     pairs = zip(clock.departures, reference.departures, strict=True)
     differences = sorted(departure - other for departure, other in pairs)
-    return differences[_MEETINGS // 2]
+    return differences[_GATHERS // 2]
 
 
 def _set_computed(calls_of_rank: Sequence[Call]) -> None:
@@ -310,6 +310,7 @@ def _describe(event: Event) -> str:
 
 
 def _end_call(event: Event) -> None:
+    """Record the time in which this rank was blocked in a collective."""
     _finish_device(event)
     event.waits.append((event.started, time.perf_counter()))
 

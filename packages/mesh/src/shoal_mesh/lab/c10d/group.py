@@ -29,7 +29,7 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         timeout: the timeout that the program set, which no call of a lab needs.
     """
 
-    # `_get_backend` of c10d returns the group, which is asked for these
+    # c10d reads these from the result of `_get_backend`, which is the group itself
     supports_coalescing = False
     supports_splitting = False
     supports_time_estimate = False
@@ -47,7 +47,7 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         self._description = "undefined"
         self.options = SimpleNamespace(_timeout=timeout or dt.timedelta(minutes=30))
 
-    # --- names and facts that c10d asks for ----------------------------------------------------
+    # --- names and other attributes that c10d reads ---------------------------------------------
 
     @property
     def group_name(self) -> str:
@@ -128,7 +128,7 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
     ) -> LabWork:
         """Reduce block i of each list over the group, on member i."""
-        blocks = [block for of_members in inputs for block in of_members]
+        blocks = [block for blocks_of_tensor in inputs for block in blocks_of_tensor]
         return self._start("reduce_scatter", (blocks, outputs), outputs, op=_op_of(opts))
 
     def reduce_scatter_single_coalesced(
@@ -157,7 +157,7 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> LabWork:
         """Copy each tensor of each member to all members."""
-        flat = [output for of_members in outputs for output in of_members]
+        flat = [output for outputs_of_tensor in outputs for output in outputs_of_tensor]
         return self._start("all_gather", (inputs, flat), flat)
 
     def allgather_coalesced(
@@ -184,12 +184,12 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> LabWork:
         """Copy a tensor of each member to the root."""
-        flat = [output for of_members in outputs for output in of_members]
+        flat = [output for outputs_of_tensor in outputs for output in outputs_of_tensor]
         return self._start("gather", (inputs, flat), flat, root=_root_of(opts))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> LabWork:
         """Copy tensor i of the root to member i."""
-        flat = [tensor for of_members in inputs for tensor in of_members]
+        flat = [tensor for tensors in inputs for tensor in tensors]
         return self._start("scatter", (flat, outputs), outputs, root=_root_of(opts))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LabWork:
@@ -218,7 +218,7 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
     def monitored_barrier(
         self, timeout: dt.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all members; a missing one is named in the error of a deadlock."""
+        """Wait for all members; if one is missing, the error of the deadlock names it."""
         self.barrier().wait()
 
     # --- messages ------------------------------------------------------------------------------
@@ -257,6 +257,7 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         return self._post(call, inputs, outputs, result=result)
 
     def _call(self, kind: str, inputs: Tensors, outputs: Tensors, **facts: Any) -> PostedCall:
+        """Return a call of this member, with the lines of the program that makes it."""
         return PostedCall(
             kind=kind,
             group=self.key,
@@ -298,16 +299,16 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
 
 
 def _op_of(opts: Any) -> tuple[str, Any]:
-    """Return the name and the factor of a reduction, or of that of options; a sum by default."""
+    """Return the name and the factor of a reduction, given itself or in options; default: a sum."""
     return ("sum", None) if opts is None else name_of_op(getattr(opts, "reduceOp", opts))
 
 
 def _root_of(opts: Any) -> int:
-    """Return a root, or that of options."""
+    """Return the index of a root, given itself or in options."""
     root: int = getattr(opts, "rootRank", opts)
     return root
 
 
 def _list_of(tensors: Tensors | Tensor) -> Tensors:
-    """Return a list of tensors; c10d's groups take a single one, too."""
+    """Return a list of tensors; c10d's groups also accept a single tensor."""
     return [tensors] if isinstance(tensors, Tensor) else tensors

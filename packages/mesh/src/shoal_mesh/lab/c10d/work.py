@@ -1,8 +1,9 @@
 """Works and futures of calls in a lab.
 
-Neither has a thread behind it: a rank that waits for one enters the scheduler, which lets the other
-ranks go on. C++ waits for a future without the scheduler. DistributedDataParallel does so at the
-end of a backward pass, so a future that is made within one is completed there first.
+A work or a future has no thread of its own: a rank that waits for it enters the scheduler, which
+lets the other ranks continue. C++ code waits for a future without the scheduler.
+DistributedDataParallel does so at the end of a backward pass. A future that is made in a backward
+pass is therefore completed at the end of this pass, before C++ waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch import Work, in_backward_pass, run_at_end_of_backward
+from ..._torch import Work, in_backward, run_at_end_of_backward
 from .link import PendingCall, SchedulerLink
 
 
@@ -118,7 +119,7 @@ class LabWork(Work):
             self._future = LabFuture(self._complete)
             if self._pending.is_done:
                 self._future.set_result(self._result)
-            elif in_backward_pass():
+            elif in_backward():
                 run_at_end_of_backward(self._complete)
         return self._future
 

@@ -1,8 +1,8 @@
 """The coordinator: the scheduler of ranks that are processes, on a thread of their parent.
 
-Ranks connect through a socket in a folder of their pool. A rank sends its calls without waiting,
-and gets an answer to each request that has to wait. The tensors are in the arena: the coordinator
-passes on where, and does not read them.
+Ranks connect through a socket in a folder of their pool. A rank posts its calls without waiting,
+and gets an answer to each request that has to wait. The tensors are in the arena (`arena.py`). The
+coordinator passes on their places, and does not read them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _GRACE = 10.0
 
 
 class Coordinator:
-    """Answers the requests of ranks until `close`.
+    """A thread that answers the requests of ranks until `close`.
 
     Args:
-        path: the path of the socket, which this creates.
+        path: the path of the socket, which the coordinator creates.
         size: number of ranks.
-        seed: of the choices among ranks that can go on.
-        order: ranks to choose, one for each choice among several; ranks then run one at a time.
+        seed: the seed of the random choices of the scheduler.
+        order: the first choices, in place of random ones; ranks then run one at a time.
 
     Attributes:
         scheduler: the scheduler of the ranks.
@@ -60,16 +60,21 @@ class Coordinator:
             size, seed=seed, order=order, width=width, on_complete=self._note_readers
         )
         self._listener = Listener(path, family="AF_UNIX", backlog=max(size, 16))
-        self._wake, self._woken = os.pipe()
+        # a pipe: `close` writes to it to end the thread
+        self._wake_reader, self._wake_writer = os.pipe()
         self._connections: dict[Connection, RankTask] = {}
-        self._of_task: dict[RankTask, Connection] = {}
+        self._connection_of: dict[RankTask, Connection] = {}
+        # by rank and number of the call
         self._tickets: dict[tuple[int, int], Ticket] = {}
         # the members that have not read the tensors of a meeting
         self._unread: dict[Meeting, set[int]] = {}
+        # the pickled packets of all members of a meeting
         self._packed: dict[Meeting, bytes] = {}
         # tasks that wait for the reductions of a meeting
         self._held: dict[Meeting, list[RankTask]] = {}
+        # the first turns of ranks that have not connected yet
         self._unsent: dict[RankTask, Reply] = {}
+        # by rank: extents of its file that all readers have read
         self._freed: dict[int, list[int]] = defaultdict(list)
         self._thread = threading.Thread(
             target=self._serve_or_hang_up, name="shoal_lab", daemon=True
@@ -78,13 +83,13 @@ class Coordinator:
 
     def close(self) -> None:
         """End the thread, and close the socket and its connections."""
-        os.write(self._woken, b"x")
+        os.write(self._wake_writer, b"x")
         self._thread.join()
         for connection in list(self._connections):
             connection.close()
         self._listener.close()
-        os.close(self._wake)
-        os.close(self._woken)
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
 
     def _serve_or_hang_up(self) -> None:
         """Serve ranks; an error ends their connections, so that none of them waits for ever."""
@@ -100,9 +105,10 @@ class Coordinator:
         socket: Any = self._listener._listener._socket  # type: ignore[attr-defined]  # private
         while True:
             timeout = _GRACE if self.scheduler.is_stuck else None
-            ready = wait([self._wake, socket, *self._connections], timeout)
-            if self._wake in ready:
+            ready = wait([self._wake_reader, socket, *self._connections], timeout)
+            if self._wake_reader in ready:
                 return
+            # the time is over in which other threads could have ended the wait of the main threads
             if not ready:
                 self.scheduler.fail_stuck()
             self.scheduler.is_stuck = False
@@ -111,7 +117,7 @@ class Coordinator:
                     self._accept()
                 elif isinstance(source, Connection):
                     self._receive(source)
-            self._answer()
+            self._send_answers()
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -120,7 +126,7 @@ class Coordinator:
         hello: Hello = connection.recv()
         task = RankTask(hello.rank, hello.thread)
         self._connections[connection] = task
-        self._of_task[task] = connection
+        self._connection_of[task] = connection
         reply = self._unsent.pop(task, None)
         if reply is not None:
             self._send(task, reply)
@@ -151,7 +157,7 @@ class Coordinator:
     def _drop(self, connection: Connection) -> None:
         """Forget a connection; a main thread that has not left has died."""
         task = self._connections.pop(connection)
-        self._of_task.pop(task, None)
+        self._connection_of.pop(task, None)
         connection.close()
         if task.thread == 0:
             self.scheduler.leave_if_present(task.rank, "has died")
@@ -174,19 +180,21 @@ class Coordinator:
     # --- tensors that ranks have read ----------------------------------------------------------
 
     def _note_readers(self, meeting: Meeting) -> None:
-        readers = {m for m, call in meeting.calls.items() if call.outputs}
+        """Record the members that will read the tensors of a complete meeting."""
+        readers = {member for member, call in meeting.calls.items() if call.outputs}
         self._unread[meeting] = readers
         if not readers:
             self._free(meeting)
 
     def _note_read(self, rank: int, number: int) -> None:
+        """Record that a rank has read the tensors for its call; free them after the last reader."""
         ticket = self._tickets.pop((rank, number))
         meeting = ticket.meeting
         assert meeting is not None, "a call that is read has met the others"
         unread = self._unread.get(meeting)
         if unread is None:
             return
-        unread -= {m for m, other in meeting.tickets.items() if other is ticket}
+        unread -= {member for member, other in meeting.tickets.items() if other is ticket}
         if not unread:
             self._free(meeting)
 
@@ -203,7 +211,8 @@ class Coordinator:
 
     # --- answers ------------------------------------------------------------------------------
 
-    def _answer(self) -> None:
+    def _send_answers(self) -> None:
+        """Send the answers that are due, and the error to tasks that wait for reductions."""
         while answers := self.scheduler.take_answers():
             for answer in answers:
                 self._send_answer(answer)
@@ -229,7 +238,10 @@ class Coordinator:
             self._send_inputs(task, answer.value, INPUTS)
 
     def _send_own_inputs(self, task: RankTask, ticket: Ticket) -> None:
-        """Send the only input of each member that a member needs, as far as the call has one."""
+        """Send, of the inputs of each member, only the one that the member with this ticket needs.
+
+        A member without outputs needs none.
+        """
         meeting = ticket.meeting
         assert meeting is not None, "a complete call has met the others"
         packets: dict[int, list[Packet]] = {}
@@ -240,7 +252,10 @@ class Coordinator:
         self._send(task, Reply(INPUTS, pickle.dumps(packets)))
 
     def _send_all_reduce(self, task: RankTask, ticket: Ticket) -> None:
-        """Send reductions, or have the first rank that waits compute them for all."""
+        """Send reductions, or have the first rank that waits compute them for all ranks.
+
+        Every rank reduces small tensors itself.
+        """
         meeting = ticket.meeting
         assert meeting is not None, "a complete call has met the others"
         is_small = isinstance(meeting.tickets[0].payload.data, bytes)
@@ -255,6 +270,7 @@ class Coordinator:
             self._send_inputs(task, ticket, REDUCE)
 
     def _take_totals(self, rank: int, message: Totals) -> None:
+        """Send the reductions that a rank has computed to the ranks that wait for them."""
         meeting = self._tickets[rank, message.number].meeting
         assert meeting is not None, "reductions follow a meeting"
         meeting.totals = message.packet
@@ -262,6 +278,7 @@ class Coordinator:
             self._send(task, Reply(TOTALS, message.packet))
 
     def _send_inputs(self, task: RankTask, ticket: Ticket, kind: int) -> None:
+        """Send the inputs of all members."""
         meeting = ticket.meeting
         assert meeting is not None, "a complete call has met the others"
         source = meeting.calls[0].rank if meeting.calls[0].kind == "send" else None
@@ -275,7 +292,7 @@ class Coordinator:
         self._send(task, Reply(kind, packed, source=source))
 
     def _send(self, task: RankTask, reply: Reply) -> None:
-        connection = self._of_task.get(task)
+        connection = self._connection_of.get(task)
         if connection is None:
             # the first turn of a rank that has not connected yet
             self._unsent[task] = reply

@@ -27,13 +27,13 @@ from .process_link import ProcessLink
 T = TypeVar("T")
 
 
-class Order(NamedTuple):
-    """The facts of a run, sent to all ranks.
+class RunSettings(NamedTuple):
+    """The settings of a run, which are sent to all ranks.
 
     Attributes:
         size: number of ranks.
-        seed: of torch's and Python's generators.
-        order: ranks to choose, one for each choice among several.
+        seed: the seed of torch's and Python's generators, and of the scheduler.
+        order: the first choices of the scheduler, in place of random ones.
         device: the device type that stands for every accelerator, or None.
         world: whether the default group is initialized before the call.
         environment: the environment variables of the parent.
@@ -56,17 +56,21 @@ class _LabPool(RankPool):
 
     def __init__(self, size: int, *, show_output: bool) -> None:
         super().__init__(size, backend=NAME, show_output=show_output, once=True)
-        # a worker initializes no group for it
+        # a worker without a backend does not initialize a default group
         self.backend = ""
 
 
 def run_on_processes(
-    order: Order, function: Callable[..., T], arguments: tuple[Any, Any], *, show_output: bool
+    settings: RunSettings,
+    function: Callable[..., T],
+    arguments: tuple[Any, Any],
+    *,
+    show_output: bool,
 ) -> tuple[list[T], list[int]]:
-    """Return the results of a function on ranks that are processes, and the choices among ranks.
+    """Return the results of a function on ranks that are processes, and the scheduler's choices.
 
     Args:
-        order: the facts of the run; this fills in the address and the files.
+        settings: the settings of the run, without the address and the files.
         function: the function.
         arguments: its arguments, and its keyword arguments.
         show_output: whether the ranks print to the output of this process.
@@ -78,13 +82,13 @@ def run_on_processes(
     code = dump_function(function)
     payload = dump(arguments)
     folder = tempfile.mkdtemp(prefix="shoal_lab_")
-    files = [create_file(folder, rank) for rank in range(order.size)]
+    files = [create_file(folder, rank) for rank in range(settings.size)]
     address = f"{folder}/s"
-    coordinator = Coordinator(address, order.size, seed=order.seed, order=order.order)
-    order = order._replace(address=address, files=tuple(file.path for file in files))
+    coordinator = Coordinator(address, settings.size, seed=settings.seed, order=settings.order)
+    settings = settings._replace(address=address, files=tuple(file.path for file in files))
     try:
-        with _LabPool(order.size, show_output=show_output) as pool:
-            results = pool.run(run_rank, order, code, payload, timeout=None)
+        with _LabPool(settings.size, show_output=show_output) as pool:
+            results = pool.run(run_rank, settings, code, payload, timeout=None)
         return results, coordinator.scheduler.choices
     except RankError as error:
         _raise_cause(error)
@@ -104,24 +108,25 @@ def _raise_cause(error: RankError) -> NoReturn:
     raise cause from None
 
 
-def run_rank(order: Order, code: bytes, payload: bytes) -> Any:
+def run_rank(settings: RunSettings, code: bytes, payload: bytes) -> Any:
     """Run a function on this process as a rank of a lab, and return its result.
 
     Args:
-        order: the facts of the run.
+        settings: the settings of the run.
         code: the pickled function.
         payload: the pickled arguments.
     """
     rank = int(os.environ["RANK"])
-    os.environ.update(order.environment | environment_of(rank, order.size))
-    if order.device == "cpu":
+    os.environ.update(settings.environment | environment_of(rank, settings.size))
+    if settings.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        map_cuda_to_cpu(rank, order.size)
-    link = ProcessLink(RankFacts(rank, order.size, order.device), order.address, order.files)
+        map_cuda_to_cpu(rank, settings.size)
+    facts = RankFacts(rank, settings.size, settings.device)
+    link = ProcessLink(facts, settings.address, settings.files)
     enter_process(link)
     install()
     try:
-        result = _call(order, code, payload)
+        result = _call(settings, code, payload)
     except BaseException as error:
         link.leave(f"raised {type(error).__name__}: {str(error)[:200]}", failed=True)
         raise
@@ -129,12 +134,13 @@ def run_rank(order: Order, code: bytes, payload: bytes) -> Any:
     return result
 
 
-def _call(order: Order, code: bytes, payload: bytes) -> Any:
+def _call(settings: RunSettings, code: bytes, payload: bytes) -> Any:
+    """Seed the generators, and call the function with its arguments in a world if requested."""
     function = pickle.loads(code)
     args, kwargs = pickle.loads(payload)
-    torch.manual_seed(order.seed)
-    random.seed(order.seed)
-    if order.world:
+    torch.manual_seed(settings.seed)
+    random.seed(settings.seed)
+    if settings.world:
         dist.init_process_group(NAME)
     result = function(*args, **kwargs)
     if dist.is_initialized():

@@ -1,4 +1,9 @@
-"""Meetings of calls, and the requests and answers of ranks, as the scheduler has them."""
+"""Records of the scheduler: tickets, meetings, open requests and answers.
+
+A rank posts a call and gets a ticket for it. The calls of all members of a collective form a
+meeting, which is complete when all have arrived. A request, such as to wait for a ticket, is open
+until the scheduler has an answer.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +33,10 @@ class Meeting:
 
     Attributes:
         calls: the calls, by index in the group; a message has the sender as 0, the receiver as 1.
-        tickets: the tickets of the calls.
+        tickets: the tickets of the calls, by the same index.
         is_complete: whether all members have arrived.
-        totals: the reductions of an `all_reduce`, in the form of the isolation.
-        reducer: the task that computes them, where one does.
+        totals: the reductions of an `all_reduce`, if ranks are processes and one has computed them.
+        reducer: the task that computes these reductions, or None.
     """
 
     calls: dict[int, PostedCall] = field(default_factory=dict)
@@ -49,7 +54,7 @@ class Ticket:
         number: the number that the rank gave the call.
         task: the thread that posted it.
         call: the call.
-        payload: its tensors, in the form of the isolation.
+        payload: its tensors: themselves if ranks are threads, a `Packet` if ranks are processes.
         meeting: the meeting that the call is part of; None for a message without its other end.
         waiter: the thread that waits for the call.
     """
@@ -63,7 +68,7 @@ class Ticket:
 
     @property
     def is_complete(self) -> bool:
-        """Tell whether the call has met the calls of its other members."""
+        """True if the calls of all members have arrived."""
         return self.meeting is not None and self.meeting.is_complete
 
 
@@ -81,8 +86,14 @@ class Answer(NamedTuple):
     error: BaseException | None = None
 
 
-class Open(NamedTuple):
-    """An open request of a task: a ticket to wait for or to poll, or a request to the stores."""
+class OpenRequest(NamedTuple):
+    """An open request of a task: a ticket to wait for or to poll, or a request to the stores.
+
+    Attributes:
+        kind: `wait`, `poll` or `store`.
+        ticket: the ticket to wait for or to poll.
+        store: the request to the stores.
+    """
 
     kind: str
     ticket: Ticket | None = None

@@ -48,15 +48,16 @@ def deadlock_text(reports: Sequence[RankReport]) -> tuple[str, tuple[int, ...]]:
 def mismatch_text(
     property_name: str, calls: Sequence[PostedCall], reports: Sequence[RankReport]
 ) -> tuple[str, tuple[int, ...]]:
-    """Return the text about calls that cannot meet, and their ranks.
+    """Return the text about calls that cannot meet, and the ranks of the calls.
 
     Args:
-        property_name: the property in which they differ.
+        property_name: the property in which the calls differ, such as `the root`; or a sentence
+            about tensors that do not fit (`misfit`).
         calls: the calls.
         reports: the state of each rank.
     """
-    differs = " " not in property_name or property_name.startswith("the ")
-    heading = f"ranks differ in {property_name}" if differs else property_name
+    is_property = " " not in property_name or property_name.startswith("the ")
+    heading = f"ranks differ in {property_name}" if is_property else property_name
     texts = {call.rank: f"{describe(call)}{_place(call.frames)}" for call in calls}
     lines = [f"  {ranks}: {text}" for ranks, text in by_ranks(texts).items()]
     others = [report for report in reports if report.rank not in texts]
@@ -64,7 +65,7 @@ def mismatch_text(
 
 
 def victim_text(rank: int, reason: str) -> tuple[str, tuple[int, ...]]:
-    """Return the text for ranks that end because of another one, and that rank.
+    """Return the text for ranks that end because another rank has failed, and the failed rank.
 
     Args:
         rank: the rank that failed.

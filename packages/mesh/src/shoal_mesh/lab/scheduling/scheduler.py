@@ -1,8 +1,9 @@
 """The scheduler of a lab: turns of ranks, meetings of collectives, and the order of both.
 
-It is a state machine without threads, processes or clocks. An isolation reports the requests of its
-ranks (`post`, `wait`, `poll`, `store`, `leave`), and then takes the answers that have become due
-(`take_answers`). A rank that has an open request does not run until it has the answer.
+It is a state machine without threads, processes or clocks. The isolation of the lab (threads or
+processes) reports the requests of its ranks (`post`, `wait`, `poll`, `store`, `leave`), and then
+takes the answers that have become due (`take_answers`). A rank that has an open request does not
+run until it has the answer.
 
 A collective is complete when all members have posted it, in any order. Three things depend on the
 order in which ranks arrive: the source of a receive from any rank, the value of a store, and an
@@ -25,12 +26,13 @@ from random import Random
 from typing import NamedTuple
 
 from ...errors import DeadlockError, LockstepError, MeshError, PeerError
-from .meetings import Answer, Meeting, Open, RankTask, Ticket, misfit_of
+from .meetings import Answer, Meeting, OpenRequest, RankTask, Ticket, misfit_of
 from .posted_calls import ANY, POINT_TO_POINT, GroupKey, PostedCall, disagreement
 from .reports import RankReport, deadlock_text, mismatch_text, victim_text
 from .shared_values import SharedValues, StoreRequest
 
-# vain answers to `is_completed`, one after the other, while every other rank waits
+# So many polls (`is_completed`) in a row that return False, without progress of any rank, count as
+# a deadlock.
 MOST_VAIN_POLLS = 10_000
 
 
@@ -51,19 +53,20 @@ class MessageKey(NamedTuple):
 
 
 class Scheduler:
-    """Decides which ranks run, and which calls meet.
+    """The state machine that decides which ranks run, and which calls meet.
 
     Args:
         size: number of ranks.
-        seed: of the choices among ranks that can go on.
-        order: ranks to choose, one for each choice among several; the seed decides when it ends.
+        seed: the seed of the random choices. A choice decides which rank continues, and is made
+            each time that several ranks can.
+        order: the first choices, in place of random ones.
         width: how many ranks run at a time; None for all.
         on_complete: called with each meeting that is complete.
 
     Attributes:
-        choices: the ranks chosen so far where there were several; `order=choices` repeats the run.
+        choices: the choices so far; `order=choices` repeats the run.
         is_stuck: whether all main threads wait, and other threads of their ranks may help them.
-        failure: why no request can be answered any more, or None.
+        failure: the error with which all requests are answered from now on, or None.
     """
 
     def __init__(
@@ -82,27 +85,35 @@ class Scheduler:
         self._random = Random(seed)
         self._order = deque(order)
         self._width = width or size
-        self._batches = width is None and not order
+        # whether all requests that can be decided are decided together, and not one at a time
+        self._decides_all = width is None and not order
         self._on_complete = on_complete or (lambda meeting: None)
         self._stores = SharedValues()
+        # collectives that are not complete, by group and number of the collective
         self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
+        # sends that are not received, and receives without a send
         self._messages: dict[MessageKey, deque[Ticket]] = {}
         self._receives: dict[MessageKey, deque[Ticket]] = {}
-        self._open: dict[RankTask, Open] = {}
+        self._open: dict[RankTask, OpenRequest] = {}
+        # answers of ranks that wait for their turn; at first, every rank does
         self._ready: dict[RankTask, Answer] = {
             RankTask(rank): Answer(RankTask(rank)) for rank in range(size)
         }
         self._running: set[int] = set()
+        # ranks that have ended, and the reasons in words
         self._left: dict[int, str] = {}
+        # the last call of each rank
         self._last: dict[int, PostedCall] = {}
+        # answers that `take_answers` returns next
         self._answers: list[Answer] = []
         self._vain_polls = 0
-        self._free_threads: dict[int, int] = {}
+        # by rank, the number of its threads beside the main one
+        self._other_threads: dict[int, int] = {}
 
     # --- requests -----------------------------------------------------------------------------
 
     def post(self, ticket: Ticket) -> None:
-        """Enter a call; it meets the others of its group.
+        """Add a call to the meeting of its collective, or match a message.
 
         Args:
             ticket: the call.
@@ -150,12 +161,14 @@ class Scheduler:
         self._wake_threads()
 
     def _pair(self, send: Ticket, receive: Ticket) -> None:
+        """Make the meeting of a send and a receive."""
         meeting = Meeting({0: send.call, 1: receive.call}, {0: send, 1: receive})
         send.meeting = meeting
         receive.meeting = meeting
         self._complete(meeting)
 
     def _complete(self, meeting: Meeting) -> None:
+        """Complete a meeting, and make the ranks that wait for it ready."""
         problem = misfit_of(meeting)
         if problem:
             calls = list(meeting.calls.values())
@@ -176,7 +189,7 @@ class Scheduler:
             task: the thread that waits.
             ticket: the call.
         """
-        self._request(task, Open("wait", ticket))
+        self._request(task, OpenRequest("wait", ticket))
 
     def poll(self, task: RankTask, ticket: Ticket) -> None:
         """Open a request that is answered with whether a call is complete.
@@ -185,7 +198,7 @@ class Scheduler:
             task: the thread that asks.
             ticket: the call.
         """
-        self._request(task, Open("poll", ticket))
+        self._request(task, OpenRequest("poll", ticket))
 
     def store(self, task: RankTask, request: StoreRequest) -> None:
         """Open a request to the stores of the lab.
@@ -194,9 +207,10 @@ class Scheduler:
             task: the thread that asks.
             request: the request.
         """
-        self._request(task, Open("store", None, request))
+        self._request(task, OpenRequest("store", None, request))
 
-    def _request(self, task: RankTask, request: Open) -> None:
+    def _request(self, task: RankTask, request: OpenRequest) -> None:
+        """Open a request of a task, which ends the turn of a rank."""
         if self.failure is not None:
             self._answers.append(Answer(task, error=self.failure))
             return
@@ -210,7 +224,7 @@ class Scheduler:
                 self._make_ready(task, ticket)
                 return
         if task.thread:
-            # a thread beside the main one has no turn to wait for
+            # threads beside the main one run without turns, so the request is decided now
             self._decide(task)
 
     def leave(self, rank: int, reason: str, *, failed: bool = False) -> None:
@@ -244,7 +258,7 @@ class Scheduler:
             rank: the global rank.
             threads: their number.
         """
-        self._free_threads[rank] = threads
+        self._other_threads[rank] = threads
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -252,21 +266,26 @@ class Scheduler:
         """Give turns, decide what depends on the order, and return the answers that are due."""
         while self.failure is None and not self._answers:
             self._give_turns()
-            # a main thread may wait for another thread of its rank, without a request
-            helped = {task.rank for task in self._open if task.thread}
-            if self._running - helped or not self._decide_when_all_wait():
+            # If another thread of a running rank has an open request, the main thread may wait for
+            # this thread, so the rank counts as waiting.
+            ranks_with_waiting_threads = {task.rank for task in self._open if task.thread}
+            if self._running - ranks_with_waiting_threads:
+                break
+            if not self._decide_when_all_wait():
                 break
         answers = self._answers
         self._answers = []
         return answers
 
     def _make_ready(self, task: RankTask, value: object) -> None:
+        """Close the request of a task with a value, which the task gets with its next turn."""
         ticket = self._open.pop(task).ticket
         if ticket is not None:
             ticket.waiter = None
         self._ready[task] = Answer(task, value)
 
     def _give_turns(self) -> None:
+        """Give ready ranks their turns, as far as `width` allows; other threads need no turn."""
         threads = [task for task in self._ready if task.thread]
         for task in threads:
             self._answers.append(self._ready.pop(task))
@@ -280,7 +299,7 @@ class Scheduler:
             self._answers.append(self._ready.pop(RankTask(rank)))
 
     def _choose(self, ranks: Iterable[int]) -> int:
-        """Return one of several ranks, as the forced order or the seed decides."""
+        """Return one of several ranks, as `order` or the seed decides."""
         candidates = sorted(set(ranks))
         if len(candidates) == 1:
             return candidates[0]
@@ -305,29 +324,30 @@ class Scheduler:
         if not able:
             able = [task for task in waiting if self._can_expire(task)]
         if not able:
-            return self._see_deadlock(waiting)
+            self._check_deadlock(waiting)
+            return False
         while able and self.failure is None:
             rank = self._choose([task.rank for task in able])
             able = [task for task in able if task.rank != rank]
-            # an earlier decision may have been the answer
+            # an earlier decision of this loop may have answered the request
             if RankTask(rank) in self._open:
                 self._decide(RankTask(rank))
-            if not self._batches:
+            if not self._decides_all:
                 break
         return True
 
-    def _see_deadlock(self, waiting: list[RankTask]) -> bool:
+    def _check_deadlock(self, waiting: list[RankTask]) -> None:
+        """Fail if no rank can continue, unless a thread beside the main ones still runs."""
         if not waiting or self._running:
-            return False
-        threads = sum(self._free_threads.get(task.rank, 0) for task in waiting)
+            return
+        threads = sum(self._other_threads.get(task.rank, 0) for task in waiting)
         blocked = sum(1 for task in self._open if task.thread)
         self.is_stuck = threads > blocked
         if not self.is_stuck:
             self.fail_stuck()
-        return False
 
     def fail_stuck(self) -> None:
-        """Fail all ranks because none can go on."""
+        """Fail all ranks because none can continue."""
         self.fail(DeadlockError(*deadlock_text(self._reports())))
 
     def _can_decide(self, task: RankTask) -> bool:
@@ -369,11 +389,12 @@ class Scheduler:
         """Answer requests of threads beside the main ones that a new value or message answers."""
         threads = [task for task in self._open if task.thread]
         for task in threads:
-            # an earlier decision may have been its answer
+            # an earlier decision of this loop may have answered the request
             if task in self._open and self._can_decide(task):
                 self._decide(task)
 
     def _count_poll(self, ticket: Ticket) -> None:
+        """Count a poll that returns False, and fail after too many of them in a row."""
         if ticket.is_complete:
             self._vain_polls = 0
             return
@@ -402,8 +423,8 @@ class Scheduler:
         if not senders:
             return
         call = receive.call
-        ranks = {call.group.ranks[sender]: sender for sender in senders}
-        sender = ranks[self._choose(ranks)]
+        sender_by_rank = {call.group.ranks[sender]: sender for sender in senders}
+        sender = sender_by_rank[self._choose(sender_by_rank)]
         if self.failure is not None:
             return
         key = MessageKey(call.group, ANY, call.member, call.tag)
