@@ -218,8 +218,8 @@ def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
     """
     tree = _GradientTree(submodule_of("accumulate_stage_in_tree", stage), microbatches)
     backward = stage.backward_one_chunk
-    weights = stage.backward_weight_one_chunk
-    reduce = stage.perform_reduce_grad
+    backward_weight = stage.backward_weight_one_chunk
+    reduce_gradients = stage.perform_reduce_grad
 
     def backward_one_chunk(
         number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -231,13 +231,13 @@ def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
             tree.add(number)
 
     def backward_weight_one_chunk(number: int, last_backward: bool = False) -> None:
-        weights(number, last_backward=last_backward)
+        backward_weight(number, last_backward=last_backward)
         if stage.has_backward:
             tree.add(number)
 
     def perform_reduce_grad(grad_scale_factor: int) -> None:
         tree.finish()
-        reduce(grad_scale_factor)
+        reduce_gradients(grad_scale_factor)
 
     stage.backward_one_chunk = backward_one_chunk
     stage.backward_weight_one_chunk = backward_weight_one_chunk

@@ -134,7 +134,7 @@ class _OutputColumns(Function):
         return dx, dw, db, None, None, None
 
 
-class _Rows(Function):
+class _SummedBlocks(Function):
     """Linear whose input features are summed in blocks and over ranks, (B, ..., K) -> (B, ..., N).
 
     The weight is (N, K).
@@ -196,11 +196,13 @@ class InvariantColumn(ColumnLinear):
         weight = local["weight"]
         x, readers = self.read(input)
         place = readers.count
-        out, again = apply(_OutputColumns, x, weight, local["bias"], self.blocks, readers, place)
+        out, shared_input = apply(
+            _OutputColumns, x, weight, local["bias"], self.blocks, readers, place
+        )
         # Nothing is kept on a leaf: it outlives the graph, and would keep the graph alive.
-        if place == 0 and again.requires_grad and not input.is_leaf:
-            again.readers = readers
-            keep_shared_input(local_of(input), self.reading(), again)
+        if place == 0 and shared_input.requires_grad and not input.is_leaf:
+            shared_input.readers = readers
+            keep_shared_input(local_of(input), self.shared_input_key(), shared_input)
         readers.count += 1
         return self.finish(out)
 
@@ -210,7 +212,7 @@ class InvariantColumn(ColumnLinear):
         If an earlier layer has read the input, these are the second output and the readers of the
         first layer that did.
         """
-        found = find_shared_input(local_of(input), self.reading(), grad=True, in_tree=True)
+        found = find_shared_input(local_of(input), self.shared_input_key(), grad=True, in_tree=True)
         if found is not None and torch.is_grad_enabled():
             readers: _Readers = found.readers  # type: ignore[attr-defined]  # set in `__call__`
             return found, readers
@@ -218,7 +220,7 @@ class InvariantColumn(ColumnLinear):
             return input, _Readers(self.comm)
         return replicated_input(self, input), _Readers(None)
 
-    def reading(self) -> Hashable:
+    def shared_input_key(self) -> Hashable:
         """Return the key of this layer's input; readers with equal keys share its gradient."""
         return self.comm, self.port_in.layout, self.blocks
 
@@ -240,7 +242,7 @@ class InvariantRow(RowLinear):
         is_replicated = self.port_out.desired.is_replicate()
         is_all_reduced = is_replicated and self.sharding.local_outputs
         comm = self.comm if is_all_reduced else None
-        out: Tensor = apply(_Rows, x, weight, self.blocks, comm)
+        out: Tensor = apply(_SummedBlocks, x, weight, self.blocks, comm)
         if not is_all_reduced:
             out = partial_output(self, out, None)
         return add_bias(self, out)

@@ -132,7 +132,7 @@ def divide_into_cells(lowered: Lowered, local: Tensor) -> Cells:
     return Cells(None, dim, arithmetic.blocks if could_be_sharded else 1)
 
 
-def _norm(module: Any, x: Tensor, p: Params) -> Tensor:
+def _norm(module: Any, x: Tensor, params: Params) -> Tensor:
     """Compute LayerNorm or RMSNorm with a weight and a bias for each token.
 
     The kernels of torch accept only a weight and a bias for all tokens.
@@ -146,10 +146,10 @@ def _norm(module: Any, x: Tensor, p: Params) -> Tensor:
         if eps is None:
             eps = torch.finfo(x.dtype).eps
         out = functional.rms_norm(wide, shape, None, eps)
-    weight = p["weight"]
+    weight = params["weight"]
     if weight is not None:
         out = out * weight
-    bias = p.get("bias")
+    bias = params.get("bias")
     if bias is not None:
         out = out + bias
     return out.to(x.dtype)
@@ -160,12 +160,12 @@ def _normalize(lowered: Tokenwise, x: Tensor) -> Tensor:
     cells = divide_into_cells(lowered, x)
     names = [name for name, param in lowered.params.items() if param is not None]
     local: Any = lowered.local(*names) if names else {}
-    tokens = {name: apply(_ForTokens, local[name], x.shape, cells) for name in names}
+    per_token = {name: apply(_ForTokens, local[name], x.shape, cells) for name in names}
     absent = dict.fromkeys(lowered.params.keys() - names)
     is_of_torch = class_of(lowered.module) in (nn.LayerNorm, nn.RMSNorm)
     compute = _norm if is_of_torch else lowered.compute
     try:
-        return compute(lowered.module, x, tokens | absent)
+        return compute(lowered.module, x, per_token | absent)
     except RuntimeError as error:
         shapes = {name: tuple(param.shape) for name, param in local.items()}
         raise UnsupportedModuleError(
