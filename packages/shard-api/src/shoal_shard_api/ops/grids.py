@@ -96,7 +96,9 @@ def _cells(holders: Mapping[Box, int], shape: tuple[int, ...]) -> Sequence[Seque
 
 
 def _box_at(
-    coordinate: Sequence[int], dims: Sequence[int], spans_by_dim: Sequence[Box]
+    coordinate: Sequence[int],
+    dims: Sequence[int],
+    spans_by_dim: Sequence[Sequence[tuple[int, int]]],
 ) -> Box | None:
     """Return the cell at a mesh coordinate; None if the mesh is larger than the grid there."""
     # Example: in a mesh of (3, 2) over 2 x 2 cells, (2, 0) and (2, 1) do not have a cell.
