@@ -37,6 +37,7 @@ from .layouts import (
     WAY_OUT,
     AnyShard,
     LocalLayout,
+    UnknownLayoutError,
     extents,
     followed,
     global_stride,
@@ -90,16 +91,8 @@ class Watch(FunctionMode):
         rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
         if max(rows, default=-1) < 0:
             return
-        # The numbers of rows of all ranks are gathered in one small collective, because a batch may
-        # be sharded unevenly.
-        local = torch.tensor([rows], device=axes.device_type)
-        comm = axes.comm(tuple(range(axes.ndim)))
-        if "fake" in comm.backend:
-            rows_by_rank = [rows] * comm.size
-        else:
-            rows_by_rank = all_gather(local, comm).tolist()
         # for each tensor, its number of rows on each rank
-        rows_by_tensor = [list(column) for column in zip(*rows_by_rank, strict=True)]
+        rows_by_tensor = [list(column) for column in zip(*_rows_by_rank(rows, axes), strict=True)]
         sizes = next(column for column, n in zip(rows_by_tensor, rows, strict=True) if n >= 0)
         even = len({*sizes}) == 1
         shard = Shard(0, sizes=None if even else sizes)
@@ -289,48 +282,73 @@ class Watch(FunctionMode):
         around = UNSEEN if source is None else layout_of(source)
         if around.unknown and self.mesh.ndim > 1:
             return around
+        try:
+            placements = self._kept_placements(local, around.spec, axis)
+            placements[axis] = shard or Replicate()
+            if any(isinstance(placement, AnyShard) for placement in placements):
+                spec = self._global_spec(local, placements)
+                return LocalLayout(spec, drawn=around.drawn)
+        except UnknownLayoutError as error:
+            return LocalLayout(unknown=str(error))
+        if around.drawn:
+            return LocalLayout(replicated_spec(self.mesh, local), drawn=True)
+        return PLAIN
+
+    def _kept_placements(self, local: Tensor, source: Spec | None, axis: int) -> list[Placement]:
+        """Return the placements of a local tensor that is sharded like `source`, except on `axis`.
+
+        Raises:
+            UnknownLayoutError: a dim of the source that is sharded is not a dim of the tensor, or
+                several axes shard it unevenly.
+        """
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
-        if around.spec is not None:
-            for other in range(self.mesh.ndim):
-                kept = shard_of(around.spec, other)
-                if other == axis or kept is None:
-                    continue
-                has_dim = kept.dim < local.ndim
-                if not has_dim or local.shape[kept.dim] != around.spec.local_shape[kept.dim]:
-                    return LocalLayout(
-                        unknown=f"where the sharded dim {kept.dim} of the module's input went"
-                    )
-                sharding = around.spec.dim_shardings[kept.dim]
-                if len(sharding.axes) > 1 and not sharding.even:
-                    return LocalLayout(
-                        unknown=f"several axes shard dim {kept.dim}, in shards of different sizes"
-                    )
-                placements[other] = kept
-        placements[axis] = shard or Replicate()
+        if source is None:
+            return placements
+        for other in range(self.mesh.ndim):
+            kept = shard_of(source, other)
+            if other == axis or kept is None:
+                continue
+            has_dim = kept.dim < local.ndim
+            if not has_dim or local.shape[kept.dim] != source.local_shape[kept.dim]:
+                raise UnknownLayoutError(
+                    f"where the sharded dim {kept.dim} of the module's input went"
+                )
+            sharding = source.dim_shardings[kept.dim]
+            if len(sharding.axes) > 1 and not sharding.even:
+                raise UnknownLayoutError(
+                    f"several axes shard dim {kept.dim}, in shards of different sizes"
+                )
+            placements[other] = kept
+        return placements
+
+    def _global_spec(self, local: Tensor, placements: Sequence[Placement]) -> Spec:
+        """Return the spec of the global tensor that has a local tensor as its shard on this rank.
+
+        Raises:
+            UnknownLayoutError: the placements do not determine it, or it has another shard.
+        """
         dims = [placement.dim for placement in placements if isinstance(placement, AnyShard)]
-        if not dims:
-            if around.drawn:
-                return LocalLayout(replicated_spec(self.mesh, local), drawn=True)
-            return PLAIN
         shape = [*local.shape]
-        for other, placement in enumerate(placements):
-            if isinstance(placement, AnyShard):
-                dim = placement.dim
-                sizes = placement.sizes
-                if sizes is None or len({*sizes}) == 1:
-                    placements[other] = Shard(dim) if isinstance(placement, Shard) else placement
-                    # Example: 4 rows on each of 2 ranks are 8 rows.
-                    shape[dim] *= self.mesh.size(other)
-                elif dims.count(dim) == 1:
-                    shape[dim] = sum(sizes) * getattr(placement, "split_factor", 1)
-                else:
-                    return LocalLayout(
-                        unknown=f"several axes shard dim {dim}, in shards of different sizes"
-                    )
-        spec = Spec(self.mesh, placements, shape, global_stride(local, shape), dtype=local.dtype)
+        final = [*placements]
+        for axis, placement in enumerate(placements):
+            if not isinstance(placement, AnyShard):
+                continue
+            dim = placement.dim
+            sizes = placement.sizes
+            if sizes is None or len({*sizes}) == 1:
+                final[axis] = Shard(dim) if isinstance(placement, Shard) else placement
+                # Example: 4 rows on each of 2 ranks are 8 rows.
+                shape[dim] *= self.mesh.size(axis)
+            elif dims.count(dim) == 1:
+                shape[dim] = sum(sizes) * getattr(placement, "split_factor", 1)
+            else:
+                raise UnknownLayoutError(
+                    f"several axes shard dim {dim}, in shards of different sizes"
+                )
+        spec = Spec(self.mesh, final, shape, global_stride(local, shape), dtype=local.dtype)
         if spec.local_shape != local.shape:
-            return LocalLayout(unknown=f"a shard of shape {tuple(local.shape)} is none of {spec}")
-        return LocalLayout(spec, drawn=around.drawn)
+            raise UnknownLayoutError(f"a shard of shape {tuple(local.shape)} is none of {spec}")
+        return spec
 
     # --- draws ------------------------------------------------------------------------------------
 
@@ -416,6 +434,19 @@ class Watch(FunctionMode):
         return DTensor.from_local(
             value, self.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
+
+
+def _rows_by_rank(rows: list[int], axes: DeviceMesh) -> list[list[int]]:
+    """Return the numbers of rows of tensors on all ranks, gathered in one small collective.
+
+    A batch may be sharded unevenly, so this rank's numbers do not determine the others.
+    """
+    local = torch.tensor([rows], device=axes.device_type)
+    comm = axes.comm(tuple(range(axes.ndim)))
+    if "fake" in comm.backend:
+        return [rows] * comm.size
+    gathered: list[list[int]] = all_gather(local, comm).tolist()
+    return gathered
 
 
 def _local(drawn: Any, like: Spec, name: str) -> Any:
