@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shoal_dtensor import DTensor, Partial, Replicate, Shard
+from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import Comm, DeviceMesh
 from shoal_tp_styles import Lowered
@@ -106,11 +106,9 @@ def part_of_tensor(tensor: Tensor) -> GlobalPart:
     if not isinstance(tensor, DTensor):
         all_indices = tuple(torch.arange(size, device=tensor.device) for size in tensor.shape)
         return GlobalPart(tensor, all_indices, tuple(tensor.shape), counted=True, meshes=())
-    is_pending = [isinstance(placement, Partial) for placement in tensor.placements]
-    if any(is_pending):
-        pairs = zip(tensor.placements, is_pending, strict=True)
-        placements = [Replicate() if pending else placement for placement, pending in pairs]
-        tensor = tensor.redistribute(placements=placements)
+    if tensor.spec.partials:
+        reduced = tensor.spec.without_partials()
+        tensor = tensor.redistribute(placements=reduced.placements)
     spec = tensor.spec
     sizes = tuple(spec.shape)
     local = local_shard(tensor)
