@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal_mesh.errors import PeerError
+from shoal_mesh.errors import PeerError, RankError
+from shoal_mesh.local_ranks.pool import ForkServer
 from shoal_mesh.testing import lab
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
@@ -75,6 +77,66 @@ def test_worlds_of_processes_leave_nothing_after_killed_ranks() -> None:
             with pytest.raises(PeerError, match="rank 1 has died"):
                 lab(2).run(die)
     assert resources() == before
+
+
+def resources_of_server() -> dict[str, Any]:
+    """Return the descriptors, threads and children of the process that ranks are forked from."""
+    pid = ForkServer.get().process.pid
+    tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    children = list[str]()
+    for task in tasks:
+        children += (task / "children").read_text().split()
+    return {
+        "server": pid,
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": len(tasks),
+        "children": children,
+    }
+
+
+def entries_of_shared_memory() -> set[str]:
+    """Return the files in /dev/shm, without the ones of other programs that torch names."""
+    return {path.name for path in Path("/dev/shm").glob("*shoal*")}
+
+
+def die_early_or_late(number: int) -> None:
+    """Kill a rank before, in or after a collective."""
+    if number % 3 == 0 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(100_000))
+    if number % 3 == 1 and dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_worlds_of_processes(count: int) -> None:
+    """Run worlds of two ranks; every fifth loses a rank."""
+    for number in range(count):
+        if number % 5:
+            assert lab(2).run(one_sum) == [2.0, 2.0]
+        else:
+            # the other rank waits for it, or has returned
+            with pytest.raises((PeerError, RankError), match=r"has died|had returned"):
+                lab(2).run(die_early_or_late, number // 5)
+
+
+def resources_of_all() -> tuple[Any, ...]:
+    """Return the resources when all ranks have ended, which is a moment after their world."""
+    deadline = time.monotonic() + 20
+    while resources_of_server()["children"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return resources(), resources_of_server(), entries_of_shared_memory()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_200_worlds_of_processes_leave_nothing_in_any_process() -> None:
+    run_worlds_of_processes(6)
+    before = resources_of_all()
+    run_worlds_of_processes(200)
+    assert resources_of_all() == before
 
 
 def fail() -> None:
