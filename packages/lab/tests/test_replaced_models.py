@@ -1,4 +1,6 @@
-"""Covers: observe/observer.py, observe/roots.py, analysis/placing.py: models and optimizers replaced between steps."""
+"""Covers: observe/earlier_parameters.py, observe/observer.py, observe/roots.py, analysis/placing.py:
+models and optimizers that a program replaces between steps.
+"""
 
 from __future__ import annotations
 

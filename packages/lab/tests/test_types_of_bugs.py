@@ -1,4 +1,4 @@
-"""Seeded bugs that are type errors: the checker rejects them without running values.
+"""Covers: the type checker on the seeded bugs that are type errors; it rejects them without values.
 
 Types see a collective that is left out, or left out of the backward. A wrong divisor, a stale
 weight, a wrong mask or a wrong reduction of finished gradients has the types of the right program;

@@ -511,8 +511,9 @@ def randperm(
 ) -> DTensor:
     """Draw a permutation of `range(n)`, the one that `torch.randperm` draws on one device.
 
-    Every rank draws the whole permutation, in O(n) memory, and keeps its shard. The keywords are as
-    for `empty`.
+    Every rank draws the whole permutation, in O(n) memory, and keeps its shard.
+
+    The keywords are as for `empty`.
     """
     result = _new((n,), keywords, torch.int64)
     local = result._local_tensor

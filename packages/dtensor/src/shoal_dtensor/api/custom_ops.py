@@ -54,7 +54,7 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         device_mesh: the mesh of the outputs; the inputs' own when left out.
         redistribute_inputs: redistribute inputs of other placements instead of raising.
         run_check: in every call, compare over the mesh the shapes of the outputs, which may be
-            uneven, and the values of replicated outputs: one all-gather of 144 bytes for each
+            uneven, and the values of replicated outputs: one all-gather of 152 bytes for each
             output; threads may call in any order. If False, replicas are assumed to be equal, and
             all ranks to have shapes as on this rank, or as `Shard(dim, sizes=...)` declares.
             Compiled code does not compare; it refuses unevenly sharded inputs unless this is False.

@@ -46,7 +46,7 @@ class ProgramLine:
     path: str
 
 
-class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+class _LineCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """A mode that records the operators that a line calls, as values of `_describe_call`."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class CheckedProgram:
         # why the last text was not taken
         reason = ""
         for text in statement.texts(self.names.of):
-            recorder = _CallRecorder()
+            recorder = _LineCalls()
             try:
                 with recorder:
                     result = eval(text, self._scope)
