@@ -1,5 +1,6 @@
-"""Covers: observe/earlier_parameters.py, observe/observer.py, observe/roots.py, analysis/placing.py:
-models and optimizers that a program replaces between steps.
+"""Covers: observe/earlier_parameters.py, observe/observer.py: models and optimizers that are replaced.
+
+Covers: observe/roots.py, analysis/placing.py.
 """
 
 from __future__ import annotations
