@@ -46,6 +46,9 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Have the module see the gathered parameters."""
+        # The peers are the units of one `fully_shard` call: one unit for each mesh that parameters
+        # of the module are on. `enter` waits for the gather, and puts the gathered parameters into
+        # the module.
         for unit in self.unit.peers:
             enter(unit)
 
@@ -67,6 +70,7 @@ class GradientReductionHandle:
         ...     with layer.no_sync():
         ...         layer(torch.ones(2, 8)).sum().backward()
         ...     handle = layer.finalize_backward(async_op=True)
+        ...     # the gradient is missing before `wait`, which returns None, and is there after it
         ...     layer.weight.grad is None, handle.wait(), layer.weight.grad is None
         (True, None, False)
     """
@@ -74,7 +78,11 @@ class GradientReductionHandle:
     contexts: Sequence[CommContext]
 
     def wait(self) -> None:
-        """Deliver the gradients, and the gradients of backwards that were not the last one."""
+        """Deliver all gradients in flight, including the gradients of earlier backwards.
+
+        A backward leaves its gradients in flight if it is not the last one of its step
+        (`set_is_last_backward`).
+        """
         for context in self.contexts:
             deliver(context.take())
 
@@ -86,12 +94,16 @@ class FSDPModule(ReducingModule):
     """
 
     _made_by = "fully_shard"
+    # `set_gradient_divide_factor` holds for this module's units, not for units of inner modules.
     _divides_inside = False
 
-    # not registered as hooks, which a module that is compiled in place would trace
+    # Gathering and freeing are not registered as hooks of the module. If the user compiles the
+    # module in place (`Module.compile`), torch would trace its hooks.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with its hooks, between gathering and freeing."""
         forward = super().__call__
+        # STATE is the name of the attribute with the module's unit. `as_forward` gathers its
+        # parameters, calls `forward` and frees them.
         return (
             as_forward(self, forward, args, kwargs)
             if STATE in vars(self)
@@ -130,9 +142,11 @@ class FSDPModule(ReducingModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether gathered parameters are freed after a forward.
 
-        They are freed until a backward or the next forward.
+        If they are freed, the next backward or forward gathers them again.
         """
         for unit in units_of(self, recurse):
+            # The setting is the user's choice, which may also be None or a number. The unit has the
+            # resulting bool, which the passes read.
             unit.settings.reshard_after_forward = reshard_after_forward
             unit.frees_after_forward = reshard_after_forward
 
@@ -142,7 +156,8 @@ class FSDPModule(ReducingModule):
     ) -> None:
         """Set whether gathered parameters are freed after a backward.
 
-        With False, and with `reshard_after_forward=False`, the microbatches of a step gather once.
+        If this and `reshard_after_forward` are both False, the parameters are gathered once for all
+        microbatches of a step.
         Parameters that an optimizer has written to are gathered again in any case. Set True before
         the last backward of a step, or the parameters stay gathered until the next backward ends.
         """
@@ -168,14 +183,17 @@ class FSDPModule(ReducingModule):
         """
         for unit in units_of(self, recurse):
             unit.settings.keep_unsharded_storage = keep
+            # `current` has the gathered tensors. If they have values, the next reshard releases
+            # their memory.
             if not keep and not unit.current.has_values:
                 unit.current.release(keeps_memory=False)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Set the modules that start to gather their parameters when this forward begins.
 
-        By default, and in a copy of the module, it is the module whose forward came next the last
-        time. An empty list turns prefetching off.
+        By default it is one module: the module whose forward came next the last time. A copy of
+        this module has the default, because this choice is not copied. An empty list turns
+        prefetching off.
 
         Args:
             modules: modules that `fully_shard` was called on. All ranks pass the same modules in
@@ -204,12 +222,13 @@ class FSDPModule(ReducingModule):
         """Set an event that the next forward waits for before it gathers.
 
         Record it after the optimizer's step, if the step runs on another stream of the device than
-        the forward. It holds for one forward. The current stream waits; in torch only the streams
-        of the gathers do.
+        the forward. The event holds for one forward. The current stream of the device waits for the
+        event. In torch only the streams that run the gathers wait for it.
 
         Args:
             event: its `wait()` has the current stream wait.
         """
+        # All units inside of the outermost module share one schedule, so one unit is enough here.
         unit_of(self).schedule.post_optimizer_event = event
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -235,12 +254,14 @@ class FSDPModule(ReducingModule):
         """Reduce the gradients that were kept, without another backward.
 
         Raises:
-            StyleError: if a backward is running, or one that added to kept gradients raised.
+            StyleError: if a backward is running, or if a backward raised after it had added to kept
+                gradients.
         """
         units = self._reducers()
         _check_finished("reduce_gradients", units)
         context_of_units = [unit.schedule.context for unit in units]
         started = [_start_over_all_axes(unit) for unit in units if unit.holds_gradients]
+        # Units may share a context. `dict.fromkeys` keeps each context once, in the units' order.
         pending = [
             reduction for context in dict.fromkeys(context_of_units) for reduction in context.take()
         ]
@@ -258,14 +279,17 @@ class FSDPModule(ReducingModule):
             With `async_op`, a handle; call its `wait()` before the optimizer's step.
 
         Raises:
-            StyleError: if a backward is running, or one that added to kept gradients raised.
+            StyleError: if a backward is running, or if a backward raised after it had added to kept
+                gradients.
         """
         units = self._reducers()
         _check_finished("finalize_backward", units)
         contexts = [*dict.fromkeys(unit.schedule.context for unit in units)]
         for unit in units:
             if unit.syncs and unit.holds_gradients:
+                # {} means that no new gradients are added to the kept ones.
                 unit.schedule.context.pending.append(GroupReduction.start(unit, {}))
+        # The optimizer's step raises until the gradients are delivered.
         _watch(contexts)
         handle = GradientReductionHandle(contexts)
         if async_op:
@@ -312,8 +336,9 @@ class FSDPModule(ReducingModule):
     ) -> None:
         """Set a function that gets this unit's reduced gradients, before they are delivered.
 
-        With a data mesh of one axis it can reduce them over replicas that are unknown to shoal. All
-        parameters get a gradient then, also parameters that no rank of this mesh has used.
+        With a data mesh of one axis it can reduce them over replicas that are unknown to shoal.
+        While a hook is set, all parameters get a gradient, also parameters that no rank of this
+        mesh has used.
 
         Args:
             hook: called with the gradients of this rank's shards, one flat tensor per dtype, which
@@ -332,9 +357,10 @@ class FSDPModule(ReducingModule):
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Have this unit's gradients reduced over its shards by a function of the user.
 
-        It is called with a flat tensor that has the gradients shard by shard. Each part also has one
-        number per parameter, which is 1 if the rank has a gradient, and is padded to the length of
-        the longest part. Gradients are reduced over the replicas of a second data axis as always.
+        It is called with a flat tensor of equal parts, one for each shard. A part has the gradients
+        of the shard, and one number per parameter: 1 if this rank has a gradient of the parameter,
+        0 if it does not. All parts are padded to the length of the longest one. Gradients are
+        reduced over the replicas of a second data axis as always.
 
         Args:
             comm: called as `comm(output_tensor=, input_tensor=, group=, op=, async_op=True)`; it
@@ -377,7 +403,8 @@ class FSDPModule(ReducingModule):
         """Set how many units' gradients may be in flight at once during a backward: 1 by default.
 
         Raises:
-            StyleError: if it is not a positive number. (A TypeError or a ValueError too.)
+            StyleError: if it is not a positive integer. The error is also a TypeError if it is not
+                an integer, and a ValueError if it is below 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise StyleTypeError(
@@ -467,10 +494,11 @@ class FSDPModule(ReducingModule):
 
 
 def _start_over_all_axes(unit: Unit) -> GroupReduction:
-    """Start to reduce kept gradients; over replicas too, unless the user turned only those off.
+    """Start to reduce the kept gradients of a unit, over its shards and its replicas.
 
-    `set_requires_gradient_sync(False)` also turns reductions over replicas off. `reduce_gradients`
-    is then the reduction that the user wants.
+    If the user has turned only the reductions over replicas off, they stay off.
+    `set_requires_gradient_sync(False)` turns both off; then `reduce_gradients` is the reduction
+    that the user wants, and it includes the replicas.
     """
     all_reduces = unit.all_reduces
     unit.all_reduces = all_reduces or not unit.syncs

@@ -146,7 +146,8 @@ class ReducingModule(nn.Module):
         All ranks call it.
 
         Raises:
-            StyleError: if a backward is running, or one that added to kept gradients raised.
+            StyleError: if a backward is running, or if a backward raised after it had added to kept
+                gradients.
         """
         raise NotImplementedError("each kind of module has one")
 
