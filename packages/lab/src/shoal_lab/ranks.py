@@ -35,8 +35,9 @@ class RankJob:
         script: the path of the script; "" for a function.
         arguments: the arguments of the script; `{tp}` stands for the size of the axis tp.
         dtype: the default dtype of the run; "" for torch's.
-        sizes: keyword arguments of the function.
-        takes_mesh: whether the function takes the mesh.
+        sizes: keyword arguments of the function as pairs of a name and an integer, for example
+            ("layers", 2). They are the sizes of the program, which shrinking makes smaller.
+        takes_mesh: whether the function gets the axes and sizes of the mesh as its first argument.
         device: "cpu" to map accelerators to the CPU.
     """
 
@@ -61,9 +62,11 @@ def run_ranks(
         world: whether the default process group is initialized before the call.
         device: "cpu" to map accelerators to the CPU; None for the devices that the program names.
     """
-    # The first optimizer of a rank would import this, which takes seconds. If this process has
-    # imported it, the fork server imports it once for all ranks.
+    # The first optimizer of a rank imports this module, which takes seconds. Ranks are forks of a
+    # server process (shoal_mesh/local_ranks/worker.py). The server imports this module before it
+    # forks, but only if this process has imported it.
     importlib.import_module("torch._dynamo")
+    # A lab runs functions or scripts on ranks that it starts.
     return lab(count, isolation="process", device=device).run(function, *args, world=world)
 
 
@@ -74,7 +77,7 @@ def run_script_on_ranks(
 
     Args:
         script: the path of the script.
-        arguments: the arguments of the script; `{tp}` stands for the size of the axis tp.
+        arguments: the arguments of the script, which are passed as they are.
         choices: the number of ranks, and "cpu" to map accelerators to the CPU or None.
     """
     if not os.path.isfile(script):
@@ -97,6 +100,7 @@ def observe_job(
     Returns:
         The record of each rank.
     """
+    # A script initializes its process group itself, as under torchrun.
     has_world = job.function is not None
     arguments = (job, dict(axes), observation)
     return run_ranks(_run_observed, count, *arguments, world=has_world, device=job.device)
@@ -123,7 +127,10 @@ def _run_observed(job: RankJob, axes: dict[str, int], observation: Observation) 
 
 
 def _run_script(script: str, arguments: Sequence[str]) -> None:
-    """Run a script as the main program of a rank, in the environment that torchrun sets."""
+    """Run a script as the main program of a rank.
+
+    The process that forked the rank has set the environment variables of torchrun, such as RANK.
+    """
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:

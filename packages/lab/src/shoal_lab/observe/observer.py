@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-# Imported before the observer registers its hooks: fully_shard delivers gradients in such a hook.
 from shoal_data_parallel import FSDPModule
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import forward_of, owners_of
@@ -52,7 +51,9 @@ class Observation:
     Attributes:
         outputs_of_step: the step in which the outputs of modules are recorded; None for no step.
         applies_dropout: whether dropout is applied; None applies it if the program uses shoal.
-        uses_stale_parameters: whether every forward uses the parameters from before the last step.
+        uses_stale_parameters: whether every forward uses the parameters from before the most recent
+            step of the optimizer. A program with this defect is recognized by comparing it with
+            such a run.
         batches: the batches that data loaders return in place of their own; None if their own
             batches are recorded.
     """
@@ -85,7 +86,8 @@ class ProgramObserver:
         self._stepping = 0
         self._backward_depth = 0
         self._stale = StaleParameters()
-        # whether the program uses shoal; None until this is known
+        # Whether the program uses shoal, which decides whether dropout is applied; None until this
+        # is known. If the observation has a choice about dropout, the choice is used instead.
         self._is_shoal: bool | None = observation.applies_dropout
         # The optimizers that stepped in this step: held, because another one could get the same id.
         self._stepped = list[Any]()
@@ -113,6 +115,7 @@ class ProgramObserver:
     def finish(self, returned: Any) -> RankRecord:
         """Complete the record when the program has ended."""
         parameters = self._roots.parameters()
+        # `before` is empty until the first forward of a step.
         if self._step.before and not self._step.trained:
             # a program without an optimizer: all parameters count as trained
             self._step.trained |= parameters.keys()
@@ -145,7 +148,7 @@ class ProgramObserver:
         """End a module's forward, and record its output in the requested step; a hook."""
         if torch.compiler.is_compiling():
             return
-        # also removes inner modules that were left by an exception
+        # Remove this module, and before it the inner modules that were left by an exception.
         while self._stack and self._stack.pop() is not module:
             pass
         values = [value for value in _tensors_of(output) if value.is_floating_point()]
@@ -156,8 +159,14 @@ class ProgramObserver:
             self._record_output(module, values[0])
 
     def _begin_forward(self, module: nn.Module) -> None:
-        """Record the parameters before the first forward of a step."""
+        """Prepare the record for the forward of an outermost module.
+
+        If an optimizer has stepped, a new step begins. Parameters that the record of the step does
+        not have yet are recorded. If stale parameters are requested, the first forward of a step
+        begins with them.
+        """
         self._roots.add(module)
+        # Forwards without gradients, and modules without a parameter (losses), begin no step.
         if not torch.is_grad_enabled() or not any(True for _ in module.parameters()):
             return
         if self._has_stepped:
@@ -173,7 +182,7 @@ class ProgramObserver:
             self._stale.swap_in(parameters)
 
     def _close_step(self) -> None:
-        """Begin the record of the next step."""
+        """Complete the record of this step, and begin the record of the next step."""
         self.record.steps.append(self._step)
         self._step = StepRecord()
         self._has_stepped = False
@@ -205,7 +214,7 @@ class ProgramObserver:
         return self._paths.get(id(module), type(module).__name__)
 
     def _keeps_dropout(self) -> bool:
-        """Return whether dropout is applied, because the program uses shoal."""
+        """Return whether dropout is applied: the observation's choice, or else `_find_shoal`."""
         if self._is_shoal is None:
             self._is_shoal = self._find_shoal()
         return self._is_shoal
@@ -213,9 +222,11 @@ class ProgramObserver:
     def _find_shoal(self) -> bool:
         """Return whether a module has a parallel form of shoal."""
         for root in self._roots:
+            # `fully_shard` and `replicate` register themselves as owners of parameters.
             if owners_of(root) or any(isinstance(p, DTensor) for p in root.parameters()):
                 return True
             for module in root.modules():
+                # A tensor-parallel style replaces the forward of a module.
                 if isinstance(module, FSDPModule) or forward_of(module) is not None:
                     return True
         return False
@@ -249,6 +260,7 @@ class ProgramObserver:
     def _note_backward(self, root: Any, before: Values) -> None:
         """Record the loss, and the growth of the gradients."""
         if isinstance(root, Tensor) and root.numel() == 1:
+            # The local tensor has one element, or none on a rank outside of the mesh: 0 is recorded.
             self._step.losses.append(float(local_value(root).tensor.sum()))
         growth = Values()
         for name, value in self._gradients().items():
@@ -275,6 +287,7 @@ class ProgramObserver:
         if any(other is optimizer for other in self._stepped):
             # a second step of this optimizer, without a forward between them
             self._close_step()
+        # also parameters that this optimizer does not have, if a root has them
         parameters = self._named(optimizer)
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = {name: value for name, value in parameters.items() if id(value) in updated}
@@ -298,7 +311,8 @@ class ProgramObserver:
         self._stepped.append(optimizer)
         self._step.states |= self._read_states(optimizer)
         if not self._has_stepped:
-            # in the first step, because torch's meshes cannot be read after destroy_process_group
+            # Read after the first optimizer of every step: at the end of the program, the meshes of
+            # torch cannot be read any more if the program has called destroy_process_group.
             self.record.meshes = _find_meshes()
         self._has_stepped = True
 
