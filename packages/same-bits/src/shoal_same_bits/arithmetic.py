@@ -11,8 +11,9 @@ part of the same tree (`shoal_mesh.sums_in_tree`):
                    \_____/         \_____/
                        \_____________/
 
-The mode changes the forms that styles give modules (`invariant/`), losses on a sharded vocabulary,
-every sum over ranks, and norms of gradients.
+A tensor-parallel style replaces the forward of a module by a lowering: a forward on local shards.
+The mode replaces each lowering by its invariant form (`invariant/`), which computes in blocks. It
+also changes losses on a sharded vocabulary, every sum over ranks, and norms of gradients.
 
 May import: _torch, invariant, row_attention.
 """
@@ -92,8 +93,8 @@ class InvariantArithmetic(BlockArithmetic):
         form = _FORMS.get(lowering)
         if form is not None:
             return form
-        distributes_parameters = sharding.distributes and [*module.parameters()]
-        if lowering in _UNCHANGED and not distributes_parameters:
+        distributed_parameters = sharding.distributes and [*module.parameters()]
+        if lowering in _UNCHANGED and not distributed_parameters:
             return lowering
         raise _without_form(f"{sharding.style} of {type(module).__name__}")
 
@@ -113,6 +114,7 @@ class InvariantArithmetic(BlockArithmetic):
                 Without data parallelism, `over_data` itself is None.
         """
         self._check_devices(module)
+        # A lowering acts on a mesh of one axis. The forms below shard nothing, so any axis serves.
         axis = mesh[mesh.axis_names[0]]
         for path, owner in module.named_modules():
             lowered = lowered_of(owner)
@@ -122,6 +124,8 @@ class InvariantArithmetic(BlockArithmetic):
             form = _form_without_style(owner)
             if form is None:
                 raise _without_form(f"module {path!r} ({type(owner).__name__})")
+            # The output is computed replicated, and leaves the module replicated. COMPLETION marks
+            # a form that a style replaces if the style is applied later.
             replicated = Port(Replicate(), Replicate())
             sharding = ModuleSharding(
                 COMPLETION, outputs=(replicated,), lowering=form, distributes=False
@@ -149,12 +153,18 @@ class InvariantArithmetic(BlockArithmetic):
 
 
 def _is_empty_boundary(lowered: Lowered) -> bool:
-    """Tell whether a style only moves inputs and outputs, and the module inside runs as it is."""
+    """Tell whether a style left the computation of a module as it is.
+
+    Such a style only changes the layouts of the inputs and outputs.
+    """
     return isinstance(lowered, DTensorForward) and lowered.inner is None
 
 
 def _computes(module: nn.Module) -> bool:
-    """Tell whether a module has parameters of its own, or is a norm that may have none."""
+    """Tell whether a module needs an invariant form.
+
+    Modules with parameters of their own need one. Norms need one with or without parameters.
+    """
     has_parameters = any(param is not None for param in module._parameters.values())
     return isinstance(module, NormBase) or has_parameters
 
@@ -188,18 +198,20 @@ def invariant_arithmetic(
 ) -> Iterator[InvariantArithmetic]:
     """Train and serve with the same bits on any number of ranks that divides `blocks`, 1 included.
 
-    Everything happens inside the block: `parallelize_module`, `fully_shard` or `replicate`, forward
-    and backward passes, clipping and optimizer steps. A single device is a mesh of one rank with
-    the same plan. Dim 0 of a layer's input is the batch: each sample is computed alone, so the
-    result of a request does not depend on its neighbors either.
+    The mode holds inside of a `with` statement. Put everything there: `parallelize_module`,
+    `fully_shard` or `replicate`, forward and backward passes, clipping and optimizer steps. A
+    single device is a mesh of one rank with the same plan. Dim 0 of a layer's input is the batch.
+    Each sample is computed alone, so the result of a request does not depend on its neighbors
+    either.
 
     Args:
         blocks: the number of blocks of a sharded dim, a power of two; it divides the sizes of all
             sharded dims.
         rows: the number of tokens of a sample that linear layers and
-            `F.scaled_dot_product_attention` compute together; missing tokens are padded. Set it for
-            serving: then the sizes of the chunks in which a prompt is prefilled do not change the
-            bits either. With None, kernels see whole sequences.
+            `F.scaled_dot_product_attention` compute together. The last tokens of a sample are
+            padded to this number. Set it for serving: then the sizes of the chunks in which a
+            prompt is prefilled do not change the bits either. With None, kernels see whole
+            sequences.
 
     Yields:
         The mode.
@@ -241,8 +253,9 @@ def invariant_arithmetic(
 def refuse_tied(module: nn.Module) -> None:
     """Raise a TiedWeightError for a parameter that several modules share.
 
-    Each rank would add the gradients of the modules first, and then the ranks would add their sums.
-    One rank adds in another order.
+    The gradient of such a parameter is a sum over the modules and over the ranks. Each rank would
+    first add over the modules, and the ranks would then add these sums. A single device adds the
+    same numbers in another order, so the bits would differ.
     """
     first: dict[nn.Parameter, str] = {}
     for path, owner in module.named_modules():
