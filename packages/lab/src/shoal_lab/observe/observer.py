@@ -260,7 +260,7 @@ class ProgramObserver:
     def _note_backward(self, root: Any, before: Values) -> None:
         """Record the loss, and the growth of the gradients."""
         if isinstance(root, Tensor) and root.numel() == 1:
-            # The local tensor has one element, or none on a rank outside of the mesh: 0 is recorded.
+            # The local tensor has one element. On a rank outside of the mesh it is empty: 0.
             self._step.losses.append(float(local_value(root).tensor.sum()))
         growth = Values()
         for name, value in self._gradients().items():
