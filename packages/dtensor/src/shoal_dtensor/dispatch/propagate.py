@@ -62,8 +62,9 @@ from .results import (
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
     """Return the rule of an operator, or None.
 
-    The innermost overlay comes first, then the tables, then the pointwise rule for operators that
-    torch tags as pointwise.
+    The overlays of the scope come first, then the tables. An overlay is a rule table that holds
+    inside a block of the user's program; the innermost one comes first. The pointwise rule is last,
+    for operators outside of aten that torch tags as pointwise and that do not write to arguments.
     """
     # Imported here, so that the tables take their 0.15 s at the first operator, not at import.
     from ..rules.all_rules import TABLE
@@ -90,14 +91,17 @@ def decide(
 
     Keyword arguments are in the order of the schema.
 
-    The scope has the policies in force; `copies` are the flat indices of inputs that are views with
-    another storage than their base. Forbidden calls (MixedTensorError of several meshes,
+    The scope has the policies in force. `copies` are the flat indices of inputs that are copied
+    views: they do not share the storage of their base, because the base was redistributed for the
+    view. Forbidden calls (MixedTensorError of several meshes,
     NoRuleError, InPlaceError, CommunicationForbiddenError) are refused here.
     """
     try:
         return _decide(op, args, kwargs, scope, copies=copies)
     except (NeedsConstantsError, TypeError):
-        # Code that hashes sizes, or uses them as counts, does not support symbols.
+        # Code that hashes sizes, or uses them as counts, does not support symbols. The call is then
+        # decided for constants. `as_traced=False` adds guards, so that the compiler compiles again
+        # for other sizes.
         if not has_symbols((*args, *kwargs.values())):
             raise
         args, kwargs = without_symbols((args, kwargs), as_traced=False)
@@ -112,9 +116,9 @@ def _decide(
     copies: frozenset[int],
 ) -> Decision:
     """Decide as `decide` does, but raise an error where code does not support symbolic sizes."""
-    looks_up_size = sized_by_values(op, args, kwargs)
-    if looks_up_size is not None:
-        return Decision.composite(looks_up_size)
+    function_that_reads_size = sized_by_values(op, args, kwargs)
+    if function_that_reads_size is not None:
+        return Decision.composite(function_that_reads_size)
     rule = rule_of(op, scope)
     if rule is None:
         composite = _composite_of(op)
@@ -124,27 +128,37 @@ def _decide(
     specs = (*specs_in(args), *specs_in(kwargs.values()))
     out_arguments = [kwargs.get(name) for name in schema_of(op).outs]
     outs = tuple(specs_in(out_arguments))
+    # `out=` arguments are the last keyword arguments of every schema.
     inputs = specs[: len(specs) - len(outs)]
+    # A probe is a call of the operator on few elements (global_call.py).
     result = None if outs else outputs_by_probe(op, rule, args, kwargs, specs=inputs)
     if result is None:
         result = outputs_by_meta_kernel(op, args, kwargs, specs)
-    returns_all = len(outs) <= len(result.metas)
-    if not returns_all and not all(spec.replicated for spec in outs):
+    # Some operators write to `out=` arguments without returning them.
+    returns_all_outs = len(outs) <= len(result.metas)
+    if not returns_all_outs and not all(spec.replicated for spec in outs):
         raise NoRuleError(
             f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding "
             "cannot be kept; pass replicated tensors, or use the form that returns its result"
         )
     check_outs(op, outs, result.metas)
-    given, named = mapped((tuple(args), {**kwargs}), Spec, attrgetter("tensor_meta"))
+    # the arguments with a `TensorMeta` in place of each `Spec`
+    args_of_metas, kwargs_of_metas = mapped(
+        (tuple(args), {**kwargs}), Spec, attrgetter("tensor_meta")
+    )
     input_metas = tuple([spec.tensor_meta for spec in inputs])
-    call = OpCall(op, given, named, input_metas, outputs=result.metas)
+    call = OpCall(op, args_of_metas, kwargs_of_metas, input_metas, outputs=result.metas)
     sharding = _sharding_by_rule(rule, call, inputs, outs)
     sharded = ShardedCall(rule, call, specs, sharding)
+    # `binding` searches for the cheapest callable that runs the operator.
     return _decision_of(sharded, result.binding, scope, copies)
 
 
 def _composite_of(op: OpOverload) -> Callable[..., Any] | None:
-    """Return a function that runs an operator without a rule by other operators, if there is one."""
+    """Return a function that computes the result of an operator by other operators, or None.
+
+    It is for operators without a rule.
+    """
     if is_collective(op):
         return collective_on_shards(op)
     return in_place_view(op) or decomposition_of(op)
@@ -154,8 +168,10 @@ def _sharding_by_rule(
     rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple[Spec, ...]
 ) -> Sharding:
     """Return the layouts in which a call runs, as its rule requires."""
+    # `_LOCAL`, defined at the end of this file, is the rule for unknown_ops("local").
     if rule is _LOCAL:
         return _as_first_input(call, inputs)
+    # "each" is the kind of `foreach` operators, which do the same to every element of their lists.
     if rule.kind == "each":
         return _sharding_of_each(rule, call, inputs)
     problem = ShardingProblem(inputs, call.outputs, call.fixed, outs, unordered=rule.unordered)
@@ -183,9 +199,11 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
     if call.has_data_dependent_shape and rule.kind != "dynamic":
         rows = [row for row in rows if row.outputs and _replicates_outputs(row)]
     sharding = assign(rows, problem, mesh)
+    # `fixed` has the inputs that the call writes to in place, which must keep their layouts.
     written = {index for index, _ in problem.fixed}
-    # If a written tensor cannot keep its layout, it is reduced or replicated for the call, and the
-    # result is sent back to its own layout.
+    # If a written tensor cannot keep its layout, its pending reductions are done for the call. If
+    # this does not suffice, it is replicated for the call. The result is sent back to its layout.
+    # The loop ends when a sharding is found.
     for relax in (Spec.without_partials, Spec.all_replicated):
         if sharding is not None:
             break
@@ -206,18 +224,25 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
 def _symbolic_sharding(
     rule: Rule, call: OpCall, problem: ShardingProblem, mesh: DeviceMesh
 ) -> Sharding:
-    """Return the sharding for sizes with symbols, if the operator runs for the traced sizes."""
+    """Return the sharding of a call whose sizes are symbols of torch.compile.
+
+    The layouts are chosen for the sizes that the compiler traces with. NeedsConstantsError is
+    raised if these layouts are not possible for all values of the symbols.
+    """
     if call.schema.is_random and not draws_at_once(mesh.device_type):
         raise NeedsConstantsError
     traced = without_symbols((call.args, call.kwargs, call.tensors, call.outputs), as_traced=True)
     traced_problem = ShardingProblem(*without_symbols(problem, as_traced=True))
     chosen = _sharding(rule, OpCall(call.op, *traced), traced_problem)
     pairs = zip(problem.specs, chosen.inputs, strict=True)
+    # the specs with symbols, in the layouts that were chosen without symbols
     specs_at_chosen_layout = tuple([_in_layout_of(spec, to) for spec, to in pairs])
-    # Shardings that fold a sharded dim behind a dim of symbolic size are excluded, because
-    # placements count runs in integers.
+    # A row is left out if it merges a sharded dim with an earlier dim of symbolic size. The merged
+    # dim would have as many runs as this size, and placements only support integers there.
     rows = [row for row in rule.rows_of(call) if _has_constant_runs(row)]
     problem = problem._replace(specs=specs_at_chosen_layout)
+    # `communicating` has the mesh axes over which the local function communicates. If it is empty
+    # for the traced sizes, rows whose local function communicates are left out.
     sharding = assign_without_moves(rows, problem, mesh, communicating=bool(chosen.communicating))
     if sharding is None:
         raise NeedsConstantsError
@@ -236,6 +261,7 @@ def _has_constant_runs(row: Row) -> bool:
 def _in_layout_of(spec: Spec, chosen: Spec) -> Spec:
     """Return a spec with symbols in the layout that was chosen for its traced sizes."""
     traced = spec.example or spec
+    # An input that does not move is the same object in the chosen sharding.
     if traced is chosen:
         return spec
     return spec.in_layout_of(chosen)
@@ -271,6 +297,7 @@ def elements_of(call: OpCall) -> Iterator[ListElement]:
             if tensors_of_argument:
                 position = i if is_list(call[name]) else 0
                 indices.append(tensors_of_argument[position])
+        # The outputs are flattened list by list, and each list has `count` elements.
         results = range(i, len(call.outputs), count)
         tensors = tuple(call.tensors[j] for j in indices)
         outputs = tuple(call.outputs[j] for j in results)
@@ -316,7 +343,10 @@ def _decision_of(
     positions = _argument_positions(call) if moves else []
     outputs_have_own_memory = bool(moves or sharding.communicating or copies or rule.kind == "copy")
     is_copied_view = call.schema.is_view and outputs_have_own_memory
+    # If the decision depends on torch's default dtype, every call compares this dtype first.
     default_dtype = _deciding_dtype(rule, call)
+    # A notice is the warning of the communication policy. If a call is watched, the policy also
+    # holds while its local function runs.
     has_more_to_do = bool(moves or is_copied_view or communication.notice or communication.watched)
     moves_by_argument = {positions[move.position]: move.plan for move in moves}
     write_backs = {}
@@ -362,9 +392,12 @@ def _choose_local_function(
 
 
 def _with_reads_first(sharded: ShardedCall, run: LocalFunction) -> LocalFunction:
-    """Return the local function, with a fallback for overlaps that only some ranks' kernels refuse.
+    """Return the local function, with a fallback that reads the arguments before it writes.
 
-    All kernels agree if the written tensors have even shards and no dims of one element.
+    Kernels refuse to write to a tensor that overlaps another argument. They check the local sizes
+    and strides, so kernels of some ranks may refuse a call that others run. The fallback runs it on
+    all ranks. It is not needed if the written tensors have even shards and no dims of one element,
+    because all kernels then agree.
     """
     _, call, specs, sharding = sharded
     outs = specs[len(sharding.inputs) :]
@@ -385,6 +418,7 @@ def _written_arguments(call: OpCall) -> tuple[int | str, ...]:
     """Return the positions or names of the arguments with tensors that an operator writes to."""
     positions = dict(zip(call.schema.positional, range(len(call.args)), strict=False))
     names = (*call.schema.written, *call.schema.outs)
+    # `flatten` yields the `TensorMeta`s of an argument, which count as true, and nothing for None.
     written = [name for name in names if any(flatten(call.get(name)))]
     return tuple([positions.get(name, name) for name in written])
 
@@ -392,7 +426,11 @@ def _written_arguments(call: OpCall) -> tuple[int | str, ...]:
 def _checks_before_slicing(
     rule: Rule, call: OpCall, moves: Sequence[InputMove], positions: Sequence[ArgumentPosition]
 ) -> dict[ArgumentPosition, Check]:
-    """Return the rule's checks of inputs that are sliced from values that every rank has."""
+    """Return the rule's checks of the values of inputs that are sliced for the call.
+
+    Before such an input is sliced, every rank has all of its values. So all ranks find the same
+    wrong values.
+    """
     if rule.checks is None or not moves:
         return {}
     check_of: dict[int, Check] = {}
