@@ -1,8 +1,12 @@
 """SPMD types of the autograd functions of losses and of experts, for plain code that calls them.
 
-`shoal_dtensor.spmd.axis_types` explains the types R, I, V, P and S(dim). A loss over a sharded
-vocabulary sums the ranks' terms itself, and all ranks continue with the same number. So the type of
-its result is I, and so is the type of an operand whose gradient it sums over the ranks.
+A type describes a tensor along one mesh axis (`shoal_dtensor.spmd.axis_types`). R and I are equal
+on all ranks, and with I the ranks also compute the same with the tensor. V may differ between
+ranks, P is an addend of a pending sum, and S(dim) is a shard along a tensor dim.
+
+A loss over a sharded vocabulary sums the ranks' terms itself, and all ranks continue with the same
+number. Therefore its result has the type I. If it sums the gradient of an operand over the ranks
+too, this operand has the type I.
 
 May import: experts, losses.
 """
@@ -24,7 +28,10 @@ from .losses.linear_cross_entropy import LinearStatisticsFunction
 
 
 def _check_shard(tensor: Tensor, comm: Comm, dim: int, where: str) -> None:
-    """Compare the type of a tensor with S(dim); uneven shards are V."""
+    """Raise SpmdTypeError unless a tensor has the type S(dim), or V, which uneven shards have.
+
+    A tensor without a type is not checked.
+    """
     axis = spmd.normalize_axis(comm)
     present = spmd.type_of(tensor)
     if present is None or present.by_axis.get(axis) is V:
@@ -35,16 +42,19 @@ def _check_shard(tensor: Tensor, comm: Comm, dim: int, where: str) -> None:
 def _set_moved(outputs: Any, tensor: Tensor, comm: Comm, kind: spmd.AnyAxisType) -> None:
     """Give outputs the type of a tensor, with another type along one axis.
 
-    Outputs have the leading dims of the tensor, so shards along other axes stay shards.
+    Outputs have the leading dims of the tensor. If another axis shards a dim of the tensor, it
+    shards the same dim of the outputs.
     """
     axis = spmd.normalize_axis(comm)
     present = spmd.type_of(tensor)
-    moved = present.with_axis(axis, kind) if present is not None and axis.size() > 1 else present
+    # Along an axis of one rank types are not checked, so they do not change.
+    after = present.with_axis(axis, kind) if present is not None and axis.size() > 1 else present
     for output in spmd.tensors_in(outputs):
-        spmd.set_type(output, moved)
+        spmd.set_type(output, after)
 
 
 def _declare_statistics(outputs: Any, args: tuple[Any, ...]) -> None:
+    # the arguments of RowStatisticsFunction: logits, targets, weights q, vocabulary
     logits, _, _, vocab = args
     if spmd.type_of(logits) is None:
         return
@@ -61,6 +71,7 @@ def _declare_log_softmax(outputs: Any, args: tuple[Any, ...]) -> None:
 
 
 def _declare_linear_statistics(outputs: Any, args: tuple[Any, ...]) -> None:
+    # the arguments of LinearStatisticsFunction: rows, weight, bias, targets, weights q, blocks
     rows, weight, _, _, _, blocks = args
     if spmd.type_of(rows) is None:
         return
@@ -76,12 +87,16 @@ def _declare_started(outputs: Any, args: tuple[Any, ...]) -> None:
 
 
 def _declare_arrived(outputs: Any, args: tuple[Any, ...]) -> None:
-    token, exchange, _ = args
-    _declare_exchange(outputs, token, exchange)
+    # This tensor without elements stands for the rows in flight, and has their type.
+    rows_in_flight, exchange, _ = args
+    _declare_exchange(outputs, rows_in_flight, exchange)
 
 
 def _declare_exchange(outputs: Any, rows: Tensor, exchange: ExpertExchange) -> None:
-    """Give the rows that experts get the type V: which rows they are depends on values."""
+    """Give the type V to the rows that experts get.
+
+    The values of the router decide which rows a rank gets, so the rows are not S(0).
+    """
     present = spmd.type_of(rows)
     if present is None:
         return
@@ -95,6 +110,7 @@ def _declare_exchange(outputs: Any, rows: Tensor, exchange: ExpertExchange) -> N
     _set_moved(outputs, rows, exchange.comm, V)
 
 
+# An error names the line of the user's program, not a line of this package.
 spmd.hide_frames_of(str(Path(__file__).parent))
 spmd.declare_types(RowStatisticsFunction, _declare_statistics)
 spmd.declare_types(LogSoftmaxFunction, _declare_log_softmax)
