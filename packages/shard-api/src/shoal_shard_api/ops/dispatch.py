@@ -6,9 +6,9 @@
    REFUSED;
 4. embedding and embedding_bag with plain indices, lookup.py;
 5. each shard alone, if the function is pointwise and a layout has no placements, via_dtensor.py;
-6. by way of DTensors, via_dtensor.py. Results without dims are plain tensors, others are
-   ShardedTensors: a replicated or partial result is sharded like an argument of its shape, or else
-   along dim 0.
+6. by way of DTensors, via_dtensor.py. Results without dims are plain tensors. Results with dims are
+   ShardedTensors, so a replicated or partial DTensor is sharded first: like an argument of the same
+   shape, or along dim 0 if no argument has this shape.
 
 A layout without placements (several shards on a rank, or no grid) is refused in 6, or moved inside
 ``implicit_reshard()``. Functions get the class ShardedTensor as the argument ``cls``, because its
@@ -39,14 +39,15 @@ CustomOp = Callable[[tuple[type, ...], tuple[Any, ...], "dict[str, Any]", Proces
 """An override: (types, args, kwargs, process_group) -> result, as in ``__torch_function__``."""
 
 # By (class of spec, function); the class is None for overrides for any spec.
-_OVERRIDES: dict[tuple[type | None, Function], CustomOp] = {}  # declared mutable state
+# declared mutable state: the overrides that the user's program registers
+_OVERRIDES: dict[tuple[type | None, Function], CustomOp] = {}
 
 
 def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
-    """Return the values of a tensor in the layout of another one; all ranks call it.
+    """Return the values of ``value`` in the layout of ``tensor``; all ranks call it.
 
     Args:
-        tensor: A ShardedTensor.
+        tensor: A ShardedTensor, of which only the layout is used.
         value: A ShardedTensor of its shape, or a replicated plain tensor that broadcasts to it.
 
     Returns:
@@ -62,12 +63,14 @@ def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
         if value._layout != tensor._layout:
             value = value.resharded(tensor.sharding_spec())
         return list(value._local_tensors)
+    # The two texts are the name of the call and of the argument in the error.
     expect_plain("a ShardedTensor with the values of another tensor", "that tensor", value)
     shape = tuple(tensor.shape)
     if not _broadcasts(value.shape, shape):
         raise LocalShardError(f"sizes differ: {tuple(value.shape)} does not broadcast to {shape}")
     boxes = [shard.metadata.box for shard in tensor.local_shards()]
     if not boxes:
+        # A rank without shards has one empty local tensor in their place.
         return [value.new_empty(0)]
     return [block_for(value, box, shape) for box in boxes]
 
@@ -92,6 +95,7 @@ class _TwoTensors(NamedTuple):
     def read(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _TwoTensors:
         """Split arguments into the two tensors and the others."""
         names = [name for name in ("input", "self", "other", "src") if name in kwargs]
+        # The tensors that are passed by position come before the tensors that are passed by name.
         tensors = [*args[:2], *map(kwargs.__getitem__, names)]
         if len(tensors) != 2:
             raise ArgumentTypeError(
@@ -163,6 +167,8 @@ def _gradients(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str
             local_grads += [grad] * len(shards)
     local_inputs = [local for tensor in inputs for local in _local_parts(cls, tensor)]
 
+    # The function returns one gradient per local tensor, in the order of the inputs. Each input
+    # takes as many of them as it has local tensors.
     gradients = iter(func(local_outputs, local_inputs, local_grads, **options))
     results = []
     for tensor in inputs:
@@ -194,6 +200,7 @@ ATTRIBUTES = [
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version"),
 ]
 DESCRIBE: set[Any] = {
+    # For a read of an attribute, torch passes the attribute's getter as the function.
     *(getattr(T, name).__get__ for name in ATTRIBUTES),
     *(
         T.size,
@@ -250,7 +257,8 @@ SHARDWISE: set[Any] = {
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
 }
 HANDLERS: dict[Any, Handler] = {
-    # a module that changes dtype replaces the tensor, not its data
+    # `nn.Module.to` calls this function to choose between two ways to change a parameter: True
+    # would set `param.data`, and False replaces the parameter.
     has_compatible_shallow_copy_type: lambda *_: False,
     T.type_as: _type_as,
     T.copy_: _copy,
@@ -378,6 +386,8 @@ def run(
     name = getattr(func, "__name__", func)
     if func in REFUSED:
         raise UnsupportedOpError(f"{name} on a ShardedTensor: {REFUSED[func]}")
+    # In calls by torch there is a ShardedTensor, but not in every direct call of
+    # `ShardedTensor.__torch_function__`.
     if not tensors:
         raise UnsupportedOpError(
             f"{name}: at least one argument must be a ShardedTensor with a process group"
@@ -394,7 +404,10 @@ def run(
 
 
 def _override_of(func: Function, tensor: Any) -> CustomOp | None:
-    """Return the user's override of a function, for any spec or for the class of the tensor's."""
+    """Return the user's override of a function; None if there is no override.
+
+    An override for any spec comes before an override for the class of the tensor's spec.
+    """
     for_any_spec = _OVERRIDES.get((None, func))
     if for_any_spec is not None:
         return for_any_spec

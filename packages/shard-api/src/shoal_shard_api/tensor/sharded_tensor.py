@@ -67,6 +67,7 @@ class ShardedTensor(ShardedTensorConstructors):
         (torch.Size([2, 3]), tensor(36.))
     """
 
+    # the state of a process group in a pickled tensor, which torch has under this name too
     ProcessGroupState = ProcessGroupState
 
     def _with(
@@ -95,6 +96,8 @@ class ShardedTensor(ShardedTensorConstructors):
 
     @property
     def _comm(self) -> Comm:
+        # `_local_tensors` has the tensors of `_local_shards`. On a rank without shards it has one
+        # empty tensor, so the first entry exists on every rank.
         return comm_of(self._process_group, self._local_tensors[0].device.type)
 
     def local_tensor(self) -> torch.Tensor:
@@ -111,7 +114,7 @@ class ShardedTensor(ShardedTensorConstructors):
             )
         return self._local_shards[0].tensor
 
-    @property  # type: ignore[override]  # an attribute of torch.Tensor; the shards have it
+    @property  # type: ignore[override]  # torch.Tensor declares an attribute, not a property
     def grad(self) -> ShardedTensor | None:
         """The gradients of the shards, sharded by the same spec; None before the first backward."""
         grads = []
@@ -162,6 +165,7 @@ class ShardedTensor(ShardedTensorConstructors):
         group = self._process_group
         metadata = checked_metadata(spec.build_metadata(self.size(), properties), group)
         moved = move(self._local_tensors, self._layout, metadata.layout, self._comm)
+        # The placements of the new spec may name other devices.
         local_tensors = on_placements(moved, metadata)
         return self._wrap(spec, metadata, local_tensors, group)
 
@@ -184,6 +188,7 @@ class ShardedTensor(ShardedTensorConstructors):
         has_history = torch.is_grad_enabled() and not is_leaf
         with torch.set_grad_enabled(has_history):
             moved = self.resharded(resharding_spec)
+        # All attributes are replaced, so this object becomes the result.
         vars(self).update(vars(moved))
         if is_leaf and requires_grad:
             leaves = [local.detach().requires_grad_() for local in self._local_tensors]
@@ -204,7 +209,7 @@ class ShardedTensor(ShardedTensorConstructors):
         Args:
             dst: Rank in the process group that receives the tensor.
             out: A plain tensor of the global size on ``dst``; None on the other ranks.
-            enforce_dtype: The same as ``dtype=out.dtype`` (deprecated).
+            enforce_dtype: Deprecated and without effect: ``out`` gets its own dtype in any case.
             dtype: Element type in which the shards are sent; ``out`` keeps its own.
 
         Raises:
@@ -219,6 +224,7 @@ class ShardedTensor(ShardedTensorConstructors):
         if enforce_dtype:
             warnings.warn("enforce_dtype is deprecated: pass dtype", FutureWarning, stacklevel=2)
 
+        # `agree_on` calls this function on every rank. If it raises on one rank, all ranks raise.
         def facts() -> dict[str, Any]:
             self._check_gather(dst, out, dtype, enforce_dtype)
             return {"dst": dst, "dtype": dtype}
@@ -275,7 +281,8 @@ class ShardedTensor(ShardedTensorConstructors):
                 ranks.
 
         Returns:
-            This tensor if nothing changes, else a new one; placements name each rank's own device.
+            This tensor if nothing changes, else a new tensor. If the device changes, the placements
+            of the new tensor name the device to which each rank has moved its shards.
 
         Raises:
             ArgumentTypeError: ``process_group`` is not a process group.
@@ -295,6 +302,7 @@ class ShardedTensor(ShardedTensorConstructors):
         metadata = self._metadata
         first = local_tensors[0]
         if first.device != old_tensors[0].device:
+            # `_wrap` infers the new spec from the metadata.
             spec = None
             metadata = self._metadata_on(first.device)
         properties = replace(metadata.tensor_properties, dtype=first.dtype)
@@ -305,6 +313,8 @@ class ShardedTensor(ShardedTensorConstructors):
     def _metadata_on(self, device: torch.device) -> ShardedTensorMetadata:
         """Return the metadata after a move of this rank's shards to a device; all ranks call it."""
         group = self._process_group
+        # All ranks must move to one type of device. The devices themselves are exchanged without a
+        # comparison, because of the "~" in the name.
         reports = agree_on(group, lambda: {"device type": device.type, "~device": device})
         devices = [report["~device"] for report in reports]
         device_of_rank = dict(zip(members(group), devices, strict=True))
@@ -343,8 +353,8 @@ class ShardedTensor(ShardedTensorConstructors):
         """Wrap the same shards in a DTensor; differentiable, no communication.
 
         Raises:
-            NotExpressibleError: The layout has no placements: several shards on one rank, or no
-                grid.
+            NotExpressibleError: The layout does not have placements, because a rank has several
+                shards, or because the shards are not the cells of a grid.
 
         Example:
             >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
