@@ -1,5 +1,8 @@
 """Changes of the type that send nothing in the forward: `convert` and `reinterpret`.
 
+The types are R (equal on all ranks), I (equal, and used alike on all ranks), V (may differ), P
+(addends of a pending sum) and S(i) (shards along dim i); see `shoal_dtensor.spmd.axis_types`.
+
 May import: _dtypes, _line, _moves.
 """
 
@@ -19,7 +22,7 @@ from ._line import Line, line_along
 from ._moves import Kind, TypeStep, move
 
 AxisType = spmd.AnyAxisType
-# The changes that need `expert_mode`, and the reasons: first of `convert`, then of `reinterpret`.
+# the changes of `convert` that need `expert_mode`, and the reasons; V includes S(i)
 _FOR_EXPERTS = {
     (
         "R",
@@ -31,6 +34,7 @@ _FOR_EXPERTS = {
     ): "the values of all ranks but the first become zero; this is the backward of convert(R, I)",
     ("V", "P"): "the shard is padded with zeros; this is the backward of convert(R, V)",
 }
+# the same for `reinterpret`, which keeps the bytes
 _FOR_EXPERTS_OF_BYTES = {
     ("R", "I"): "use convert for a change of meaning",
     ("I", "R"): "use convert(I, R), which keeps the meaning",
@@ -53,8 +57,8 @@ _GRADIENTS_OF_BYTES = {
 }
 
 
-def _needs_expert_mode(call: str, reason: str) -> ArgumentValueError:
-    return ArgumentValueError(f"{call}: {reason}. Pass expert_mode=True if it is intended")
+def _needs_expert_mode(refusal: str, reason: str) -> ArgumentValueError:
+    return ArgumentValueError(f"{refusal}: {reason}. Pass expert_mode=True if it is intended")
 
 
 def convert(  # noqa: PLR0913  # the public package's arguments
@@ -85,8 +89,10 @@ def convert(  # noqa: PLR0913  # the public package's arguments
         x: this rank's tensor.
         axis: the mesh axis: a process group, or a name of the current mesh.
         src: the type that the tensor has.
-        dst: the type that the result has. With V, the shard is one entry of dim 0.
-        expert_mode: whether R -> I, I -> P and V -> P are allowed, which forwards rarely need.
+        dst: the type that the result has. If it is V, dim 0 of `x` has one entry per rank. The
+            result is this rank's entry, without the dim.
+        expert_mode: whether R -> I, I -> P, V -> P and S(i) -> P are allowed, which forwards rarely
+            need.
         op_dtype: the dtype of the conversion; the result keeps it if `out_dtype` is left out.
         out_dtype: the dtype of the result.
         async_op: accepted; nothing is sent in the forward.
@@ -105,11 +111,12 @@ def convert(  # noqa: PLR0913  # the public package's arguments
         ...     convert(torch.zeros(8, 3, device="meta"), "tp", src=R, dst=S(0)).shape
         torch.Size([2, 3])
     """
+    # the ranks along the axis
     line = line_along(axis)
     kinds = (spmd.local_type(src).name, spmd.local_type(dst).name)
     if kinds in _FOR_EXPERTS and not expert_mode:
-        call = f"convert({src}, {dst}) is rarely intended in a forward"
-        raise _needs_expert_mode(call, _FOR_EXPERTS[kinds])
+        refusal = f"convert({src}, {dst}) is rarely intended in a forward"
+        raise _needs_expert_mode(refusal, _FOR_EXPERTS[kinds])
     _check_source(x, line, src, "convert")
     if src is dst:
         return x
@@ -133,9 +140,10 @@ def _conversion(src: AxisType, dst: AxisType, ndim: int) -> tuple[TypeStep, Type
     if (src, dst) == (R, I):
         return keep, first
     if dst is P and src in (R, I):
-        back_of_partial = first if src is R else keep
-        return first, back_of_partial
+        gradient_step = first if src is R else keep
+        return first, gradient_step
     if src in (R, I) and spmd.local_type(dst) is V:
+        # A tensor of type V does not have the dim (`TypeStep.stacks`); a shard S(i) has it.
         stacks = dst is V
         dim = dst.resolve(ndim).dim if isinstance(dst, Shard) else 0
         back: Kind = "pad" if src is R else "all_gather"
@@ -168,6 +176,9 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
 ) -> Tensor:
     """`src -> dst`: change the type and keep the bytes; the meaning may change.
 
+    The meaning of a tensor is the global value that its type and the tensors of all ranks stand
+    for. For example, the meaning of P is the sum of the ranks' tensors.
+
     The changes, and their gradients:
 
     - V -> P: the meaning becomes the sum of the ranks' tensors; gradient: the same bytes, R -> V
@@ -192,8 +203,9 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
         A tensor with the same bytes and the type `dst`.
 
     Raises:
-        ArgumentValueError: for S(i), for a change to a type that claims more about the values than
-            `src` does, or if the change needs `expert_mode`.
+        ArgumentValueError: if `src` or `dst` is S(i); for a change that is not listed above, such
+            as V -> R, whose result may not have the values that `dst` promises; or if the change
+            needs `expert_mode`.
         SpmdTypeError: while types are checked, if `x` is not of type `src`.
 
     Example:
@@ -211,8 +223,8 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
         )
     kinds = (spmd.local_type(src).name, spmd.local_type(dst).name)
     if kinds in _FOR_EXPERTS_OF_BYTES and not expert_mode:
-        call = f"reinterpret({src}, {dst}) is rarely intended"
-        raise _needs_expert_mode(call, _FOR_EXPERTS_OF_BYTES[kinds])
+        refusal = f"reinterpret({src}, {dst}) is rarely intended"
+        raise _needs_expert_mode(refusal, _FOR_EXPERTS_OF_BYTES[kinds])
     _check_source(x, line, src, "reinterpret")
     if src is dst:
         return x
@@ -239,7 +251,7 @@ def shard(  # noqa: PLR0913  # the public package's arguments
     async_op: bool = False,
     backward_options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """`R -> S(i)` or `I -> S(i)`: `convert` to a shard, under the name of its purpose.
+    """`R -> S(i)` or `I -> S(i)`: return this rank's shard of a tensor, as `convert` does.
 
     Args:
         x: the whole tensor, equal on all ranks.
@@ -301,7 +313,8 @@ def invariant_to_replicate(
         The tensor; its gradient is summed over the ranks.
 
     Raises:
-        ArgumentValueError: if a backward dtype is missing.
+        ArgumentValueError: if `op_dtype` or `out_dtype` is a dtype other than float32, and
+            `backward_options` does not have the dtype of the gradient's sum (`op_dtype`).
         SpmdTypeError: while types are checked, if `x` is not I.
 
     Example:

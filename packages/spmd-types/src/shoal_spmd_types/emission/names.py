@@ -1,6 +1,7 @@
 """Names of values: after the modules or operators that make them.
 
-A name is used again for another value when its value is not needed any more.
+A name becomes free when no later statement reads the value that has it. Another value may then get
+the same name.
 
 May import: statements, trace.
 """
@@ -36,6 +37,8 @@ _NOUNS = {
     "bitwise_and": "both",
     "native_layer_norm": "norm",
 }
+# Names with a fixed meaning in the emitted file: its imports, `forward`, and the argument `weights`.
+# `t` is the name of torch's transpose.
 _RESERVED = frozenset(
     {"weights", "torch", "F", "I", "P", "R", "S", "assert_type", "pending", "forward", "t"}
     | {"all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter"}
@@ -43,7 +46,11 @@ _RESERVED = frozenset(
 
 
 class NameTable:
-    """The names of values; a name is free again after the last use of its value."""
+    """The names of values; a name is free again after the last use of its value.
+
+    For each statement, in order, the caller calls `reach`, then `release`, then `new` for each
+    value that the statement assigns. `of` may be called between them.
+    """
 
     def __init__(self, trace: Trace, statements: Sequence[Statement]) -> None:
         # id of a value -> name
@@ -78,7 +85,8 @@ class NameTable:
         self._taken = {name: last for name, last in self._taken.items() if last > self._number}
 
     def new(self, value: TracedValue, statement: Statement) -> str:
-        """Name a value that a statement assigns."""
+        """Name a value that a statement assigns; call `release` before."""
+        # A hint is the name of an input, or of the module that computes the value.
         wanted = value.hint or self._inherited(statement) or _noun(statement)
         name = wanted
         count = 1
@@ -92,7 +100,7 @@ class NameTable:
     def _inherited(self, statement: Statement) -> str:
         """Return the name of the only operand, if no later statement reads the operand; or ''.
 
-        The name of a parameter is shortened to its last part.
+        `release` has freed such a name. The name of a parameter is shortened to its last part.
         """
         if len(statement.operands) != 1 or len(statement.outputs) != 1:
             return ""
@@ -107,9 +115,10 @@ class NameTable:
 def _noun(statement: Statement) -> str:
     """Return a name for the result of a statement, after its operator."""
     if not statement.operations:
+        # The statement is a move between ranks or a conversion of types.
         return "moved"
     if len(statement.operations) > 1:
-        # a linear layer is named after its module
+        # Only a linear layer is one statement for several operations. It is named after its module.
         parts = [part for part in statement.path.split(".") if not part.isdigit()]
         return parts[-1] if parts and parts[-1] else "linear"
     name = statement.operations[-1].operator._schema.name.removeprefix("aten::")

@@ -104,7 +104,10 @@ def _table(name: str, values: Mapping[str, TracedValue], mesh: DeviceMesh) -> li
 
 
 def _signature(trace: Trace, inputs: Mapping[str, Any]) -> str:
-    """Return the line `def forward(...)`; arguments that are not tensors have their defaults."""
+    """Return the line `def forward(...)`.
+
+    The default of an argument that is not a tensor is its value in the recorded forward.
+    """
     arguments = ["weights: Mapping[str, Tensor]"]
     arguments += [f"{name}: Tensor" for name in trace.inputs]
     others = [name for name in inputs if name not in trace.inputs]
@@ -124,6 +127,7 @@ def _checks(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> list[str]:
     """Return the lines that assert the mesh, the arguments and the settings of the program."""
     tensors = [f'"{name}": {name}' for name, value in inputs.items() if isinstance(value, Tensor)]
     given = ", ".join(["**weights", *tensors])
+    # In an f-string, two braces stand for one brace of the emitted line: given = {**weights, ...}
     lines = [
         "    for axis, size in MESH.items():",
         '        assert normalize_axis(axis).size() == size, f"made for {axis}={size}"',
@@ -148,10 +152,11 @@ def _checks(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> list[str]:
 
 def _body(module: nn.Module, program: CheckedProgram) -> list[str]:
     """Return the lines, under headings with the paths of modules that contain other modules."""
-    parents = {path for path, one in module.named_modules() if [*one.children()]}
+    parents = {path for path, submodule in module.named_modules() if [*submodule.children()]}
     lines: list[str] = []
     heading = ""
     for line in program.lines:
+        # The lines of a module without inner modules are under the heading of its parent.
         path = line.path if line.path in parents else line.path.rpartition(".")[0]
         if path != heading:
             lines += ["", f"    # {path or type(module).__name__}"]
