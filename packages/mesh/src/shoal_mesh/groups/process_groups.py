@@ -41,14 +41,14 @@ class BackendChoice:
     backend: str | None = None
     # the backend's own option object (`ProcessGroupNCCL.Options`), compared by its plain attributes
     options: object | None = None
-    # The purpose of a group that serves this purpose alone, or ''. A request with a tag does not get
-    # another group over the same ranks.
+    # The purpose of the group if it serves one purpose alone; '' for a group of any use. A request
+    # with a tag never returns a group that was created without this tag.
     tag: str = ""
 
     def __post_init__(self) -> None:
         require(self.backend, str | None, "a backend is named by a string, such as 'gloo'")
-        taken = "options of a backend are an object of its Options class"
-        require(self.options, _torch.BackendOptions | None, taken)
+        requirement = "options of a backend are an object of its Options class"
+        require(self.options, _torch.BackendOptions | None, requirement)
 
     @property
     def key(self) -> str:
@@ -86,9 +86,9 @@ class Comm:
     """The communicator of this rank along some mesh axes.
 
     It is compared by identity; a mesh returns one object for the same axes. It outlives the default
-    group: after `restart_world`, or after `destroy_process_group` and another `init_process_group`
-    with the same world size, ranks and backend, its first collective looks up or creates its group
-    again.
+    group. A program may replace the default group by one with the same world size, ranks and
+    backend: with `restart_world`, or with `destroy_process_group` and `init_process_group`. The
+    next collective of the communicator then looks up or creates its group again.
 
     Attributes:
         name: the name of the group, which functional collectives take.
@@ -102,7 +102,8 @@ class Comm:
             follows another order, and the collectives translate between the two.
         backend: device to backend map of the group, such as `cpu:gloo`.
         on_gloo: whether torch's gloo sends CPU tensors; if so, shared memory may replace it.
-        in_python: whether the group is written in Python, over none of torch's backends.
+        in_python: whether the group is an object of a Python class that sends without any of
+            torch's backends.
         transport: the transport of the present group; None until it is decided.
     """
 
@@ -120,8 +121,9 @@ class Comm:
     on_gloo: bool = False
     in_python: bool = False
     transport: Transport | None = None
-    # To make the group again: the default group and the place (`world_place`) under which it was
-    # made, and its options.
+    # The next three fields are needed to make the group again. They are the default group under
+    # which it was made, the size, own rank and backend of that default group (`world_place`), and
+    # the options of the group.
     _world: ProcessGroup | None = None
     _place: tuple[int, int, str] | None = None
     _choice: BackendChoice | None = None
@@ -136,6 +138,8 @@ class Comm:
             NoGroupError: the default group was destroyed. Now there is none, or one with another
                 number of ranks, another rank of this process, or another backend.
         """
+        # The default group is another one, so the group must be renewed. Communicators of simulated
+        # ranks have no place, and their group is not of c10d, so they are never renewed.
         if WORLDS._default_pg is not self._world and self._place is not None:
             _renew(self)
         return self._group  # type: ignore[return-value]  # `_renew` sets it or raises
@@ -148,7 +152,8 @@ class Comm:
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    # the hash of `object` is written in C
+    # A class that defines `__eq__` loses its hash. The hash of `object` also goes by identity, and
+    # it is written in C, so it is faster than a method in Python.
     __hash__ = object.__hash__
 
     @classmethod
@@ -178,6 +183,8 @@ class Comm:
         require(group, ProcessGroup, "a communicator runs over a process group")
         require_each(axes, str, "the axes of a communicator are strings")
         order = None
+        # The default group with its ranks as a range is in order, and needs no check. Other
+        # sequences, also a tuple of the same ranks, differ from a range and are checked.
         if group is not world or ranks != range(world.size()):
             require_each(ranks, int, "the ranks of a communicator are int")
             order = _order_in_group(group, ranks, world.rank())
@@ -220,7 +227,8 @@ def _order_in_group(
         raise MeshError(
             f"the group on rank {own_rank} has the ranks {tuple(positions)}, got {ranks}"
         )
-    # torchft registers its groups as groups of one rank
+    # torchft's groups have several members, but torchft registers them with torch as groups of one
+    # rank, so their `size()` differs from the number of ranks that torch lists
     if group.size() != len(positions):
         raise MeshError(
             f"the group {type(group).__name__} has {group.size()} members, but torch lists the "
@@ -247,6 +255,7 @@ def note_group(comm: Comm) -> str:
     """
     world = require_world()
     groups = vars(GROUPS_IN_GRAPHS)
+    # The name "" has the default group under which the other groups were noted.
     if groups.get("") is not world:
         groups.clear()
         groups[""] = world
@@ -268,13 +277,15 @@ class _GroupRecord:
 
 
 # --- the mutable state of this file
-# by default group: the groups by ranks and options; an entry is dropped with its default group
+# Default group -> the groups that exist under it, by their ranks and options. An entry is dropped
+# with its default group.
 _GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], str], _GroupRecord]] = (
     WeakKeyDictionary()
 )
 # all communicators
 _COMMS: WeakSet[Comm] = WeakSet()
-# The numbers of groups that programs gave to meshes. Unlike an `id`, a number is never used again.
+# Group that a program gave to a mesh -> its number. The numbers distinguish meshes that are equal
+# except for their groups. Unlike an `id`, a number is never used again.
 _NUMBERS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 _NEXT_NUMBER = count()
 # guards all of these; it is never held while ranks wait for each other
@@ -320,10 +331,10 @@ def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
 def comm_of_threads(comm: Comm) -> Comm | None:
     """Return the communicator for messages of threads that the program did not start.
 
-    Such threads send in any order, and at the same time as the main thread. Their messages need a
-    group of their own, and each message has to name its subject. The index along the communicator
-    follows the rank numbers, whatever order `comm` has. Returns None for simulated ranks, which are
-    threads themselves.
+    An example is autograd's thread for the backward on a GPU. Such threads send in any order, and
+    at the same time as the main thread. Their messages need a group of their own, and each message
+    has to name its subject. The index along the communicator follows the rank numbers, whatever
+    order `comm` has. Returns None for simulated ranks, which are threads themselves.
     """
     if comm._place is None:
         return None
@@ -354,6 +365,9 @@ def _renew(comm: Comm) -> None:
                 f"there is {present} now, not one of {comm._place}: begin one alike, or make new "
                 "meshes and move what is sharded"
             )
+        # No communicator can use a group of the old default group any more, so all of these groups
+        # are released, also the group of `comm`. `_forget_group` also sets a missing `_choice` if
+        # the group can be made again with default options.
         for other in list(_COMMS):
             if other._world is not world:
                 _forget_group(other, world)

@@ -1,4 +1,4 @@
-"""Collectives as numbers that ranks compare, and a record of the last ones of this process.
+"""Record of the last collectives, and numbers by which ranks compare their collectives.
 
 The recorder is always on: an entry takes about a fifth of a microsecond. When a rank is lost, the
 other ranks write files; `python -m shoal_mesh postmortem` reads the files of all ranks.
@@ -26,7 +26,8 @@ KINDS = (
     "broadcast",
     "all_reduce_by_parts",
 )
-# First the ops that shared memory carries, then the ops that only backends have.
+# The reductions. The transport through shared memory can run the first six, from "" (no reduction)
+# to "avg"; the others need a backend of torch.
 OPS = ("", "sum", "min", "max", "product", "avg", "band", "bor", "bxor")
 CARRIED_OPS = frozenset(OPS[:6])
 DTYPES = (
@@ -40,8 +41,8 @@ DTYPES = (
 _OTHER_DTYPE = 31
 # the dtypes that shared memory can reduce
 CARRIED_DTYPES = frozenset(DTYPES[:8])
-# Packages whose frames do not belong to the program: a package of shoal, of whatever name, and
-# torch.
+# The packages of shoal, and torch, as a regular expression. A report names the line of the program
+# that made a call, so it leaves out the frames of these packages.
 LIBRARIES = r"(shoal_\w+|torch)"
 # The environment variable with the folder of the files that are written when a rank is lost; "0"
 # means that none are written.
@@ -68,8 +69,9 @@ class _Entry(NamedTuple):
     purposes: tuple[Text, ...]
 
 
-# Declared mutable state: the last entries. A collective is a plain tuple of the fields of `_Entry`,
-# which takes a quarter of the time to make. A pair is a note (`note`).
+# The last collectives and notes: the mutable state of this file. A collective is a plain tuple of
+# the fields of `_Entry`, because a plain tuple takes a quarter of the time to make. A pair of a
+# purpose and a number was recorded by `note`.
 ENTRIES: deque[tuple[float, str, Any, tuple[Text, ...]] | tuple[str, int]] = deque(maxlen=512)
 
 _append = ENTRIES.append
@@ -137,7 +139,8 @@ def note(purpose: tuple[str, int]) -> None:
     A note is cheaper than a block of `purpose`, but only the recorder has it.
 
     Args:
-        purpose: the purpose, and the least number of collectives that serve it.
+        purpose: the purpose, and the number of the next collectives that get it. If more
+            collectives may serve the purpose, it is the least number that surely do.
 
     Example:
         >>> note(("redistribute S(0) -> R", 1))
@@ -189,7 +192,7 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
         rank: the global rank.
         error: the text of the error.
         culprits: the global ranks at fault.
-        seen: by global rank, the last collective that this rank has seen of the rank.
+        seen: global rank -> description of its last collective, as far as this rank can observe.
 
     Returns:
         A hint how to read the file, to be added to the error; '' if nothing was written.
@@ -212,6 +215,7 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
         collectives.append((seconds, entry.group, text, _join(entry.purposes)))
     frames = traceback.extract_stack()
     stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    # Without a default group the number of ranks is unknown; it is at least `rank + 1`.
     world = dist.get_world_size() if dist.is_initialized() else rank + 1
     content = {
         "rank": rank,
@@ -225,6 +229,7 @@ def dump(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]
         "collectives": collectives,
         "stack": stack,
     }
+    # If the file cannot be written, the block ends early, and there is no hint.
     with suppress(OSError):
         os.makedirs(path, mode=0o700, exist_ok=True)
         # the folder is in a folder of all users, so another user may own it
