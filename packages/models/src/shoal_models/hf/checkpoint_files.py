@@ -1,4 +1,4 @@
-"""Files of a model: finding them, and their tensors by the names of this release of transformers.
+"""Search for the files of a model, and access to their tensors by the model's own names.
 
 transformers declares per architecture how entries of files are renamed, and which entries are
 converted: merged or split, such as experts that are stored one by one, or fused projections. A rank
@@ -102,22 +102,25 @@ def stored_for(model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     latest: dict[str, dict[str, Tensor]] = {}
 
     def read_whole(entry: str) -> Tensor:
+        # The index () selects all elements.
         return stored[entry][()]
 
     def read_shape(entry: str) -> Tensor:
         return torch.empty(stored[entry].shape, device="meta")
 
-    def make(first: str, name: str, slices: Slices) -> Tensor:
-        if first not in latest:
+    def make(first_name: str, name: str, slices: Slices) -> Tensor:
+        if first_name not in latest:
             # Free the old results before the new ones are made.
             latest.clear()
-            latest[first] = _convert(model, first, conversions[first], read_whole)
-        return latest[first][name][slices]
+            latest[first_name] = _convert(model, first_name, conversions[first_name], read_whole)
+        return latest[first_name][name][slices]
 
-    for first, conversion in conversions.items():
-        results = _convert(model, first, conversion, read_shape)
+    # Each conversion runs here on meta tensors, which gives the names and shapes of its results.
+    # `make` runs it on the stored values when one of its results is read.
+    for first_name, conversion in conversions.items():
+        results = _convert(model, first_name, conversion, read_shape)
         for name, result in results.items():
-            by_name[name] = Lazy(tuple(result.shape), partial(make, first, name))
+            by_name[name] = Lazy(tuple(result.shape), partial(make, first_name, name))
     return by_name
 
 
@@ -158,10 +161,12 @@ def _by_names_of(
         new, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, known
         )
-        # The entry has a name of the model already.
+        # If a renaming leads to a name that the model does not have, an entry whose own name is in
+        # the model keeps its own name.
         if new not in known and name in known:
             new = name
             pattern = None
+        # Entries without a converter, and entries that the model does not have, are only renamed.
         if pattern is None or new not in known:
             renamed[new] = stored[name]
             continue
@@ -175,7 +180,7 @@ def _by_names_of(
 def _convert(
     model: Any, first: str, conversion: _Conversion, read: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    """Return the results of a conversion by name."""
+    """Return the results of a conversion by name; `first` is the first of these names."""
     # A converter collects tensors, so each conversion takes a copy.
     converter = deepcopy(conversion.converter)
     for name, pattern in conversion.entries:

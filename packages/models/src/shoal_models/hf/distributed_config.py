@@ -1,4 +1,4 @@
-"""`DistributedConfig` of transformers: its sizes as a mesh, and its rules in the model's own plan."""
+"""Use of transformers' `DistributedConfig`: its sizes make a mesh, and its rules change a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from shoal_mesh.internal import accelerator
 from shoal_tp_styles.internal import Plan
 
 _AXES = ("dp_replicate", "fsdp", "tp")
-# Sizes for which the mesh has no axis, and what to do instead.
+# Sizes for which the mesh has no axis, and the way out that the error names. For stages of a
+# pipeline the way out is torch.distributed.pipelining: a stage is a module, which may be parallel,
+# so each stage is loaded by its own call.
 _OTHER_SIZES = {
     "pp_size": "load each stage by itself: torch.distributed.pipelining takes parallel modules",
     "ep_size": "pass a mesh, and a plan= in which ExpertParallel shards the experts",
@@ -101,12 +103,15 @@ def plan_of(config: Any, model: Any) -> Plan | None:
     if rules is None or rules == "auto":
         return None
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    # Example: the rule "layers.*.q" names the module "layers.0.q".
     unmatched = [rule for rule in rules if not any(map(_pattern(rule).fullmatch, names))]
     if unmatched:
         raise PlanError(
             f"DistributedConfig: the rules {unmatched} of tp_plan name no module of "
             f"{type(model).__name__}; names are whole, as those of its tp_plan: {[*model.tp_plan][:3]}"
         )
+    # A rule of the configuration replaces the model's rule of the same name. The model may have no
+    # plan, and then the rules are the whole plan.
     return {**(model.tp_plan or {}), **rules} if rules else {}
 
 

@@ -52,6 +52,7 @@ class _DataParallelism(NamedTuple):
     passes: int
 
 
+# The data-parallel functions that are compared, by name. The first argument is `parameters`.
 _REPLICAS = {
     "replicate": _DataParallelism(False, gradients=False, state=False, passes=2),
     "replicate(shard_optimizer=True)": _DataParallelism(
@@ -66,7 +67,8 @@ class Candidate(NamedTuple):
 
     Attributes:
         shape: numbers of replicas and of tensor-parallel ranks, the shape of the mesh ("dp", "tp").
-        data: the data-parallel function for the axis of replicas.
+        data: the data-parallel function for the axis "dp", by name: "replicate",
+            "replicate(shard_optimizer=True)" or "fully_shard".
         nbytes: bytes of parameters, gradients, optimizer state and activations, on the rank that
             holds most.
         activation_bytes: the part of `nbytes` that a forward keeps for its backward, and its
@@ -107,6 +109,8 @@ class Proposal(NamedTuple):
 
     def __repr__(self) -> str:
         bound = format_bytes(self.bound)
+        # The 19 spaces fill the column of the functions' names, so that the other headings are
+        # above the right-aligned numbers of `_row`.
         heading = f"data parallelism {'':19} bytes/rank  activations   of {bound}"
         lines = [f"  dp x tp   {heading}"]
         lines += [self._row(candidate) for candidate in self.candidates]
@@ -161,8 +165,9 @@ def propose(
     Memory is counted for parameters, gradients, optimizer state, and activations that a forward
     keeps: give a model that returns its loss, in the mode and with the checkpoints with which it
     trains. Temporary memory of a step is not included: the parameters that `fully_shard` has
-    gathered for a unit, buckets of reductions, gradients of activations. Prove the plan by `verify`
-    on a small configuration.
+    gathered for a unit, buckets of reductions, gradients of activations. To prove that the plan
+    computes the same values as one process, call `shoal_tp_styles.verify` with a small
+    configuration of the model.
 
     Args:
         model: a model that is not parallel, on any device, including meta.
@@ -199,7 +204,8 @@ def propose(
         named_inputs = _inputs_of_replica(kwargs, replicas)
         try:
             activations = activation_bytes(model, chosen, mesh, inputs, kwargs=named_inputs)
-        # any error that the user's model raises without values is a finding
+        # Tensors on the meta device have no values, so the user's model may raise any error. The
+        # error is reported in `uncounted`, and the proposal goes on without activations.
         except Exception as error:
             activations = 0
             uncounted = f"{type(error).__name__}: {str(error)[:200]}"
@@ -240,7 +246,10 @@ def _ring_seconds(method: _DataParallelism, parameter_bytes: int, replicas: int)
 
 
 def _inputs_of_replica(value: Any, replicas: int) -> Any:
-    """Return the inputs of one replica, on the meta device."""
+    """Return the inputs of one replica: the first rows of each tensor, on the meta device.
+
+    A tensor without dims has no rows, so all replicas get it as it is, on its own device.
+    """
 
     def take_rows(tensor: Tensor) -> Tensor:
         if not tensor.ndim:
@@ -310,7 +319,7 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         >>> activation_bytes(mlp, {}, abstract_mesh((1,)), (torch.randn(8, 10),), {})
         832
     """
-    # imported here because it takes longer to import than the whole layer
+    # imported here because only this function needs it, and the import is slow
     from shoal_dtensor.testing import simulate_ranks
 
     def count_on_one_rank(view: DeviceMesh) -> int:
