@@ -21,8 +21,8 @@ class Assignment:
 
     Target dim `d` advances together with source dim `dims[d]`: the k-th index of the target dim gets
     its values from the k-th index of the source dim. A transposed copy has dims (1, 0). If dims[d]
-    is None, all indices of target dim `d` get the same values. A source dim that no target dim
-    advances has one index.
+    is None, all indices of target dim `d` get the same values. A source dim that is not in `dims`
+    has one index, which all elements of the target use.
 
     Attributes:
         target: name of the target tensor.
@@ -57,6 +57,7 @@ class Assignment:
         if self.source is None:
             return f"{target} = {'keep' if self.fill is None else self.fill}"
         source = f"{self.source!r}{format_region(self.source_region)}"
+        # `dims` is printed only if dim d of the target does not simply get dim d of the source.
         is_straight = self.dims == tuple(range(len(self.source_region)))
         return f"{target} = {source}{'' if is_straight else f' along {self.dims}'}"
 
@@ -104,6 +105,7 @@ class Assignment:
         """
         positions = []
         for indices, others in zip(self.region, region, strict=True):
+            # positions in `self.region`, which `_at` takes
             shared, _ = common_positions(indices, others)
             if not shared:
                 return None
@@ -151,6 +153,8 @@ class Assignment:
         part = earlier.restricted_to(later.source_region)
         assert part is not None, "both must have the common elements"
         has_source = part.source is not None
+        # Each target dim leads to a dim of this source, which leads to a dim of the earlier source.
+        # Without an earlier source there are no dims.
         dims = [None if dim is None else part.dims[dim] for dim in later.dims if has_source]
         return replace(
             later,
@@ -198,7 +202,7 @@ class Assignment:
 
 
 class Strided:
-    """A strided view of a contiguous tensor, as a loop over progressions of its dims.
+    """A strided view of a contiguous tensor, as one progression of indices per dim of the tensor.
 
     Args:
         shape: shape of the contiguous tensor.
@@ -249,6 +253,7 @@ class Strided:
         if size == 1 or stride == 0:
             return None
         for dim, stride_of_dim in enumerate(dim_strides):
+            # A stride of 0 belongs to an empty tensor. The rest 1 makes the test below fail.
             step, rest = divmod(stride, stride_of_dim) if stride_of_dim else (0, 1)
             last = self.start[dim] + (size - 1) * step
             if step > 0 and not rest and last < self.shape[dim]:
@@ -261,6 +266,7 @@ class Strided:
     def region(self) -> Region:
         """The elements of the view."""
         region = [range(index, index + 1) for index in self.start]
+        # `step` is a pair: the dim of the tensor, and the step along it.
         for size, step in zip(self.sizes, self.steps, strict=True):
             if step is not None:
                 start = self.start[step[0]]

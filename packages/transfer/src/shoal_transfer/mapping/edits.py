@@ -1,4 +1,4 @@
-"""Edits of names and shapes: each makes the tensors and assignments of one step of a mapping.
+"""Edits of the names and shapes of tensors; each function makes one step of a mapping.
 
 Names in edits are templates: `{}` stands for one part of a name between dots, so that
 ``"layers.{}.q"`` is the q of every layer. `{index}` stands for the number of an expert.
@@ -34,7 +34,7 @@ def copy_of(target: str, source: str, shape: Shape) -> Assignment:
 
 
 def straight(target: str, region: Region, source: str, source_region: Region) -> Assignment:
-    """Return the assignment of a region to a region, dim by dim."""
+    """Return an assignment without transposition: dim d of the target gets dim d of the source."""
     dims = tuple(range(len(region)))
     return Assignment(target, region, source=source, source_region=source_region, dims=dims)
 
@@ -54,7 +54,11 @@ def edit_names(shapes: Shapes, patterns: Mapping[str, str]) -> Edit:
 
 
 def fuse(shapes: Shapes, fused: Mapping[str, Sequence[str]], dim: int, groups: int) -> Edit:
-    """Concatenate tensors along a dim: the first of `groups` shares of each, then the second."""
+    """Concatenate tensors along a dim, in groups of shares.
+
+    The dim of each tensor is divided into `groups` equal shares. The result has the first share of
+    each tensor, then the second share of each tensor, and so on (see the example of `_turns`).
+    """
     taken = set[str]()
     targets = dict[str, Shape]()
     parts: list[Assignment] = []
@@ -98,7 +102,7 @@ def split(shapes: Shapes, blocks: Mapping[str, Mapping[str, int]], dim: int, gro
 
 
 def stack(shapes: Shapes, stacked: Mapping[str, str]) -> Edit:
-    """Stack tensors that are numbered from 0 along a new first dim."""
+    """Stack tensors along a new first dim; their names have the numbers 0, 1, 2, ..."""
     taken = set[str]()
     targets = dict[str, Shape]()
     parts: list[Assignment] = []
@@ -112,6 +116,7 @@ def stack(shapes: Shapes, stacked: Mapping[str, str]) -> Edit:
             targets[target] = (len(names), *shape)
             for index, name in enumerate(names):
                 region = (range(index, index + 1), *whole_region(shape))
+                # The new dim has no source dim; target dim d + 1 gets source dim d.
                 dims = (None, *range(len(shape)))
                 whole = whole_region(shapes[name])
                 parts.append(Assignment(target, region, name, whole, dims=dims))
@@ -157,7 +162,11 @@ def transpose(shapes: Shapes, templates: Iterable[str], dims: tuple[int, int]) -
 
 
 def pad(shapes: Shapes, sizes: Mapping[str, int], dim: int, fill: float | None) -> Edit:
-    """Lengthen a dim of tensors; new elements get a value, or with None keep the target's."""
+    """Lengthen a dim of tensors to a given size.
+
+    New elements get the value `fill`. If `fill` is None, the target keeps the values that it has in
+    their place.
+    """
     targets = dict[str, Shape]()
     parts: list[Assignment] = []
     for template, size in sizes.items():
@@ -187,6 +196,7 @@ def repeat(shapes: Shapes, templates: Iterable[str], times: int, block: int, dim
             )
         targets[name] = _resized(old, dim, old[dim] * times)
         for number in range(blocks * times):
+            # Example: 3 times -> the blocks 0, 1 and 2 of the target are copies of block 0.
             start = number // times * block
             rows = range(start, start + block)
             place = range(number * block, (number + 1) * block)
@@ -220,6 +230,7 @@ def drop(shapes: Shapes, templates: Iterable[str]) -> Edit:
 
 def _pattern(template: str) -> re.Pattern[str]:
     """Return the expression that matches the names of a template."""
+    # Example: "layers.{}.q" -> r"layers\.([^.]+)\.q"
     return re.compile(r"([^.]+)".join(map(re.escape, template.split("{}"))))
 
 
@@ -290,6 +301,8 @@ def _turns(
     names: Sequence[str], lengths: Sequence[int], groups: int
 ) -> Iterator[tuple[range, str, range]]:
     """Yield the place in the fused tensor, the name and the rows of each block.
+
+    The tensors take turns: each adds one block of its rows in every group.
 
     Example: q of 4 rows and k of 2 rows in 2 groups -> the fused tensor has the rows 0:2 of q, 0:1
     of k, 2:4 of q, and 1:2 of k.

@@ -1,7 +1,8 @@
 """The runner of a program: packs, sends, receives and compares digests, step by step.
 
-A step fills views, copies inside the process, exchanges messages, and repeats elements that have
-arrived. At the end all ranks compare the digests of the elements that were sent and that arrived.
+A step fills views with values, copies inside the process, and exchanges messages. Then it copies
+elements that have arrived to further places in this process. At the end all ranks compare the
+digests of the elements that were sent and that arrived.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ class Counts:
 
 
 class _MessageKey(NamedTuple):
-    """One message of a run; `place` is twice the number of its step, plus its stage."""
+    """One message of a run.
+
+    A step has at most two exchanges. Twice the number of the step, plus the index of the exchange
+    in the step, is therefore a different `place` for each exchange.
+    """
 
     sender: int
     receiver: int
@@ -70,8 +75,9 @@ class Runner:
     ) -> Counts:
         """Run a program.
 
-        Digests are of the elements that the memory holds when everything is written, so an element
-        that a later message has overwritten is found.
+        A receiver computes its digests when everything is written, from the elements that its
+        memory holds then. An element that a later message has overwritten changes the digest of its
+        own message, so the comparison with the sender's digest finds it.
 
         Args:
             steps: the program of this rank.
@@ -92,7 +98,8 @@ class Runner:
             for stage, exchange in enumerate(step.exchanges):
                 place = 2 * number + stage
                 flats = self._pack(exchange, step.dtype)
-                # the last elements of the source are in a buffer now
+                # After the last exchange is packed, all elements of the source are in buffers. If
+                # the last step has no exchange, the caller of `run` finishes the reading.
                 is_last = step is steps[-1] and exchange is step.exchanges[-1]
                 if is_last and not targets_overlap:
                     self.finish_reading()
@@ -110,10 +117,10 @@ class Runner:
 
     def _pack(self, exchange: Exchange, dtype: torch.dtype) -> list[Tensor]:
         """Return the elements of each outgoing message, as slices of one buffer."""
-        sizes = [one.elements for one in exchange.outgoing]
+        sizes = [outgoing.elements for outgoing in exchange.outgoing]
         flats = self._buffer("sends", sizes, dtype, _device_of(exchange))
-        for one, flat in zip(exchange.outgoing, flats, strict=True):
-            one.pack(flat)
+        for outgoing, flat in zip(exchange.outgoing, flats, strict=True):
+            outgoing.pack(flat)
         return flats
 
     def _note_sent(
@@ -121,8 +128,8 @@ class Runner:
     ) -> None:
         if not self._digests:
             return
-        for one, flat in zip(exchange.outgoing, flats, strict=True):
-            sent[_MessageKey(self._wire.member, one.member, place)] = digest_of(flat)
+        for outgoing, flat in zip(exchange.outgoing, flats, strict=True):
+            sent[_MessageKey(self._wire.member, outgoing.member, place)] = digest_of(flat)
 
     def _digests_in_memory(self, steps: list[ProgramStep]) -> dict[_MessageKey, int]:
         """Return digests of all elements that arrived, as the memory holds them now."""
@@ -130,9 +137,9 @@ class Runner:
         for number, step in enumerate(steps):
             for stage, exchange in enumerate(step.exchanges):
                 place = 2 * number + stage
-                for one in exchange.incoming:
-                    key = _MessageKey(one.member, self._wire.member, place)
-                    arrived[key] = digest_of(one.read())
+                for incoming in exchange.incoming:
+                    key = _MessageKey(incoming.member, self._wire.member, place)
+                    arrived[key] = digest_of(incoming.read())
         return arrived
 
     def _exchange_whole(
@@ -141,21 +148,23 @@ class Runner:
         """Send all elements."""
         device = _device_of(exchange)
         sends = [torch.empty(0, dtype=dtype, device=device) for _ in range(self._wire.size)]
+        # Both lists begin with an empty message for each member. The messages of this exchange
+        # replace some of them below.
         receives = list(sends)
-        for one, flat in zip(exchange.outgoing, flats, strict=True):
-            sends[one.member] = flat
+        for outgoing, flat in zip(exchange.outgoing, flats, strict=True):
+            sends[outgoing.member] = flat
             counts.sent += flat.nbytes
             counts.whole += flat.nbytes
-        sizes = [one.elements for one in exchange.incoming]
-        places = self._buffer("receives", sizes, dtype, device)
-        for incoming, place in zip(exchange.incoming, places, strict=True):
-            receives[incoming.member] = place
+        sizes = [incoming.elements for incoming in exchange.incoming]
+        arrivals = self._buffer("receives", sizes, dtype, device)
+        for incoming, arrival in zip(exchange.incoming, arrivals, strict=True):
+            receives[incoming.member] = arrival
         self._wire.exchange(sends, receives)
         for incoming in exchange.incoming:
             incoming.write(receives[incoming.member])
         if self._deltas:
-            for one, flat in zip(exchange.outgoing, flats, strict=True):
-                _keep(one, flat)
+            for outgoing, flat in zip(exchange.outgoing, flats, strict=True):
+                _keep(outgoing, flat)
 
     def _exchange_deltas(self, exchange: Exchange, flats: list[Tensor], counts: Counts) -> None:
         """Send the changed elements, or all elements if they are fewer bytes.
@@ -167,27 +176,27 @@ class Runner:
             torch.empty(0, dtype=torch.uint8, device=device) for _ in range(self._wire.size)
         ]
         headers = [torch.zeros(2, dtype=torch.int64, device=device) for _ in payloads]
-        for one, flat in zip(exchange.outgoing, flats, strict=True):
-            assert one.last is not None, "both sides have the elements of the last run"
-            encoded = encode_delta(flat, one.last)
-            payloads[one.member] = flat.view(torch.uint8) if encoded is None else encoded
-            header = [payloads[one.member].numel(), int(encoded is not None)]
-            headers[one.member] = torch.tensor(header, device=device)
-            counts.sent += payloads[one.member].numel()
+        for outgoing, flat in zip(exchange.outgoing, flats, strict=True):
+            assert outgoing.last is not None, "both sides have the elements of the last run"
+            encoded = encode_delta(flat, outgoing.last)
+            payloads[outgoing.member] = flat.view(torch.uint8) if encoded is None else encoded
+            header = [payloads[outgoing.member].numel(), int(encoded is not None)]
+            headers[outgoing.member] = torch.tensor(header, device=device)
+            counts.sent += payloads[outgoing.member].numel()
             counts.whole += flat.nbytes
         received = [torch.zeros(2, dtype=torch.int64, device=device) for _ in payloads]
         self._wire.exchange(headers, received)
         sizes = [int(header[0]) for header in received]
-        places = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-        self._wire.exchange(payloads, places)
+        arrivals = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        self._wire.exchange(payloads, arrivals)
         for incoming in exchange.incoming:
-            payload = places[incoming.member]
+            payload = arrivals[incoming.member]
             if bool(received[incoming.member][1]):
                 incoming.write(apply_delta(payload, incoming.read().clone()))
             else:
                 incoming.write(payload.view(incoming.dtype))
-        for one, flat in zip(exchange.outgoing, flats, strict=True):
-            _keep(one, flat)
+        for outgoing, flat in zip(exchange.outgoing, flats, strict=True):
+            _keep(outgoing, flat)
 
     def _buffer(
         self, purpose: str, sizes: list[int], dtype: torch.dtype, device: torch.device
@@ -211,28 +220,30 @@ class Runner:
         overwritten: list[str],
     ) -> None:
         """Raise on all ranks if some message arrived with another digest, or was overwritten."""
-        every = self._wire.gather((sent, arrived, overwritten))
-        for member, (_, _, names) in enumerate(every):
+        of_members = self._wire.gather((sent, arrived, overwritten))
+        for member, (_, _, names) in enumerate(of_members):
             if names:
                 raise TransferError(
                     f"target tensors of member {member} share memory and get different elements; "
                     f"they are among {', '.join(names)}"
                 )
-        of_senders = {pair: digest for one, _, _ in every for pair, digest in one.items()}
+        # the digests that all members have sent, by message
+        of_senders = {key: digest for of_one, _, _ in of_members for key, digest in of_one.items()}
         wrong = []
-        for _, of_receiver, _ in every:
-            wrong += [pair for pair, value in of_receiver.items() if of_senders.get(pair) != value]
+        for _, of_receiver, _ in of_members:
+            # the messages for which the receiver has another digest than the sender
+            wrong += [key for key, digest in of_receiver.items() if of_senders.get(key) != digest]
         if wrong:
-            pair = min(wrong, key=lambda one: one.place)
-            names = ", ".join(dict.fromkeys(steps[pair.place // 2].names))
+            earliest = min(wrong, key=lambda key: key.place)
+            names = ", ".join(dict.fromkeys(steps[earliest.place // 2].names))
             raise TransferError(
-                f"elements from member {pair.sender} to member {pair.receiver} arrived with a "
-                f"different digest; the tensors are {names}"
+                f"elements from member {earliest.sender} to member {earliest.receiver} arrived "
+                f"with a different digest; the tensors are {names}"
             )
 
 
 def _overwritten(steps: list[ProgramStep]) -> list[str]:
-    """Return the target tensors of rounds whose local copies and fills were overwritten."""
+    """Return the target tensors of the steps in which a local copy or fill was overwritten."""
     names = dict[str, None]()
     for step in steps:
         pairs = [*step.copies, *step.repeats]
