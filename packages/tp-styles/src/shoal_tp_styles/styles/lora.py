@@ -1,5 +1,8 @@
 """`LoRA`: low-rank adapters on parallel Linear layers, a style that composes with the base layer's.
 
+The adapter has the weights `A` (rank, inputs) and `B` (outputs, rank). R is `Replicate()`, S(dim)
+is `Shard(dim)`, and dx is the gradient of the input.
+
 columns   A: R, B: S(0)    the adapter reads what the base reads; one reduction of dx for both
 rows      A: S(1), B: R    the adapter's partial sums are added to the base's before the one reduction
 """
@@ -32,9 +35,11 @@ class LoRA(DeclaredStyle):
     """Style that adds `alpha / rank * B A x` to `base`, with `A` random and `B` zero at first.
 
     Args:
-        base: ColwiseParallel or RowwiseParallel; its layouts are the layouts of the sum.
+        base: ColwiseParallel or RowwiseParallel. Its input and output layouts are also the layouts
+            of the whole layer, whose output is the base's output plus the adapter's output.
         rank: inner size of the adapter.
-        alpha: scale of the adapter times `rank`.
+        alpha: scale of the adapter, multiplied by `rank`: the adapter's output is scaled by
+            `alpha / rank`.
         train_base: leave the base weight trainable.
 
     Example:
@@ -53,6 +58,8 @@ class LoRA(DeclaredStyle):
                 f"LoRA supports adapters for Linear only, got {type(module).__name__}"
             )
         base = self.base.sharding(module)
+        # The lowering is the class that computes the forward: None for a module with a forward of
+        # its own, another class for `ColwiseParallel.heads`. `overlapped()` sets options for it.
         if base.lowering not in (ColumnLinear, RowLinear) or base.options is not None:
             raise UnsupportedModuleError(
                 f"LoRA: {type(module).__name__} under {self.base} is not supported; the base must "
