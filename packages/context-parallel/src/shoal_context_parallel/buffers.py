@@ -69,8 +69,8 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
     The block replaces `F.scaled_dot_product_attention`; buffers are this rank's shards.
 
     Run forward and backward inside: the shards that backward needs are gone after the block, and a
-    later backward raises an error. A recomputation by `torch.utils.checkpoint` runs attention of
-    the whole sequence, in the block or after it.
+    later backward raises an error. Activation checkpoints are supported: when backward recomputes
+    a function of the block, the attention in it is again the attention of the whole sequence.
 
     Args:
         mesh: a mesh with one axis.
@@ -80,9 +80,11 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
         no_restore_buffers: the members of `buffers` that stay sharded.
         layout: which positions each rank holds. By default early and late ones, so that a causal
             mask leaves all ranks equal work.
-        method: as for `context_parallel_attention`; if left out, the method of `set_rotate_method`.
-        window: as for `context_parallel_attention`.
-        documents: as for `context_parallel_attention`.
+        method: "allgather", "ring" or "ulysses", as described at `context_parallel_attention`; if
+            left out, the method of `set_rotate_method`.
+        window: (left, right), the numbers of keys before and after its own position that a query
+            reads; None for no bound.
+        documents: documents of a packed sequence; queries read keys of their own document only.
 
     Yields:
         The layout: `layout.positions(mesh.get_local_rank())` are this rank's global positions. None
@@ -110,6 +112,7 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
     _check(sequences, unrestored)
     if sequences and isinstance(layout, str):
         first, dim = sequences[0]
+        # The name of a layout is the name of the class method that makes it.
         layout = getattr(SequenceLayout, layout)(first.shape[dim], comm.size)
     options = ContextOptions(method or _default_method[0], layout, window, documents)
     known_layout = layout if isinstance(layout, SequenceLayout) else None
@@ -205,8 +208,9 @@ def context_parallel_unshard(
         mesh: a mesh with one axis.
         buffers: this rank's shards; all of the same positions.
         seq_dims: the dim of each buffer that is the sequence.
-        load_balancer: the layout of the sequence; if left out, the layout of the `context_parallel`
-            block around the call, or the default layout of such a block if there is none.
+        load_balancer: the layout of the sequence, under torch's name for this argument. If left
+            out, it is the layout of the `context_parallel` block around the call, or the default
+            layout of such a block if there is none.
 
     Raises:
         LayoutError: on all ranks, if the ranks' shards do not fit the layout.
@@ -223,6 +227,8 @@ def context_parallel_unshard(
     if not sequences:
         return []
     lengths = [shard.shape[dim] for shard, dim in sequences]
+    # The lengths are a tensor of one row, so that the gathered tensor has one row per rank.
+    # `upload` copies them to the device from which the backend sends numbers, the CPU if possible.
     sent = upload([lengths], device_of_numbers(comm, buffers[0].device))
     lengths_of_ranks = all_gather(sent, comm).tolist()
     layout = load_balancer
@@ -231,6 +237,7 @@ def context_parallel_unshard(
         layout = _layout_of_block(total, comm.size)
     wanted = [[size] * len(sequences) for size in layout.sizes]
     if lengths_of_ranks != wanted:
+        # For the message: one length per rank, or all lengths of a rank if its buffers differ.
         held = [row[0] if len(set(row)) == 1 else row for row in lengths_of_ranks]
         raise LayoutError(
             f"context_parallel_unshard: the ranks hold {held} positions, but shards of this "
@@ -290,12 +297,14 @@ class RoutedAttention(ReplacedAttention):
         self.comm = mesh.comm(0)
         self.options = options
         self._agreed = self.comm.size == 1
-        # an error on this rank before the first attention, at which all ranks raise
+        # An error that this rank found before the first attention of the block. At the first
+        # attention the ranks exchange whether they have errors, and all of them raise.
         self._refusal: StyleError | None = None
         # Mask of the attention that runs now, in addition to the mask of the options.
         self._rule: AttentionMask | None = None
 
     def __enter__(self) -> Self:
+        # other kinds of attention, which this mode of torch does not observe
         _INTERCEPTIONS.enter()
         return super().__enter__()
 
@@ -333,12 +342,14 @@ class RoutedAttention(ReplacedAttention):
         if func is functional.conv1d:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             reach = weight.shape[-1] - 1
-            # a causal convolution pads its input before the call
+            # The input has this rank's positions, or more: a causal convolution pads its input by
+            # `reach` positions before the call.
             lengths = (positions, positions + reach)
             is_mixed = reach > 0 and values.shape[-1] in lengths
         else:
             # input, state, weights, bias, layers, dropout, training, bidirectional, batch first
             is_batch_first = len(args) > 8 and bool(args[8])
+            # The positions are dim 1 if the batch comes first, else dim 0.
             is_mixed = values.shape[int(is_batch_first)] == positions
         if is_mixed:
             raise UnsupportedAttentionError(
@@ -351,6 +362,9 @@ class RoutedAttention(ReplacedAttention):
     def agree(self, qkv: Any, attn_mask: Tensor | None) -> None:
         """Raise on all ranks the errors of some ranks, at the first attention of a block."""
         if not self._agreed:
+            # The callers gather the keys themselves, so the method of their options does not
+            # matter, and "allgather" stands for it. Query heads may share key heads here (True),
+            # because the callers' attention handles or refuses shared heads.
             self._agree(qkv, attn_mask, True, replace(self.options, method="allgather"))
 
     def refuse(self, error: StyleError) -> None:
@@ -378,8 +392,9 @@ class RoutedAttention(ReplacedAttention):
             check_attention(qkv, attn_mask, enable_gqa, self.comm, options=options)
         except StyleError as error:
             failure = failure or error
-        # A selective checkpoint compares the operators of a forward and of its recomputation, which
-        # does not repeat this all-gather.
+        # A selective checkpoint compares the operators of a forward with the operators of its
+        # recomputation. The recomputation does not repeat this all-gather, so `unwatched` hides the
+        # all-gather from the checkpoint.
         with unwatched():
             device = qkv[0].device
             failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)

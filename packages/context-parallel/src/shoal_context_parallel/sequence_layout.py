@@ -25,7 +25,8 @@ from shoal_dtensor.internal import shard_sizes, spans
 Range = tuple[int, int]
 # The reach of a query that reads keys at any distance; larger than every length.
 UNBOUNDED = 1 << 62
-# Queries of one tile at a window's edge; its mask has 512 x (512 + window) elements.
+# The queries of one tile (`Tile`) where the keys are limited by a window. Such a tile needs a mask
+# of queries x keys, which has at most 512 x (512 + the keys of the window) elements.
 _BAND_ROWS = 512
 
 
@@ -170,10 +171,12 @@ class SequenceLayout:
         blocks: list[tuple[Range, Tensor]] = []
         for ranges, shard in zip(self.ranges, shards, strict=True):
             # Example: the ranges 0:2 and 6:8 -> sizes 2 and 2.
+            # A rank without positions has one empty block, which has no range and is left out.
             sizes = [*map(_size, ranges)] or [0]
             blocks_of_rank = torch.split_with_sizes(shard, sizes, dim)
             blocks += zip(ranges, blocks_of_rank, strict=False)
         if not blocks:
+            # The sequence is empty. `cat` copies, so that the result is never a shard itself.
             return torch.cat([shards[0]], dim)
         # sorted by first positions, because the ranges are disjoint
         blocks.sort(key=lambda item: item[0])
@@ -198,7 +201,9 @@ class TileKind(Enum):
 
 
 class Tile(NamedTuple):
-    """Queries of a rank and keys of one block: each query reads a key, and each key is read.
+    """Some queries of a rank, and some keys of one block, between which attention is computed.
+
+    Each of the queries reads at least one of the keys, and each key is read by at least one query.
 
     Attributes:
         row: batch row; None for all.
@@ -278,6 +283,7 @@ class Documents:
                 f"{tuple(table.shape)}"
             )
         rows = []
+        # Ids of the shape (length,) are one row.
         for row in table if table.ndim == 2 else [table]:
             ids_of_runs, lengths = row.unique_consecutive(return_counts=True)
             runs = ids_of_runs.tolist()
