@@ -16,12 +16,52 @@ from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LoRA,
+    ParallelStyle,
     RowwiseParallel,
     adapter_parameters,
     merge_adapters,
     parallelize_module,
 )
 from tp_checks import naming
+
+PLANS: dict[str, dict[str, ParallelStyle]] = {
+    "multiples of 4": {
+        "0": LoRA(base=ColwiseParallel().aligned(4), rank=3),
+        "1": LoRA(base=RowwiseParallel().aligned(4), rank=3),
+    },
+    "5 heads of 2": {
+        "0": ColwiseParallel().heads(5, 2),
+        "1": LoRA(base=RowwiseParallel().heads(5, 2), rank=3),
+    },
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", PLANS)
+def test_adapters_have_the_shards_of_their_weights(kind: str) -> None:
+    torch.manual_seed(1)
+    start: Any = nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 8)).double()
+    module: Any = parallelize_module(copy.deepcopy(start), all_ranks(), PLANS[kind])
+    adapters: dict[str, Any] = dict(adapter_parameters(module))
+    with torch.no_grad():
+        for name, param in adapters.items():
+            if name.endswith("B"):
+                param.add_(0.3)
+    full = {name: param.detach().full_tensor().requires_grad_() for name, param in adapters.items()}
+    x = torch.randn(4, 8, dtype=torch.double)
+    expected: Any = x
+    for number, layer in enumerate(start):
+        out = layer(expected)
+        if f"{number}.lora_A" in full:
+            low = expected @ full[f"{number}.lora_A"].T
+            out = out + 16.0 / 3 * low @ full[f"{number}.lora_B"].T
+        expected = out
+    got = module(x)
+    torch.testing.assert_close(got, expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    for name, param in adapters.items():
+        torch.testing.assert_close(param.grad.full_tensor(), full[name].grad, msg=naming(name))
 
 
 @on_ranks(4)

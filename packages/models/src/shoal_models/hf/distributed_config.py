@@ -106,9 +106,10 @@ def plan_of(config: Any, model: Any) -> Plan | None:
     # Example: the rule "layers.*.q" names the module "layers.0.q".
     unmatched = [rule for rule in rules if not any(map(_pattern(rule).fullmatch, names))]
     if unmatched:
+        known = [*(model.tp_plan or names)][:3]
         raise PlanError(
             f"DistributedConfig: the rules {unmatched} of tp_plan name no module of "
-            f"{type(model).__name__}; names are whole, as those of its tp_plan: {[*model.tp_plan][:3]}"
+            f"{type(model).__name__}; names are whole, such as {known}"
         )
     # A rule of the configuration replaces the model's rule of the same name. The model may have no
     # plan, and then the rules are the whole plan.

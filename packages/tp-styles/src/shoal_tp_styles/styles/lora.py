@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal_dtensor import Replicate, Shard
+from shoal_dtensor import Replicate
 from shoal_dtensor.errors import UnsupportedModuleError
 from shoal_dtensor.internal import check_types
 from shoal_mesh import DeviceMesh
@@ -68,8 +68,10 @@ class LoRA(DeclaredStyle):
             )
         is_by_columns = base.lowering is ColumnLinear
         parameters = dict(base.parameters)
-        parameters["lora_A"] = Replicate() if is_by_columns else Shard(1)
-        parameters["lora_B"] = Shard(0) if is_by_columns else Replicate()
+        # The adapter's sharded factor has the shards of the weight: heads, or multiples of features.
+        sharded = parameters["weight"]
+        parameters["lora_A"] = Replicate() if is_by_columns else sharded
+        parameters["lora_B"] = sharded if is_by_columns else Replicate()
         options = Adapter(self.rank, self.alpha / self.rank, self.train_base)
         return replace(
             base, style="LoRA", parameters=parameters, lowering=AdapterLinear, options=options
