@@ -37,7 +37,7 @@ _NOUNS = {
     "bitwise_and": "both",
     "native_layer_norm": "norm",
 }
-# Names with a fixed meaning in the emitted file: its imports, `forward`, and the argument `weights`.
+# Names with a fixed meaning in the emitted file: imports, `forward`, and its argument `weights`.
 # `t` is the name of torch's transpose.
 _RESERVED = frozenset(
     {"weights", "torch", "F", "I", "P", "R", "S", "assert_type", "pending", "forward", "t"}
