@@ -1,4 +1,7 @@
-"""SPMD types of the autograd functions of losses and of experts, for plain code that calls them.
+"""SPMD types of the autograd functions of losses and of experts.
+
+The checker of SPMD types uses them if a program on plain tensors, without DTensors, calls these
+functions.
 
 A type describes a tensor along one mesh axis (`shoal_dtensor.spmd.axis_types`). R and I are equal
 on all ranks, and with I the ranks also compute the same with the tensor. V may differ between
