@@ -1,4 +1,4 @@
-"""SPMD types of the autograd functions of losses and of experts.
+"""SPMD types of the autograd functions of losses and of mixtures of experts.
 
 The checker of SPMD types uses them if a program on plain tensors, without DTensors, calls these
 functions.
