@@ -20,8 +20,9 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 # The kernels below compute attention of tensors (batch, heads, length, width), none of them empty. A
 # forward takes queries, keys and values, whether it is causal (then there are as many queries as
 # keys), the mask that is added to the scores, and the factor of the scores. It returns the output
-# and the log-sum-exp of each row. A backward takes the gradient, the queries, keys and values, the
-# output and the log-sums. The output and the log-sums may be over more keys than the kernel gets.
+# and the log-sum-exp of each row. A backward takes six tensors in this order: the gradient of the
+# output, the queries, keys and values, the output, and the log-sums. The keys may be a part of a
+# longer sequence. The output and the log-sums are then the results for the whole sequence.
 _aten = torch.ops.aten
 
 
@@ -35,7 +36,10 @@ def flash_attention(
 
 
 def flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
-    """Return the gradients of torch's CPU kernel."""
+    """Return the gradients of torch's CPU kernel.
+
+    The tensors are the gradient of the output, q, k, v, the output, and the log-sums.
+    """
     op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     dq, dk, dv = op(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
     return dq, dk, dv
@@ -74,6 +78,7 @@ def efficient_attention(
 ) -> Outputs:
     """Return output and log-sum-exp of the memory-efficient CUDA kernel."""
     op = _aten._scaled_dot_product_efficient_attention.default
+    # True: also compute the log-sums. 0.0: no dropout.
     out, lse, *_ = op(q, k, v, _aligned(mask, q), True, 0.0, causal, scale=scale)
     # the kernel pads the log-sums to a multiple of 32 rows
     return out, lse.narrow(-1, 0, q.shape[-2])
@@ -84,7 +89,8 @@ def efficient_attention_backward(
 ) -> Gradients:
     """Return the gradients of the memory-efficient CUDA kernel."""
     grad, q, k, v, out, lse = tensors
-    # The kernel reads a multiple of 32 rows. In the added rows the softmax is exp(-inf) = 0.
+    # The kernel reads a multiple of 32 rows, so log-sums of +inf are added. It computes the softmax
+    # as exp(score - log-sum), which is exp(-inf) = 0 in the added rows.
     missing_rows = -lse.shape[-1] % 32
     lse = functional.pad(lse.contiguous(), (0, missing_rows), value=torch.inf)
     aligned_mask = _aligned(mask, q)
@@ -104,6 +110,8 @@ def _aligned(mask: Mask, q: Tensor) -> Mask:
         return None
     columns = mask.shape[-1]
     missing = -columns % 16
+    # Example: rows of 10 columns are padded to 16. `narrow` returns a view of the 10 columns, in
+    # which each row still begins 16 elements after the row before.
     padded = functional.pad(mask, (0, missing))
     aligned = padded.narrow(-1, 0, columns)
     return aligned.expand(*q.shape[:2], -1, -1)
@@ -122,6 +130,8 @@ def can_use(kernel: str, q: Tensor, v: Tensor) -> bool:
     The kernel is "flash" or "efficient".
     """
     cuda: Any = torch.backends.cuda
+    # The keys have the width of the queries, so `q` stands for both. The rest is: no mask, no
+    # dropout, not causal, no grouped heads. `AttentionKernel.takes` checks the mask itself.
     parameters = cuda.SDPAParams(q, q, v, None, 0.0, False, False)
     is_usable = getattr(cuda, f"can_use_{kernel}_attention")
     return bool(is_usable(parameters))
@@ -137,8 +147,9 @@ def redirect_flex_attention(
 ) -> Callable[[], None]:
     """Redirect `flex_attention` to `handle(original, args, kwargs)`; return a function to undo it.
 
-    No mode of torch observes `flex_attention`, and programs import it by name. Therefore the
-    function object itself gets another code object, which every reference to the function runs.
+    A mode of torch, such as `TorchFunctionMode`, is not called for `flex_attention`. Programs
+    import the function by name, so replacing the name in torch's module is not enough. Therefore
+    the function object itself gets another code object, which every reference to the function runs.
     """
     from torch.nn.attention.flex_attention import flex_attention  # takes 0.1 s to import
 
@@ -153,6 +164,9 @@ def redirect_flex_attention(
     def call(args: Any, kwargs: Any) -> Any:
         return handle(original, args, kwargs)
 
+    # Only the code of `redirected` is used. It runs as the code of `flex_attention`, so it reads
+    # the global names of torch's module. Therefore `call` is stored there, under the name
+    # `_HANDLER`.
     def redirected(*args: Any, **kwargs: Any) -> Any:
         return _shoal_attention(args, kwargs)  # type: ignore[name-defined]  # noqa: F821  # a global of torch's module
 
