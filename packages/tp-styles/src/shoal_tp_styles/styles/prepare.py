@@ -1,6 +1,6 @@
-"""Styles `PrepareModuleInput`, `PrepareModuleOutput` and both in one: layouts at a boundary.
+"""Styles `PrepareModuleInput`, `PrepareModuleOutput` and `PrepareModuleInputOutput`.
 
-The styles change no parameter, only the layouts of the tensors that enter and leave;
+The styles change the layouts of the tensors that enter and leave a module, and no parameter.
 `input_reshard` changes the layout of the tensors that are saved for backward.
 """
 
@@ -59,7 +59,11 @@ def _as_tuple(
 def _keyword_ports(
     layouts: Mapping[str, Placement] | None, desired: Mapping[str, Placement] | None
 ) -> dict[str, Port]:
-    """Pair the layouts of keyword inputs with the desired ones, by name."""
+    """Pair the layouts of keyword inputs with the desired ones, by name.
+
+    The two mappings must have the same length, as in torch, but may have different names. An input
+    that only one of them names keeps its layout.
+    """
     sources = dict(layouts or {})
     targets = dict(desired or {})
     if len(sources) != len(targets):
@@ -83,6 +87,7 @@ class _Prepare(DeclaredStyle):
     """
 
     def __post_init__(self) -> None:
+        # Called for its checks: it raises LayoutCountError if the numbers of layouts differ.
         self.sharding(nn.Identity())
         for name, value in vars(self).items():
             if isinstance(value, Placement):
@@ -136,6 +141,8 @@ class PrepareModuleInput(_Prepare):
             inputs=_ports("PrepareModuleInput", self.input_layouts, self.desired_input_layouts),
             keywords=_keyword_ports(self.input_kwarg_layouts, self.desired_input_kwarg_layouts),
             local_inputs=self.use_local_output,
+            # No parameter becomes a DTensor. A call with more or fewer inputs than layouts is an
+            # error.
             distributes=False,
             strict=True,
         )
@@ -189,6 +196,7 @@ class PrepareModuleInputOutput(_Prepare):
     input_kwarg_layouts: dict[str, Placement] | None = None
     desired_input_kwarg_layouts: dict[str, Placement] | None = None
     use_local_input: bool = False
+    # `field()` without a default: the argument is required.
     output_layouts: Layouts = field()
     desired_output_layouts: Layouts = field()
     use_local_output: bool = True
@@ -297,10 +305,12 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
 
         A tuple stands for a plain tensor that is sharded.
         """
-        # A node that saves its own output would hold itself, so its result is saved detached.
+        # An autograd node that saves its own output would hold a reference to itself, and would not
+        # be freed without a backward. Therefore the tensor is saved detached.
         is_leaf = tensor.is_leaf
         tensor = tensor.detach()
         if isinstance(tensor, DTensor):
+            # A leaf, such as a parameter, is in memory anyway, so a shard of it would save nothing.
             is_replicated = tensor.spec.replicated and tensor.device_mesh.ndim == 1
             if is_replicated and tensor.ndim > self.dim and not is_leaf:
                 return tensor.redistribute(placements=(Shard(self.dim),))
@@ -317,6 +327,10 @@ class _Resharding(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _unpack(saved: Any) -> Tensor:
-    """Return the tensor for which `_Resharding.pack` returned an object."""
+    """Return the tensor for which `_Resharding.pack` returned an object.
+
+    The shard of a plain tensor is gathered. A sharded DTensor is returned as it is, because it has
+    the same global values as the replicated one.
+    """
     tensor: Tensor = saved[0].full_tensor() if isinstance(saved, tuple) else saved
     return tensor
