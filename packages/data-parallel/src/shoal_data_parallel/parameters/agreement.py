@@ -1,4 +1,4 @@
-"""Checks before the first collective: equal parameters on all data-parallel ranks, with values.
+"""Checks of parameters: all data-parallel ranks have the same parameters, and they have values.
 
 The ranks compare digests of the names, shapes and dtypes of their parameters. If these differ, the
 ranks exchange the descriptions, and raise the same error. Parameters on the meta device, or without
@@ -29,9 +29,10 @@ def check_same_parameters(
     """Raise LockstepError unless all data-parallel ranks have the same parameters.
 
     The error names the first parameter that differs. The check takes one all-gather of 16 bytes; if
-    ranks differ, another all-gather sends the descriptions. Frozen parameters differ from trained
-    ones, because ranks would reduce different gradients. Under a FakeTensorMode nothing is checked,
-    because fake messages do not have values.
+    ranks differ, another all-gather sends the descriptions. A parameter that is frozen on one rank
+    and trained on another also differs, because only the second rank would reduce its gradient.
+    Nothing is checked on one rank. With a fake backend, under a FakeTensorMode or while the call is
+    traced nothing is checked either, because no values arrive from other ranks.
 
     Args:
         function: the name of the function that is called, for the error.
@@ -60,7 +61,10 @@ def _description(name: str, param: Tensor) -> str:
 
 
 def _gather_texts(text: bytes, lengths: Sequence[int], comm: Comm, *, device: str) -> list[str]:
-    """Return the texts of all ranks; they are padded to the longest text to be sent."""
+    """Return the texts of all ranks.
+
+    An all-gather sends rows of one length, so each rank pads its text to the longest text.
+    """
     padded = bytearray(text.ljust(max(*lengths, 1), b" "))
     row = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     rows = all_gather(row.unsqueeze(0), comm).cpu()
@@ -87,7 +91,12 @@ def _raise_first_difference(
 
 
 def check_materialized(function: str, names: Sequence[str]) -> None:
-    """Raise StyleError if named parameters are on the meta device."""
+    """Raise StyleError if there are parameters on the meta device.
+
+    Args:
+        function: the name of the function that is called, for the error.
+        names: the parameters that the caller has found on the meta device; empty if it found none.
+    """
     if names:
         raise StyleError(
             f"{function}: parameters {list(names)} are on the meta device and have no values: call "
@@ -97,7 +106,12 @@ def check_materialized(function: str, names: Sequence[str]) -> None:
 
 
 def check_initialized(function: str, names: Sequence[str]) -> None:
-    """Raise StyleError if named parameters have memory, but nobody has written values to it."""
+    """Raise StyleError if there are parameters with memory to which nobody has written values.
+
+    Args:
+        function: the name of the function that is called, for the error.
+        names: the parameters that the caller has found without values; empty if it found none.
+    """
     if names:
         raise StyleError(
             f"{function}: parameters {list(names)} have no values: module.to_empty() gives a module "

@@ -1,7 +1,9 @@
 """Schedule: the order in which the units below one outermost module run, forward after forward.
 
-A `Schedule` records the order of a forward, so that the next forward can gather a unit early. A
-`CommContext` has reductions that are in flight after their backward.
+A unit has the parameters of one `fully_shard` call, which are gathered and reduced together. The
+outermost module is the `fully_shard` module that contains the others. A `Schedule` records the
+order of a forward, so that the next forward can gather a unit early. A `CommContext` has reductions
+that are in flight after their backward.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ Unit = TypeVar("Unit")
 
 
 class CommContext:
-    """Reductions in flight after their backward, which a later backward or the user delivers."""
+    """Reductions in flight after their backward.
+
+    A later backward stores their results as gradients, or the user's `finalize_backward` does.
+    """
 
     def __init__(self) -> None:
         self.pending: list[GroupReduction] = []
@@ -74,7 +79,12 @@ class Schedule(Generic[Unit]):
         return self.finalizes_manually or not self.is_last_backward
 
     def begin_forward(self, unit: Unit) -> None:
-        """Begin a new order if the unit is the outermost one, or runs outside of its forward."""
+        """Begin a new order if a new forward begins with this unit.
+
+        It begins with the outermost unit, or with another unit that runs outside of the outermost
+        unit's forward. The hooks in `unit_passes` append to `order` and `ended`. When the outermost
+        forward ends, they set `running` to False.
+        """
         is_outermost = unit is self.units[0]
         if is_outermost or not self.running:
             self.previous = self.order
@@ -96,6 +106,7 @@ class Schedule(Generic[Unit]):
         position in both forwards.
         """
         position = len(self.order) - 1
+        # The slices are empty where the forward before had fewer units.
         if self.previous[position : position + 1] != [unit]:
             return ()
         return self.previous[position + 1 : position + 2]
@@ -109,4 +120,5 @@ class Schedule(Generic[Unit]):
         position = len(self.ended)
         if recomputing:
             position = self.ended.index(unit) if unit in self.ended else 0
+        # The slice has the unit before `position`; it is empty if `position` is 0.
         return self.ended[max(position - 1, 0) : position]
