@@ -1,13 +1,14 @@
-"""Sums and matrix products in the blocks of the mode: definitions, and faster forms.
+"""Sums and matrix products in the blocks of `invariant_arithmetic`: definitions, and faster forms.
 
-A product is defined sample by sample and block by block, so that kernels see the same shapes on any
-mesh. Larger calls are faster, and most kernels add in the same order in them. So the first call
-with new shapes compares faster forms with the definition on random numbers. The fastest form with
-the same bits is used from then on. Ranks may choose different forms.
+`invariant_arithmetic` is the mode under which results have the same bits on any mesh. A product is
+defined sample by sample and block by block, so that kernels get the same shapes on any mesh. One
+call of a kernel for many samples and blocks is faster, and most kernels add in the same order in
+it. So the first call with new shapes compares faster forms with the definition on random numbers.
+The fastest form with the same bits is used from then on. Ranks may choose different forms.
 
 In the shapes, B is the number of samples, R is the number of rows (tokens) of a sample, and N and K
-are numbers of features. If the mode has a number of rows, a sample is that many tokens, and zeros
-pad the end of a sequence.
+are numbers of features. If the mode has a number of rows, every sequence is divided into samples of
+that many tokens, and zeros fill its last sample.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class BlockArithmetic:
     """The division of sums into blocks.
 
     Attributes:
-        blocks: the number of blocks of a dim that ranks may share; a multiple of the number of
-            ranks.
+        blocks: the number of blocks that a dim is divided into; each rank has the same number of
+            them if the dim is sharded.
         rows: the number of tokens of a sample that are computed together; None if all are.
     """
 
@@ -135,11 +136,12 @@ def tree_of(
     def node(start: int, count: int) -> Tensor:
         if count == 1:
             return term(start)
-        # An even count is halved. An odd count is the next power of two with zeros as its last
-        # terms; they change no sum and are left out. Examples: 6 = 3 + 3, 7 = 4 + 3, 5 = 4 + 1.
+        # An even count is halved. An odd count is filled up with zeros to the next power of two and
+        # then halved. So its left half is the largest power of two below the count. The zeros
+        # change no sum and are left out. Examples: 6 = 3 + 3, 7 = 4 + 3, 5 = 4 + 1.
         left = count // 2
         if count % 2:
-            left = 1 << (count - 1).bit_length() - 1
+            left = 1 << ((count - 1).bit_length() - 1)
         middle = start + left
         right = count - left
         total = node(start, left)
@@ -170,6 +172,8 @@ def tree_of_products(terms: Sequence[Sequence[Pair]], *, fused: bool) -> Tensor:
         return reduce(add_product, others, torch.mm(*first))
 
     def add_term(total: Tensor, i: int) -> Tensor:
+        # One product is added by `add_product`. Several products are first added to each other, as
+        # the definition requires.
         pairs = terms[i]
         return add_product(total, pairs[0]) if len(pairs) == 1 else total.add_(term(i))
 
@@ -180,7 +184,8 @@ def tree_of_products(terms: Sequence[Sequence[Pair]], *, fused: bool) -> Tensor:
 class Measured:
     """A function of a number of blocks and of tensors, with faster forms.
 
-    A call uses the fastest form with the bits of the definition.
+    A call uses the fastest form with the bits of the definition. The bits are compared by a trial
+    (see `_fastest_form`). Times are not measured.
 
     Attributes:
         definition: the form that defines the bits.
@@ -215,7 +220,9 @@ def _fastest_form(
     """
     if any(device.type == "meta" for *_, device in layouts):
         return measured.definition
-    # The trial draws from its own generator, and activation checkpoints do not see its operators.
+    # The trial must not change the program. It draws from its own generator and records no
+    # gradients. Modes and subclasses of the user do not observe its functions
+    # (`unwatched_functions`), and activation checkpoints do not save its results (`unwatched`).
     with torch.no_grad(), unwatched_functions(), unwatched():
         draw = torch.Generator().manual_seed(0)
         operands = []
@@ -238,7 +245,7 @@ def _contiguous_blocks(tensor: Tensor, blocks: int, dim: int) -> list[Tensor]:
 
 
 def _spread(dim: int) -> Measured:
-    """Return the product of (B, R, K) and a matrix, (B, R, N), with N in blocks.
+    """Return the function that multiplies (B, R, K) by a matrix to (B, R, N), with N in blocks.
 
     Args:
         dim: the dim of the matrix that has the output features: 0 for (N, K), as in a Linear, or 1
@@ -277,9 +284,11 @@ def _spread(dim: int) -> Measured:
 
 
 def _summed(dim: int) -> Measured:
-    """Return the sum of products of (B, R, K) and a matrix, (B, R, N), with K in blocks.
+    """Return the function for sums of products of (B, R, K) and a matrix, with K in blocks.
 
-    The operands are x and W of the first product, then x and W of the second, and so on.
+    The result of the function is (B, R, N). The function takes the factors of any number of
+    products: x and W of the first product, x and W of the second product, and so on. Here x is
+    (B, R, K), and W is a matrix.
 
     Args:
         dim: the dim of the matrices that is summed over: 1 for (N, K), as in a Linear, or 0 for
@@ -308,12 +317,15 @@ def _summed(dim: int) -> Measured:
             if dim == 1:
                 blocks_of_matrix = [block.t() for block in blocks_of_matrix]
             products.append(zip(blocks_of_x, blocks_of_matrix, strict=True))
+        # `products` has a row of blocks for each product; the result has a row of products for each
+        # block.
         return [list(term) for term in zip(*products, strict=True)]
 
     def by_samples(blocks: int, *operands: Tensor, copies: bool = False) -> Tensor:
         inputs_by_product = operands[::2]
         matrices = operands[1::2]
         outputs = []
+        # In each iteration, `inputs` has one sample (R, K) of every product.
         for inputs in zip(*inputs_by_product, strict=True):
             terms = terms_of(blocks, inputs, matrices, copies=copies)
             outputs.append(tree_of_products(terms, fused=False))
@@ -335,7 +347,7 @@ def _summed(dim: int) -> Measured:
 
 
 def _weight_gradient(dim: int) -> Measured:
-    """Return the sum over samples of grad^T x, (B, R, N) and (B, R, K) -> (N, K).
+    """Return the function that adds grad^T x over samples, (B, R, N) and (B, R, K) -> (N, K).
 
     Args:
         dim: the dim of the result that is computed in blocks.
@@ -352,6 +364,7 @@ def _weight_gradient(dim: int) -> Measured:
                 return parts[i][j].t().mm(wholes[i])
             return wholes[i].t().mm(parts[i][j])
 
+        # Each sum adds block `j` of the products of all samples.
         sums = [tree_of(len(x), partial(product, j=j)) for j in range(blocks)]
         return torch.cat(sums, dim)
 

@@ -76,8 +76,8 @@ class GlobalPart:
         values = finite.flatten() * self.counted
         # Bits 8 to 13 of the hash select the sum, and bit 32 selects the sign.
         salted = hashes.flatten() + salt * _SALT_FACTOR
-        sum_index = salted >> 8 & (_SUMS - 1)
-        is_positive = salted >> 32 & 1 == 1
+        sum_index = (salted >> 8) & (_SUMS - 1)
+        is_positive = ((salted >> 32) & 1) == 1
         terms = torch.where(is_positive, values, -values)
         sums = torch.zeros(_SUMS, dtype=torch.float64, device=local.device)
         sums.index_add_(0, sum_index, terms)
@@ -92,7 +92,8 @@ class GlobalPart:
         ndim = self.local.ndim
         positions = torch.zeros((1,) * ndim, dtype=torch.int64, device=self.local.device)
         for dim, (index, size) in enumerate(zip(self.indices, self.sizes, strict=True)):
-            # Example: element (1, 2) of shape (4, 6) has position (0 * 4 + 1) * 6 + 2 = 8.
+            # Example: element (1, 2) of shape (4, 6) has position (0 * 4 + 1) * 6 + 2 = 8. `index`
+            # gets a dim of size 1 for each later dim, so that it is added along its own dim.
             trailing = (1,) * (ndim - dim - 1)
             positions = positions * size + index.view(-1, *trailing)
         return positions
@@ -150,12 +151,14 @@ def part_of_output(
         grad: True if `output` is the gradient at the module's output.
     """
     if not isinstance(output, DTensor):
+        # The style declares the layout of a plain tensor; without it the shard is unknown.
         assert lowered is not None, "a plain tensor is a known shard only under a style"
         output = _as_dtensor(output, lowered, grad=grad)
     part = part_of_tensor(output)
     if batch is None:
         return part
     data_ranks = _all_axes(batch)
+    # If the DTensor's mesh has all data ranks, the part is already a part of the global batch.
     if set(data_ranks.ranks) <= set(_all_axes(output.device_mesh).ranks):
         return part
     # The data axes shard dim 0 too. Example: with 3 rows on each data rank, row 0 of data rank 2 is
@@ -175,9 +178,11 @@ def _as_dtensor(output: Tensor, lowered: Lowered, *, grad: bool) -> DTensor:
     layout = lowered.port_out.desired
     if isinstance(layout, Shard):
         dim = layout.dim % output.ndim
+        # The layout gives the sizes, else the weight's shards do. None stands for `torch.chunk`.
         sizes = layout.sizes or lowered.output_sizes(0, output.shape[dim])
         layout = Shard(dim, sizes=None if sizes is None else tuple(sizes))
     elif grad:
+        # Every rank has the whole gradient of a replicated output, and of a partial one.
         layout = Replicate()
     return DTensor.from_local(output, lowered.mesh, [layout], run_check=False)
 
@@ -199,5 +204,6 @@ def _shift_right(number: Tensor, shift: int) -> Tensor:
 
     `>>` is arithmetic for signed numbers, so the bits that it fills in are masked off.
     """
-    low_bits = (1 << 64 - shift) - 1
-    return number >> shift & low_bits
+    # Example: for a shift of 31, the 64 - 31 = 33 low bits are kept.
+    low_bits = (1 << (64 - shift)) - 1
+    return (number >> shift) & low_bits
