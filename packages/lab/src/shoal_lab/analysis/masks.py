@@ -37,21 +37,28 @@ def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Certificati
     findings = list[CertificationFinding]()
     first = records[0]
     for record in records[1:]:
+        # With shoal, dropout draws the masks of one device on any mesh, so ranks need no
+        # comparison. Ranks with different numbers of dropouts cannot be compared one by one.
         if first.uses_shoal or record.uses_shoal or len(first.masks) != len(record.masks):
             continue
-        # Facts of the dropouts with different inputs: the sum of their random bits, whether each
-        # has equal masks on both ranks, and the first module.
+        # These are about the dropouts whose inputs differ on the two ranks: the sum of their random
+        # bits, whether the ranks have equal masks in all of them, and the module of the first one.
         bits = 0.0
         are_alike = True
         place = ""
         for one, other in zip(first.masks, record.masks, strict=True):
+            # `values` is the fingerprint of the dropout's input, `mask` the fingerprint of its
+            # mask.
             name, size = _split(one.place)
             if one.values == other.values and one.mask != other.mask:
                 text = f"dropout differs over {axis}, whose ranks have equal inputs"
                 explanation = FittingExplanation("random", (axis,), text)
+                # A record of a mask has no step, so the finding is of step 0. A mask is right or
+                # wrong as a whole, so the difference is 1.
                 findings.append(
                     CertificationFinding(0, "dropout", name, 1.0, explanations=(explanation,))
                 )
+                # The dropouts before this one are still judged below.
                 break
             if one.values != other.values:
                 bits += size
@@ -67,6 +74,6 @@ def _compare_group(records: Sequence[RankRecord], axis: str) -> list[Certificati
 
 
 def _split(place: str) -> tuple[str, float]:
-    """Return the module and the number of random bits of a record's place."""
+    """Return the module and the number of random bits of a place such as `mlp.drop (96)`."""
     name, _, bits = place.rpartition(" (")
     return name, float(bits.rstrip(")"))
