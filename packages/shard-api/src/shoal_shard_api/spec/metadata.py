@@ -20,7 +20,11 @@ from ..arguments import expect, expect_all
 from ..errors import ShardingSpecError
 
 Layout = tuple[tuple[int, Box], ...]
-"""(global rank, box) of every shard, in the order of the metadata. It is a key of caches."""
+"""(global rank, box) of every shard, in the order of the metadata.
+
+A box is one (start, stop) pair of global indices per dim. A layout is hashable, and functions are
+cached by it.
+"""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -107,7 +111,7 @@ def parse_placement(placement: str | RemoteDevice) -> RemoteDevice:
 
 
 class MEM_FORMAT_ENCODING(Enum):
-    """Stable names of memory formats in pickles; torch.memory_format has none.
+    """Codes of memory formats in pickles, the same as in ``torch.distributed._shard``.
 
     Example:
         >>> MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value
@@ -265,7 +269,10 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
 
 
 def is_inside(box: Box, size: Sequence[int]) -> bool:
-    """Return whether a box does not reach beyond a tensor of this size, with as many dims."""
+    """Return whether a box ends at or before the end of a tensor along every dim.
+
+    The box and the tensor have the same number of dims.
+    """
     stops = [stop for _, stop in box]
     return all(stop <= length for stop, length in zip(stops, size, strict=True))
 
