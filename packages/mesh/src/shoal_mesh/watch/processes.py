@@ -1,4 +1,8 @@
-"""Processes of ranks: their machines, and whether they run, are stopped, have ended or returned."""
+"""Processes of ranks: their machines, and their states (running, stopped, ended or returned).
+
+A rank of a pool has returned when it has finished its job. Its process still runs and waits for the
+next job, but it does not take part in further collectives of the finished job.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,8 @@ def note_processes(group: ProcessGroup, processes: tuple[tuple[int, int], ...]) 
 def processes_of(group: ProcessGroup) -> tuple[tuple[int, int], ...]:
     """Return (machine, process id) of the ranks of a group, in its order.
 
-    Returns () before the group's first collective on CPU tensors.
+    Returns () before the group's first collective on CPU tensors, in which the ranks exchange these
+    numbers.
     """
     return _PROCESSES.get(group, ())
 
@@ -40,10 +45,11 @@ def machine() -> int:
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        processes = os.stat("/proc/self/ns/pid").st_ino
+        # the number of the namespace in which process ids count
+        pid_namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
-    digest = hashlib.sha256(f"{boot}{processes}".encode()).digest()
+    digest = hashlib.sha256(f"{boot}{pid_namespace}".encode()).digest()
     # 1 to 2**56: a positive int64
     return int.from_bytes(digest[:7], "little") + 1
 
@@ -55,7 +61,8 @@ _job = 0
 def name_process(job: int, *, returned: bool) -> None:
     """Set the name of a pool rank's process (Linux).
 
-    The other ranks read from the name whether the rank runs a job, or has returned from it.
+    Other ranks read the name in /proc, see `state_of`. It is "returned 7" when the rank has
+    returned from job 7, and "python" while the rank runs a job.
     """
     global _job  # noqa: PLW0603  # a process has one name, and one job
     _job = job
@@ -76,6 +83,7 @@ def state_of(pid: int) -> str:
     except OSError:
         return "ended"
     _, returned, job = head.partition("(returned ")
+    # A rank that has already returned from a later job has also returned from this one.
     if returned and int(job) >= _job:
         return "returned"
     state = rest.split()[0]
