@@ -1,12 +1,13 @@
-"""Giving each mesh axis one row of a rule: the search behind every sharding decision.
+"""Search for the row of a rule that each mesh axis gets: every sharding decision is made here.
 
-A row has one entry (a placement) for each operand. It is a candidate on an axis only if some
-operand already has the row's placement there, so no new sharding is introduced. All sharded entries
-of a row share one factor of the operator, such as `m` in `(m, k) @ (k, n)`, so a combination of
-rows determines the sharding of every operand. If several inputs shard the factor differently, each
-of their shardings is tried. The price of a combination is the time to redistribute its inputs and
-to communicate in the local function. If nothing moves and nothing communicates for some
-combination, no combination is priced.
+A rule (see `rules.language.rule`) lists the ways to run an operator on shards. Each way is a row:
+it has one entry (a placement) for each tensor input and output, along one mesh axis. A row is a
+candidate on an axis only if some operand already has the row's placement there, so no new sharding
+is introduced. All sharded entries of a row share one factor of the operator, such as `m` in
+`(m, k) @ (k, n)`. A sharding of the factor therefore determines the sharding of every operand. If
+several inputs already shard the factor differently, each of their shardings is tried. The price of
+a combination is the time to redistribute its inputs and to communicate in the local function. If
+nothing moves and nothing communicates for some combination, no combination is priced.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _REPLICATE = Replicate()
 
 
 class Sharding(NamedTuple):
-    """Input specs, output specs, and the mesh axes over which the local function communicates."""
+    """A sharding decision: input specs, output specs, and the mesh axes with communication.
+
+    The local function communicates over these axes.
+    """
 
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
@@ -46,7 +50,7 @@ class Sharding(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The specs of the tensor inputs and outputs of one call."""
+    """Unchecked specs that one combination of rows gives the tensor inputs and outputs."""
 
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
@@ -100,6 +104,7 @@ def _cost_of(
         if row.traffic is not None:
             received = int(row.traffic(mesh.shape[axis]))
             reductions += seconds(mesh, (axis,), received)
+    # Rounded to nanoseconds: for sums that differ by rounding only, the number of moves decides.
     return round(cost + reductions, 9), len(moves)
 
 
@@ -119,6 +124,8 @@ def assign_without_moves(
             choices_of_axis.append(replicated)
         choices.append(choices_of_axis)
     for _, sharding in _assignments(choices, problem, mesh):
+        # `_stays` checks each axis alone. The sizes of the shards, or the order of the axes, may
+        # still be different.
         pairs = zip(problem.specs, sharding.inputs, strict=True)
         if all(spec.same_layout(to) for spec, to in pairs):
             return sharding
@@ -143,7 +150,10 @@ def _assignments(
 def _with_replicated_row(
     rows: Sequence[Row], problem: ShardingProblem
 ) -> tuple[Sequence[Row], Row]:
-    """Return the rows for the norms of the problem, and the row in which everything is replicated."""
+    """Return the rows for a problem, and the row in which everything is replicated.
+
+    If operands have partial p-norms, rows for any norm become rows for their norms.
+    """
     norms: dict[Partial, None] = {}
     for spec in (*problem.specs, *problem.outs):
         for placement in spec.placements:
@@ -166,6 +176,7 @@ def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = 
         if isinstance(entry, S):
             if axis not in spec.dim_shardings[entry.dim].axes:
                 return False
+        # equal placements are one object
         elif spec.placements[axis] is not entry:
             return False
     return True
@@ -177,6 +188,7 @@ def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> lis
     for row in rows:
         unordered = problem.unordered and is_plain(row)
         operands = [*zip(row.inputs, problem.specs, strict=True)]
+        # `outs` is empty unless the call has `out=` arguments.
         results = [*zip(row.outputs, problem.outs, strict=False)]
         is_followed = any(
             _follows(entry, spec, axis, unordered) for entry, spec in operands + results
@@ -188,15 +200,19 @@ def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> lis
 
 
 def _can_be_partial(entry: Entry, spec: Spec, axis: int) -> bool:
-    """Tell whether an operand can get a partial entry; true for any other entry.
+    """Tell whether an operand can be brought to an entry, if the entry is partial.
 
     A partial entry is reached from the same partial or from a replicated value, not from shards.
+    Any other entry can be reached, so the result is True.
     """
     return not isinstance(entry, Partial) or spec.placements[axis] in (entry, _REPLICATE)
 
 
 def is_plain(row: Row) -> bool:
-    """Tell whether every sharded entry of a row stands for single elements of a dim, in any order."""
+    """Tell whether every sharded entry of a row shards single elements of a dim, in any order.
+
+    Such an entry is a plain `S(dim)`: it has no units of several elements, no runs and no map.
+    """
     if row.ordered:
         return False
     for entry in (*row.inputs, *row.outputs):
@@ -211,12 +227,15 @@ def is_plain(row: Row) -> bool:
 def _follows(entry: Entry, spec: Spec, axis: int, unordered: bool) -> bool:
     """Tell whether an operand is sharded or partial on a mesh axis as an entry requires."""
     if not isinstance(entry, S):
+        # equal placements are one object
         return isinstance(entry, Partial) and spec.placements[axis] is entry
     sharding = spec.dim_shardings[entry.dim]
     if axis not in sharding.axes:
         return False
     if isinstance(sharding, DimSharding):
         return entry.runs == 1
+    # A strided dim consists of equal runs that are sharded alike. The entry must have as many runs,
+    # unless the order of elements does not matter.
     return unordered or sharding.runs_of(axis) == entry.runs
 
 
@@ -230,6 +249,7 @@ def _resolve(
     for chosen in product(*choices):
         shardings: FactorShardings = {}
         for (row, axes), sharding in zip(axes_of_rows, chosen, strict=True):
+            # All axes of a row get the same pair.
             shardings |= dict.fromkeys(axes, (row, sharding))
         inputs = _place([row.inputs for row in combination], input_metas, shardings, mesh)
         if inputs is None:
@@ -294,6 +314,7 @@ def _factor_shardings(
     if not shardings and length is not None:
         default: list[Placement] = [Shard(0)] * mesh.ndim
         shardings[shard_dim(length, axes, default, mesh.shape)] = None
+    # A row that is `even` allows even shardings only; other rows allow all.
     return [sharding for sharding in shardings if sharding.even or not row.even]
 
 
@@ -316,6 +337,8 @@ def _factor_sharding(
     outermost = level.axes[: len(axes)]
     if set(outermost) != set(axes):
         return None
+    # Example: by axes 0 and 1 of (2, 2), 8 elements are sharded as (2, 2, 2, 2). By axis 0 alone
+    # they are sharded as (4, 4). In units of 2 elements, the factor is sharded as (2, 2).
     return level.outer(len(axes)).divided(entry.unit)
 
 
@@ -344,10 +367,13 @@ def shard_dims(
             continue
         dim = entry.dim
         row, factor = shardings[axis]
+        # `seen` has the rows that already shard the dim. A row that several axes have counts once,
+        # because its factor's sharding is over all of these axes.
         seen = rows.setdefault(dim, [])
         if any(row is other for other in seen):
             continue
         sharding = _sharding_of_entry(entry, factor, shape[dim])
+        # An earlier row has sharded the dim by other axes.
         if seen and sharding is not None:
             sharding = _combine(entry, by_dim[dim], sharding, shape[dim])
         if sharding is None:
@@ -367,13 +393,21 @@ def _sharding_of_entry(entry: S, factor: AnyDimSharding, length: int) -> AnyDimS
     sharding = factor.scaled(entry.unit)
     if entry.runs == 1:
         return sharding
+    # The dim consists of `runs` equal runs, each with this sharding.
     return fold_levels({entry.runs: sharding}, length)
 
 
 def _combine(
     entry: S, one: AnyDimSharding, other: AnyDimSharding, length: int
 ) -> AnyDimSharding | None:
-    """Combine the shardings that two rows give one dim, the second by `entry`; None if they clash."""
+    """Combine two shardings of one dim by two rows; return None if they do not fit.
+
+    Args:
+        entry: the entry of the second row for this dim.
+        one: the sharding by the rows before.
+        other: the sharding by the second row.
+        length: the number of elements of the dim.
+    """
     if isinstance(entry.map, ShardingMap):
         if entry.map.exclusive:
             return None
@@ -387,8 +421,8 @@ def _join_shardings(
 ) -> AnyDimSharding | None:
     """Combine the shardings that two rows give one dim; None if they do not fit.
 
-    They are combined as levels of a strided dim, or as their intersection if one of them puts all
-    elements on one coordinate.
+    There are two cases. If their numbers of runs differ, they become levels of a strided dim. If
+    one of them gives all elements to one coordinate, the shards are intersected.
     """
     levels = _levels_of(one)
     other_levels = _levels_of(other)

@@ -1,9 +1,11 @@
-"""Exchange of ranges of a sharded dim by one all-to-all with exact blocks; windows and halos.
+"""Exchange of ranges of a sharded dim between ranks, for example of the halos of windows.
 
 An operator like `roll` or `repeat` puts every shard of a dim at one or more places of its result.
 These places, and the ranges of the result that the ranks want, determine the blocks that each rank
-sends and receives. For example, `roll` by 1 of 6 elements on 2 ranks puts the shard 0:3 at 1 and at
--5, and the shard 3:6 at 4 and at -2:
+sends and receives. One all-to-all sends all blocks, without padding. For example, `roll` by 1 of 6
+elements on 2 ranks puts the shard 0:3 at 1 and the shard 3:6 at 4. The end of the second shard is
+outside of the result 0:6, and returns at its start. Therefore each shard is also put 6 elements
+earlier, at -5 and at -2. Only the parts in a range that a rank wants are sent:
 
     rank 0: a b c  ->  f a b        sends c to rank 1
     rank 1: d e f  ->  c d e        sends f to rank 0
@@ -20,9 +22,10 @@ In a transposed convolution with stride 2, kernel 3 and padding 1, input `i` add
     rank 0 holds  0 1            computes outputs 0..3, reads  0 1 2          input 2 adds to output 3
     rank 1 holds  2 3            computes outputs 4..6, reads  2 3
 
-On rank 0, the kernel without padding computes the outputs -1..5 from the inputs 0 1 2, and they are
-cropped to 0..3. Outputs that the kernel does not compute are filled with zeros. The gradient of a
-halo is sent back and added to the gradient of the rank that holds the rows.
+Rank 0 calls the kernel without padding on the inputs 0 1 2. The kernel returns the outputs -1..5:
+input 0 adds to -1, and input 2 adds to 5. They are cropped to 0..3. Outputs that the kernel does
+not compute are filled with zeros. The gradient of a halo is sent back and added to the gradient of
+the rank that holds the rows.
 
 May import: language.
 """
@@ -60,7 +63,13 @@ class RelocatedBlock(NamedTuple):
 
 
 def _blocks(places: Sequence[int], size: int, wanted: Interval) -> list[RelocatedBlock]:
-    """Return the parts of the range `wanted` in a shard that is put at each of `places`."""
+    """Return the blocks of a shard that fill parts of the range `wanted` of a result.
+
+    Args:
+        places: the positions in the result at which the shard begins.
+        size: the number of elements of the shard.
+        wanted: the range of the result.
+    """
     first, last = wanted
     blocks = []
     for place in places:
@@ -111,13 +120,14 @@ class Relocation:
         self.receives: list[list[RelocatedBlock]] = []
         for places_of_rank, size in zip(places, sizes, strict=True):
             self.receives.append(_blocks(places_of_rank, size, self.wanted))
-        # Whether blocks fill the whole range. Then it is not filled before, because some dtypes do
-        # not have a zero.
+        # True if the arriving blocks fill the whole range. `forwards` then does not write the fill
+        # value to the range first. A dtype without a zero, such as float8_e8m0fnu, cannot hold it.
         start, stop = self.wanted
         arriving = sum(block.length for blocks in self.receives for block in blocks)
         self._has_no_gap = arriving == stop - start
         # If nothing moves, how much larger the range is than the shard at its start and end.
         # Example: the shard 4:8 and the range 3:9 give (1, 1), the range 5:7 gives (-1, -1).
+        # Only `Halos` sets `moves` to False. It puts each shard at one place.
         place = own_places[0]
         before = place - start
         after = stop - place - self.size
@@ -150,7 +160,8 @@ class Relocation:
             arriving.append([gradient.new_empty(shape) for shape in shapes])
         self._exchange(sent, arriving, gradient, total)
         for blocks, summands in zip(self.sends, arriving, strict=True):
-            # This rank's own list ends with the empty tensor that `_exchange` has appended.
+            # In `arriving`, `_exchange` has appended an empty tensor to this rank's own list. It
+            # does not have a block, so `zip` drops it.
             for block, summand in zip(blocks, summands, strict=False):
                 total.narrow(self.dim, block.in_shard, block.length).add_(summand)
         return total
@@ -162,7 +173,10 @@ class Relocation:
     def _exchange(
         self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor
     ) -> None:
-        """Send each rank its list of blocks; receive each rank's blocks in the tensors of `out`."""
+        """Send each rank its list of blocks; receive each rank's blocks in the tensors of `out`.
+
+        An empty tensor is appended to this rank's own list in `blocks`, and in `out`.
+        """
         # A rank that sends and receives nothing needs a tensor with the dtype.
         blocks[self.index].append(source.narrow(self.dim, 0, 0))
         out[self.index].append(result.narrow(self.dim, 0, 0))
@@ -181,7 +195,8 @@ class Relocation:
 class Windows(ShardingMap):
     """The inputs that each output of an operator with windows reads along a dim.
 
-    As a map of shardings, it gives the outputs that each shard of inputs computes.
+    A call with the sharding of the inputs returns the sharding of the outputs: each rank computes
+    the outputs of its shard of inputs.
 
     Output `o` reads inputs `o * stride - padding + dilation * j` for `j` below `kernel`; a shard
     computes the outputs whose windows have their middle in it. In a transposed operator, input `i`
@@ -189,7 +204,8 @@ class Windows(ShardingMap):
     `n * stride` outputs, and the last shard also computes the remaining outputs.
 
     Example:
-        >>> Windows(8, 8, kernel=3, padding=1)(DimSharding((0,), (2,), (5, 3))).sizes
+        >>> sharding = DimSharding(axes=(0,), axis_sizes=(2,), sizes=(5, 3))
+        >>> Windows(8, 8, kernel=3, padding=1)(sharding).sizes
         (5, 3)
         >>> doubled = Windows(8, 16, kernel=2, stride=2, transposed=True, beside=1)
         >>> doubled.reads((4, 8))
@@ -204,8 +220,8 @@ class Windows(ShardingMap):
     dilation: int = 1
     # whether each input has a window of outputs
     transposed: bool = False
-    # number of inputs that an output reads on either side of the inputs of its window; not 0 for
-    # interpolation only
+    # An output reads the inputs whose windows it is in. It also reads this number of inputs on
+    # either side of them. The number is 0 except for interpolation.
     beside: int = 0
 
     @property
@@ -214,6 +230,7 @@ class Windows(ShardingMap):
         return self.dilation * (self.kernel - 1)
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
+        # `resharded` calls `_before` with the first input of each shard, for its first output.
         # Example: 8 inputs sharded as 5 + 3, kernel 3, padding 1. The outputs begin at 0 and 5.
         return sharding.resharded(self._before, self.outputs)
 
@@ -228,7 +245,8 @@ class Windows(ShardingMap):
         else:
             # Example: for kernel 3 and padding 1, the middle of the first window is 1 - 1 = 0.
             middle = self.reach // 2 - self.padding
-            # In the example, with stride 2, 3 windows have their middle before input 5.
+            # `-(-a // b)` is a / b rounded up. In the example, with stride 2, the windows have
+            # their middle at 0, 2, 4, 6: ceil(5 / 2) = 3 of them are before input 5.
             outputs = -(-(position - middle) // self.stride)
         return min(max(outputs, 0), self.outputs)
 
@@ -242,6 +260,9 @@ class Windows(ShardingMap):
             first = start * self.stride - self.padding
             last = (stop - 1) * self.stride - self.padding
             return first, last + self.reach + 1
+        # The window of input `i` begins at output `i * stride - padding` and ends `reach` outputs
+        # later. Therefore the first input whose window has `start` is a quotient rounded up. The
+        # last input whose window has `stop - 1` is a quotient rounded down.
         before = start + self.padding - self.reach
         first = -(-before // self.stride) - self.beside
         last_output = stop - 1 + self.padding
@@ -267,6 +288,7 @@ class Windows(ShardingMap):
 
 def per_dim(call: OpCall, name: str, count: int) -> list[int]:
     """Return an argument as a list with one number for each of `count` spatial dims."""
+    # Only a dilation may be missing; 1 is its default.
     value = call.get(name, [1])
     # Example: [2] for 3 dims is [2, 2, 2].
     return [*value] * count if len(value) == 1 else [*value]
@@ -321,19 +343,24 @@ def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | No
     row_bytes = source.dtype.itemsize * prod(other_sizes)
     # The number of inputs that two adjacent windows share, which is about the size of a halo.
     if windows.transposed:
-        # Example: kernel 3 and stride 2 give 2 - 1 = 1.
-        windows_of_input = -(-(windows.reach + 1) // windows.stride)
-        overlap = max(windows_of_input - 1, 0) + 2 * windows.beside
+        # Example: for kernel 3 and stride 2, an output is in the windows of at most ceil(3 / 2) = 2
+        # inputs. Adjacent outputs share 2 - 1 = 1 input.
+        most_inputs = -(-(windows.reach + 1) // windows.stride)
+        overlap = max(most_inputs - 1, 0) + 2 * windows.beside
     else:
         # Example: kernel 3 and stride 1 give 2; kernel 2 and stride 2 give 0.
         overlap = windows.reach + 1 - windows.stride
     size = max(overlap, 1) * max(row_bytes, 1)
+    # A `Traffic` is a function of the number of ranks. The size of a halo does not depend on it.
     return lambda ranks: size
 
 
 @lru_cache(maxsize=4096)
 def _needs_halo(windows: Windows) -> bool:
-    """Tell whether shards read each other under some sharding, by a test of shards of one input."""
+    """Tell whether some sharding of the inputs needs halos.
+
+    The test is made with the smallest shards, of one input each.
+    """
     single = DimSharding((0,), (windows.length,), (1,) * windows.length)
     return _reads_others(windows, single)
 
@@ -361,7 +388,7 @@ def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
 
 
 class Halos:
-    """The halos of a shard of an input along all sharded dims along which windows run."""
+    """The halos of a shard of an input, along every sharded dim that has windows."""
 
     def __init__(self, spec: Spec, windows: Mapping[int, Windows]) -> None:
         # For each dim, the exchange that fetches the inputs of this rank's windows, and sends back
@@ -374,28 +401,30 @@ class Halos:
         # of the input.
         self.shape = [*spec.local_shape]
         self.first = [0] * spec.ndim
-        for dim, along in windows.items():
+        for dim, windows_of_dim in windows.items():
             if not spec.dim_shardings[dim].axes:
                 continue
             sharding = spec.dim_sharding(dim)
             places = [(start,) for start in sharding.offsets]
-            wanted = _wanted(along, sharding)
-            moves = _reads_others(along, sharding)
+            wanted = _wanted(windows_of_dim, sharding)
+            moves = _reads_others(windows_of_dim, sharding)
             exchange = Relocation(spec, dim, places, wanted, moves=moves)
-            begin, end = along(sharding).interval_of(exchange.index)
+            # The outputs of this rank, the inputs that they read, and the outputs that the operator
+            # computes from these inputs.
+            own_start, own_stop = windows_of_dim(sharding).interval_of(exchange.index)
             # Example: for kernel 3 and padding 1, the outputs 0:4 read the rows -1:5.
-            first, last = exchange.wanted
-            start = begin
-            stop = end
-            if along.transposed:
+            input_start, input_stop = exchange.wanted
+            computed_start = own_start
+            computed_stop = own_stop
+            if windows_of_dim.transposed:
                 # Example: the inputs 0:3 reach the outputs -1:6.
-                start, stop = along.reached((first, last))
+                computed_start, computed_stop = windows_of_dim.reached((input_start, input_stop))
             self.exchanges[dim] = exchange
             # Example: (-1, -2) if -1:6 is computed and 0:4 is wanted.
-            self._widths[dim] = (start - begin, end - stop)
+            self._widths[dim] = (computed_start - own_start, own_stop - computed_stop)
             # Example: the rows -1:5 are 6 rows from -1 on.
-            self.first[dim] = first
-            self.shape[dim] = last - first
+            self.first[dim] = input_start
+            self.shape[dim] = input_stop - input_start
 
     def __bool__(self) -> bool:
         return bool(self.exchanges)
