@@ -584,4 +584,6 @@ def test_a_plain_tensor_that_torch_fills_has_all_values_and_a_whole_gradient(
         if name != "vander":
             expected.pow(2).sum().backward()
             filled.pow(2).sum().backward()
-            assert torch.equal(x.grad.full_tensor(), single.grad), name
+            grad: Any = x.grad
+            assert single.grad is not None
+            assert torch.equal(grad.full_tensor(), single.grad), name

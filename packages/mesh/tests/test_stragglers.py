@@ -59,15 +59,17 @@ def test_waiting_for_what_was_started_before_is_seen() -> None:
 def test_clocks_of_several_machines_are_related() -> None:
     mesh = init_device_mesh("cpu", (2,))
     rank, clock = mesh.get_rank(), time.perf_counter
+    # longer than the operating system keeps a rank from a busy core
+    lag = 10 * EXTRA
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recording, "machine", lambda: rank + 1)
         patch.setattr(time, "perf_counter", lambda: clock() + 100 * rank)
         with stragglers() as table:
-            time.sleep(EXTRA * rank)
+            time.sleep(lag * rank)
             all_reduce(torch.ones(4), (mesh, 0))
     assert table.seconds < 50
     assert table.straggler == 1
-    assert EXTRA / 2 < table.ranks[0].waited < 50
+    assert lag / 2 < table.ranks[0].waited < 50
 
 
 @on_ranks(2)
