@@ -7,7 +7,6 @@ moved. `Computations` runs these functions on elements that have arrived.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,23 +14,16 @@ from torch import Tensor
 from ..errors import TransferError
 from ..manifest.records import Holding, TensorRecord
 from ..planning.transfer_plan import TransferPlan
+from .memories import Place
 
 Function = Callable[[Tensor], Tensor]
 Tensors = Mapping[str, Tensor]
 
 
-class _HeldBox(NamedTuple):
-    """A box of a target tensor in the memory of this rank."""
-
-    record: TensorRecord
-    holding: Holding
-
-    def view(self, tensors: Tensors) -> Tensor:
-        """Return the elements of the box."""
-        tensor = tensors[self.record.parts[self.holding.part]]
-        sizes = [stop - start for start, stop in self.holding.box]
-        offset = int(tensor.storage_offset()) + self.holding.offset
-        return tensor.as_strided(sizes, self.holding.strides, offset)
+def _place_of(record: TensorRecord, holding: Holding) -> Place:
+    """Return the place of a box of a target tensor in the memory of its rank."""
+    sizes = tuple(stop - start for start, stop in holding.box)
+    return Place(record.parts[holding.part], sizes, holding.strides, holding.offset)
 
 
 class Computations:
@@ -89,13 +81,13 @@ class Computations:
                 second copy.
             live: the tensors that the target uses.
         """
-        for held in self.boxes():
-            if held.record.name in self._names:
-                held.view(live).copy_(self.arrived(held.record, held.view(arrived)))
+        for record, place in self.places():
+            if record.name in self._names:
+                place.view(live).copy_(self.arrived(record, place.view(arrived)))
 
-    def boxes(self) -> Iterator[_HeldBox]:
-        """Yield the boxes of all target tensors on this rank."""
+    def places(self) -> Iterator[tuple[TensorRecord, Place]]:
+        """Yield the boxes of all target tensors on this rank: the tensor, and where its box is."""
         for record in self._plan.target.tensors.values():
             for holding in record.holdings:
                 if holding.rank == self._rank:
-                    yield _HeldBox(record, holding)
+                    yield record, _place_of(record, holding)

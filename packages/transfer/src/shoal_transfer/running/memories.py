@@ -7,7 +7,7 @@ addresses have changed. The second copy has the same strides, so one plan fits b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -153,13 +153,18 @@ def group_by_memory(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list
     return groups
 
 
-def second_copy(tensors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+def second_copy(
+    tensors: Mapping[str, Tensor], groups: Iterable[Sequence[str]]
+) -> dict[str, Tensor]:
     """Return copies of local tensors with the same strides, so that one plan fits both.
 
-    Tensors that share memory have copies that share memory in the same way.
+    Args:
+        tensors: the local tensors by name.
+        groups: the names, as `group_by_memory` groups them. Tensors of one group share memory, and
+            their copies share memory in the same way.
     """
     copies = dict[str, Tensor]()
-    for group in group_by_memory(tensors, names):
+    for group in groups:
         ranges = [_bytes_in_storage(tensors[name]) for name in group]
         # the widest elements have 16 bytes, so that each tensor begins at a whole element
         first = min(start for start, _ in ranges) // 16 * 16

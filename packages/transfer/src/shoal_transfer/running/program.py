@@ -19,6 +19,7 @@ from ..manifest.records import dtype_of
 from ..planning.copies import Copy, MemoryBlock
 from ..planning.routes import Route
 from ..planning.transfer_plan import TransferPlan
+from .memories import Place
 from .messages import Incoming, Outgoing
 from .wires import Roster
 
@@ -176,6 +177,4 @@ class _Compiler:
                 f"the plan reads or writes {memory.part!r} on {memory.side} rank {memory.rank}, "
                 "which the model does not have; describe the model again and make a new plan"
             )
-        tensor = memories[memory.part]
-        offset = int(tensor.storage_offset()) + memory.offset
-        return tensor.as_strided(sizes, memory.strides, offset)
+        return Place(memory.part, sizes, memory.strides, memory.offset).view(memories)

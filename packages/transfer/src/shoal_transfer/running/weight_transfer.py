@@ -429,12 +429,12 @@ class WeightTransfer:
         if self._steps is not None:
             return
         target = self._target.tensors
+        groups = group_by_memory(target, self._parts["target"])
+        self._targets_overlap = any(len(group) > 1 for group in groups)
         if self._mode == "staged" and self._seat.target_rank is not None:
-            self._staging = second_copy(target, self._parts["target"])
+            self._staging = second_copy(target, groups)
             self._written = written_places(self.plan, self._seat.target_rank)
             target = self._staging
-        groups = group_by_memory(self._target.tensors, self._parts["target"])
-        self._targets_overlap = any(len(group) > 1 for group in groups)
         self._steps = compile_program(self.plan, self._seat, self._source.tensors, target)
 
     def _plan_again(self) -> None:
@@ -503,10 +503,9 @@ class WeightTransfer:
     def _differences(self) -> list[str]:
         """Describe the tensors in which elements that arrived differ from the target's elements."""
         counts = dict[str, list[int]]()
-        for held in self._computations.boxes():
-            record = held.record
-            arrived = self._computations.arrived(record, held.view(self._staging))
-            pair = [_bytes_of(arrived), _bytes_of(held.view(self._target.tensors))]
+        for record, place in self._computations.places():
+            arrived = self._computations.arrived(record, place.view(self._staging))
+            pair = [_bytes_of(arrived), _bytes_of(place.view(self._target.tensors))]
             count = counts.setdefault(record.name, [0, 0])
             count[0] += int((pair[0] != pair[1]).any(dim=1).sum())
             count[1] += pair[0].shape[0]
