@@ -18,7 +18,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import FunctionType, MethodType
 from typing import Any, ClassVar, Literal, Protocol, Self
 
@@ -118,9 +118,7 @@ class ModuleForward(ABC):
 
 def forward_of(module: nn.Module) -> ModuleForward | None:
     """Return the `ModuleForward` that replaces a module's forward, or None."""
-    held = module.__dict__.get("forward")
-    # while draws are watched: a partial of the watch's `call` and the forward
-    owner = held.args[0] if isinstance(held, partial) else getattr(held, "__self__", None)
+    owner = getattr(module.__dict__.get("forward"), "__self__", None)
     return owner if isinstance(owner, ModuleForward) else None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
-from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from torch import Tensor, nn
@@ -154,7 +154,8 @@ class DrawRegion(ModuleForward):
             module: forward for module, forward in lowered.items() if forward_of(module) is forward
         }
         for module, forward in direct.items():
-            module.__dict__["forward"] = partial(watch.call, forward)
+            # bound to the forward, so that `forward_of` finds it
+            module.__dict__["forward"] = MethodType(watch.call, forward)
         try:
             with watch:
                 return self.under(watch, args, kwargs)
