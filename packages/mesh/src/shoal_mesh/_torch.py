@@ -335,7 +335,7 @@ def new_group(
     bound = world.bound_device_id
     device_id = bound
     config = full_backend_config(str(backend))
-    if device_id is not None and f"{device_id.type}:gloo" in config:
+    if device_id is not None and f"{device_id.type}:gloo" in config.split(","):
         # gloo exchanges through the host, so its group is not bound to a device
         device_id = None
     own_timeout = getattr(options, "_timeout", None)
