@@ -20,13 +20,14 @@ import copyreg
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -36,6 +37,7 @@ from ...errors import MeshError
 _CPU = torch.device("cpu")
 _TorchDevice = torch.device
 _TorchGenerator = torch.Generator
+_DEVICE_NAME = "CPU in the place of CUDA"
 
 
 def map_cuda_to_cpu(local_rank: int, ranks: int) -> None:
@@ -152,6 +154,14 @@ class _CudaState:
     def device_count(self) -> int:
         return self.count
 
+    def get_rng_state_all(self) -> list[Tensor]:
+        """Return a state per device; the devices share the generator of the CPU."""
+        return [torch.get_rng_state()] * self.count
+
+    def set_rng_state_all(self, new_states: Sequence[Tensor]) -> None:
+        """Set the generator to the state of the current device."""
+        torch.set_rng_state(new_states[self.current])
+
 
 class StreamOnCpu:
     """A stream on which all work is done when it is submitted."""
@@ -209,11 +219,8 @@ class EventOnCpu:
         return 1000.0 * (end._seconds - self._seconds)
 
 
-_ONLY_STREAM = StreamOnCpu()
-
-
 @contextmanager
-def _without_effect(stream_or_device: Any) -> Iterator[None]:
+def _choose_nothing(stream_or_device: Any) -> Iterator[None]:
     """Stand for `torch.cuda.stream` and `torch.cuda.device`, which choose where work is done."""
     yield
 
@@ -239,7 +246,7 @@ class DeviceProperties:
 
 def _properties(device: Any = None) -> DeviceProperties:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return DeviceProperties("CPU in the place of CUDA", memory)
+    return DeviceProperties(_DEVICE_NAME, memory)
 
 
 def _return(value: Any) -> Callable[..., Any]:
@@ -255,7 +262,28 @@ def _refuse() -> NoReturn:
     )
 
 
-_NO_EFFECT = [
+_ONLY_STREAM = StreamOnCpu()
+_DEFAULT_GENERATOR = torch.default_generator
+
+
+def _get_memory(device: Any = None) -> tuple[int, int]:
+    total = _properties().total_memory
+    return total, total
+
+
+def _get_memory_stats(device: Any = None) -> dict[str, int]:
+    return defaultdict(int)
+
+
+def _get_rng_state(device: Any = None) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: Tensor, device: Any = None) -> None:
+    torch.set_rng_state(new_state)
+
+
+_WITHOUT_EFFECT = [
     "init",
     "synchronize",
     "empty_cache",
@@ -277,76 +305,66 @@ _COUNTERS_OF_MEMORY = [
     "max_memory_cached",
     "device_memory_used",
 ]
+# function of torch.cuda -> the value that it returns, whatever its arguments
+_ANSWERS: dict[str, Any] = {
+    **dict.fromkeys(_WITHOUT_EFFECT),
+    **dict.fromkeys(_COUNTERS_OF_MEMORY, 0),
+    "is_available": True,
+    "is_initialized": True,
+    "is_bf16_supported": True,
+    "is_tf32_supported": False,
+    "is_current_stream_capturing": False,
+    "get_device_name": _DEVICE_NAME,
+    "get_device_capability": (0, 0),
+    "get_arch_list": [],
+    "current_stream": _ONLY_STREAM,
+    "default_stream": _ONLY_STREAM,
+    "memory_summary": "",
+    "memory_snapshot": [],
+}
+# function or class of torch.cuda -> what replaces it
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "get_device_properties": _properties,
+    "device": _choose_nothing,
+    "device_of": _choose_nothing,
+    "stream": _choose_nothing,
+    "StreamContext": _choose_nothing,
+    "Stream": StreamOnCpu,
+    "Event": EventOnCpu,
+    "mem_get_info": _get_memory,
+    "memory_stats": _get_memory_stats,
+    # torch.manual_seed calls manual_seed_all, so that cannot be torch.manual_seed
+    "manual_seed": _DEFAULT_GENERATOR.manual_seed,
+    "manual_seed_all": _DEFAULT_GENERATOR.manual_seed,
+    "seed": _DEFAULT_GENERATOR.seed,
+    "seed_all": _DEFAULT_GENERATOR.seed,
+    "initial_seed": torch.initial_seed,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+}
+# the functions of torch.cuda whose answers depend on the rank: they are methods of `_CudaState`
+_ANSWERED_BY_STATE = [
+    "device_count",
+    "current_device",
+    "set_device",
+    "get_rng_state_all",
+    "set_rng_state_all",
+]
 
 
 def _map_torch_cuda(state: _CudaState) -> None:
     """Replace the functions of `torch.cuda` that have a meaning on the CPU; the others refuse."""
-    functions = _device_functions(state) | _stream_functions() | _memory_functions()
-    functions |= _generator_functions(state)
-    functions |= dict.fromkeys(_NO_EFFECT, _return(None))
+    functions = {name: _return(answer) for name, answer in _ANSWERS.items()}
+    functions |= _REPLACEMENTS
+    functions |= {name: getattr(state, name) for name in _ANSWERED_BY_STATE}
     for name, function in functions.items():
         if hasattr(torch.cuda, name):
             setattr(torch.cuda, name, function)
+    # the stub has a tuple of one generator
+    torch.cuda.default_generators = (_DEFAULT_GENERATOR,) * state.count  # type: ignore[assignment]
     # c10d writes it to its log when a collective fails
     torch.cuda.nccl.version = _return((0, 0, 0))
     _torch.set_cuda_initialization(_refuse)
-
-
-def _device_functions(state: _CudaState) -> dict[str, Any]:
-    return {
-        "is_available": _return(True),
-        "is_initialized": _return(True),
-        "is_bf16_supported": _return(True),
-        "is_tf32_supported": _return(False),
-        "device_count": state.device_count,
-        "current_device": state.current_device,
-        "set_device": state.set_device,
-        "device": _without_effect,
-        "device_of": _without_effect,
-        "get_device_name": _return(_properties().name),
-        "get_device_capability": _return((0, 0)),
-        "get_device_properties": _properties,
-        "get_arch_list": _return([]),
-    }
-
-
-def _stream_functions() -> dict[str, Any]:
-    return {
-        "Stream": StreamOnCpu,
-        "Event": EventOnCpu,
-        "stream": _without_effect,
-        "StreamContext": _without_effect,
-        "current_stream": _return(_ONLY_STREAM),
-        "default_stream": _return(_ONLY_STREAM),
-        "is_current_stream_capturing": _return(False),
-    }
-
-
-def _memory_functions() -> dict[str, Any]:
-    functions: dict[str, Any] = {
-        "mem_get_info": lambda device=None: (_properties().total_memory,) * 2,
-        "memory_stats": lambda device=None: defaultdict(int),
-        "memory_summary": _return(""),
-        "memory_snapshot": _return([]),
-    }
-    return functions | dict.fromkeys(_COUNTERS_OF_MEMORY, _return(0))
-
-
-def _generator_functions(state: _CudaState) -> dict[str, Any]:
-    generator = torch.default_generator
-    return {
-        # torch.manual_seed calls manual_seed_all, so that cannot be torch.manual_seed
-        "manual_seed": generator.manual_seed,
-        "manual_seed_all": generator.manual_seed,
-        "seed": generator.seed,
-        "seed_all": generator.seed,
-        "initial_seed": torch.initial_seed,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()] * state.count,
-        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
-        "set_rng_state_all": lambda states: torch.set_rng_state(states[state.current]),
-        "default_generators": (generator,) * state.count,
-    }
 
 
 def _map_methods_of_tensors() -> None:
