@@ -102,7 +102,7 @@ class Certification:
             given=dict(mesh),
         )
         if locates and verdict.findings:
-            self._locate(result, verdict, (mesh, observation))
+            self._locate(result, verdict, mesh, observation)
         result.seconds = time.perf_counter() - started
         return result
 
@@ -139,11 +139,11 @@ class Certification:
         self,
         result: MeshResult,
         verdict: Verdict,
-        run: tuple[Mapping[str, int], Observation],
+        mesh: Mapping[str, int],
+        observation: Observation,
     ) -> None:
         """Find the first module with different values; it explains findings without a cause."""
         step = verdict.findings[0].step
-        mesh, observation = run
         records = observe_job(
             self.job, mesh, prod(mesh.values()), Observation(outputs_of_step=step)
         )

@@ -42,8 +42,8 @@ def shrink_failure(certification: Certification, report: CertificationReport) ->
         smallest = min(alone.values(), key=_size_of, default=failed)
     mesh_trials = ShrinkingTrials(failed)
     size_trials = ShrinkingTrials(failed)
-    smallest = _shrink_mesh((certification, mesh_trials), smallest, has_axes)
-    smaller, smallest = _shrink_sizes((certification, size_trials), smallest)
+    smallest = _shrink_mesh(certification, mesh_trials, smallest, has_axes=has_axes)
+    smaller, smallest = _shrink_sizes(certification, size_trials, smallest)
     active = [name for name, size in failed.mesh.items() if size > 1]
     is_decided = has_axes or len(active) == 1
     if len(active) == 1:
@@ -96,13 +96,12 @@ def _failures_of_single_axes(
 
 
 def _shrink_mesh(
-    search: tuple[Certification, ShrinkingTrials], smallest: MeshResult, has_axes: bool
+    certification: Certification, trials: ShrinkingTrials, smallest: MeshResult, *, has_axes: bool
 ) -> MeshResult:
     """Reduce axis after axis to a divisor, as long as the program fails alike.
 
     A script whose axes are not in its arguments gets fewer ranks.
     """
-    certification, trials = search
     is_smaller = True
     while is_smaller:
         is_smaller = False
@@ -127,10 +126,9 @@ def _smaller_meshes(mesh: dict[str, int]) -> Iterator[dict[str, int]]:
 
 
 def _shrink_sizes(
-    search: tuple[Certification, ShrinkingTrials], smallest: MeshResult
+    certification: Certification, trials: ShrinkingTrials, smallest: MeshResult
 ) -> tuple[Certification, MeshResult]:
     """Halve the sizes that program and reference take, one after the other."""
-    certification, trials = search
     is_smaller = True
     while is_smaller:
         is_smaller = False

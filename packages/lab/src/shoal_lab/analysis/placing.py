@@ -62,7 +62,7 @@ def place_parameters(ranks: Sequence[RankRecord], reference: RankRecord, grid: M
         values = record.steps[0].before if record.steps else record.after
         places.by_rank.append({})
         places.known.append(set(values))
-        _place_rank(places, (grid, rank), (values, wholes, 0.0))
+        _place_rank(places, grid, rank, values=values, wholes=wholes, slack=0.0)
     return places
 
 
@@ -88,14 +88,14 @@ def place_replaced(
         new = Values()
         for name, value in values.items():
             is_first = name not in places.known[rank]
-            is_copy = name in before and _is_at(value, before[name], (wholes, setting))
+            is_copy = name in before and _is_at(value, before[name], wholes, setting)
             if is_first or (name in replaced and not is_copy):
                 new[name] = value
                 found.by_rank[rank].pop(name, None)
         found.known.append(places.known[rank] | set(values))
         if new:
             slack = setting.tolerance * _largest_element(wholes)
-            _place_rank(found, (setting.grid, rank), (new, wholes, slack))
+            _place_rank(found, setting.grid, rank, values=new, wholes=wholes, slack=slack)
     return found
 
 
@@ -108,9 +108,8 @@ def _largest_element(values: Values) -> float:
     return largest
 
 
-def _is_at(value: LocalValue, place: ValuePlace, run: tuple[Values, Setting]) -> bool:
+def _is_at(value: LocalValue, place: ValuePlace, wholes: Values, setting: Setting) -> bool:
     """Tell whether a parameter of this place has the values of one device there."""
-    wholes, setting = run
     whole = wholes.get(place.name)
     if whole is None or value.tensor.shape != place.index.shape or value.index is not None:
         return False
@@ -120,15 +119,13 @@ def _is_at(value: LocalValue, place: ValuePlace, run: tuple[Values, Setting]) ->
 
 
 def _place_rank(
-    places: Places, place: tuple[MeshGrid, int], compared: tuple[Values, Values, float]
+    places: Places, grid: MeshGrid, rank: int, *, values: Values, wholes: Values, slack: float
 ) -> None:
     """Find the parameters of one rank in those of one device, within a slack of each element."""
-    _, rank = place
-    values, wholes, slack = compared
     found = places.by_rank[rank]
     postponed = list[str]()
     for name, value in values.items():
-        at = _place(name, value, (wholes, slack))
+        at = _place(name, value, wholes, slack)
         if at is None:
             postponed.append(name)
         else:
@@ -138,7 +135,7 @@ def _place_rank(
         if at is None:
             at = _place_by_name(name, values[name], wholes)
         if at is None:
-            at = _place_by_chunk(name, values[name], wholes, place)
+            at = _place_by_chunk(name, values[name], wholes, grid=grid, rank=rank)
         if at is not None:
             found[name] = at
         elif _is_constant(values[name].tensor):
@@ -147,9 +144,8 @@ def _place_rank(
             places.unplaced.append((rank, name))
 
 
-def _place(name: str, value: LocalValue, candidates: tuple[Values, float]) -> ValuePlace | None:
+def _place(name: str, value: LocalValue, wholes: Values, slack: float) -> ValuePlace | None:
     """Find a parameter by metadata, by name and values, or by values alone."""
-    wholes, slack = candidates
     same = wholes.get(name)
     has_layout = value.index is not None and value.shape is not None
     if same is not None and has_layout and value.shape == tuple(same.tensor.shape):
@@ -222,14 +218,10 @@ def _place_by_name(name: str, value: LocalValue, wholes: Values) -> ValuePlace |
 
 
 def _place_by_chunk(
-    name: str, value: LocalValue, wholes: Values, place: tuple[MeshGrid, int]
+    name: str, value: LocalValue, wholes: Values, *, grid: MeshGrid, rank: int
 ) -> ValuePlace | None:
-    """Place a parameter as this rank's chunk along an axis, if only one axis and dim fit its shape.
-
-    `place` has the grid and the rank.
-    """
+    """Place a parameter as this rank's chunk along an axis, if only one axis and dim fit its shape."""
     whole = wholes.get(name)
-    grid, rank = place
     if whole is None or whole.tensor.ndim != value.tensor.ndim:
         return None
     positions = torch.arange(whole.tensor.numel()).view(whole.tensor.shape)
