@@ -98,8 +98,9 @@ def prepare_pipeline(schedule: Any, *, get_mesh: GetMesh | None = None) -> None:
         _reduce_at_end(stage)
     _let_steps_keep_gradients(schedule, stages)
     units = {stage.stage_index: units_of(stage.submod) for stage in stages}
-    for unit in (unit for of_stage in units.values() for unit in of_stage):
-        unit.settings.reshard_after_backward = False
+    for units_of_stage in units.values():
+        for unit in units_of_stage:
+            unit.settings.reshard_after_backward = False
     register = getattr(schedule, "register_custom_function", None)
     if register is not None:
         unshard, reshard = pipeline_actions()
