@@ -13,11 +13,11 @@ import time
 import warnings
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from _timing import race, report
 from integration_tests.architectures import VOCABULARY, build
 from integration_tests.emitted import program_of
@@ -27,6 +27,12 @@ from torch.nn import functional as F
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_spmd_types import set_current_mesh
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1] / "packages" / "tp-styles" / "tests" / "support")
+)
+# the same by hand as in the tests of memory
+from by_hand import HandCopy, HandReduce
 
 RANKS = 2
 NAMES = (
@@ -43,33 +49,6 @@ NAMES = (
 )
 
 
-class CopyToRanks(torch.autograd.Function):
-    """Identity, whose backward sums the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-class SumOverRanks(torch.autograd.Function):
-    """Sum of the ranks' addends, whose backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 class HandColumn(nn.Module):
     """This rank's output features of a linear layer."""
 
@@ -80,7 +59,7 @@ class HandColumn(nn.Module):
         self.bias = nn.Parameter(whole.bias.detach().chunk(RANKS)[0].clone()) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        copied: Tensor = CopyToRanks.apply(x)
+        copied: Tensor = HandCopy.apply(x)
         return F.linear(copied, self.weight, self.bias)
 
 
@@ -93,7 +72,7 @@ class HandRow(nn.Module):
         self.bias = None if whole.bias is None else nn.Parameter(whole.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = SumOverRanks.apply(F.linear(x, self.weight))
+        total: Tensor = HandReduce.apply(F.linear(x, self.weight))
         return total if self.bias is None else total + self.bias
 
 
