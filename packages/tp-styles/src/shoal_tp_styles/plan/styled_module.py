@@ -36,6 +36,13 @@ class ShardedAxis(NamedTuple):
     sizes: list[int]
 
 
+class UnequalShards(NamedTuple):
+    """A parameter whose ranks hold shards of different sizes along one axis."""
+
+    description: str
+    has_empty_shard: bool
+
+
 class StyledModule(NamedTuple):
     """One style on one module.
 
@@ -87,6 +94,19 @@ class StyledModule(NamedTuple):
                 if isinstance(placement, Shard) and placement.multiple_of > 1:
                     dim = f"{dim} (multiples of {placement.multiple_of})"
                 yield ShardedAxis(axis, dim, size, shard_sizes(size, placement, ranks))
+
+    def unequal_shards(self, mesh: DeviceMesh) -> Iterator[UnequalShards]:
+        """Yield the parameters whose shards differ in size."""
+        if self.sharding is None or not self.distributes:
+            return
+        for name, _ in self.module.named_parameters():
+            if not self.sharding.shards(name):
+                continue
+            path = f"{self.path}.{name}" if self.path else name
+            for axis, dim, _, sizes in self.shard_sizes(name, mesh):
+                if len(set(sizes)) > 1:
+                    description = f"{path}: {dim} in shards of {sizes} along {axis}"
+                    yield UnequalShards(description, has_empty_shard=0 in sizes)
 
 
 def style_module(key: str, path: str, module: nn.Module, style: ParallelStyle) -> StyledModule:

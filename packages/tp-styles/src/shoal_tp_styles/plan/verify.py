@@ -28,7 +28,7 @@ from shoal_mesh import DeviceMesh, abstract_mesh
 from shoal_mesh.internal import html_table, unobserved
 
 from ..apply.apply import plain_module
-from .explain_difference import explain_difference, is_output, same_values
+from .explain_difference import explain_difference
 from .resolve import Plan, ResolvedPlan, apply_plan, resolve, sharded_parameters
 from .styled_module import StyledModule, axis_mesh
 
@@ -142,7 +142,7 @@ def verify(
     empty: list[str] = []
     for use in resolved.uses:
         try:
-            unequal = [*_unequal_shards(use, axis_mesh(mesh, use.style))]
+            unequal = [*use.unequal_shards(axis_mesh(mesh, use.style))]
         except StyleError as error:
             errors.append(f"{use.key!r}: {error}")
             continue
@@ -185,27 +185,6 @@ def _unsharded_matrices(model: nn.Module, resolved: ResolvedPlan) -> Iterator[st
                 f"{name} {tuple(param.shape)} is replicated on every rank ({fraction:.0%} of "
                 "all parameters)"
             )
-
-
-class _UnequalShards(NamedTuple):
-    """A parameter whose ranks hold shards of different sizes along one axis."""
-
-    description: str
-    has_empty_shard: bool
-
-
-def _unequal_shards(use: StyledModule, mesh: DeviceMesh) -> Iterator[_UnequalShards]:
-    """Yield the parameters of a module whose shards differ in size."""
-    if use.sharding is None or not use.distributes:
-        return
-    for name, _ in use.module.named_parameters():
-        if not use.sharding.shards(name):
-            continue
-        path = f"{use.path}.{name}" if use.path else name
-        for axis, dim, _, sizes in use.shard_sizes(name, mesh):
-            if len(set(sizes)) > 1:
-                description = f"{path}: {dim} in shards of {sizes} along {axis}"
-                yield _UnequalShards(description, has_empty_shard=0 in sizes)
 
 
 MOST_RANKS = 16
@@ -454,13 +433,13 @@ def _differences(results: list[_Results], expected: _Results, mesh: DeviceMesh) 
     """Describe the results of the ranks that differ from the results of the plain model."""
 
     def explain(values: Sequence[Tensor | None], wanted: Tensor | None) -> str:
-        fault = explain_difference(values, wanted, mesh)
+        fault = explain_difference(values, wanted, mesh, _same_values)
         return f": {fault}" if fault else ""
 
     for index, output in enumerate(expected.outputs):
         shards = [result.outputs[index] for result in results if index < len(result.outputs)]
         is_complete = len(shards) == len(results)
-        if not is_complete or not is_output(shards, output):
+        if not is_complete or not _is_output(shards, output):
             fault = explain(shards, output) if is_complete else ""
             shape = tuple(output.shape)
             yield f"output {index} of shape {shape} differs from the plain model's{fault}"
@@ -470,16 +449,56 @@ def _differences(results: list[_Results], expected: _Results, mesh: DeviceMesh) 
             continue
         ranks = []
         for rank, result in enumerate(results):
-            if name not in result.grads or not same_values(result.grads[name], grad):
+            if name not in result.grads or not _same_values(result.grads[name], grad):
                 ranks.append(rank)
         if ranks:
             fault = explain([result.grads.get(name) for result in results], grad)
             yield f"the gradient of {name} differs from the plain model's on ranks {ranks}{fault}"
     for index, grad in enumerate(expected.input_grads):
         values = [result.input_grads[index] for result in results]
-        if not all(same_values(value, grad) for value in values):
+        if not all(_same_values(value, grad) for value in values):
             fault = explain(values, grad)
             yield f"the gradient of floating input {index} differs from the plain model's{fault}"
+
+
+def _is_output(shards: list[Tensor], expected: Tensor) -> bool:
+    """Tell whether the ranks' outputs are replicas or shards of the expected one.
+
+    Shards are along one dim.
+    """
+    if all(shard.shape == expected.shape for shard in shards):
+        return all(_same_values(shard, expected) for shard in shards)
+    if any(shard.ndim != expected.ndim for shard in shards):
+        return False
+    for dim in range(expected.ndim):
+        if _are_shards(shards, expected.shape, dim):
+            return _same_values(torch.cat(shards, dim), expected)
+    return False
+
+
+def _are_shards(shards: list[Tensor], shape: torch.Size, dim: int) -> bool:
+    """Tell whether the shapes are those of shards of `shape` along one dim, in order of ranks."""
+    total = 0
+    for shard in shards:
+        size = shard.shape[dim]
+        if shard.shape != (*shape[:dim], size, *shape[dim + 1 :]):
+            return False
+        total += size
+    return total == shape[dim]
+
+
+def _same_values(value: Tensor | None, expected: Tensor | None) -> bool:
+    """Compare two tensors up to sums of another order; no gradient counts as zero."""
+    if value is None or expected is None:
+        return all(tensor is None or not tensor.any() for tensor in (value, expected))
+    if value.shape != expected.shape:
+        return False
+    # Modules that compute in float32 whatever their dtype round by 1e-6; a wrong plan is wrong in
+    # the first digits.
+    wanted = expected.double()
+    largest = float(wanted.abs().nan_to_num().max()) if wanted.numel() else 0.0
+    tolerance = 1e-5 * largest + 1e-9
+    return torch.allclose(value.double(), wanted, rtol=1e-6, atol=tolerance, equal_nan=True)
 
 
 def kind_and_first_line(error: BaseException) -> str:
