@@ -1,8 +1,11 @@
 """Covers: README.md, packages/*/README.md and docs/**/*.md: every Python block runs as written.
 
 The blocks of a page run in order, as one program. A page that says `<!-- ranks: 4 -->` runs on four
-gloo ranks. A
-```text block right after a Python block is what it prints, on the first rank.
+gloo ranks. A ```text block right after a Python block is what it prints on the first rank. Other
+ranks may print nothing, or other values with the same sequence of True and False.
+
+Guides in docs/how-to have one pattern: a title of at most six words, the purpose, a program with its
+output, variations, limits, keywords. Their blocks print results instead of asserting them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ from shoal_mesh.testing import rank_pool
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
+VERDICT = re.compile(r"\b(?:True|False)\b")
+FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+ASSERTION = re.compile(r"^\s*(?:assert\b|torch\.testing\.assert_)", re.MULTILINE)
+GUIDES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 
 
 def pages() -> list[Path]:
@@ -44,11 +51,16 @@ def run(page: str, program: list[tuple[str, str | None]]) -> None:
     for code, expected in program:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(code, page, "exec"), namespace)
-        if expected is not None and (not dist.is_initialized() or dist.get_rank() == 0):
-            said = [line.rstrip() for line in printed.getvalue().splitlines() if line.strip()]
-            assert said == [line.rstrip() for line in expected.splitlines() if line.strip()], (
-                "\n".join(said)
+        if expected is None:
+            continue
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            lines = [line.rstrip() for line in printed.getvalue().splitlines() if line.strip()]
+            assert lines == [line.rstrip() for line in expected.splitlines() if line.strip()], (
+                "\n".join(lines)
             )
+        elif printed.getvalue().strip():
+            said, shown = VERDICT.findall(printed.getvalue()), VERDICT.findall(expected)
+            assert said == shown, printed.getvalue()
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -61,6 +73,22 @@ def test_the_blocks_of_a_page_run(
         run(str(page), blocks(page))
     else:
         rank_pool(int(ranks[1])).run(run, str(page), blocks(page), timeout=200)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+def test_guides_have_one_pattern(guide: Path) -> None:
+    text = guide.read_text()
+    prose = FENCED.sub("```", text)
+    title = prose.splitlines()[0].removeprefix("# ")
+    assert len(title.split()) <= 6, title
+    headings = [line.removeprefix("## ") for line in prose.splitlines() if line.startswith("## ")]
+    assert headings == ["Program", "Variations", "Limits"]
+    purpose, program, _, limits = re.split(r"^## .*$", prose, flags=re.MULTILINE)
+    assert len(RANKS.sub("", purpose).split()) > 15, "a guide begins with its purpose"
+    assert "```" not in purpose, "the program is in its own section"
+    assert program.count("```") >= 2, "a program and its output"
+    assert "*Keywords: " in limits, "a guide ends with keywords"
+    assert not [code for code, _ in blocks(guide) if ASSERTION.search(code)]
 
 
 def test_there_are_pages_with_blocks() -> None:

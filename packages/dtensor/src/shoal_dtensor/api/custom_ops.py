@@ -58,10 +58,11 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             output; threads may call in any order. If False, replicas are assumed to be equal, and
             all ranks to have shapes as on this rank, or as `Shard(dim, sizes=...)` declares.
             Compiled code does not compare; it refuses unevenly sharded inputs unless this is False.
-        spmd_types: check the types of plain tensors in `func` (the guide "Write it by hand, have
-            it checked") instead of comparing ranks: a local tensor has the type of its placement,
-            I for a replicated one whose gradient arrives replicated, R if `in_grad_placements` has
-            a partial gradient; outputs must have the types of `out_placements`.
+        spmd_types: check the types of plain tensors in `func` (the guide "Type-check
+            hand-written collectives") instead of comparing ranks: a local tensor has the type of
+            its placement, I for a replicated one whose gradient arrives replicated, R if
+            `in_grad_placements` has a partial gradient; outputs must have the types of
+            `out_placements`.
 
     Raises:
         PlacementError: (when called) if an input has other placements, if the number of placements
