@@ -4,6 +4,8 @@ The blocks of a page run in order, as one program. A page that says `<!-- ranks:
 gloo ranks. A ```text block right after a Python block is what it prints on the first rank. Other
 ranks may print nothing, or other values with the same sequence of True and False.
 
+Figures of the README's table of evidence are those of the pages that the table names.
+
 Guides in docs/how-to have one pattern: a title of at most six words, the purpose, a program with its
 output, variations, limits, keywords. Their blocks print results instead of asserting them.
 """
@@ -89,6 +91,21 @@ def test_guides_have_one_pattern(guide: Path) -> None:
     assert program.count("```") >= 2, "a program and its output"
     assert "*Keywords: " in limits, "a guide ends with keywords"
     assert not [code for code, _ in blocks(guide) if ASSERTION.search(code)]
+
+
+def test_figures_of_the_readme_are_those_of_the_pages_with_results() -> None:
+    evidence = (ROOT / "README.md").read_text().partition("## Evidence")[2].partition("## ")[0]
+    checked = 0
+    for row in evidence.splitlines():
+        page = re.search(r"\((docs/[\w/-]+\.md)\)", row)
+        if page is None:
+            continue
+        results = (ROOT / page[1]).read_text().replace(",", "")
+        figures = re.findall(r"\d[\d,.]{2,}", "|".join(row.split("|")[2:5]))
+        missing = [figure for figure in figures if figure.replace(",", "") not in results]
+        assert not missing, f"{page[1]} does not have {missing}"
+        checked += len(figures)
+    assert checked >= 12
 
 
 def test_there_are_pages_with_blocks() -> None:

@@ -242,7 +242,7 @@ def measured(page: str) -> list[list[str]]:
 def draw_benchmarks() -> None:
     """Draw speeds of the two tables of measurements, relative to the first of each row that was measured."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, page in zip(axes, ("../README.md", "how-to/inference.md"), strict=True):
+    for axis, page in zip(axes, ("benchmarks.md", "how-to/inference.md"), strict=True):
         header, *rows = measured(page)
         for place, (label, *cells) in enumerate(rows):
             values = [float(cell.replace(",", "")) if cell else None for cell in cells]
