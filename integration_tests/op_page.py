@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-HOW = (
-    "The entries are those of torch's own operator database (`op_db`). For each: all samples in "
-    "the widest dtype, with at least 24 cases together; one sample with every combination of its "
-    "tensors' placements on one axis, up to 128; at most two samples with sizes that divide "
-    "evenly, two of the in-place form, one in each other dtype; on four gloo ranks as a mesh of 4 "
-    "and of 2 x 2. A case places each tensor as one of: replicated, sharded along any dim (evenly "
-    "or not, with empty shards), sharded raggedly, partial. It is right if outputs and gradients "
-    "of all inputs are, on every rank, those of a single device. Lists of positions that torch "
-    "reads on the host before any dispatch (the second argument of `tensor_split`) stay plain "
-    "tensors."
-)
+HOW = """\
+The entries are the entries of torch's own operator database (`op_db`). Each entry runs on four gloo ranks, as a mesh
+of 4 and as a mesh of 2 x 2:
+
+- `main`: all samples in the widest dtype, with at least 24 cases together;
+- `every`: one sample with every combination of its tensors' placements on one axis, up to 128;
+- `even`: at most two samples with sizes that divide evenly;
+- `inplace`: at most two samples of the in-place form;
+- one sample in each other dtype.
+
+A case places each tensor as replicated, sharded along any dim (evenly or not, with empty shards), sharded raggedly,
+or partial. A case is right if, on every rank, the outputs and the gradients of all inputs equal the results of a
+single device. Lists of positions that torch reads on the host before any dispatch (the second argument of
+`tensor_split`) stay plain tensors."""
 # Entries whose operator cannot work on DTensors, and why.  The sweep counts their cases like all
 # others.
 IMPOSSIBLE: dict[str, str] = {}
@@ -87,9 +90,20 @@ def moved(results: Sequence[Result]) -> str:
     counts = total(results)
     right = _right(counts)
     return (
-        f"Of the right cases, {_percent(counts['l'], right)} ran no collective in forward and "
-        f"backward, {_percent(counts['r'], right)} only reductions, {_percent(counts['g'], right)} "
-        "gathered or exchanged values"
+        f"{_percent(counts['l'], right)} of the right cases ran no collective in forward and "
+        f"backward, {_percent(counts['r'], right)} ran reductions only, "
+        f"{_percent(counts['g'], right)} gathered or exchanged values"
+    )
+
+
+def _refused_writes(results: Sequence[Result]) -> str:
+    """Return the sentence about in-place writes, which are no cases."""
+    count = total(results)["i"]
+    if not count:
+        return "No in-place write was refused."
+    return (
+        f"{count} more in-place writes were refused with an `InPlaceError`, because they would "
+        "have had to change the layout of the written tensor."
     )
 
 
@@ -107,22 +121,22 @@ def page(
     minutes = sum(r.seconds for r in results) / 60
     older = sum(r.code != code for r in results)
     state = (
-        f"all on the sources with digest {code}"
+        f"All {len(results)} entries ran on the sources with digest {code}"
         if not older
-        else f"{older} on sources before those of {code}"
+        else f"{older} of {len(results)} entries ran on sources before those of {code}"
     )
     lines = [
         "# Operator coverage",
         "",
-        f"Written by `nox -s op_sweep` with torch {torch.__version__}; do not edit. {HOW}",
+        f"Written by `nox -s op_sweep` with torch {torch.__version__}; do not edit.",
+        "",
+        HOW,
         "",
         f"The sweep takes {minutes:.0f} minutes of four ranks on two cores; `-- --share 1/2` and "
         "`-- --share 2/2` side by side take less, and `nox -s op_sweep` then writes the page from "
-        f"both. Of {len(results)} entries, {state}.",
+        f"both. {state}.",
         "",
-        f"**shoal:** {described(results)}. {total(results)['i']} more in-place writes were refused "
-        "with an `InPlaceError`, because they would have had to change the layout of the written "
-        "tensor.",
+        f"**shoal:** {described(results)}. {_refused_writes(results)}",
         "",
         f"{moved(results)}.",
         "",
@@ -149,10 +163,10 @@ def _beside(sample: Sequence[Result], peer: Sequence[Result]) -> list[str]:
         "## Beside torch's own DTensor",
         "",
         "A sample of the cases, on both (`nox -s op_sweep -- --sample`, and with `--peer`): at "
-        "most three samples with at least nine cases, one of even sizes, one in place. torch has "
-        "no ragged shards, so its cases have none; its refusals to write in place count as shoal's "
-        "do; an error on some ranks while the others wait counts as one failed case, and after "
-        "four of these the rest of a part is left out.",
+        "most three samples with at least nine cases, one of even sizes, one in place. torch does "
+        "not have ragged shards, so its cases leave them out. Its refusals to write in place are "
+        "not counted as cases, as for shoal. An error on some ranks while the others wait counts "
+        "as one failed case, and after four such errors the rest of a part is left out.",
         "",
         f"**shoal:** {described(sample)}. {moved(sample)}.",
         "",
