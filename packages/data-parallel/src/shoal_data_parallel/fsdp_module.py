@@ -267,7 +267,7 @@ class FSDPModule(ReducingModule):
         ]
         deliver([*pending, *started])
 
-    def finalize_backward(self, async_op: bool = False) -> GradientReductionHandle | None:
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce kept gradients, and deliver all gradients that backwards have left in flight.
 
         Modules that do not reduce gradients (`set_requires_gradient_sync(False)`) keep them.
@@ -297,15 +297,15 @@ class FSDPModule(ReducingModule):
         handle.wait()
         return None
 
-    @check_types(enable=bool)
-    def set_manual_backward_finalization(self, enable: bool) -> None:
+    @check_types(enabled=bool)
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards leave reduced gradients in flight for `finalize_backward`.
 
         It holds for all units of the outermost module. The optimizer's step raises until the
         gradients are delivered.
         """
         schedule = unit_of(self).schedule
-        schedule.finalizes_manually = enable
+        schedule.finalizes_manually = enabled
         _watch([schedule.context])
 
     @check_types(is_last_backward=bool)
