@@ -326,6 +326,8 @@ def test_axes_have_names_on_a_larger_mesh() -> None:
     plain, model = twins(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
     dims = DataParallelMeshDims(shard="shards", replicate="copies")
     info = FSDPMeshInfo(mesh, dp_mesh_dims=dims, spmd_mesh=mesh)
+    assert info.is_spmd_mesh
+    assert not FSDPMeshInfo(mesh, shard_mesh_dim=0).is_spmd_mesh
     flat = DataParallelMeshDims(shard=("copies", "shards"))
     last = model[2].weight
     fully_shard(

@@ -41,12 +41,21 @@ from data_parallel_model import (
     train_alike,
     twins,
 )
-from shoal_data_parallel import LayoutError, StyleError, fully_shard, replicate
+from shoal_data_parallel import (
+    DataParallelMeshDims,
+    FSDPModule,
+    LayoutError,
+    ReplicateModule,
+    StyleError,
+    UnsupportedModuleError,
+    fully_shard,
+    replicate,
+)
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh
-from shoal_mesh.testing import counts, observed, on_ranks
+from shoal_mesh.testing import counts, fake_world, observed, on_ranks
 
 # bytes: of the model's 17,000 in float64, about one weight each
 SMALL = 1000
@@ -745,3 +754,26 @@ def test_kept_gradients_are_reduced_without_a_backward(shard_optimizer: bool) ->
     hooked.register_hook(lambda _: model.reduce_gradients())
     with pytest.raises(StyleError, match="a backward is running"):
         hooked.backward()
+
+
+def methods(kind: type) -> set[str]:
+    return {name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))}
+
+
+def test_methods_of_units_name_the_way_to_have_them() -> None:
+    """They were AttributeErrors; in torch every replicated module has them."""
+    assert methods(FSDPModule) <= methods(ReplicateModule)
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+        plain: Any = replicate(nn.Linear(3, 3), mesh)
+        for name in ("unshard", "set_is_last_backward", "finalize_backward", "reset_iter_state"):
+            with pytest.raises(UnsupportedModuleError, match=f"^{name}: .*Pass dp_mesh_dims="):
+                getattr(plain, name)()
+        unit: Any = replicate(
+            nn.Linear(3, 3), mesh, dp_mesh_dims=DataParallelMeshDims(replicate="data")
+        )
+        unit.set_is_last_backward(False)
+        unit(torch.ones(2, 3)).sum().backward()
+        assert unit.weight.grad is None
+        unit.finalize_backward()
+        assert unit.weight.grad is not None

@@ -75,6 +75,11 @@ class FSDPMeshInfo:
             )
 
     @property
+    def is_spmd_mesh(self) -> bool:
+        """True if `dp_mesh_dims` names the data axes."""
+        return self.dp_mesh_dims is not None
+
+    @property
     def axes(self) -> DataAxes:
         """The data axes."""
         if self.dp_mesh_dims is not None:
