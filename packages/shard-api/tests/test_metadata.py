@@ -38,7 +38,21 @@ def test_properties_survive_pickling(memory_format: torch.memory_format) -> None
     assert pickle.loads(pickle.dumps(properties)) == properties
     tensor = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     assert TensorProperties.create_from_tensor(tensor) == TensorProperties(
-        torch.float64, requires_grad=True
+        torch.float64, requires_grad=True, strides=(1,)
     )
     with pytest.raises(ShardingSpecError, match="cannot be saved"):
         pickle.dumps(TensorProperties(memory_format=torch.channels_last_3d))
+
+
+def test_properties_have_the_strides_of_the_tensor() -> None:
+    """Torch 2.15 has them, and files of earlier versions do not."""
+    properties = TensorProperties.create_from_tensor(torch.zeros(4, 3).t())
+    assert properties.strides == (1, 3)
+    assert TensorProperties().strides is None
+    assert properties != TensorProperties() == TensorProperties.of_shards_like(torch.zeros(4, 3))
+    assert pickle.loads(pickle.dumps(properties)) == properties
+    earlier = TensorProperties.__new__(TensorProperties)
+    state = properties.__getstate__()
+    del state["strides"]
+    earlier.__setstate__(state)
+    assert earlier == TensorProperties()

@@ -428,7 +428,7 @@ def _check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGrou
         size = tuple(tensor.size())
         raise ParameterError(f"{where} is not contiguous: size {size}, strides {tensor.stride()}")
     expect(where, "the spec", spec, ShardingSpec, error=PlanTypeError)
-    properties = TensorProperties.create_from_tensor(tensor)
+    properties = TensorProperties.of_shards_like(tensor)
     try:
         metadata = spec.build_metadata(tensor.size(), properties)
         checked_metadata(metadata, group)

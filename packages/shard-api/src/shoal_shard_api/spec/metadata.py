@@ -7,7 +7,7 @@ pickled by users.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -129,7 +129,7 @@ _MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_
 
 @dataclass(frozen=True)
 class TensorProperties:
-    """dtype, layout, requires_grad, memory format and pinning of all shards of a tensor.
+    """dtype, layout, requires_grad, memory format and pinning of all shards, and global strides.
 
     Attributes:
         dtype: Element type; the default dtype unless given.
@@ -137,6 +137,8 @@ class TensorProperties:
         memory_format: Always torch.contiguous_format for a ShardedTensor.
         requires_grad: True if the shards require gradients.
         pin_memory: True if the shards are in pinned host memory.
+        strides: Strides of the global tensor; None for a contiguous one. The shards themselves are
+            contiguous.
 
     Example:
         >>> TensorProperties.create_from_tensor(torch.zeros(2, dtype=torch.float64)).dtype
@@ -148,18 +150,32 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = torch.contiguous_format
     pin_memory: bool = False
+    strides: tuple[int, ...] | None = None
 
     @staticmethod
     def create_from_tensor(tensor: Any) -> TensorProperties:
-        """Read the properties of a plain tensor, or of one local shard.
+        """Read the properties of a plain tensor with its strides, as torch 2.15 does.
 
         Raises:
             ArgumentTypeError: It is not a tensor.
         """
         expect("TensorProperties.create_from_tensor", "tensor", tensor, torch.Tensor)
         return TensorProperties(
-            tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned()
+            tensor.dtype,
+            tensor.layout,
+            tensor.requires_grad,
+            pin_memory=tensor.is_pinned(),
+            strides=tensor.stride(),
         )
+
+    @staticmethod
+    def of_shards_like(tensor: Any) -> TensorProperties:
+        """Read the properties of a tensor that all shards have; the global tensor is contiguous.
+
+        Raises:
+            ArgumentTypeError: It is not a tensor.
+        """
+        return replace(TensorProperties.create_from_tensor(tensor), strides=None)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.memory_format not in _MEMORY_FORMATS:

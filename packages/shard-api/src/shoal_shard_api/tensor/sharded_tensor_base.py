@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shoal_dtensor.internal import make_wrapper
 
 from ..arguments import expect, expect_all, expect_plain
-from ..errors import LocalShardError, UnsupportedOpError
+from ..errors import LocalShardError, ShardingSpecError, UnsupportedOpError
 from ..ranks.process_groups import _get_current_process_group, check_rank, comm_of, resolve
 from ..ranks.reshard import scatter
 from ..spec.metadata import Layout, ShardedTensorMetadata, TensorProperties
@@ -44,11 +44,12 @@ class ShardedTensorBase(torch.Tensor):
         requires_grad: True if the shards require gradients.
         pin_memory: True if the shards are in pinned host memory.
         memory_format: torch.contiguous_format.
+        strides: Strides of the global tensor, one per dim; None for a contiguous tensor.
 
     Raises:
         ArgumentTypeError: The spec is not a ShardingSpec, the size not a sequence of integers, or a
             property has a wrong type.
-        ShardingSpecError: The spec does not fit the size.
+        ShardingSpecError: The spec or the strides do not fit the size.
 
     Example:
         >>> ShardedTensorBase(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 5, 2).size()
@@ -65,7 +66,7 @@ class ShardedTensorBase(torch.Tensor):
     # rank and box of every shard; empty without a group
     _layout: Layout
 
-    def __new__(
+    def __new__(  # noqa: PLR0913  # the arguments of torch
         cls,
         sharding_spec: ShardingSpec,
         *size: Any,
@@ -74,6 +75,7 @@ class ShardedTensorBase(torch.Tensor):
         requires_grad: bool = False,
         pin_memory: bool = False,
         memory_format: torch.memory_format = torch.contiguous_format,
+        strides: Sequence[int] | None = None,
     ) -> Self:
         """See the class."""
         expect(cls.__name__, "sharding_spec", sharding_spec, ShardingSpec)
@@ -82,9 +84,16 @@ class ShardedTensorBase(torch.Tensor):
         expect(cls.__name__, "requires_grad", requires_grad, bool)
         expect(cls.__name__, "pin_memory", pin_memory, bool)
         expect(cls.__name__, "memory_format", memory_format, torch.memory_format)
+        if strides is not None:
+            expect_all(cls.__name__, "strides", strides, int)
         dtype = dtype or torch.get_default_dtype()
         properties = TensorProperties(
-            dtype, layout, requires_grad, memory_format, pin_memory=pin_memory
+            dtype,
+            layout,
+            requires_grad,
+            memory_format,
+            pin_memory=pin_memory,
+            strides=None if strides is None else tuple(strides),
         )
         metadata = sharding_spec.build_metadata(torch.Size(flatten_size(size)), properties)
         return cls._wrap(sharding_spec, metadata, [])
@@ -111,7 +120,10 @@ class ShardedTensorBase(torch.Tensor):
             local_tensors: The tensors of this rank's shards; with a group, an empty sequence
                 allocates them.
             group: The ranks that hold the tensor; None for a tensor without a group.
-            stride: The global stride; None is contiguous.
+            stride: The global stride; None is the stride of the metadata's properties.
+
+        Raises:
+            ShardingSpecError: The properties have strides for another number of dims.
         """
         _run_once(cls._install)
         # a rank without shards gets the empty tensor that becomes its anchor
@@ -119,7 +131,9 @@ class ShardedTensorBase(torch.Tensor):
             local_tensors = empty_local_tensors(metadata)
         shards = own_shards(metadata) if group is not None else []
         device = local_tensors[0].device if local_tensors else torch.device("cpu")
+        metadata = _with_strides(metadata, stride)
         properties = metadata.tensor_properties
+        stride = properties.strides if stride is None else stride
         self: Self = make_wrapper(
             cls,
             metadata.size,
@@ -278,7 +292,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         group = group_of(process_group, init_rrefs)
         expect_plain("_init_from_local_tensor", "local_tensor", local_tensor)
         expect("_init_from_local_tensor", "sharding_spec", sharding_spec, ShardingSpec)
-        properties = TensorProperties.create_from_tensor(local_tensor)
+        properties = TensorProperties.of_shards_like(local_tensor)
         size = torch.Size(flatten_size(global_size))
         metadata = checked_metadata(sharding_spec.build_metadata(size, properties), group)
         placed = own_shards(metadata)
@@ -321,7 +335,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         group = resolve(process_group)
         expect_plain("ShardingSpec.shard", "tensor", tensor)
         check_rank("ShardingSpec.shard", "src_rank", src_rank, group)
-        properties = TensorProperties.create_from_tensor(tensor)
+        properties = TensorProperties.of_shards_like(tensor)
         metadata = checked_metadata(spec.build_metadata(tensor.size(), properties), group)
         comm = comm_of(group, tensor.device.type)
         scattered = scatter(tensor.detach(), metadata.layout, src_rank, comm)
@@ -329,6 +343,34 @@ class ShardedTensorConstructors(ShardedTensorBase):
         result = cls._wrap(spec, metadata, local_tensors, group)
         result.requires_grad = tensor.requires_grad
         return result
+
+
+def _with_strides(
+    metadata: ShardedTensorMetadata, stride: Sequence[int] | None
+) -> ShardedTensorMetadata:
+    """Return the metadata with the strides that a result has.
+
+    Args:
+        metadata: The metadata; its properties may have the strides of the tensor that an operation
+            has read.
+        stride: The strides of the result; None for the strides of the metadata.
+
+    Raises:
+        ShardingSpecError: The properties have strides for another number of dims.
+    """
+    properties = metadata.tensor_properties
+    strides = properties.strides
+    if strides is None:
+        return metadata
+    if stride is not None:
+        properties = replace(properties, strides=tuple(stride))
+        return replace(metadata, tensor_properties=properties)
+    if len(strides) != len(metadata.size):
+        raise ShardingSpecError(
+            f"a tensor of size {tuple(metadata.size)} needs one stride per dim, got "
+            f"TensorProperties(strides={strides})"
+        )
+    return metadata
 
 
 @cache
