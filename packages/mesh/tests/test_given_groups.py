@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import gc
+import os
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce, init_device_mesh
+from shoal_mesh import (
+    DeviceMesh,
+    abstract_mesh,
+    all_gather,
+    all_reduce,
+    init_device_mesh,
+    restart_world,
+)
+from shoal_mesh.errors import MeshError, MeshTypeError, NoGroupError, PeerError
 from shoal_mesh.testing import on_ranks
 
 
@@ -69,3 +79,116 @@ def test_identities_go_with_their_meshes() -> None:
     del meshes
     gc.collect()
     assert len(MeshIdentity._by_key) == before
+
+
+# --- groups in the order of a mesh ----------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_groups_may_keep_the_order_of_a_mesh() -> None:
+    """As in torch 2.15: by default the ranks of a group count by number."""
+    ranks = [2, 0, 3, 1]
+    own_rank = dist.get_rank()
+    sorted_mesh = DeviceMesh("cpu", ranks)
+    mesh = DeviceMesh("cpu", ranks, preserve_rank_order=True)
+    assert sorted_mesh.get_group() is dist.group.WORLD
+    group = mesh.get_group()
+    assert dist.get_process_group_ranks(group) == ranks
+    assert group.rank() == mesh.get_local_rank() == ranks.index(own_rank)
+    gathered = [torch.empty(()) for _ in ranks]
+    dist.all_gather(gathered, torch.tensor(float(own_rank)), group=group)
+    assert [tensor.item() for tensor in gathered] == ranks
+    ours = all_gather(torch.tensor([float(own_rank)]), (mesh, 0))
+    assert ours.tolist() == ranks
+    assert mesh != sorted_mesh
+    again = DeviceMesh("cpu", ranks, preserve_rank_order=True)
+    assert again == mesh and again.get_group() is group
+    # a group of ascending ranks is the ordinary one
+    in_order = DeviceMesh("cpu", [0, 1, 2, 3], preserve_rank_order=True)
+    assert in_order.get_group() is dist.group.WORLD
+
+
+@on_ranks(4)
+def test_derived_meshes_keep_the_order_of_ranks() -> None:
+    grid = DeviceMesh(
+        "cpu", [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"), preserve_rank_order=True
+    )
+    plain = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
+
+    def ranks_of(group: dist.ProcessGroup) -> list[int]:
+        return dist.get_process_group_ranks(group)
+
+    own_row = [3, 1] if dist.get_rank() % 2 else [2, 0]
+    assert ranks_of(grid["tp"].get_group()) == own_row
+    assert ranks_of(plain["tp"].get_group()) == sorted(own_row)
+    assert ranks_of(grid.flatten().get_group()) == [3, 1, 2, 0]
+    assert ranks_of(grid.get_group(("tp", "dp"))) == [3, 2, 1, 0]
+    flat = grid.flatten("flat", backend_override="gloo")
+    assert ranks_of(flat.get_group()) == [3, 1, 2, 0]
+    halves = flat.unflatten(0, (2, 2), ("a", "b"), backend_override={"b": "gloo"})
+    assert ranks_of(halves.get_group("b")) == own_row
+
+
+def test_the_order_of_ranks_is_a_bool() -> None:
+    with pytest.raises(MeshTypeError, match="preserve_rank_order"):
+        DeviceMesh("cpu", [0], preserve_rank_order="yes", _init_backend=False, _rank=0)  # type: ignore[arg-type]  # wrong on purpose
+
+
+# --- the end of groups ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
+@on_ranks(4, timeout=60)
+def test_ranks_do_not_wait_for_a_rank_that_has_aborted_its_mesh(transport: str) -> None:
+    """Their error would come with the timeout of the group otherwise."""
+    os.environ["SHOAL_SHARED_MEMORY"] = str(int(transport == "shared memory"))
+    restart_world()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = init_device_mesh("cpu", (4,))
+    all_reduce(torch.ones(2), (mesh, "tp"))
+    if mesh.get_local_rank("tp") == 1:
+        with pytest.raises(PeerError):
+            all_reduce(torch.ones(2), (mesh, "tp"))
+    mesh.abort()
+    # again changes nothing
+    mesh.abort()
+    for use in (
+        lambda: all_reduce(torch.ones(2), (mesh, "tp")),
+        lambda: mesh.get_group("dp"),
+        # a group that was not made before
+        lambda: mesh.comm(("tp", "dp")),
+        lambda: mesh["tp"].get_group(),
+    ):
+        with pytest.raises(NoGroupError, match="aborted"):
+            use()
+    # other groups go on, and so do new meshes
+    assert all_reduce(torch.ones(()), (whole, 0)).item() == 4
+    new = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    assert all_reduce(torch.ones(()), (new, "y")).item() == 2
+    restart_world()
+    assert all_reduce(torch.ones(()), (mesh, "tp")).item() == 2
+    del os.environ["SHOAL_SHARED_MEMORY"]
+
+
+@on_ranks(2)
+def test_the_default_group_ends_with_a_mesh_of_all_ranks() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    mesh.abort()
+    assert not dist.is_initialized()
+    with pytest.raises(NoGroupError):
+        all_reduce(torch.ones(()), (mesh, 0))
+    store = dist.PrefixStore("again", store)  # type: ignore[attr-defined]  # not in the stubs
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    assert all_reduce(torch.ones(()), (mesh, 0)).item() == 2
+
+
+@on_ranks(2)
+def test_a_derived_mesh_is_not_aborted() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(MeshError, match=r"was derived from .*: abort that mesh"):
+        mesh["tp"].abort()
+    assert all_reduce(torch.ones(()), (mesh, "tp")).item() == 2
+    # without groups there is nothing to abort
+    abstract_mesh((2,)).abort()

@@ -9,7 +9,7 @@ import ctypes
 import datetime as dt
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -286,6 +286,13 @@ def sequence_of(group: ProcessGroup) -> int:
 def is_live(group: ProcessGroup) -> bool:
     """Return whether the group has not been destroyed."""
     return group in _c10d._world.pg_map
+
+
+def abort(group: ProcessGroup) -> None:
+    """End the running collectives of a group, as far as its backends can."""
+    # a group of a Python class may lack the method, or inherit one that refuses
+    with suppress(AttributeError, NotImplementedError, RuntimeError):
+        group.abort()
 
 
 def group_ranks(group: ProcessGroup) -> dict[int, int]:

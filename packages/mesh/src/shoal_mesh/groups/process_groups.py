@@ -12,12 +12,14 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Lock
 from types import SimpleNamespace
 from typing import ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+
+import torch.distributed as dist
 
 from .. import _torch
 from .._torch import WORLDS, ProcessGroup, constant_when_compiled
@@ -44,6 +46,8 @@ class BackendChoice:
     # The purpose of the group if it serves one purpose alone; '' for a group of any use. A request
     # with a tag never returns a group that was created without this tag.
     tag: str = ""
+    # Whether the ranks of the group count in the order of the mesh instead of by number.
+    keeps_rank_order: bool = False
 
     def __post_init__(self) -> None:
         require(self.backend, str | None, "a backend is named by a string, such as 'gloo'")
@@ -54,7 +58,8 @@ class BackendChoice:
     def key(self) -> str:
         """A text that is equal on every rank with the same choice."""
         backend = self.backend or "default"
-        return f"{backend} {fingerprint(self.options)}{self.tag}".rstrip()
+        order = " in rank order" if self.keeps_rank_order else ""
+        return f"{backend} {fingerprint(self.options)}{self.tag}{order}".rstrip()
 
 
 def fingerprint(options: object | None) -> str:
@@ -129,6 +134,8 @@ class Comm:
     _choice: BackendChoice | None = None
     # the result of `comm_of_threads`, once it was made
     _of_threads: Comm | None = None
+    # the default group under which the group was ended (`end_groups`)
+    _ended_under: ReferenceType[ProcessGroup] | None = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -138,11 +145,18 @@ class Comm:
             NoGroupError: the default group was destroyed. Now there is none, or one with another
                 number of ranks, another rank of this process, or another backend.
         """
-        # The default group is another one, so the group must be renewed. Communicators of simulated
-        # ranks have no place, and their group is not of c10d, so they are never renewed.
-        if WORLDS._default_pg is not self._world and self._place is not None:
+        # The default group is another one, or the group was released, so it must be renewed.
+        # Communicators of simulated ranks have no place, and their group is not of c10d, so they
+        # are never renewed.
+        is_current = self._group is not None and WORLDS._default_pg is self._world
+        if not is_current and self._place is not None:
             _renew(self)
         return self._group  # type: ignore[return-value]  # `_renew` sets it or raises
+
+    @property
+    def is_ended(self) -> bool:
+        """True if the group was ended, and the default group is still the same."""
+        return self._ended_under is not None and self._ended_under() is WORLDS._default_pg
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -355,7 +369,7 @@ def _renew(comm: Comm) -> None:
     world = _torch.default_group()
     place = world_place()
     with _LOCK:
-        if comm._world is world:
+        if comm._world is world and comm._group is not None:
             # another thread has renewed the communicator
             return
         if world is None or place is None or place != comm._place:
@@ -364,6 +378,11 @@ def _renew(comm: Comm) -> None:
                 f"the default process group that {comm!r} was created under was destroyed, and "
                 f"there is {present} now, not one of {comm._place}: begin one alike, or make new "
                 "meshes and move what is sharded"
+            )
+        if comm.is_ended:
+            raise NoGroupError(
+                f"the group of {comm!r} was aborted by DeviceMesh.abort(): make a new mesh over "
+                "ranks that are alive, or begin a new default group (restart_world)"
             )
         # No communicator can use a group of the old default group any more, so all of these groups
         # are released, also the group of `comm`. `_forget_group` also sets a missing `_choice` if
@@ -386,6 +405,7 @@ def _renew(comm: Comm) -> None:
     comm.name = group.group_name
     comm.transport = None
     comm._world = world
+    comm._ended_under = None
 
 
 def forget_groups() -> None:
@@ -410,6 +430,37 @@ def _forget_group(comm: Comm, world: ProcessGroup) -> None:
     comm.transport = None
     comm._world = None
     vars(GROUPS_IN_GRAPHS).clear()
+
+
+def end_groups(groups: Sequence[ProcessGroup]) -> None:
+    """Abort and destroy groups: collectives that run in them fail.
+
+    Their communicators raise NoGroupError until another default group begins. If the default group
+    is among them, all groups end.
+    """
+    world = require_world()
+    if world in groups:
+        groups = list(WORLDS.pg_map)
+    with _LOCK:
+        for comm in list(_COMMS):
+            if comm._group in groups:
+                _forget_group(comm, world)
+                comm._ended_under = ref(world)
+        for record in _GROUPS.get(world, {}).values():
+            if record.group in groups:
+                record.group = None
+    for group in groups:
+        _torch.abort(group)
+    # imported here for the same reason as in `restart_world`
+    from ..watch.backend_work import drain
+
+    span = _torch.timeout_of_any(world)
+    drain(span.total_seconds() if span is not None else 0.0)
+    if world in groups:
+        dist.destroy_process_group()
+        return
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def _have_equal_options(one: ProcessGroup, other: ProcessGroup) -> bool:
@@ -444,6 +495,11 @@ def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str
     if choice == BackendChoice() and ranks == range(world.size()):
         return world
     members = tuple(sorted(ranks))
+    if choice.keeps_rank_order:
+        # ranks that ascend need no group of their own
+        is_ascending = tuple(ranks) == members
+        choice = replace(choice, keeps_rank_order=not is_ascending)
+        members = tuple(ranks)
     with _LOCK:
         records = _GROUPS.setdefault(world, {})
         known = records.setdefault((members, choice.key), _GroupRecord())
@@ -467,7 +523,6 @@ def _find(
         config = _torch.full_backend_config(choice.backend)
     else:
         config = _torch.backend_config(world)
-    has_all_ranks = len(members) == world.size()
     # the oldest group first
     for group in list[object](WORLDS.pg_group_ranks):
         if not isinstance(group, ProcessGroup):
@@ -475,7 +530,8 @@ def _find(
             continue
         if group.size() != len(members) or _torch.backend_config(group) != config:
             continue
-        if not has_all_ranks and tuple(sorted(_torch.group_ranks(group))) != members:
+        is_world_in_order = group is world and not choice.keeps_rank_order
+        if not is_world_in_order and tuple(_torch.ranks_in_order(group)) != members:
             continue
         if group is world or _have_equal_options(group, world):
             return group

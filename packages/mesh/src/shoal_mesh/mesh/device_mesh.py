@@ -6,6 +6,7 @@ Derived meshes are slices, and meshes with flattened, split and joined axes. The
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -18,8 +19,9 @@ from .. import _torch
 from .._torch import ProcessGroup, constant_when_compiled, refuse_its_own_mesh
 from ..argument_types import require, require_each
 from ..errors import AxisError, MeshError
-from ..groups.process_groups import BackendChoice, Comm
+from ..groups.process_groups import BackendChoice, Comm, end_groups
 from ..groups.world import check_agreement, ensure_world
+from ..shared_memory.channel import give_up
 from .rank_grid import AxisLike, RankGrid
 from .rank_layout import (
     BackendOverride,
@@ -68,6 +70,9 @@ class DeviceMesh(RankGrid):
             it.
         mesh_dim_names: one name per axis.
         backend_override: per axis (name or index) a backend, its options, or both as a pair.
+        preserve_rank_order: make process groups whose ranks count in the order of the mesh, also
+            for an axis with all ranks of the world. By default the ranks of a group count by
+            number, and only the collectives of shoal follow the order of the mesh.
         _init_backend: False creates the groups at first use instead of now (then nothing is
             validated either).
         _rank: with `_init_backend=False`: a mesh as this rank sees it, without process groups
@@ -98,17 +103,21 @@ class DeviceMesh(RankGrid):
         *,
         mesh_dim_names: Sequence[str] | None = None,
         backend_override: BackendOverride | None = None,
+        preserve_rank_order: bool = False,
         _init_backend: bool = True,
         _rank: int | None = None,
         validate: bool = True,
     ) -> None:
         require_each((validate, _init_backend), bool, "validate and _init_backend are bool")
+        require(preserve_rank_order, bool, "preserve_rank_order is a bool")
         device_type = read_device(device_type)
         abstract_rank = None if _init_backend else _rank
         world_size = None if abstract_rank is not None else ensure_world(device_type).size()
         layout = read_ranks(mesh, world_size)
         names = read_names(mesh_dim_names, layout.ndim)
-        choices = read_backends(backend_override, names, layout.ndim)
+        choices = read_backends(
+            backend_override, names, layout.ndim, keeps_rank_order=preserve_rank_order
+        )
         if _init_backend and validate:
             kinds = [choice.key for choice in choices]
             check_agreement(
@@ -188,6 +197,42 @@ class DeviceMesh(RankGrid):
             comms.append(Comm.over(group_of_axis, (name,), ranks))
         created._give(comms)
         return created
+
+    def abort(self) -> None:
+        """Abort the process groups of this mesh, and of the meshes that were derived from it.
+
+        A rank calls it when another rank is lost, or before it leaves. Ranks that wait for this
+        rank in a collective of these groups raise an error instead of waiting for the timeout: NCCL
+        ends its collectives, ranks of one host are notified, and gloo closes its connections.
+        Afterwards collectives of this mesh raise NoGroupError, until another default process group
+        begins (`restart_world`). If an axis has all ranks of the world, its group is the default
+        process group, and all groups end.
+
+        Raises:
+            MeshError: this mesh was derived from another one.
+
+        Example:
+            >>> def example() -> bool:
+            ...     mesh = init_device_mesh("cpu", (2,))
+            ...     mesh.abort()
+            ...     return dist.is_initialized()
+            >>> launch(example, 2)
+            [False, False]
+        """
+        if self._root is not None:
+            raise MeshError(
+                f"{self!r} was derived from {self._root!r}, with which it shares groups: abort "
+                "that mesh"
+            )
+        comms = [comm for comm in self._shared.values() if not comm.is_ended]
+        groups = [*dict.fromkeys(comm.group for comm in comms)]
+        if not groups:
+            return
+        give_up("has aborted its mesh", groups)
+        end_groups(groups)
+        # gloo closes its connections when the groups are freed
+        del groups
+        gc.collect()
 
     # --- derived meshes ---------------------------------------------------------------------------
 
@@ -281,13 +326,15 @@ class DeviceMesh(RankGrid):
             raise AxisError(
                 f"cannot name a flattened mesh {name!r}: {root!r} already has an axis of that name"
             )
+        default = self._default_choice()
         if backend_override is not None:
-            choices = read_backends({0: backend_override}, None, 1)
+            keeps_order = default.keeps_rank_order
+            choices = read_backends({0: backend_override}, None, 1, keeps_rank_order=keeps_order)
         elif len(set(self._choices)) == 1:
             choices = self._choices[:1]
         else:
             # the axes have different backends, so the new axis has the default one
-            choices = (BackendChoice(),)
+            choices = (default,)
         mesh = self._derive(self._layout.flatten(), (name,), choices)
         if self._coordinate is None and root._coordinate is not None:
             # The slice does not contain this rank. The name is reserved for the slice through this
@@ -339,7 +386,10 @@ class DeviceMesh(RankGrid):
             old_names = self.mesh_dim_names or ()
             every_name = (*old_names[:axis], *names, *old_names[axis + 1 :])
         every_name = read_names(every_name, layout.ndim)
-        new_choices = read_backends(backend_override, names, len(sizes))
+        keeps_order = self._default_choice().keeps_rank_order
+        new_choices = read_backends(
+            backend_override, names, len(sizes), keeps_rank_order=keeps_order
+        )
         if backend_override is None:
             new_choices = (self._choices[axis],) * len(sizes)
         choices = (*self._choices[:axis], *new_choices, *self._choices[axis + 1 :])

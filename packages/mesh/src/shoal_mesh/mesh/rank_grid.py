@@ -419,9 +419,14 @@ class RankGrid:
         names = tuple([self.axis_names[axis] for axis in axes])
         ranks = self._layout.select(axes, self._coordinate).ranks
         choices = {self._choices[axis] for axis in axes}
-        choice = choices.pop() if len(choices) == 1 else BackendChoice()
+        choice = choices.pop() if len(choices) == 1 else self._default_choice()
         key = (names, ranks, choice)
         if key not in self._shared:
+            if any(comm.is_ended for comm in self._shared.values()):
+                raise NoGroupError(
+                    f"the groups of {self!r} were aborted: make a new mesh over ranks that are "
+                    "alive, or begin a new default group (restart_world)"
+                )
             if self._world != world_place():
                 raise NoGroupError(
                     f"the default process group that {self!r} was created under has been destroyed"
@@ -434,6 +439,11 @@ class RankGrid:
             # if several threads come here, all get the communicator that was stored first
             self._shared.setdefault(key, Comm.over(group, names, ranks, choice))
         return self._shared[key]
+
+    def _default_choice(self) -> BackendChoice:
+        """Return the choice for axes without a common one: the default backend."""
+        # all axes of a mesh have the same `keeps_rank_order`
+        return BackendChoice(keeps_rank_order=self._choices[0].keeps_rank_order)
 
     def get_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None = None) -> ProcessGroup:
         """Return the process group along one or several axes.

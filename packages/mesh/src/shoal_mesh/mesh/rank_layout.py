@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import inf, prod
@@ -325,11 +325,22 @@ def read_names(names: Sequence[Any] | None, ndim: int) -> tuple[str, ...] | None
 
 
 def read_backends(
-    override: BackendOverride | None, names: Sequence[str] | None, ndim: int
+    override: BackendOverride | None,
+    names: Sequence[str] | None,
+    ndim: int,
+    *,
+    keeps_rank_order: bool = False,
 ) -> tuple[BackendChoice, ...]:
     """Return the backend choice of every axis.
 
-    Raises AxisError for an axis that does not exist, or that is given by name and by index.
+    Args:
+        override: backends by name or index of an axis.
+        names: names of the axes.
+        ndim: number of axes.
+        keeps_rank_order: whether the groups of all axes have the order of the mesh.
+
+    Raises:
+        AxisError: an axis does not exist, or is given by name and by index.
     """
     choices: dict[int, BackendChoice] = {}
     require(override, Mapping | None, "backend_override maps axes to backends")
@@ -344,7 +355,10 @@ def read_backends(
         if position in choices:
             raise AxisError(f"backend_override gives axis {axis!r} twice, by name and by index")
         choices[position] = _read_choice(axis, value)
-    return tuple(choices.get(i, BackendChoice()) for i in range(ndim))
+    return tuple(
+        replace(choices.get(i, BackendChoice()), keeps_rank_order=keeps_rank_order)
+        for i in range(ndim)
+    )
 
 
 def _read_choice(axis: int | str, value: object) -> BackendChoice:

@@ -28,7 +28,7 @@ import platform
 import secrets
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -338,13 +338,14 @@ def _close_all(text: str, waits: Mapping[int, str]) -> None:
             channel.peers.fail(text, minority(waits))
 
 
-def give_up(reason: str) -> None:
+def give_up(reason: str, groups: Sequence[ProcessGroup] | None = None) -> None:
     """Have ranks that wait for this rank, now or later, raise at once instead of at their timeout.
 
-    Their errors repeat the reason of this rank.
+    Their errors repeat the reason of this rank. By default they are the ranks of all groups.
     """
-    for channel in list(_CHANNELS.values()):
-        if channel is not None:
+    for group, channel in list(_CHANNELS.items()):
+        is_given = groups is None or group in groups
+        if channel is not None and is_given:
             peers = channel.peers
             own_rank = peers.ranks[peers.rank]
             peers.fail(f"rank {own_rank} {reason}", [own_rank])
