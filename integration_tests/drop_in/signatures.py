@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,17 @@ _ROWS = {
     "_pre_dp_module_transform": "d-ddp",
     **dict.fromkeys(
         [
+            *("BackwardPrefetch", "CPUOffload:", "FullyShardedDataParallel", "MixedPrecision:"),
+            *("FullOptimStateDictConfig", "FullStateDictConfig", "LocalOptimStateDictConfig"),
+            *("LocalStateDictConfig", "OptimStateDictConfig", "OptimStateKeyType"),
+            *("ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy"),
+            *("StateDictConfig", "StateDictSettings", "StateDictType"),
+        ],
+        "d-fsdp1",
+    ),
+    **dict.fromkeys(["GradientReductionHandle(", "UnshardHandle("], "d-handles"),
+    **dict.fromkeys(
+        [
             *("OpStrategy", "_ContextParallel", "_HeadTailLoadBalancer", "_context_parallel_shard"),
             *(
                 "redistribute_local_tensor",
@@ -33,6 +45,23 @@ _ROWS = {
         ],
         "d-internals",
     ),
+}
+
+# Modules of torch, all of whose public names are compared: new names of later versions, too.
+_MODULES: dict[str, tuple[str, ...]] = {
+    "device_mesh": ("shoal_mesh",),
+    "tensor": ("shoal_dtensor",),
+    "tensor.debug": ("shoal_mesh", "shoal_dtensor"),
+    "tensor.experimental": ("shoal_dtensor", "shoal_context_parallel"),
+    "tensor.parallel": ("shoal_tp_styles",),
+    "tensor.placement_types": ("shoal_dtensor",),
+    "fsdp": ("shoal_data_parallel",),
+}
+# Names of modules without `__all__`.
+_MORE: dict[str, tuple[str, ...]] = {
+    "_composable.replicate_with_fsdp": ("replicate", "ReplicateModule"),
+    "fsdp._fully_shard._fsdp_api": ("AllGather", "ReduceScatter"),
+    "fsdp._fully_shard._fsdp_common": ("FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult"),
 }
 
 _SHARD_NAMES = [
@@ -91,12 +120,35 @@ def differences() -> list[tuple[str, str]]:
     pairs = [
         (n, theirs[n], ours[n]) for n in public if n not in ("spread", "numbers", "local", "S", "P")
     ]
+    known = {name for name, _, _ in pairs}
+    pairs += [pair for pair in _public_names() if pair[0] not in known]
     pairs += [(f"sh.{n}", _of_shard_api(theirs, n), _of_shard_api(ours, n)) for n in _SHARD_NAMES]
     lines = [line for name, peer, own in pairs for line in _of(name, peer, own)]
     return [
         (next((row for name, row in _ROWS.items() if line.startswith(name)), ""), line)
         for line in lines
     ]
+
+
+def _public_names() -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, torch's object, shoal's object or None) for the modules that are compared."""
+    for home, packages in _MODULES.items():
+        module = importlib.import_module(f"torch.distributed.{home}")
+        for name in module.__all__:
+            yield name, getattr(module, name), _of_packages(packages, name)
+    for home, wanted in _MORE.items():
+        module = importlib.import_module(f"torch.distributed.{home}")
+        for name in wanted:
+            yield name, getattr(module, name), _of_packages(("shoal_data_parallel",), name)
+
+
+def _of_packages(packages: tuple[str, ...], name: str) -> Any:
+    """Return the object of a name in the first package that has it, or None."""
+    for package in packages:
+        found = getattr(importlib.import_module(package), name, None)
+        if found is not None:
+            return found
+    return None
 
 
 def _of(name: str, peer: Any, own: Any) -> Iterator[str]:
@@ -137,6 +189,10 @@ def _parameters(name: str, peer: Any, own: Any) -> Iterator[str]:
     if not inspect.isclass(peer):
         theirs, ours = _unbound(theirs), _unbound(ours)  # type: ignore[assignment]  # plain dicts
     free = any(p.kind is p.VAR_KEYWORD for p in theirs.values())
+    for parameter, here in ours.items():
+        is_named = here.kind not in (here.VAR_KEYWORD, here.VAR_POSITIONAL)
+        if is_named and here.default is here.empty and parameter not in theirs and not free:
+            yield f"{name}({parameter}): torch has no such argument, and it has no default"
     positions = [n for n, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     expected = [n for n, p in theirs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     for parameter, there in theirs.items():
@@ -151,7 +207,7 @@ def _parameters(name: str, peer: Any, own: Any) -> Iterator[str]:
         ):
             yield f"{name}({parameter}): at another position"
         elif (
-            repr(_default(peer, there)) != repr(_default(own, here))
+            not _is_equal(_default(peer, there), _default(own, here))
             and there.default is not there.empty
         ):
             yield f"{name}({parameter}): default {here.default!r}, torch's {there.default!r}"
@@ -165,6 +221,14 @@ def _default(function: Any, parameter: inspect.Parameter) -> Any:
     if field is None or field.default_factory is dataclasses.MISSING:
         return parameter.default
     return field.default_factory()
+
+
+def _is_equal(theirs: Any, ours: Any) -> bool:
+    """Return whether two defaults are equal, as texts, in the fields that torch's has."""
+    if dataclasses.is_dataclass(theirs) and dataclasses.is_dataclass(ours):
+        fields = [field.name for field in dataclasses.fields(theirs)]
+        return all(_is_equal(getattr(theirs, n), getattr(ours, n, None)) for n in fields)
+    return repr(theirs) == repr(ours)
 
 
 def _unbound(parameters: Any) -> dict[str, inspect.Parameter]:

@@ -16,8 +16,8 @@ from shoal_mesh.testing import fake_world
 
 PAGE = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
 AREAS = sorted(path.stem for path in FOLDER.glob("*.txt"))
-# differences of signatures: fewer are welcome
-MOST = 30
+# differences of signatures on torch 2.15, which has the most names: fewer are welcome
+MOST = 47
 
 
 def test_every_difference_of_signatures_has_a_row() -> None:
