@@ -154,6 +154,7 @@ LISTED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("_embedding_bag_forward_only.default", (*BAGS, False, 0), {}),
     ("_embedding_bag_forward_only.default", (*BAGS, False, 1), {}),
     ("avg_pool1d.default", (real(3, 4, 9), [3], [2], [1]), {}),
+    ("adaptive_avg_pool1d.out", (real(3, 4, 9), [3]), {"out": torch.empty(3, 4, 3).double()}),
     ("native_channel_shuffle.default", (real(3, 6, 5), 3), {}),
     ("_unsafe_index.Tensor", (real(5, 4), [None, numbers(4, 3)]), {}),
     ("_index_put_impl_.default", (real(5, 4), [torch.tensor([0, 3, 1])], real(3, 4)), {}),

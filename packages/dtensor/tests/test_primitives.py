@@ -35,6 +35,8 @@ CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "copy_to": ("copy_to", (X.clone(), Y), {}),
     "sum": ("sum", (X, [0]), {}),
     "sum of all": ("sum", (X, [0, 1]), {}),
+    "amax": ("amax", (X, [0]), {}),
+    "amin of all": ("amin", (X, [0, 1]), {}),
     "prod": ("prod", (X, [0, 1]), {}),
     "prod of integers": ("prod", (N.abs() % 3 + 1, [0]), {}),
     "var": ("var", (X, [0], 1.0), {}),

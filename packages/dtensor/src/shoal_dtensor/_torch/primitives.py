@@ -28,6 +28,14 @@ def _prod(inp: Tensor, dims: list[int], *, output_dtype: Any = None) -> Tensor:
     return result
 
 
+def _amax(inp: Tensor, dims: list[int], *, output_dtype: Any = None) -> Tensor:
+    return torch.amax(inp, dims).to(output_dtype or inp.dtype)
+
+
+def _amin(inp: Tensor, dims: list[int], *, output_dtype: Any = None) -> Tensor:
+    return torch.amin(inp, dims).to(output_dtype or inp.dtype)
+
+
 def _var(
     inp: Tensor,
     dims: list[int],
@@ -52,6 +60,8 @@ def _convert(a: Tensor, dtype: torch.dtype) -> Tensor:
 
 # Operators with another name or other arguments than in `aten`.
 _RENAMED: dict[str, Callable[..., Any]] = {
+    "amax": _amax,
+    "amin": _amin,
     "bessel_i0e": aten.special_i0e,
     "bessel_i1": aten.special_i1,
     "bessel_i1e": aten.special_i1e,

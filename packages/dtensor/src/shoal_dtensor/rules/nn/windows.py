@@ -465,7 +465,8 @@ WINDOWED: Table = family(
         ),
         _PADS: Rule(planes, skip_empty=True, moves="self"),
         backward(f"{_PADS} {_SAMPLED}"): Rule(planes, skip_empty=True, linear="grad_output"),
-        "avg_pool1d": Rule(planes, skip_empty=True, linear="self"),
+        # Without `out=`, torch splits the adaptive one into operators on images.
+        "avg_pool1d adaptive_avg_pool1d": Rule(planes, skip_empty=True, linear="self"),
         "max_unpool2d max_unpool3d": Rule(planes, skip_empty=True),
         _SAMPLED: Rule(fractional_max_pool, skip_empty=True),
         # n is the batch, c the channels, h and w the image, p and q the grid; t holds the places.
