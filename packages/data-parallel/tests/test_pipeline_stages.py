@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,10 +163,18 @@ class Pipeline:
             shard_stage(model)
             self.stages.append(PipelineStage(model, index, count, torch.device("cpu"), group=group))
 
-    def schedule(self, name: str, microbatches: int, *, scale_grads: bool = False) -> Any:
+    def schedule(
+        self, name: str, microbatches: int, *, scale_grads: bool = False, **options: Any
+    ) -> Any:
         kind: Any = getattr(pipelining, name)
         stages = self.stages if len(self.stages) > 1 else self.stages[0]
-        return kind(stages, n_microbatches=microbatches, loss_fn=loss_of, scale_grads=scale_grads)
+        return kind(
+            stages,
+            n_microbatches=microbatches,
+            loss_fn=loss_of,
+            scale_grads=scale_grads,
+            **options,
+        )
 
     def step(self, schedule: Any, number: int, rows: int = 32, **options: Any) -> None:
         """Run one step of both: gradients are averaged over the data axis."""
@@ -282,6 +291,34 @@ def test_gradients_of_steps_that_are_not_finalized_are_kept(kind: str) -> None:
             assert param.grad is not None
             param.grad /= MICROBATCHES
         pipeline.check_gradients()
+
+
+# Arguments that schedules of torch 2.15 have.
+NEW_OPTIONS: dict[str, dict[str, Any]] = {
+    "reductions are awaited later": {"defer_reduce_grad_wait": True},
+    "one stage is gathered": {"max_active_stages": 1},
+    "gathers as late as possible": {"unshard_lookahead": "auto"},
+    "few sends in flight": {"max_outstanding_sends": 1},
+}
+
+
+@pytest.mark.skipif(
+    "unshard_lookahead" not in signature(pipelining.ScheduleInterleaved1F1B).parameters,
+    reason="schedules have these arguments from torch 2.15 on",
+)
+@pytest.mark.parametrize("option", NEW_OPTIONS)
+@on_ranks(4, timeout=120)
+def test_prepared_schedules_take_the_arguments_of_torch_2_15(option: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    for name in ("ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"):
+        pipeline = Pipeline(name, lambda model: shard(model, mesh), mesh)
+        schedule = pipeline.schedule(name, MICROBATCHES, **NEW_OPTIONS[option])
+        prepare_pipeline(schedule)
+        for number in range(2):
+            with CommDebugMode() as counted:
+                pipeline.step(schedule, number)
+            pipeline.check_gradients()
+            assert reductions(counted) == 2 * len(pipeline.stages)
 
 
 @on_ranks(4, timeout=120)
