@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from custom_collectives import Gather, Scatter
 from data_parallel_model import (
     Fault,
     Model,
@@ -35,7 +36,6 @@ from data_parallel_model import (
     units,
 )
 from shoal_data_parallel import (
-    AllGather,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
@@ -43,7 +43,6 @@ from shoal_data_parallel import (
     LayoutError,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ReduceScatter,
     ReplicateModule,
     StyleError,
     UnsupportedModuleError,
@@ -265,48 +264,6 @@ def test_layouts_of_groups_of_ranks() -> None:
 
 
 # --- collectives of the user ----------------------------------------------------------------------
-
-
-class Gather(AllGather):
-    """An all-gather that keeps count."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> Any:
-        self.calls += 1
-        return dist.all_gather_into_tensor(
-            output_tensor, input_tensor.clone(), group=group, async_op=async_op
-        )
-
-
-class Scatter(ReduceScatter):
-    """A reduce-scatter of an all-reduce that knows its reductions."""
-
-    def __init__(self) -> None:
-        self.ops: list[Any] = []
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        self.ops.append(op)
-        dist.all_reduce(input_tensor, group=group)
-        if op == dist.ReduceOp.AVG:
-            input_tensor /= group.size()
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
 def placements(param: nn.Parameter) -> Shard | None:
@@ -702,35 +659,6 @@ def test_what_only_cuda_has_is_refused() -> None:
     refuse(lambda m: m.set_custom_all_gather(3), TypeError)
     refuse(lambda m: m.set_custom_reduce_scatter(print), TypeError)
     refuse(lambda m: m.set_requires_all_reduce("no"), StyleError)
-
-
-FLAGS: dict[str, Callable[[Any, bool], None]] = {
-    "is last": lambda m, last: m.set_is_last_backward(last),
-    "reshard": lambda m, last: m.set_reshard_after_backward(last),
-    "sync": lambda m, last: m.set_requires_gradient_sync(last),
-    "all-reduce": lambda m, last: m.set_requires_all_reduce(last),
-    "separate groups": lambda m, last: m.set_separate_reduce_scatter_group(last),
-    "buffers": lambda m, last: m.set_reduce_scatter_max_input_buffers(1 if last else 3),
-    "custom": lambda m, last: m.set_custom_reduce_scatter(Scatter()),
-    "unused": lambda m, last: m.set_reduce_scatter_unused_params(last),
-}
-
-
-@pytest.mark.parametrize("first", FLAGS)
-@on_ranks(4, timeout=120)
-def test_pairs_of_methods(first: str) -> None:
-    """Gradients of three backwards, the last of which ends a step, are those of one device."""
-    mesh = two_axes()
-    later = list(FLAGS)[list(FLAGS).index(first) :]
-    for second in later:
-        plain, model = replicated(mesh)
-        for step in range(3):
-            for name in (first, second):
-                FLAGS[name](model, step == 2)
-            tokens, targets = batch(step)
-            loss_of(plain, tokens, targets).backward()
-            loss_of(model, *rows(mesh, tokens, targets)).backward()
-        same_gradients(plain, model)
 
 
 @on_ranks(2)
