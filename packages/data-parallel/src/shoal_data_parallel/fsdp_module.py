@@ -10,8 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -32,6 +32,8 @@ from .gradients.reduction import GroupReduction, deliver
 from .units.schedule import CommContext
 from .units.unit import STATE, Unit, unit_of, units_of
 from .units.unit_passes import as_forward, enter
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,6 +493,34 @@ class FSDPModule(ReducingModule):
             "only. Pass a custom collective whose `allocate` returns such buffers: "
             "set_custom_all_gather, set_custom_reduce_scatter"
         )
+
+
+def refusing_methods_of_units(kind: type[M]) -> type[M]:
+    """Give a class of modules without units the public methods of `FSDPModule`, as refusals.
+
+    In torch all modules of `replicate` have these methods.
+    """
+    for name in vars(FSDPModule):
+        is_public = not name.startswith("_")
+        if is_public and not hasattr(kind, name):
+            setattr(kind, name, _refusal_of(name))
+    return kind
+
+
+def _refusal_of(name: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses a method of units, and has its signature."""
+
+    @wraps(getattr(FSDPModule, name))
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedModuleError(
+            f"{name}: only a unit has this method, and replicate has made {type(self).__name__} "
+            "without one: its parameters are always whole, and gradients are reduced in buckets. "
+            "Pass dp_mesh_dims=DataParallelMeshDims(replicate=...) to replicate, which then makes "
+            "a unit"
+        )
+
+    refuse.__doc__ = f"Refuse `{name}`, which only units have (`replicate(..., dp_mesh_dims=)`)."
+    return refuse
 
 
 def _start_over_all_axes(unit: Unit) -> GroupReduction:

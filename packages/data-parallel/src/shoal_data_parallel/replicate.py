@@ -8,17 +8,16 @@ May import: fsdp_module, fully_shard, gradients, parameters, units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import wraps
 from math import prod
-from typing import Any, NoReturn, cast, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.errors import LayoutError, StyleError, UnsupportedModuleError
+from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     ShardsInFlight,
     check_plain_tensors,
@@ -37,7 +36,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh, broadcast, current_mesh
 
-from .fsdp_module import FSDPModule
+from .fsdp_module import FSDPModule, refusing_methods_of_units
 from .fully_shard import check_modules, install_unit, mesh_of_all_ranks
 from .gradients.forward_writes import ForwardWrites
 from .gradients.global_losses import watch
@@ -606,6 +605,7 @@ def _gathered_in_turns(
         yield last, in_flight.wait()
 
 
+@refusing_methods_of_units
 class ReplicateModule(ReducingModule):
     """The class that `replicate` adds to a module's class.
 
@@ -643,28 +643,6 @@ class ReplicateModule(ReducingModule):
         shards alone is left.
         """
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
-
-
-def _refusal_of(name: str) -> Callable[..., NoReturn]:
-    """Return a method that refuses a method of units, and has its signature."""
-
-    @wraps(getattr(FSDPModule, name))
-    def refuse(self: ReplicateModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedModuleError(
-            f"{name}: only a unit has this method, and replicate has made {type(self).__name__} "
-            "without one: its parameters are always whole, and gradients are reduced in buckets. "
-            "Pass dp_mesh_dims=DataParallelMeshDims(replicate=...) to replicate, which then makes "
-            "a unit"
-        )
-
-    refuse.__doc__ = f"Refuse `{name}`, which only units have (`replicate(..., dp_mesh_dims=)`)."
-    return refuse
-
-
-# In torch all modules of `replicate` have these methods.
-for _name in [name for name in vars(FSDPModule) if not name.startswith("_")]:
-    if not hasattr(ReplicateModule, _name):
-        setattr(ReplicateModule, _name, _refusal_of(_name))
 
 
 class ReplicatedUnitModule(FSDPModule, ReplicateModule):
