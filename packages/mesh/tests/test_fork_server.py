@@ -76,3 +76,15 @@ def _alive(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
+
+
+def test_a_function_of_a_module_is_called_before_ranks_are_forked(tmp_path: Path) -> None:
+    (tmp_path / "module_of_test.py").write_text("def prepare(): print('prepared')")
+    names = ["module_of_test:prepare", "not_installed:prepare"]
+    code = f"from {worker.__name__} import serve_forks; serve_forks({names})"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", code]
+    server = subprocess.run(
+        command, stdin=subprocess.DEVNULL, env=env, check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout == "prepared\n"

@@ -12,7 +12,6 @@ from ._torch.interception import (
     explain_weights_only,
     keep_whole,
     refuse_in_c,
-    register_dispatch,
 )
 from .api.constructors import (
     distribute_module,
@@ -49,9 +48,8 @@ from .api.state_dicts import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-
-# its own name would hide the folder
-from .dispatch.dispatch import cache_info, clear_cache, dispatch as run_operator
+from .before_fork import register_operators
+from .dispatch.dispatch import cache_info, clear_cache
 from .errors import CommunicationForbiddenError, ShoalTensorError
 from .layout.partition_spec import PartitionSpec
 from .layout.placements import Partial, Placement, Replicate, Shard, StridedShard
@@ -72,11 +70,9 @@ from .scopes import checked_replicas, communication, implicit_replication, unkno
 from .tensor.dtensor import (
     DTensor,
     gradient_of_output,
-    run_on_pending,
     safe_globals,
     zeros_of_output,
 )
-from .tensor.gradients import ACCUMULATION
 from .tensor.serialization import install_staging_of_dtensors, refuse_memory
 
 _StridedShard = StridedShard  # torch's name
@@ -98,8 +94,7 @@ Spec.on_first_use += [
         "To allow all parts of a DTensor, this line is enough: "
         "torch.serialization.add_safe_globals(shoal_dtensor.safe_globals())",
     ),
-    partial(register_dispatch, DTensor, run_operator),
-    partial(register_dispatch, DTensor.pending, run_on_pending, ACCUMULATION),
+    register_operators,
     partial(keep_whole, ["one_hot"]),
 ]
 

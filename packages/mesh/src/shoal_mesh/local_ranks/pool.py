@@ -61,10 +61,14 @@ _LAYERS = (
     "same_bits",
     "shard_api",
 )
+# before the names of the layers; "" where this package is not vendored
+_PREFIX = __package__.partition("shoal_")[0]
 _SLOW_FAMILIES = (
     "transformers.models.",
-    *(f"{__package__.partition('shoal_')[0]}shoal_{layer}" for layer in _LAYERS),
+    *(f"{_PREFIX}shoal_{layer}" for layer in _LAYERS),
 )
+# layer -> its function that does a part of its first use, which would take 23 MiB of each rank
+_FIRST_USES = {"dtensor": "before_fork:prepare_dispatch"}
 
 
 class ForkServer:
@@ -81,7 +85,7 @@ class ForkServer:
         if sys.platform == "linux":
             # gloo would look up the host name, which need not resolve
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        preload = [name for name in sys.modules if _is_slow_import(name)]
+        preload = slow_imports()
         if "pytest" in sys.modules:
             # it imports modules that tests of optimizers and of compiled steps need
             preload.append("torch._inductor.pattern_matcher")
@@ -112,7 +116,8 @@ class ForkServer:
         """Import modules before ranks are forked that need them.
 
         Args:
-            names: the modules; they must start no threads and use no device.
+            names: the modules; they must start no threads and use no device. `module:function` is
+                a function that is called too.
         """
         missing = sorted(set(names) - self._loaded)
         self._loaded.update(missing)
@@ -141,6 +146,16 @@ class ForkServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+def slow_imports() -> list[str]:
+    """Return the slow modules that this process has imported, and functions of first uses."""
+    names = [name for name in sys.modules if _is_slow_import(name)]
+    for layer, function in _FIRST_USES.items():
+        package = f"{_PREFIX}shoal_{layer}"
+        if package in sys.modules:
+            names.append(f"{package}.{function}")
+    return names
 
 
 def _is_slow_import(name: str) -> bool:

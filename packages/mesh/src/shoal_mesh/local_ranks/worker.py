@@ -7,7 +7,6 @@ and uses no device, so that forking it is safe.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -68,7 +67,8 @@ class Job(NamedTuple):
 def serve_forks(preload: list[str]) -> None:
     """Import the modules that ranks need, then carry out every line of JSON on stdin.
 
-    A line has the arguments of a rank to fork, or more modules to import.
+    A line has the arguments of a rank to fork, or more modules to import. `module:function` in the
+    place of a module is a function to call.
 
     Stdin closes when the parent ends; then the server ends its ranks and itself. The kernel's
     parent-death signal would not do, because it is sent at the end of the thread that has started
@@ -94,9 +94,14 @@ def serve_forks(preload: list[str]) -> None:
 
 def _import_modules(names: list[str]) -> None:
     for name in names:
-        # a module that the program has made at run time cannot be imported
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+        module_name, _, function_name = name.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:
+            # a module that the program has made at run time cannot be imported
+            continue
+        if function_name:
+            getattr(module, function_name)()
     # Otherwise a garbage collection in a rank would visit half a million objects of the server,
     # which takes 0.3 s and copies the pages of memory that ranks share with it.
     gc.freeze()
