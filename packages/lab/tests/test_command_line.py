@@ -55,6 +55,22 @@ def test_a_script_runs_on_ranks_without_observation(named: list[str]) -> None:
     assert printed == [f"rank {rank} of 3 is done" for rank in range(3)]
 
 
+def test_a_module_runs_and_has_options_that_begin_like_the_ones_of_the_command(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "main_of_test.py").write_text("import sys; print(*sys.argv[1:], 'end')")
+    command = [sys.executable, "-m", "shoal_lab", "run", "-m", "main_of_test", "--ranks", "1"]
+    done = subprocess.run(
+        [*command, "--dev", "cuda", "--rank", "7"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.stdout == "--dev cuda --rank 7 end\n"
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -11,10 +11,10 @@ from math import prod
 
 from .certify import certify
 from .errors import CertifyError
-from .ranks import run_script_on_ranks
+from .ranks import ScriptProgram, run_script_on_ranks
 
 _USAGE = """\
-shoal run SCRIPT --ranks N [--device cpu] [ARGUMENTS]
+shoal run [-m] SCRIPT --ranks N [--device cpu] [ARGUMENTS]
        shoal certify SCRIPT (--ranks N | --mesh dp=2,tp=4) [OPTIONS] [ARGUMENTS]"""
 
 
@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = [word for word in arguments if word != "--"]
     try:
         if not is_certify:
-            run_script_on_ranks(options.script, arguments, (options.ranks, options.device))
+            program = ScriptProgram(options.script, tuple(arguments), is_module=options.module)
+            run_script_on_ranks(program, (options.ranks, options.device))
             return 0
         mesh = _read_mesh(options.mesh) if options.mesh else {"ranks": options.ranks}
         report = certify(
@@ -54,6 +55,8 @@ def _make_parser(is_certify: bool) -> argparse.ArgumentParser:
         prog="shoal certify" if is_certify else "shoal run",
         usage=_USAGE,
         description="Options of the script may follow; all options after -- belong to the script.",
+        # a script may have an option that begins like one of these
+        allow_abbrev=False,
     )
     parser.add_argument("script", metavar="SCRIPT", help="a script that can be started by torchrun")
     count = parser.add_mutually_exclusive_group(required=True)
@@ -72,6 +75,10 @@ def _make_parser(is_certify: bool) -> argparse.ArgumentParser:
         )
         parser.add_argument(
             "--tolerance", type=float, help="the allowed difference, relative to the norm"
+        )
+    else:
+        parser.add_argument(
+            "-m", "--module", action="store_true", help="SCRIPT is the name of a module"
         )
     return parser
 

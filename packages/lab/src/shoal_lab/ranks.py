@@ -70,20 +70,34 @@ def run_ranks(
     return lab(count, isolation="process", device=device).run(function, *args, world=world)
 
 
-def run_script_on_ranks(
-    script: str, arguments: Sequence[str], choices: tuple[int, str | None]
-) -> None:
-    """Run a script as torchrun does, without observation.
+@dataclass(frozen=True, slots=True)
+class ScriptProgram:
+    """A program that runs without observation.
+
+    Attributes:
+        script: the path of a script, or the name of a module.
+        arguments: its arguments, which are passed as they are.
+        is_module: whether `script` is the name of a module.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    is_module: bool
+
+
+def run_script_on_ranks(program: ScriptProgram, choices: tuple[int, str | None]) -> None:
+    """Run a program as torchrun does, without observation.
 
     Args:
-        script: the path of the script.
-        arguments: the arguments of the script, which are passed as they are.
+        program: the program.
         choices: the number of ranks, and "cpu" to map accelerators to the CPU or None.
     """
-    if not os.path.isfile(script):
-        raise CertifyError(f"the script {script} does not exist")
+    if not program.is_module and not os.path.isfile(program.script):
+        raise CertifyError(f"the script {program.script} does not exist")
     count, device = choices
-    lab(count, isolation="process", device=device, show_output=True).run_script(script, arguments)
+    lab(count, isolation="process", device=device, show_output=True).run_script(
+        program.script, program.arguments, is_module=program.is_module
+    )
 
 
 def observe_job(

@@ -128,8 +128,7 @@ class Lab:
                 "threads share the main module, so a script needs ranks that are processes: "
                 "lab(ranks, isolation='process')"
             )
-        if not is_module:
-            ForkServer.get().preload(imports_of(program))
+        ForkServer.get().preload(imports_of(program, is_module=is_module))
         self.run(run_program, program, tuple(arguments), is_module=is_module, world=False)
 
     def _run_on_processes(
