@@ -333,19 +333,22 @@ def hugging_face(session: nox.Session) -> None:
         )
     ]
     pytest(session, *files, "integration_tests/layers/test_quantized_data_parallel.py")
+    pytest(session, "-m", "slow", "integration_tests/test_libraries_in_lab.py")
 
 
 @nox.session
 def torchtitan(session: nox.Session) -> None:
-    """The trainer of torchtitan with shoal's imports on meshes of 4 and 8 ranks, beside one process on torch."""
+    """The trainer of torchtitan with shoal's imports on 4 and 8 ranks, and unchanged on 8 ranks of the lab."""
     install(session, *STACK)
     # what torchtitan imports
     session.install("datasets", "tyro", "tensorboard", "einops", "pillow", "tomli")
-    session.install("--no-deps", "torchtitan==0.2.2", "torchdata")
+    # torchtitan imports triton, which torch for the CPU does not install
+    session.install("--no-deps", "torchtitan==0.2.2", "torchdata", "triton")
     folder = own_site_packages(session)
     session.run(
         "python", "-m", "integration_tests.titan", str(folder), *session.posargs, env=RANKS_ENV
     )
+    pytest(session, "-m", "slow", "integration_tests/test_libraries_in_lab.py")
 
 
 @nox.session(venv_backend="none")
