@@ -205,11 +205,18 @@ RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
 
 def says_how_to_run(_app: object, page: str, source: list[str]) -> None:
     """Tell readers of a guide how to start it; a page that calls `launch` starts its ranks itself."""
-    if page.startswith(("how-to/", "concepts/")) and "print(launch(main" not in source[0]:
-        line = (
-            r"To run this page, save its Python blocks in one file: "
-            r"`torchrun --nproc-per-node \1 page.py` starts it."
-        )
+    ranks = RANKS.search(source[0])
+    guide = page.startswith(("how-to/", "concepts/"))
+    if not guide or ranks is None or "print(launch(main" in source[0]:
+        return
+    line = (
+        "To run this page, save its Python blocks in one file: "
+        f"`torchrun --nproc-per-node {ranks[1]} page.py` starts it."
+    )
+    heading = "## Program\n"
+    if heading in source[0]:
+        source[0] = source[0].replace(heading, f"{heading}\n{line}\n", 1)
+    else:
         source[0] = RANKS.sub(line, source[0])
 
 
