@@ -155,7 +155,7 @@ def install(session: nox.Session, *packages: str, groups: Iterable[str] = GROUPS
 
 
 def install_declared(session: nox.Session, package: str) -> None:
-    """Give the session one package and the layers below, and of the rest only what they declare."""
+    """Give the session one package, the layers below, and only their declared dependencies."""
     tests = group("test", project=ROOT / "packages" / package)
     install(session, package)
     hide_third_party(session)

@@ -1,4 +1,4 @@
-"""Every check of the repository: `nox` runs the sessions of CHECKS, two at a time; `nox --list` shows all.
+"""Checks of the repository: `nox` runs the sessions of CHECKS, two at a time; `nox --list` lists all sessions.
 
 Each session has an environment with the layer under check, the layers below it, and third-party
 packages that are installed once (nox_environments.py). `wheel(<package>)` starts from nothing.
@@ -51,7 +51,7 @@ nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["checks"]
 
 FAST = "not parity and not slow"
-# installed without what they depend on
+# installed without their dependencies
 BESIDE_HF = ("accelerate==1.15.0", "peft==0.21.2", "psutil==7.2.2")
 RANKS_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -65,16 +65,16 @@ CHECKS = ("lint", *LONG, *sorted(SHORT), "docs", "demo", "packages")
 
 
 def pytest(session: nox.Session, *args: str, env: Mapping[str, str | None] = RANKS_ENV) -> None:
-    """Run tests; out/times keeps how long each took."""
+    """Run tests; keep the time of each in out/times."""
     times = ROOT / "out" / "times" / f"{session.name}-{Path(args[-1]).name}.xml"
     session.run("python", "-m", "pytest", *args, f"--junitxml={times}", *session.posargs, env=env)
 
 
 @nox.session(venv_backend="none")
 def checks(session: nox.Session) -> None:
-    """Every session of CHECKS, two at a time, for half of the time ranks leave one of two cores idle.
+    """Run every session of CHECKS, two at a time: ranks leave one of two cores idle for half of the time.
 
-    What a session prints is shown when it has ended. One that fails keeps no other from running.
+    The output of a session is shown when the session has ended. A session that fails does not stop the others.
     """
 
     def run(name: str) -> subprocess.CompletedProcess[str]:
@@ -97,7 +97,7 @@ def checks(session: nox.Session) -> None:
                 sys.stdout.write(done.stdout)
                 session.log(f"* {names[future]}: {'failed' if done.returncode else 'success'}")
                 failed += [names[future]] if done.returncode else []
-        except KeyboardInterrupt:  # which those that run get too
+        except KeyboardInterrupt:  # the running sessions get it too
             lanes.shutdown(cancel_futures=True)
             raise
     if failed:
@@ -106,7 +106,7 @@ def checks(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Format, style, words, imports of folders, the map of folders, readable statements; prints the density."""
+    """Check format, style, words, imports of folders, the map of folders, statements; print the density."""
     install(session)
     session.run("python", "-m", "ruff", "format", "--check", ".")
     session.run("python", "-m", "ruff", "check", ".")
@@ -121,14 +121,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", STACK, ids=STACK)
 def types(session: nox.Session, package: str) -> None:
-    """Mypy strict over one package, with only the layers below installed."""
+    """Run mypy strict over one package, with only the layers below installed."""
     install(session, package)
     session.run("python", "-m", "mypy", f"packages/{package}/src", f"packages/{package}/tests")
 
 
 @nox.session
 def public_types(session: nox.Session) -> None:
-    """Pyright knows the type of every public name of the packages, as their users' editors do."""
+    """Check that pyright, like an editor, infers the type of every public name of the packages."""
     install(session)
     session.install("basedpyright==1.40.2")  # pyright, with the node that it runs on as a package
     session.install(
@@ -151,14 +151,14 @@ def public_types(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", STACK, ids=STACK)
 def test(session: nox.Session, package: str) -> None:
-    """Tests of one package, with the layers below and declared dependencies only."""
+    """Run the tests of one package, with the layers below and declared dependencies only."""
     install_declared(session, package)
     pytest(session, "-m", FAST, f"packages/{package}/tests")
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """What concerns several layers: isolation, vendoring, README and documentation snippets, the example."""
+    """Test several layers together: isolation, vendoring, snippets of README and documentation, the example."""
     install(session, *STACK)
     # Tests import each other by their folder's name, examples as the scripts that they are.
     bases = "--explicit-package-bases"
@@ -172,7 +172,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def device(session: nox.Session) -> None:
-    """The main programs and tests for GPUs on a simulated accelerator; `-- --table` writes docs/device_stalls.md."""
+    """Run main programs and tests for GPUs on a simulated device; `-- --table` writes docs/device_stalls.md."""
     install(session, *STACK)
     path = os.pathsep.join(map(str, (ROOT, ROOT / "integration_tests" / "device" / "autoload")))
     env = {**RANKS_ENV, "PYTHONPATH": path}
@@ -195,7 +195,7 @@ def device(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation, warnings as errors; result in docs/_build/html."""
+    """Build the documentation in docs/_build/html, with warnings as errors, and check its pages."""
     install(session, *STACK)
     session.run(
         "python",
@@ -223,7 +223,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def packages(session: nox.Session) -> None:
-    """Build all, check their metadata, install the wheels with nothing undeclared and import each."""
+    """Build all packages, check their metadata, install the wheels with declared dependencies only, import each."""
     install(session)
     dist = build(session, *STACK, "shoal")
     session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
@@ -241,7 +241,7 @@ def packages(session: nox.Session) -> None:
 @nox.session(reuse_venv=False)
 @nox.parametrize("package", STACK, ids=STACK)
 def wheel(session: nox.Session, package: str) -> None:
-    """Install a wheel in an empty environment with what it declares, run the tests that its sdist carries."""
+    """Install a wheel and its declared dependencies in an empty environment, run the tests of its sdist."""
     session.install("-c", "constraints.txt", "hatchling")
     dist = build(session, *closure(package))
     (sdist,) = dist.glob(f"{import_name(package)}-*.tar.gz")
@@ -287,7 +287,7 @@ def lock(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", STACK, ids=STACK)
 def vendor(session: nox.Session, package: str) -> None:
-    """Copy a layer and those below into a host package, rewrite one import prefix, run the layer's tests there."""
+    """Copy a layer and the layers below into a package, rewrite one import prefix, run the layer's tests there."""
     # no layer of shoal is installed: only the vendored copy can be imported
     install(session)
     pytest(
@@ -304,14 +304,14 @@ def parity(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """The tests that take long: full sweeps."""
+    """Run the tests that take long: full sweeps."""
     install(session, *STACK)
     pytest(session, "-m", "slow and not parity")
 
 
 @nox.session
 def hugging_face(session: nox.Session) -> None:
-    """The tests beside peft, accelerate, Lightning and torchao, which no other session has."""
+    """Run the tests with peft, accelerate, Lightning and torchao, which no other session installs."""
     install(session, *STACK)
     session.install(
         "--no-deps",
@@ -338,9 +338,9 @@ def hugging_face(session: nox.Session) -> None:
 
 @nox.session
 def torchtitan(session: nox.Session) -> None:
-    """The trainer of torchtitan with shoal's imports on 4 and 8 ranks, and unchanged on 8 ranks of the lab."""
+    """Compare torchtitan's trainer on 4 and 8 ranks, and unchanged in the lab, with one process on torch."""
     install(session, *STACK)
-    # what torchtitan imports
+    # imported by torchtitan
     session.install("datasets", "tyro", "tensorboard", "einops", "pillow", "tomli")
     # torchtitan imports triton, which torch for the CPU does not install
     session.install("--no-deps", "torchtitan==0.2.2", "torchdata", "triton")
@@ -353,7 +353,7 @@ def torchtitan(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device, with the torch of the Python that runs nox; nothing is installed."""
+    """Run the tests that need a CUDA device, with the torch of the Python that runs nox; install nothing."""
     path = os.pathsep.join(str(ROOT / "packages" / package / "src") for package in STACK)
     tests = ("-m", "gpu", *(f"packages/{package}/tests" for package in STACK))
     session.run(
@@ -368,7 +368,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """All benchmarks, or those named after `--`; reports in out/bench, and one table of what users run."""
+    """Run all benchmarks, or the benchmarks named after `--`; write reports to out/bench, print one table."""
     install(session, *STACK)
     session.install("--no-deps", *BESIDE_HF, "torchtitan==0.2.2")  # rivals
     named = [arg for arg in session.posargs if not arg.startswith("-")]
@@ -389,7 +389,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", STACK, ids=STACK)
 def coverage(session: nox.Session, package: str) -> None:
-    """Line coverage of one package by its own tests, on the ranks of the pool too."""
+    """Measure the line coverage of one package by its own tests, including the ranks of the pool."""
     install(session, package)
     # Ranks are measured by a hook at interpreter start; coverage's own is in the shared folder,
     # where none is run.
@@ -408,14 +408,14 @@ def coverage(session: nox.Session, package: str) -> None:
 
 @nox.session
 def op_sweep(session: nox.Session) -> None:
-    """Every operator of torch's database on 4 ranks against one device; writes docs/op_coverage.md."""
+    """Compare every operator of torch's database on 4 ranks with one device; write docs/op_coverage.md."""
     install(session, *STACK)
     session.run("python", "-m", "integration_tests.op_sweep", *session.posargs, env=RANKS_ENV)
 
 
 @nox.session
 def module_sweep(session: nox.Session) -> None:
-    """Every module and optimizer of torch's databases on 4 ranks; writes docs/module_coverage.md."""
+    """Compare every module and optimizer of torch's databases on 4 ranks; write docs/module_coverage.md."""
     install(session, *STACK)
     support = str(ROOT / "packages" / "dtensor" / "tests" / "support")
     session.run(
@@ -429,7 +429,7 @@ def module_sweep(session: nox.Session) -> None:
 
 @nox.session
 def architecture_sweep(session: nox.Session) -> None:
-    """Architectures of transformers, sharded by their own and by automatic plans; writes docs/architectures.md."""
+    """Compare architectures of transformers, by their own and by automatic plans; write docs/architectures.md."""
     install(session, *STACK)
     support = str(ROOT / "packages" / "dtensor" / "tests" / "support")
     args = ("-m", "integration_tests.architecture_sweep", *session.posargs)
@@ -438,7 +438,7 @@ def architecture_sweep(session: nox.Session) -> None:
 
 @nox.session
 def hunt(session: nox.Session) -> None:
-    """Random programs against one device: `nox -s hunt -- random_programs FIRST COUNT`.
+    """Compare random programs with one device: `nox -s hunt -- random_programs FIRST COUNT`.
 
     Of operators (`random_programs`), of modules, plans and optimizers
     (`integration_tests.random_modules`), or of data parallelism
@@ -451,18 +451,18 @@ def hunt(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=False, python="3.11")
 def minimums(session: nox.Session) -> None:
-    """The oldest supported torch and Python."""
+    """Run the fast tests on the oldest supported torch and Python."""
     with_torch(session, "torch==2.11.*")
 
 
 @nox.session(reuse_venv=False)
 def newest(session: nox.Session) -> None:
-    """The newest torch that the packages allow, and the newest of everything else: nothing is constrained."""
+    """Run the fast tests on the newest torch that the packages allow, without constraints."""
     with_torch(session, *declared("mesh"))
 
 
 def with_torch(session: nox.Session, torch: str) -> None:
-    """The fast tests on some torch."""
+    """Run the fast tests on one version of torch."""
     session.install(torch, "numpy", *group("test", "extras", "models"))
     session.install(*(part for package in STACK for part in ("-e", f"packages/{package}")))
     pytest(session, "-m", FAST)

@@ -35,7 +35,7 @@ extensions = [
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 myst_heading_anchors = 3
-# the notebook is run by a test, which keeps what its cells show
+# a test runs the notebook, and its outputs are kept in the file
 nb_execution_mode = "off"
 # errors of one name in two packages: a docstring means its own
 suppress_warnings = ["ref.python"]
@@ -58,8 +58,8 @@ intersphinx_mapping = (
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-# What a class has from a base without an entry of its own is listed with it; what it has from these
-# is not repeated.
+# Members that a class inherits from a base without an entry are listed with the class, except the
+# members of these bases.
 SHOWN_ELSEWHERE = (
     "object, BaseException, Enum, int, str, tuple, dict, Tensor, TensorBase, Module, Optimizer, "
     "TorchDispatchMode, "
@@ -109,7 +109,7 @@ INTERNAL = {"copied_view", "pending"}
 
 
 def names_bases(_app: object, _name: str, _class: type, _options: object, bases: list[Any]) -> None:
-    """Bases without an entry are where methods come from, not what a reader can look up."""
+    """Leave out bases without an entry, which a reader cannot look up."""
     bases[:] = [base for base in bases if not is_internal(base)] or [object]
 
 
@@ -122,7 +122,7 @@ def is_internal(value: Any) -> bool:
 def leaves_contract_out(
     _app: object, _what: str, _name: str, _value: Any, _options: object, text: list[str]
 ) -> None:
-    """What a module may import is for those who change it; it is the end of its docstring."""
+    """Leave out the contract of imports, the end of a module's docstring."""
     text[:] = takewhile(lambda line: not line.startswith("May import: "), text)
 
 

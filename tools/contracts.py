@@ -1,6 +1,6 @@
-"""Checks that every folder imports exactly what it says it may: `python tools/contracts.py`.
+"""Checks that every folder imports exactly the siblings that its contract names: `python tools/contracts.py`.
 
-The docstring of a folder's `__init__.py` names those of its siblings that its files import: `May
+The docstring of a folder's `__init__.py` names the siblings that its files import: `May
 import: errors, layout.` or `May import: nothing.` So does a file beside the folders of a package,
 if it imports any. A package names the layers below it in its pyproject.toml. Imports inside
 functions and for type checkers count, and no siblings, files included, import each other in a
@@ -45,7 +45,7 @@ def imported(path: Path, sources: dict[str, Path]) -> Iterator[tuple[int, Path]]
 
 
 def imports(root: Path, sources: dict[str, Path]) -> dict[Path, dict[str, str]]:
-    """What each package, folder and file (without suffix) imports of its siblings, each with a line that does so."""
+    """Map each package, folder and file (without suffix) to its imported siblings, each with one importing line."""
     used: dict[Path, dict[str, str]] = {}
     for path in sorted(path for source in sources.values() for path in source.rglob("*.py")):
         for child in (path.parent, path.with_suffix("")):
@@ -61,7 +61,7 @@ def imports(root: Path, sources: dict[str, Path]) -> dict[Path, dict[str, str]]:
 
 
 def says(child: Path) -> tuple[Path, set[str] | None]:
-    """Where a package, folder or file says what it may import, and what it says: None where there is no such line."""
+    """Return the file with the contract of a package, folder or file, and its contract; None without one."""
     file = child / "pyproject.toml"
     if file.is_file():
         needs = tomllib.loads(file.read_text())["project"]["dependencies"]
@@ -106,9 +106,9 @@ def findings(root: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what was found; fail if there is any."""
+    """Print the findings; fail if there are any."""
     found = sorted(findings(ROOT))
-    print("\n".join(found) or "every folder imports what it says")
+    print("\n".join(found) or "every folder imports only its declared siblings")
     return bool(found)
 
 

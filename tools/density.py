@@ -12,7 +12,7 @@ The columns, per folder:
   expressions), lambda;
 - func>40, file>300: functions and files with more statements than that;
 - >100: the share of code lines that are wider than 100 characters;
-- comments: comments per code line; own:trail: those on their own line per trailing one;
+- comments: comments per code line; own:trail: comments on their own line per trailing comment;
 - nounless: docstrings whose first word is neither verb nor noun (What, Whether, Who, Of, ...).
 
 `--worst N` lists the N largest statements of all folders.

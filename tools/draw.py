@@ -141,7 +141,7 @@ def draw_spec() -> None:
     save(figure, "spec")
 
 
-# package, what it is for, and its box: left, bottom, width, height; a box stands on what it needs
+# package, its purpose, and its box: left, bottom, width, height; a box stands on its dependencies
 STACK = (
     ("mesh", "grids of ranks, process groups, collectives", 0, 0, 10, 0.8),
     ("dtensor", "sharded tensors, redistribution, random numbers", 0, 1, 10, 0.8),

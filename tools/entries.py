@@ -33,7 +33,7 @@ def imported_by_pages(site: Path) -> set[str]:
 
 
 def documented(module: str) -> Iterator[tuple[str, Any]]:
-    """Addresses and values of what a module has in public and does not pass on from a layer below."""
+    """Return addresses and values of the public names that a module defines itself."""
     space = import_module(module)
     own = [
         name

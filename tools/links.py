@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class Page(HTMLParser):
-    """What a page refers to, the anchors it has, and its title."""
+    """Links, anchors and title of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ def find_comprehensions(tree: ast.Module) -> Iterator[Finding]:
             continue
         inner = (part for part in ast.walk(node) if part is not node)
         if any(isinstance(part, (*COMPREHENSIONS, ast.Lambda)) for part in inner):
-            yield node.lineno, "a name or a loop for what is inside of this comprehension"
+            yield node.lineno, "a name or a loop for the expression inside of this comprehension"
 
 
 def find_comments(text: str) -> Iterator[Finding]:

@@ -13,9 +13,9 @@ PAGES = ROOT / "docs" / "where"
 INTRODUCTION = """\
 # Where does X live?
 
-Every folder and module of a package by the first sentence of its docstring. Imports go down only; `May import:` in a
-folder's docstring says what its modules may use, and `nox -s lint` checks it. Private names of torch are used in
-`_torch` and nowhere else. Names that a package has for its siblings are in its module `internal`.
+Every folder and module of a package with the first sentence of its docstring. Imports go down only: `May import:` in a
+folder's docstring names the siblings that its modules may import, and `nox -s lint` checks it. Private names of torch
+are used in `_torch` only. The module `internal` of a package has the names for other packages of shoal.
 
 These pages are generated: `python tools/where.py`.
 
@@ -33,7 +33,7 @@ def first_sentence(path: Path) -> str:
 
 
 def modules(folder: Path) -> Iterator[Path]:
-    """The modules of a folder in alphabetical order, without those that every package has."""
+    """Return the modules of a folder in alphabetical order, without the modules that every package has."""
     for path in sorted(folder.glob("*.py")):
         if path.name not in ("__init__.py", "__about__.py", "__main__.py"):
             yield path
@@ -66,7 +66,7 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write the pages, or with `--check` say whether they are what they should be."""
+    """Write the pages, or with `--check` report pages that are out of date."""
     wanted = pages()
     if "--check" not in sys.argv[1:]:
         PAGES.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# What is found, and what is written instead.
+# Found words, and better ones.
 INSTEAD = {
     r"lies|lay|laid|lying": "is placed, has the layout",
     r"the data say|only the data": "data-dependent",
@@ -32,7 +32,7 @@ INSTEAD = {
 PATTERNS = [
     (re.compile(rf"\b(?:{words})\b", re.IGNORECASE), better) for words, better in INSTEAD.items()
 ]
-# names of code in prose may be what they are
+# names of code are exempt
 CODE = re.compile(r"`[^`]*`")
 EXEMPT = {"docs/glossary.md", "tools/words.py", "docs/op_coverage.md"}
 
@@ -73,7 +73,7 @@ GROUPS = (
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Line numbers and texts of what is written for people: a page's lines, a module's strings and comments."""
+    """Yield line numbers and texts of prose: the lines of a page, the strings and comments of a module."""
     text = path.read_text()
     if path.suffix == ".md":
         yield from _outside_blocks(text)
@@ -177,7 +177,7 @@ def excesses(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what was found in the files that git knows, or in the named files; fail if there is any."""
+    """Print the findings in the files of git, or in the named files; fail if there are any."""
     named = sys.argv[1:] or subprocess.run(
         ["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split("\n")
