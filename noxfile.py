@@ -440,7 +440,7 @@ def architecture_sweep(session: nox.Session) -> None:
 def hunt(session: nox.Session) -> None:
     """Compare random programs with one device: `nox -s hunt -- random_programs FIRST COUNT`.
 
-    Of operators (`random_programs`), of modules, plans and optimizers
+    They are programs of operators (`random_programs`), of modules, plans and optimizers
     (`integration_tests.random_modules`), or of data parallelism
     (`integration_tests.random_training`).
     """

@@ -48,7 +48,7 @@ class Flat:
         if self.here or self.work is not None:
             return
         self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        # `.data`: the values are those that the forward used, so autograd shall not count a write.
+        # `.data`: the forward used equal values, so autograd shall not count a write.
         self.work = dist.all_gather_single(
             self.full.data, self.shard.detach(), group=self.group, async_op=True
         )
@@ -128,7 +128,7 @@ class HandSharded(nn.Module):
             self.flats[i - 1].start()
 
     def reduce(self, flat: Flat, grads: tuple[Tensor, ...]) -> None:
-        """Reduce the gradients of a block; those of the last one have arrived meanwhile."""
+        """Reduce the gradients of a block; the gradients of the previous block have arrived meanwhile."""
         if self.reducing is not None:
             self.reducing.finish()
         flat.reduce(grads)

@@ -1,4 +1,4 @@
-"""One table of what somebody trains or serves: by hand, torch, JAX and shoal, from the last run of each benchmark.
+"""One table of common tasks of training and serving: by hand, torch, JAX and shoal, from the last run of each script.
 
 python benchmarks/_table.py        # also the last thing that `nox -s bench` does; kept as out/bench/table.md
 """

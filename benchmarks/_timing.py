@@ -109,7 +109,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def report(name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Path:
-    """Print the rows as a table under what they were measured on, and keep both in out/bench/NAME.json."""
+    """Print the machine and the rows as a table, and keep both in out/bench/NAME.json."""
     print(f"\n{name}: {machine()}\n\n{table(header, rows)}\n", flush=True)
     path = ROOT / "out" / "bench" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,12 +120,12 @@ def report(name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table of all benchmarks: what somebody trains or serves, at the size at which they do.
+    """One row of the table of all benchmarks: a task of training or serving at a realistic size.
 
     Attributes:
-        what: it, with its size.
-        unit: of the figures, of which less is better.
-        shoal, by_hand, torch, jax: the figures; None where there is no such rival.
+        what: the task, with its size.
+        unit: the unit of the figures; less is better.
+        shoal, by_hand, torch, jax: the figures; None if that rival was not measured.
     """
 
     what: str

@@ -1,7 +1,7 @@
 """Planning of a checkpoint of 64 ranks beside torch's DTensor, in one run: `python benchmarks/checkpoint_planning.py`.
 
 torch's own planner plans both: 160 parameters, even, uneven and replicated. Local: the plans of all
-64 ranks, one after the other. Global: what the coordinator makes of them. Fake process groups;
+64 ranks, one after the other. Global: the plan that the coordinator makes of the local plans. Fake process groups;
 processor time, the best of rounds.
 """
 
@@ -30,13 +30,13 @@ import shoal_mesh
 from shoal_mesh.testing import fake_world
 
 RANKS, PARAMETERS, ROUNDS = 64, 160, 5
-# each: torch does the same with the same plans, so what differs is noise
+# rounds of each: torch does the same with the same plans, so differences are noise
 GLOBAL_ROUNDS = 4
 BAR = 1.0
 
 
 def state_dict(library: Any, mesh: Any) -> dict[str, Any]:
-    """Parameters of this rank: of 512 rows, every fourth of 500."""
+    """Make the parameters of this rank: 512 rows, and 500 rows for every fourth parameter."""
 
     def made(i: int) -> Any:
         placements = ([library.Replicate()], [library.Shard(0)], [library.Shard(1)])[i % 3]

@@ -1,10 +1,10 @@
 """First uses, of a shape and of the library, beside torch, in one run: `python benchmarks/cold.py [FILTER]`.
 
-Every call meets a new shape of a kind that is known: even shards, the same placements. The inputs
-exist already; what is measured is one call, that is to say the decision. Each case has shapes of
-its own, all small: they differ in the number of rows, and cases in that of columns. A fake process
-group: what is left is software. Medians of the thread's own time count, and of several rounds the
-best: what else runs on the machine does not.
+Every call gets a new shape of a known kind: even shards, the same placements. The inputs exist
+already, so one call measures the decision. Each case has small shapes of its own: the shapes of a
+case differ in the number of rows, the cases in the number of columns. The process group is fake, so
+the time is that of software. The figure is the best round's median of the thread's own time, which
+other load on the machine does not change.
 
 The last row is a fresh process beyond `import torch, torch.distributed`: the import, a mesh, and
 four operators.
@@ -47,7 +47,7 @@ def cases(
 
     Args:
         make: from a shape and placements to a DTensor.
-        shard: placements that shard the first dim; ones: those of a replicated tensor.
+        shard: placements that shard the first dim; ones: placements of a replicated tensor.
     """
 
     def of(

@@ -1,7 +1,7 @@
 """Compiled tensor-parallel modules: by hand, torch's DTensor and shoal in one run: `python benchmarks/compile.py`.
 
-One thread and a fake process group of four: what is left is guards, the wrapping of parameters and
-gradients, and kernels that a graph has too many; at the larger size, what a user sees of it. By
+One thread and a fake process group of four: the time is that of guards, of wrapping parameters and
+gradients, and of superfluous kernels of a graph; the larger size is a realistic one. By
 hand means plain tensors, functional collectives in `autograd.Function`s and one gradient reduction
 for q, k and v. CPU time of the thread, which other load does not add to.
 """
@@ -28,8 +28,8 @@ from tp_modules import WORLD, candidates, forward, step
 
 from shoal_mesh.testing import fake_world
 
-# Features, tokens, calls in a round: of overhead alone, and of modules that somebody would spread
-# over four ranks.
+# Features, tokens, calls in a round: for overhead alone, and for modules of a realistic size for
+# four ranks.
 OVERHEAD, COMPUTE = (tp_modules.DIM, 8, 25), (512, 256, 1)
 SIZES = {"inductor": (OVERHEAD, COMPUTE), "aot_eager": (OVERHEAD,)}
 BAR = 1.1  # of the modules of COMPUTE

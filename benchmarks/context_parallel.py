@@ -5,7 +5,7 @@
 
 Causal attention with grouped heads in float32, forward and backward, by each method over gloo ranks
 of one thread each, in the layout of head and tail; beside them the whole sequence on one of the
-ranks. Memory is what a step holds at most beyond its inputs. torch's `context_parallel` is tried
+ranks. Memory is the peak of a step beyond its inputs. torch's `context_parallel` is tried
 first; where it does not run, its error is printed.
 """
 
@@ -83,7 +83,7 @@ def measure(length: int, rounds: int) -> dict[str, tuple[int, float]]:
 
 
 def torch_runs(length: int) -> str:
-    """What torch's own says on this device."""
+    """Return whether torch's own `context_parallel` runs on this device, or its error."""
     mesh = torch_mesh.init_device_mesh("cpu", (RANKS,))
     buffers = [x.detach() for x in leaves(length)]
     buffers = [buffers[0], *(x.repeat_interleave(HEADS // SHARED, 1) for x in buffers[1:])]
@@ -92,7 +92,7 @@ def torch_runs(length: int) -> str:
             leaf = [x.detach().requires_grad_() for x in buffers]
             out: Any = functional.scaled_dot_product_attention(*leaf, is_causal=True)  # type: ignore[misc]  # three
             out.sum().backward()
-    except Exception as error:  # whatever it is, it is what a user gets
+    except Exception as error:  # any error, as a user gets it
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
     return "runs"
 

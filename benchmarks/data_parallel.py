@@ -3,18 +3,18 @@
     python benchmarks/data_parallel.py [--rounds 8] [--only "data 4"] [--json FILE] [--trace]
 
 Four ranks, as 4 data-parallel ones and as 2 x 2 with tensor parallelism; every block is a unit, and
-what is around them the outermost one. By hand, on the 4: a flat tensor per block and c10d
+the rest of the model is the outermost unit. By hand, on the 4: a flat tensor per block and c10d
 (`_hand_fsdp`). Replicas, on the 4: torch's DistributedDataParallel, one all-reduce by hand, and
 `replicate` with the optimizer's state replicated and sharded. A step is zero_grad, forward, loss,
 backward, AdamW. The candidates take turns within a round; the ratio is that of the best rounds, in
 brackets the median of the rounds' own. Beside wall time: processor time of all ranks together,
 which other load on the machine changes less.
 
-Memory of rank 0, in MiB: what it holds of parameters, gradients and optimizer state; the peak of a
+Memory of rank 0, in MiB: its parameters, gradients and optimizer state; the peak of a
 step beside parameters and state, from torch's profiler; and of the memory that the ranks share, its
 part. With a model of P bytes in units of U, A bytes of saved activations and n ranks, the peak of
 `fully_shard` is at most A + 2 U + P / n: the last unit's gathered parameters and gradients, and
-reduced gradients. What is under way is in shared memory: U / n, and of gradients 8 MiB at most.
+reduced gradients. Collectives in flight use shared memory: U / n, and at most 8 MiB for gradients.
 
 `--trace` prints when units were gathered, computed and reduced in one step on rank 0, and fails
 unless every collective but the first of forward and backward was under way while another unit
@@ -126,7 +126,7 @@ def reduce_by_hand(parameters: list[nn.Parameter]) -> None:
 def phases(
     name: str, model: nn.Module, x: Tensor
 ) -> tuple[dict[str, Any], Callable[[], dict[str, int]]]:
-    """What a step consists of, and what this rank holds after one."""
+    """Return the parts of a step, and a function that returns the memory of this rank."""
     parameters = list(model.parameters())
     adam = torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
     held: dict[str, Tensor] = {}
@@ -151,13 +151,13 @@ def phases(
 
 
 def nbytes(tensor: Any) -> int:
-    """What this rank holds of a tensor."""
+    """Count the bytes of the local tensor of this rank."""
     local = getattr(tensor, "_local_tensor", tensor)
     return 0 if local is None else local.numel() * local.element_size()
 
 
 def held_bytes(parameters: list[nn.Parameter], adam: torch.optim.Optimizer) -> dict[str, int]:
-    """What this rank holds between steps."""
+    """Return the memory of this rank between steps."""
     state = [
         value
         for of_one in adam.state.values()
@@ -240,7 +240,7 @@ class Timeline:
     """When collectives of units were under way and modules computed, in the order in which they began."""
 
     def __init__(self) -> None:
-        self.spans: list[list[Any]] = []  # what, begin, end
+        self.spans: list[list[Any]] = []  # label, begin, end
 
     def redistribute(self, shards: Any, moves: Any) -> Any:
         """`redistribute_shards`, on the record."""
@@ -307,7 +307,7 @@ def trace(size: str) -> tuple[list[list[Any]], list[tuple[str, str]]]:
 
 
 def show_trace(size: str) -> list[str]:
-    """Print the timeline; what was not overlapped and should have been."""
+    """Print the timeline; return the collectives that should have overlapped and did not."""
     spans, overlapped = rank_pool(4).run(trace, size, timeout=900)[0]
     first, last = spans[0][1], max(end for _, _, end in spans)
     scale = 80 / (last - first)
@@ -336,7 +336,7 @@ def show_trace(size: str) -> list[str]:
 
 
 def show(title: str, size: str, found: dict[str, dict[str, Any]]) -> list[str]:
-    """Print one run; what is over a bar."""
+    """Print one run; return the figures over a bar."""
     rows = {name: row for name, row in found.items() if "seconds" in row}
     missed = []
     for peer, bar in (("torch", BARS[title]), ("by hand", HAND_BAR)):
@@ -401,7 +401,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", choices=list(LAYOUTS))
     parser.add_argument(
-        "--trace", action="store_true", help="what overlaps in a step, instead of times"
+        "--trace", action="store_true", help="print the overlaps in a step, instead of times"
     )
     parser.add_argument("--json", help="also write the figures to this file")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""What an operator on DTensors costs on the host: plain tensors, torch's DTensor and shoal's in one run.
+"""Host time of an operator on DTensors: plain tensors, torch's DTensor and shoal's in one run.
 
-One thread, tiny tensors, fake process group of 4: what is left is software. The bars are those of
-the design.
+One thread, tiny tensors, fake process group of 4: the time is that of software. The bars are the
+bars of the design.
 
     python benchmarks/dispatch.py
 """

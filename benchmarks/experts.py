@@ -218,7 +218,7 @@ def rank_main(rounds: int) -> list[tuple[str, float, int]]:
 
 
 def bytes_sent(mode: CommDebugMode) -> int:
-    """Bytes that this rank gave to other ranks: of an all-to-all 3/4 on average, of a reduction on a ring 3/2."""
+    """Count bytes sent to other ranks: 3/4 of an all-to-all on average, 3/2 of a reduction on a ring."""
     share = {"all_reduce": 2 * (RANKS - 1) / RANKS, "all_gather_into_tensor": RANKS - 1}
     return round(
         sum(record.nbytes * share.get(record.op, (RANKS - 1) / RANKS) for record in mode.trace)

@@ -1,6 +1,6 @@
 """A model of transformers on ranks: memory of loading and saving, and tokens per second against transformers' own.
 
-Memory is the most that a rank allocates (anonymous memory, sampled) beyond what it had before,
+Memory is the peak that a rank allocates (anonymous memory, sampled) beyond its memory before,
 beside the bytes of its own part of the model. Generation is greedy, in float32 with a dynamic
 cache; prefill is one forward of the prompt, decode the tokens after the first. shoal and
 transformers take turns in one run; one process runs on rank 0 alone.
@@ -88,7 +88,7 @@ def write_plain(
 
 
 def anonymous() -> int:
-    """Bytes of anonymous memory of this process: what is mapped from files does not count."""
+    """Return bytes of anonymous memory of this process; memory mapped from files does not count."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -96,7 +96,7 @@ def anonymous() -> int:
 
 
 def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What the work returns, and the most anonymous memory that it took beyond what was there."""
+    """Return the result of the work, and the peak of anonymous memory beyond the memory before."""
     start = most = anonymous()
     done = threading.Event()
 

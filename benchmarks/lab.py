@@ -98,7 +98,7 @@ def descendants() -> list[int]:
 
 
 def pss() -> float:
-    """MiB of this process and all below it, shared pages divided among those that share them."""
+    """Return MiB of this process and all below it; each shared page is divided among its processes."""
     total = 0
     for pid in descendants():
         try:

@@ -1,7 +1,7 @@
 """The last product and the loss of a language model over ranks that shard the classes: time and peak memory.
 
 `linear_cross_entropy` against the product and `losses.cross_entropy` on its logits, and against
-what torch has for both: DTensor logits under torch's `loss_parallel`. Forward and backward on two
+torch's counterpart of both: DTensor logits under torch's `loss_parallel`. Forward and backward on two
 gloo ranks.
 
     python benchmarks/loss.py

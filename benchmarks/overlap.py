@@ -4,8 +4,8 @@
 
 The activations between blocks are sharded along the sequence. Columns: the gather of a chunk beside
 the product of the one before; rows: the reduce-scatter likewise; both, forward and backward. On CPU
-ranks that share two cores there is nothing to hide behind, so what must show is that it is right
-and not slower. The best round counts; they take turns.
+ranks that share two cores nothing can overlap, so the results must be right and the step not
+slower. The best round counts; the candidates take turns.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def plan(library: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def calls(library: Any, mesh: Any) -> dict[str, Callable[[nn.ModuleList], object]]:
-    """What is measured of a library."""
+    """Return the measured functions of a library."""
     run = library.parallelize_module
     return {
         "layer by layer": lambda model: [run(layer, mesh, plan(library)) for layer in model],

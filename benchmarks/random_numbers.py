@@ -1,4 +1,4 @@
-"""Random numbers: what a rank pays for its part, per mode, and training curves on several meshes.
+"""Random numbers: the cost of a rank's part, per mode, and training curves on several meshes.
 
     python benchmarks/random_numbers.py [cost] [placements] [training]
 
@@ -57,12 +57,12 @@ def works() -> dict[str, Callable[[], torch.Tensor]]:
 def _growth(name: str, results: Any) -> None:
     """How much the peak resident size of a fresh process grows while it draws, in MiB."""
     torch.set_num_threads(1)
-    # code and tables that the first use touches are not what a draw takes
+    # the first use touches code and tables, which are not the cost of a draw
     for mode, axes in MODES:
         with random_mode(mode, axes):  # type: ignore[arg-type]  # one of MODES
             draw(Spec(abstract_mesh((2,)), (Shard(0),), (300000,)), NORMAL)
     work = works()[name]
-    # the peak starts again from what is resident now
+    # the peak starts again from the resident memory of now
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_kib()
     work()
@@ -97,7 +97,7 @@ def cost() -> None:
 
 
 def placements() -> None:
-    """How the default's cost depends on where the shard begins: what comes before it is skipped, not drawn."""
+    """Print the default's cost by the start of the shard: numbers before the shard are skipped, not drawn."""
     rivals: dict[str, Callable[[], object]] = {
         "torch, the part alone": lambda: torch.randn(1024, 4096)
     }

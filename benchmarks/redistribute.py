@@ -125,7 +125,7 @@ def compare_plans() -> None:
     ]  # fmt: skip
     report("redistribute_plans", header, rows)
     bar("never slower than torch's plans (modelled)", sum(row[8] for row in rows) == 0)
-    # Time is what plans minimise: one collective that sends more may be faster than two, above all
+    # Plans minimise time: one collective that sends more may be faster than two, above all
     # for small tensors.
     large = [row for row in rows if row[1:3] == ["large", "equal"]]
     bar(
@@ -141,7 +141,7 @@ def leave_world() -> None:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers."""
+    """Return the geometric mean of positive numbers."""
     return exp(sum(map(log, values)) / len(values))
 
 
@@ -275,7 +275,7 @@ def on_real_ranks() -> None:
 
 
 def rank_body() -> tuple[list[dict[str, float]], dict[str, bool]]:
-    """What one rank measures."""
+    """Measure on one rank."""
     from torch.distributed import tensor as theirs
     from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 
@@ -425,7 +425,7 @@ def asynchronous() -> None:
 
 
 def async_rank() -> list[tuple[float, float, float]]:
-    """Of each case seconds of the synchronous call, until the other returns, and until its result is here."""
+    """Time each case: the synchronous call, the return of the asynchronous one, and its result."""
     torch.set_num_threads(1)
     found = []
     for mesh_shape, old, new in ASYNC:

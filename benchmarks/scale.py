@@ -1,9 +1,8 @@
 """First uses on 4 to 16,384 ranks beside torch, in one run: `python benchmarks/scale.py [RANKS...]`.
 
-Each row is met for the first time: a new mesh, or tensors of a shape that no operator has seen.
-Fake process groups: what is left is software. The best of several shapes counts. What grows with
-the ranks in S(0)->R is its result: all rows of all ranks, 16,384 of them to allocate and to fill,
-beside which nothing grows (`GLOBAL`).
+Each row is a first use: a new mesh, or tensors of a shape that no operator has seen. Process groups
+are fake, so the time is that of software. The best of several shapes counts. Only the result of
+S(0)->R grows with the ranks: all rows of all ranks, 16,384 of them to allocate and to fill (`GLOBAL`).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def uses(
     yield "uneven add", lambda: uneven + uneven
     replicated = lib.DTensor.from_local(torch.ones(full), mesh, replicate)
     yield "R->S(0)", lambda: replicated.redistribute(mesh, shard)
-    # last: 16,384 rows empty the caches for what follows
+    # last: 16,384 rows empty the caches for later rows
     yield "S(0)->R", lambda: x.redistribute(mesh, replicate)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/shard_api.py
 
-Both libraries wrap the same local tensors (no copy) and reshard; what torch cannot do is measured
-for shoal alone. Times are the best round of the slowest rank, in turns; memory is how far the rank
-with the largest growth rose above what was resident before, the result included, in a second run
+Both libraries wrap the same local tensors (no copy) and reshard; operations that torch does not have are
+measured for shoal alone. Times are the best round of the slowest rank, in turns; memory is how far the rank
+with the largest growth rose above the resident memory before, the result included, in a second run
 whose malloc gives large blocks back at once.
 """
 
@@ -119,7 +119,7 @@ def weigh() -> None:
 
 
 def rank_body(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """What one rank measures."""
+    """Measure on one rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)

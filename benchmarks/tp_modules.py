@@ -1,7 +1,7 @@
 """Software overhead of tensor-parallel modules: by hand, torch and shoal in one run.
 
-Tiny tensors, one thread and a fake process group of four: communication costs nothing, so what is
-left is what the software costs. By hand means plain tensors, `autograd.Function`s and
+Tiny tensors, one thread and a fake process group of four: communication costs nothing, so the
+time is the cost of the software. By hand means plain tensors, `autograd.Function`s and
 `dist.all_reduce`, as one would write it after Megatron-LM (one gradient reduction for q, k and v).
 
     python benchmarks/tp_modules.py [--repeats 15] [--json FILE]
@@ -202,8 +202,8 @@ def optimizer_step(model: nn.Module, *, fused: bool = False) -> Callable[[], Any
 def clip(model: nn.Module, *, dispatched: bool = False) -> Callable[[], Any]:
     """Gradient clipping of the parallel parameters; shoal's by its own function unless `dispatched`.
 
-    By hand the norm is that of the whole model too: one reduction for what is sharded, the rows'
-    biases counted once.
+    By hand the norm is that of the whole model too: one reduction for the sharded gradients; the
+    biases of row-wise layers count once.
     """
     params = parallel_parameters(model)
     if isinstance(params[0], DTensor) and not dispatched:

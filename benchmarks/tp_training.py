@@ -7,7 +7,7 @@ time is matrix products.
     python benchmarks/tp_training.py [--ranks 2 4] [--rounds 12] [--json FILE]
 
 Beside tokens per second it prints, per rank, the bytes of the distinct storages that autograd saves
-for the backward, the peak of what a step allocates (gradients, activations, temporaries; from
+for the backward, the peak of the allocations of a step (gradients, activations, temporaries; from
 torch's profiler), and the milliseconds of processor time of every phase on rank 0.
 
 By hand: plain tensors, all-reduces in `autograd.Function`s. shoal: `parallelize_module`.
@@ -91,7 +91,7 @@ def models(dim: int, hidden: int, heads: int, layers: int) -> dict[str, nn.Modul
 
 
 def mode(name: str) -> AbstractContextManager[Any]:
-    """What the program of a candidate runs in."""
+    """Return the context of a candidate's program."""
     return invariant_arithmetic() if name == "invariant" else nullcontext()
 
 
@@ -106,7 +106,7 @@ def optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def phases(name: str, model: nn.Module, x: Tensor) -> Phases:
-    """What a training step consists of, in order."""
+    """Return the phases of a training step, in order."""
     adam = optimizers(name, model)
     held: dict[str, Tensor] = {}
 
@@ -170,7 +170,7 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
 
 
 def peak_bytes(work: Phases) -> int:
-    """The most that one training step holds beyond what was there before it: parameters and optimizer state."""
+    """Return the peak of a training step beyond the memory before: parameters and optimizer state."""
     work["zero_grad"]()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -236,7 +236,7 @@ def run(size: str, rounds: int) -> dict[str, dict[str, Any]]:
         for _ in range(3):
             for each in work.values():
                 each()
-        # What the threads of gloo still hold differs from run to run: the least of some.
+        # The memory that the threads of gloo still hold differs from run to run: take the least of some runs.
         found[name]["peak"] = min(peak_bytes(work) for _ in range(4))
     for name, seconds in in_turns(works, steps, rounds).items():
         found[name]["rates"] = [batch * length / each for each in seconds]
@@ -246,7 +246,7 @@ def run(size: str, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def ratio(found: dict[str, dict[str, Any]], name: str, peer: str) -> tuple[float, float]:
-    """Rate of a candidate over that of a peer: of the best rounds, and the median of the rounds' own."""
+    """Return a candidate's rate over a peer's: by the best rounds, and the median of all rounds."""
     mine, other = found[name]["rates"], found[peer]["rates"]
     return max(mine) / max(other), statistics.median(
         a / b for a, b in zip(mine, other, strict=True)

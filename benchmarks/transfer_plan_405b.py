@@ -107,7 +107,7 @@ def server(mapping: WeightMapping) -> Manifest:
 
 
 def main() -> None:
-    """Make the manifests and the plan, and print what they took."""
+    """Make the manifests and the plan, and print their time and memory."""
     begin = time.perf_counter()
     source = trainer()
     mapping = fused_mapping(source)

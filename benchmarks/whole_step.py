@@ -64,7 +64,7 @@ def sharded(plain: nn.Module, layers: int, act: str) -> nn.Module:
 
 
 def sizes_of(model: nn.Module) -> tuple[int, int, int]:
-    """Of its blocks, full ones: dim, hidden, heads."""
+    """Return the sizes of the whole blocks: dim, hidden, heads."""
     block = cast(Block, cast(nn.Sequential, model)[0])
     dim = block.norm1.weight.shape[0]
     return dim, cast(nn.Linear, block.w1).weight.shape[0], dim // block.head

@@ -114,7 +114,7 @@ def names_bases(_app: object, _name: str, _class: type, _options: object, bases:
 
 
 def is_internal(value: Any) -> bool:
-    """Whether a class of ours is in no public namespace."""
+    """Return whether a class of shoal is not in a public namespace."""
     home = getattr(value, "__module__", "").partition(".")[0]
     return home.startswith("shoal_") and value.__name__ not in import_module(home).__all__
 

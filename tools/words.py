@@ -67,8 +67,13 @@ GROUPS = (
     Group("sources", r"packages/[^/]+/src/.*\.py", (0.7, 0.4, 0, 1.7, 0)),
     Group("decisions", r"docs/adr/.*\.md", (0.8, 0.8, 0, 0.8, 0)),
     Group("changelogs", r"packages/[^/]+/CHANGELOG\.md", (0.8, 0.8, 0, 0.8, 0)),
-    Group("pages", r".*\.md", (0.8, 0.6, 0.1, 0.7, 0)),
-    Group("tests and tools", r".*\.py", (10.2, 1.6, 0.5, 1.6, 3.2)),
+    Group("pages", r".*\.md", (0.8, 0.6, 0, 0.7, 0)),
+    Group(
+        "tools, benchmarks, examples",
+        r"(?:benchmarks|docs|examples|tools|\.ci)/.*\.py|[^/]+\.py",
+        (0.6, 0.4, 0, 1.0, 0),
+    ),
+    Group("tests", r".*\.py", (7.8, 1.5, 0.5, 1.5, 2.8)),
 )
 
 

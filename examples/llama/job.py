@@ -1,4 +1,4 @@
-"""What to train: the command line, checked completely before a rank starts or a file is written.
+"""A training job: the command line, checked completely before a rank starts or a file is written.
 
 Every process runs the same checks on the same facts, so under torchrun all ranks end with the same
 line.
@@ -23,7 +23,7 @@ CORPUS_BYTES = 8_000_000
 
 
 class JobError(ValueError):
-    """The command line asks for something that cannot be done."""
+    """A command line that cannot be run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on the mesh."""
+        """Return the number of ranks on the mesh."""
         return math.prod(self.mesh)
 
     def tokens(self, step: int) -> Tensor:
-        """The global batch of a step, (batch, seq + 1): the same on every rank and every mesh."""
+        """Return the global batch of a step, (batch, seq + 1): the same on every rank and every mesh."""
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.corpus) - self.seq, (self.batch,), generator=draw)
         return (
@@ -61,7 +61,7 @@ class Job:
 
 
 def read_job(argv: list[str] | None = None) -> Job:
-    """The job that the command line asks for.
+    """Return the job of the command line.
 
     Raises:
         JobError: if data are missing or too short, sizes do not fit each other, the mesh or the
@@ -120,7 +120,7 @@ def check_mesh(asked: argparse.Namespace) -> None:
 
 
 def read_corpus(path: Path) -> Tensor:
-    """The first bytes of a file, or of all text files in a folder in order of name; (bytes,) uint8."""
+    """Read the first bytes of a file, or of all text files in a folder in order of name; (bytes,) uint8."""
     if not path.exists():
         raise JobError(f"there are no data at {path}")
     files = (
@@ -141,7 +141,7 @@ def read_corpus(path: Path) -> Tensor:
 
 
 def check_checkpoint(path: Path, config: LlamaConfig) -> int:
-    """The step at which a checkpoint was written; refuses one that is not there or holds another model."""
+    """Return the step of a checkpoint; refuse a missing checkpoint, or one of another model."""
     if not (path / ".metadata").is_file():
         raise JobError(f"there is no checkpoint at {path}")
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -177,7 +177,7 @@ def mesh_shape(text: str) -> tuple[int, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options and their defaults."""
+    """Return the parser with all options and their defaults."""
     options = argparse.ArgumentParser(
         prog="train_llama", description="Train a small Llama on a mesh of ranks."
     )

@@ -1,9 +1,8 @@
 """A Llama-style language model in plain PyTorch: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
-Nothing in this file knows that it will run on several ranks. Two habits make it easy to
-parallelize: every projection is its own `nn.Linear`, and the number of heads is read off the
-activations (`-1`) rather than off the config, so that a rank which holds half the heads runs the
-same line.
+The file does not mention ranks. Two habits make the model easy to parallelize: every projection is
+its own `nn.Linear`, and the number of heads follows from the activations (`-1`) instead of the
+config, so a rank with half of the heads runs the same line.
 
 Shapes: B batch, S sequence, D model width, H query heads, K key and value heads, E width of one
 head, V vocabulary.
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Sizes of the model; checked when made, so that a bad combination never reaches a rank."""
+    """Sizes of the model, checked at construction, so that a bad combination never reaches a rank."""
 
     dim: int = 256
     layers: int = 4
@@ -46,7 +45,7 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """Return the width of one head."""
         return self.dim // self.heads
 
 
@@ -137,13 +136,13 @@ class Llama(nn.Module):
 
 
 def rotary_table(positions: int, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (S, E) of the rotation of each position and each pair of features."""
+    """Return cosines and sines (S, E) of the rotation of each position and each pair of features."""
     frequency = 10000.0 ** (-torch.arange(0, width, 2) / width)
     angle = torch.outer(torch.arange(positions), frequency).repeat(1, 2)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair of features (first half with second half) turned by its position's angle; (B, heads, S, E)."""
+    """Rotate each pair of features (first half with second half) by its position's angle; (B, heads, S, E)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

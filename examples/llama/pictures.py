@@ -1,4 +1,4 @@
-"""The two pictures of the example: the loss curves, and how each parameter is placed on the mesh."""
+"""The two pictures of the example: the loss curves, and the placement of each parameter on the mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal_dtensor import DTensor
 
 
 def draw_losses(path: Path, curves: Mapping[str, Sequence[float]], start: int) -> None:
-    """The loss curves over each other, and below them the difference of the first two."""
+    """Draw the loss curves in one diagram, and below them the difference of the first two."""
     figure, (above, below) = plt.subplots(
         2, sharex=True, figsize=(7, 5), height_ratios=(3, 1), layout="constrained"
     )
@@ -38,10 +38,10 @@ def draw_losses(path: Path, curves: Mapping[str, Sequence[float]], start: int) -
 
 
 def draw_layout(path: Path, weights: Mapping[str, Tensor], mesh: tuple[int, int]) -> None:
-    """Each parameter as a rectangle, divided as its axis "tensor" shards it, with the ranks that hold each part."""
+    """Draw each parameter as a rectangle, divided into its shards along "tensor", with the ranks of each shard."""
     parameters = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
     blocks = [name for name in parameters if re.match(r"blocks\.[1-9]", name)]
-    # the first block shows how all of them lie
+    # all blocks have the layout of the first one
     for name in blocks:
         del parameters[name]
     columns = math.ceil(math.sqrt(len(parameters) * 1.6))

@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 4 examples/llama/train_llama.py              # on the ranks that torchrun started
 
 The text is the source of Python's standard library, byte by byte. `parallelize`, `over_data` and
-`Trainer` are all of parallel training; the model (llama.py) does not know of it, and the reference
-is the same class with `mesh=None`.
+`Trainer` contain all code for parallel training. The model (llama.py) is an ordinary module, and
+the reference is the same `Trainer` with `mesh=None`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from shoal_tp_styles import (
 )
 
 # Float32 sums in another order differ by 1e-7 relative. Adam divides by the root of the squared
-# gradient, so where a gradient is near zero its step may differ by a good part of the learning
-# rate: single weights feel it, losses hardly. Such differences grow from step to step, as all
-# training does; in float64 they stay where nobody sees them.
+# gradient, so the step of a weight with a gradient near zero may differ by a large part of the
+# learning rate. Single weights differ visibly then, losses hardly. The differences grow from step
+# to step; in float64 they stay below the tolerances.
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}  # relative, at every step
 # norm of the difference / distance from initialisation
 WEIGHT_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-8}
@@ -87,10 +87,10 @@ def over_data(model: Llama, mesh: DeviceMesh, fsdp: bool) -> Llama:
 
 
 class Trainer:
-    """A model, its optimizer and how far the run is: on a mesh, or with `mesh=None` on one process."""
+    """A model, its optimizer and the progress of the run: on a mesh, or with `mesh=None` on one process."""
 
     def __init__(self, job: Job, mesh: DeviceMesh | None) -> None:
-        # on every rank: from here on, the program draws what one process would draw
+        # the same seed on every rank: the program then draws the numbers of one process
         torch.manual_seed(job.seed)
         model = Llama(job.config).to(job.device, job.dtype)
         self.model = over_data(parallelize(model, mesh), mesh, job.fsdp) if mesh else model
@@ -102,7 +102,7 @@ class Trainer:
         self.losses: list[float] = []
 
     def step(self, index: int) -> None:
-        """One step on global batch `index`."""
+        """Train one step on global batch `index`."""
         tokens = self.job.tokens(index)
         if self.mesh:
             tokens = tokens.chunk(self.job.mesh[0])[self.mesh.get_local_rank("data")]
@@ -122,9 +122,9 @@ class Trainer:
         self.losses.append(loss.item())
 
     def run(self, until: int, title: str, save_at: int | None = None) -> float:
-        """Train up to step `until` under a progress bar; tokens per second."""
+        """Train up to step `until` under a progress bar; return tokens per second."""
         began, first = time.perf_counter(), self.start + len(self.losses)
-        quiet = None if is_first_rank() else True  # None: quiet where there is no terminal
+        quiet = None if is_first_rank() else True  # None: quiet without a terminal
         with tqdm(range(first, until), desc=title, disable=quiet, unit="step") as bar:
             for index in bar:
                 if index == save_at:
@@ -146,14 +146,14 @@ class Trainer:
         return speed
 
     def state(self) -> dict[str, Any]:
-        """All that a run consists of. DTensors are saved by their parts, and load onto any other mesh."""
+        """Return the state of the run. DTensors are saved as shards, and load onto any other mesh."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         random = (torch.cuda if self.job.device == "cuda" else torch).get_rng_state()
         step = torch.tensor(self.start + len(self.losses))
         return {"model": model, "optimizer": optimizer, "step": step, "random": random}
 
     def save(self, path: Path) -> None:
-        """Write beside the old checkpoint, then swap: a crash leaves one of them whole."""
+        """Write a checkpoint beside the old one, then swap them: after a crash one of them is complete."""
         fresh = path.with_suffix(".new")
         dcp.save(self.state(), checkpoint_id=fresh)
         if is_first_rank():
@@ -162,7 +162,7 @@ class Trainer:
         dist.barrier()
 
     def load(self, path: Path) -> None:
-        """Go on where the checkpoint was written."""
+        """Continue from a checkpoint."""
         state = self.state()
         dcp.load(state, checkpoint_id=path)
         set_state_dict(
@@ -176,7 +176,7 @@ class Trainer:
 
 
 def train(job: Job) -> bool:
-    """What every rank runs: train, resume from the checkpoint, compare with one process; whether all agrees."""
+    """Train, resume from the checkpoint, compare with one process; return whether all results agree."""
     mesh = init_device_mesh(job.device, job.mesh, mesh_dim_names=("data", "tensor"))
     trainer = Trainer(job, mesh)
     if job.resume:
@@ -249,24 +249,24 @@ def compare(job: Job, trainer: Trainer, weights: dict[str, Tensor], speed: float
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The global value, on every rank."""
+    """Return the global value, on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """The norm of all elements together."""
+    """Return the norm of all elements together."""
     return sum(tensor.double().square().sum().item() for tensor in tensors) ** 0.5
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that this rank holds of some tensors."""
+    """Count the bytes of the tensors that this rank holds."""
     return sum(
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors
     )
 
 
 def is_first_rank() -> bool:
-    """Whether this rank speaks."""
+    """Return whether this rank prints."""
     return dist.get_rank() == 0
 
 
