@@ -28,12 +28,13 @@ from shoal_mesh.internal import accelerator
 
 from .fsdp_module import FSDPModule
 from .parameters.agreement import check_same_parameters
+from .parameters.data_axes import DataAxes
 from .parameters.gather_extensions import has_extension
 from .parameters.parameter_meshes import MeshAssignment, PlacementFunction, data_axes_of
 from .parameters.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .parameters.sharded_parameters import DataAxes
-from .units.unit import STATE, Unit, UnitSettings, units_of
+from .units.unit import STATE, Unit, units_of
 from .units.unit_passes import make_outermost
+from .units.unit_settings import UnitSettings
 
 
 @overload

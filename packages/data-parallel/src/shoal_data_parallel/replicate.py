@@ -8,7 +8,7 @@ May import: fsdp_module, fully_shard, gradients, parameters, units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, cast, overload
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
-    ShardsInFlight,
     check_plain_tensors,
     check_types,
     complete_forms,
@@ -43,8 +42,9 @@ from .gradients.global_losses import watch
 from .gradients.gradient_buckets import Bucket, GradientBuckets
 from .gradients.gradient_group import ReducingModule
 from .gradients.reducer import Reducer
-from .gradients.replica import Replica, replica_of
+from .gradients.replica import Replica, gathered_in_turns, replica_of
 from .parameters.agreement import check_materialized, check_same_parameters
+from .parameters.data_axes import DataAxes
 from .parameters.leaf_checks import check_leaf
 from .parameters.parameter_meshes import MeshAssignment, data_axes_of
 from .parameters.policies import (
@@ -53,14 +53,9 @@ from .parameters.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from .parameters.sharded_parameters import (
-    DataAxes,
-    Site,
-    make_whole,
-    shard_parameter,
-)
-from .parameters.shards_to_send import start_to_gather
-from .units.unit import Unit, UnitSettings
+from .parameters.sharded_parameters import Site, make_whole, shard_parameter
+from .units.unit import Unit
+from .units.unit_settings import UnitSettings
 
 _STATE = "_shoal_replicated"
 
@@ -584,25 +579,9 @@ class Replicas(Reducer):
         groups = in_groups(
             stale, lambda replica: replica.target.gathered.local_bytes, self._bucket_bytes
         )
-        for group, tensors in _gathered_in_turns(groups):
+        for group, tensors in gathered_in_turns(groups):
             for replica, gathered in zip(group, tensors, strict=True):
                 replica.fill(gathered)
-
-
-def _gathered_in_turns(
-    groups: Iterable[Sequence[Replica]],
-) -> Iterator[tuple[Sequence[Replica], list[Tensor]]]:
-    """Yield each group with its gathered tensors, while the next group is in flight."""
-    started: list[tuple[Sequence[Replica], ShardsInFlight]] = []
-    for group in groups:
-        targets = [replica.target for replica in group]
-        in_flight = start_to_gather(targets, "replicate gathers updated parameters")
-        started.append((group, in_flight))
-        if len(started) == 2:
-            first, in_flight = started.pop(0)
-            yield first, in_flight.wait()
-    for last, in_flight in started:
-        yield last, in_flight.wait()
 
 
 @refusing_methods_of_units

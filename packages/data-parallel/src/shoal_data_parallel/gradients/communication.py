@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal_dtensor import Spec
 
-from ..parameters.sharded_parameters import DataAxes
+from ..parameters.data_axes import DataAxes
 
 
 class CustomCollective(ABC):

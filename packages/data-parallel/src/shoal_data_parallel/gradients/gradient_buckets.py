@@ -32,7 +32,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import all_gather
 
-from ..parameters.sharded_parameters import DataAxes
+from ..parameters.data_axes import DataAxes
 from .forward_writes import COLUMNS, ForwardWrites
 from .gradient_group import Group
 from .placeholders import placeholder_for

@@ -16,7 +16,8 @@ from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import check_types, redistribute_shards
 
-from ..parameters.sharded_parameters import DataAxes, ShardedParameter
+from ..parameters.data_axes import DataAxes
+from ..parameters.sharded_parameters import ShardedParameter
 from .communication import Communication
 from .global_losses import divisor_of, ranks_of_loss
 from .reducer import Reducer

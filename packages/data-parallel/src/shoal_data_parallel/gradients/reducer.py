@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from ..parameters.sharded_parameters import DataAxes
+    from ..parameters.data_axes import DataAxes
 
 
 class Reducer:

@@ -28,7 +28,7 @@ from shoal_mesh import purpose
 from shoal_mesh.internal import with_own_groups
 
 from .._torch import call_on_stream
-from ..parameters.sharded_parameters import DataAxes
+from ..parameters.data_axes import DataAxes
 from .communication import CustomScatter, ReduceScatter
 from .gradient_group import Grads, Group, Kept, Scattered, in_wanted_layouts
 

@@ -12,7 +12,7 @@ A rank may update only a shard of its replica, and then has the optimizer's stat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakMethod
@@ -23,11 +23,13 @@ from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Replicate, Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import grad_hooked, leaf_route, local_of
+from shoal_dtensor.internal import ShardsInFlight, grad_hooked, leaf_route, local_of
 
 from .._torch import run_when_ready
+from ..parameters.data_axes import DataAxes
 from ..parameters.leaf_hooks import GradientSwitch, install_switch
-from ..parameters.sharded_parameters import DataAxes, ShardedParameter
+from ..parameters.sharded_parameters import ShardedParameter
+from ..parameters.shards_to_send import start_to_gather
 
 
 def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,6 +199,22 @@ def replica_of(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) ->
         sites=(), leaf=leaf, resting=spec, gathered=spec, inner=None, reduced=spec
     )
     return Replica(leaf, target)
+
+
+def gathered_in_turns(
+    groups: Iterable[Sequence[Replica]],
+) -> Iterator[tuple[Sequence[Replica], list[Tensor]]]:
+    """Yield each group with its gathered tensors, while the next group is in flight."""
+    started: list[tuple[Sequence[Replica], ShardsInFlight]] = []
+    for group in groups:
+        targets = [replica.target for replica in group]
+        in_flight = start_to_gather(targets, "replicate gathers updated parameters")
+        started.append((group, in_flight))
+        if len(started) == 2:
+            first, in_flight = started.pop(0)
+            yield first, in_flight.wait()
+    for last, in_flight in started:
+        yield last, in_flight.wait()
 
 
 class _ReplicaView(Function):

@@ -8,17 +8,19 @@ initialized values, are errors too.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal_dtensor.errors import StyleError
 from shoal_mesh import Comm, LockstepError, all_gather
 from shoal_mesh.internal import is_traced
 
-from .sharded_parameters import DataAxes
+from .data_axes import DataAxes
+from .leaf_checks import has_no_values
+from .sharded_parameters import ShardedParameter, Site
 
 _ABSENT = "no parameter"
 
@@ -118,3 +120,36 @@ def check_initialized(function: str, names: Sequence[str]) -> None:
             "memory without values. Initialize the parameters (with module.reset_parameters(), or "
             "by load_state_dict) before the first forward"
         )
+
+
+def check_values(
+    function: str,
+    modules: Sequence[nn.Module],
+    parameters: Sequence[ShardedParameter],
+    *,
+    were_on_meta: bool,
+) -> None:
+    """Raise StyleError if sharded parameters of modules have no values, unless the mesh has none.
+
+    Args:
+        function: the name of the function that is called, for the error.
+        modules: the modules in which the error names parameters.
+        parameters: the parameters.
+        were_on_meta: whether parameters were on the meta device when they were sharded.
+    """
+    if not parameters or parameters[0].gathered.mesh.device_type == "meta":
+        return
+    on_meta = [p for p in parameters if p.leaf.device.type == "meta"]
+    if on_meta:
+        sites = [site for parameter in on_meta for site in parameter.sites]
+        check_materialized(function, [*_names_of(sites, modules)])
+    if were_on_meta:
+        unset = [site for p in parameters if has_no_values(p.leaf) for site in p.sites]
+        check_initialized(function, [*_names_of(unset, modules)])
+
+
+def _names_of(sites: Sequence[Site], modules: Sequence[nn.Module]) -> Iterator[str]:
+    """Return the names of parameters in modules."""
+    for root in modules:
+        for path, module in root.named_modules():
+            yield from (f"{path}.{key}".lstrip(".") for owner, key in sites if owner is module)

@@ -20,8 +20,9 @@ from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_mesh import DeviceMesh
 
+from .data_axes import DataAxes
 from .policies import DataParallelMeshDims
-from .sharded_parameters import DataAxes, Site
+from .sharded_parameters import Site
 
 
 @dataclass(frozen=True, slots=True)

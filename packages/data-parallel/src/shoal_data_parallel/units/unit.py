@@ -32,7 +32,7 @@ pass then sends nothing, unless the leaves were written to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -55,12 +55,11 @@ from .._torch import preserving_versions
 from ..gradients.communication import CustomGather
 from ..gradients.global_losses import watch
 from ..gradients.gradient_group import Group
-from ..parameters.agreement import check_initialized, check_materialized
-from ..parameters.leaf_checks import has_no_values
+from ..parameters.agreement import check_values
+from ..parameters.data_axes import DataAxes
 from ..parameters.parameter_meshes import MeshAssignment
 from ..parameters.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..parameters.sharded_parameters import (
-    DataAxes,
     ShardedParameter,
     Site,
     make_whole,
@@ -70,6 +69,7 @@ from ..parameters.shards_to_send import parts_to_send, start_to_gather
 from .forward_scope import ForwardScope
 from .gathered import Gathered, Versions, Views
 from .schedule import Schedule
+from .unit_settings import UnitSettings
 
 STATE = "_shoal_fully_sharded"
 """The attribute of a unit's modules, and of the parameters that a unit shards."""
@@ -117,26 +117,6 @@ class _InFlight:
     layouts: Sequence[Spec]
 
 
-@dataclass(slots=True)
-class UnitSettings:
-    """Choices of the user for one unit."""
-
-    # None: free after the forward unless the unit is the outermost one; a number: keep shards over
-    # groups of this many ranks
-    reshard_after_forward: bool | int | None
-    # the units that start to gather when this one's forward begins; None: the unit that came next
-    # the last time
-    prefetch_in_forward: Sequence[Unit] | None = None
-    # the same for its backward; None: the unit whose forward ended before
-    prefetch_in_backward: Sequence[Unit] | None = None
-    # whether a backward frees what it gathered
-    reshard_after_backward: bool = True
-    # whether a backward gathers before anything reads the parameters
-    unshard_in_backward: bool = True
-    # whether gathered tensors keep their memory, and addresses, while they have no values
-    keep_unsharded_storage: bool = False
-
-
 class Unit(Group):
     """The parameters of one `fully_shard` call on one mesh, gathered and reduced together."""
 
@@ -150,7 +130,7 @@ class Unit(Group):
         ignored: Sequence[nn.Parameter],
         assignment: MeshAssignment,
         policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
-        settings: UnitSettings,
+        settings: UnitSettings[Unit],
     ) -> None:
         super().__init__("+".join(type(module).__name__ for module in modules), axes)
         # from the forward of the first module to the forward of the last, parameters are gathered
@@ -361,25 +341,10 @@ class Unit(Group):
             self.current.shards = []
         # `versions` is empty before the first gather
         if not self.current.versions:
-            self._check_materialized()
+            check_values(
+                "fully_shard", self.modules, self.parameters, were_on_meta=self.was_on_meta
+            )
         self._in_flight = self._send_shards(versions)
-
-    def _check_materialized(self) -> None:
-        if self.axes.mesh.device_type == "meta":
-            return
-        on_meta = [p for p in self.parameters if p.leaf.device.type == "meta"]
-        if on_meta:
-            sites = [site for parameter in on_meta for site in parameter.sites]
-            check_materialized("fully_shard", [*self._names_of(sites)])
-        if self.was_on_meta:
-            unset = [site for p in self.parameters if has_no_values(p.leaf) for site in p.sites]
-            check_initialized("fully_shard", [*self._names_of(unset)])
-
-    def _names_of(self, sites: Sequence[Site]) -> Iterator[str]:
-        """Return the names of parameters in the modules of the unit."""
-        for root in self.modules:
-            for path, module in root.named_modules():
-                yield from (f"{path}.{key}".lstrip(".") for owner, key in sites if owner is module)
 
     def _send_shards(self, versions: Versions) -> _InFlight:
         all_gather = self.communication.all_gather
