@@ -62,6 +62,12 @@ def shard_with_copies(model: Any, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh["data", "tensor"])
 
 
+def divide_optimizers(model: Any, mesh: DeviceMesh) -> None:
+    """Shard over replicas what optimizers update."""
+    for module in (*model, model):
+        fully_shard(module, mesh["data", "tensor"], shard_optimizer=True)
+
+
 def shard_optimizers(model: Any, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh["tensor"], PLAN)
     replicate(model, mesh["data"], shard_optimizer=True)
@@ -83,6 +89,7 @@ def shard_experts(model: Any, mesh: DeviceMesh) -> None:
 KINDS: dict[str, tuple[Callable[[Any, DeviceMesh], None], int]] = {
     "shards and styles": (shard_styled, 2),
     "shards of replicas": (shard_with_copies, 2),
+    "optimizers divided by replicas": (divide_optimizers, 2),
     "sharded optimizers and styles": (shard_optimizers, 1),
     "experts": (shard_experts, 4),
 }
@@ -105,7 +112,7 @@ class Pipeline:
         # batches are divided over "data"; with experts over all ranks of a stage
         axes = mesh["data", "tensor"]
         self.parts, self.part = mesh["data"].size(), mesh.get_local_rank("data")
-        if kind in ("experts", "shards of replicas"):
+        if kind in ("experts", "shards of replicas", "optimizers divided by replicas"):
             self.parts, self.part = axes.size(), axes.flatten("rows").get_local_rank()
         self.divisor = 1 if kind == "experts" else self.parts
         self.stages = []
@@ -148,7 +155,7 @@ class Pipeline:
 def _reduces_parameters(record: Any) -> bool:
     """Return whether a collective reduces gradients over data axes."""
     reduces = record.op in ("reduce_scatter_tensor", "all_reduce")
-    return reduces and record.axes[0] in ("data", "rows")
+    return reduces and not {"data", "rows"}.isdisjoint(record.axes)
 
 
 @pytest.mark.parametrize("kind", KINDS)

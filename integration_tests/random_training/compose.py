@@ -76,6 +76,9 @@ def compose(seed: int) -> Program:
             r,
             (("reshard_after_forward", r.choice((True, False))), ("columns", True), ("wide", True)),
         )
+        # numbers of a generator of their own leave the other choices of a seed as they were
+        if parallel == "hybrid" and Random(f"optimizer {seed}").random() < 0.5:
+            options.append(("shard_optimizer", True))
     else:
         options += _some(r, (("bucket_bytes", r.choice((1, 700))), ("wide", True)))
     steps = tuple(

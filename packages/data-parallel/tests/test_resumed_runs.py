@@ -21,7 +21,7 @@ from shoal_dtensor.checkpoint import Checkpointer
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 
-KINDS = ("plain", "sharded", "hybrid", "replicated")
+KINDS = ("plain", "sharded", "hybrid", "divided", "replicated")
 
 
 def made(kind: str, seed: int) -> Any:
@@ -36,6 +36,9 @@ def made(kind: str, seed: int) -> Any:
         fully_shard(model, mesh=line)
     elif kind == "hybrid":
         fully_shard(model, mesh=grid)
+    elif kind == "divided":
+        # the replicas divide the optimizer's state
+        fully_shard(model, mesh=grid, shard_optimizer=True)
     elif kind == "replicated":
         replicate(model, line)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -81,7 +84,7 @@ def test_a_checkpoint_of_one_kind_goes_on_in_every_other(kind: str, tmp_path: Pa
 
 
 @on_ranks(2, timeout=240)
-@pytest.mark.parametrize("kind", ["sharded", "hybrid", "replicated"])
+@pytest.mark.parametrize("kind", ["sharded", "hybrid", "divided", "replicated"])
 def test_an_asynchronous_save_of_torch_has_the_values_of_its_moment(
     kind: str, tmp_path: Path
 ) -> None:

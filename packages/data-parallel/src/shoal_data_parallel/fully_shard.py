@@ -48,6 +48,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    shard_optimizer: bool = False,
 ) -> FSDPModule: ...
 @overload
 def fully_shard(
@@ -60,12 +61,14 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    shard_optimizer: bool = False,
 ) -> list[FSDPModule]: ...
 @check_types(
     module=(nn.Module, list),
     mp_policy=MixedPrecisionPolicy,
     offload_policy=OffloadPolicy,
     dp_mesh_dims=(DataParallelMeshDims, type(None)),
+    shard_optimizer=bool,
 )
 def fully_shard(  # noqa: PLR0913  # torch's signature
     module: nn.Module | list[nn.Module],
@@ -78,6 +81,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # likewise
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    shard_optimizer: bool = False,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of a module over data axes, in place, and return the module.
 
@@ -108,11 +112,18 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         dp_mesh_dims: the data axes in `mesh`. Modules then see parameters that are DTensors
             replicated over the data axes. A loss that is a DTensor of all ranks counts once; losses
             that each rank computes from `to_local()` are averaged.
+        shard_optimizer: shard the parameters that the optimizer updates, and so gradients and the
+            optimizer's state, over the replicas too. Parameters are gathered over the replicas once
+            after each step, and a rank keeps the shards that all replicas have. `sizes` of a
+            placement then has an entry for each shard, or for each rank: those of all replicas of
+            the first shard, then those of the second, and so on. Without an axis of replicas this
+            changes nothing.
 
     Raises:
-        LayoutError: if the mesh has more than two axes, or `reshard_after_forward` does not divide
-            the number of ranks that shard, the module is sharded already or has no
-            forward, or a parameter is placed on a data axis, partial, or replicated by `replicate`.
+        LayoutError: if the mesh has more than two axes, if `reshard_after_forward` does not divide
+            the number of ranks that shard, or is a number together with `shard_optimizer`, if the
+            module is sharded already or has no forward, or if a parameter is placed on a data axis,
+            partial, or replicated by `replicate`.
         StyleError: if parameters have gradients, or are tensors of tensors, as quantized weights
             are, without the methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
         TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit
@@ -127,7 +138,9 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     """
     modules: list[Any] = module if isinstance(module, list) else [module]
     check_modules("fully_shard", modules)
-    assignment = MeshAssignment(shard_placement_fn, _checked_axes(mesh, dp_mesh_dims))
+    assignment = MeshAssignment(
+        shard_placement_fn, _checked_axes(mesh, dp_mesh_dims), shard_optimizer=shard_optimizer
+    )
 
     def make_unit(axes: DataAxes) -> Unit:
         return Unit(
@@ -188,6 +201,12 @@ def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
         )
     if asked in (1, ranks):
         return asked == ranks
+    if axes.shards_over_replicas:
+        raise LayoutError(
+            "fully_shard: with shard_optimizer, reshard_after_forward must be True, False or None, "
+            f"got {asked!r}: backwards gather among the ranks of {axes.mesh!r} that have one "
+            "replica. Make the axis of shards smaller to gather among fewer ranks"
+        )
     return asked
 
 

@@ -346,7 +346,7 @@ def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
     """Remove gradients of this pass and kept ones one by one, add them up, and append the flags.
 
     A flag is 1 if this rank has the gradient of a parameter, and else 0. There is one row of flags
-    for each rank that holds shards, so that each of these ranks gets the sums of all ranks.
+    for each shard of a leaf, so that each rank gets the sums of all ranks.
     """
     tensors: list[Tensor] = []
     layouts: list[Spec] = []
@@ -366,7 +366,7 @@ def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
     partial = [group.parameters[i].partial for i in group.trained]
     tensors = in_wanted_layouts(tensors, layouts, partial)
     columns = len(present) + group.extra_flags
-    flags = tensors[0].new_ones((group.axes.ranks_of_shards, columns))
+    flags = tensors[0].new_ones((group.axes.ranks_of_leaves, columns))
     # filled on the device, so that the host does not wait for a copy to it
     for at, is_present in enumerate(present):
         if not is_present:
@@ -444,15 +444,18 @@ def _move_of_flags(
     """
     data = [Partial()] * axes.mesh.ndim
     inner = [Replicate()] * (partial.mesh.ndim - axes.mesh.ndim)
-    flags = Spec(partial.mesh, [*data, *inner], (axes.ranks_of_shards, count), None, dtype=dtype)
-    return flags, flags.with_(placements=[*axes.placements(Shard(0)), *inner])
+    flags = Spec(partial.mesh, [*data, *inner], (axes.ranks_of_leaves, count), None, dtype=dtype)
+    order = ((0, axes.axes_of_leaves),) if axes.axes_of_leaves else ()
+    placements = [*axes.placements(Shard(0)), *inner]
+    return flags, flags.with_(placements=placements, shard_order=order)
 
 
 @lru_cache(maxsize=1024)
 def _scattered_flags(reduced: Spec, axes: DataAxes) -> Spec:
     """Return the layout of flags that are summed over the shards, but not over the replicas."""
     replicas = axes.mesh.ndim - axes.num_sharding_axes
-    return reduced.with_(placements=[*[Partial()] * replicas, *reduced.placements[replicas:]])
+    data = [*[Partial()] * replicas, *[Shard(0)] * axes.num_sharding_axes]
+    return reduced.with_(placements=[*data, *reduced.placements[axes.mesh.ndim :]])
 
 
 @lru_cache(maxsize=1024)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch.distributed as dist
 
-from shoal_dtensor import Placement, Replicate
+from shoal_dtensor import Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_mesh import Comm, DeviceMesh
 
@@ -21,6 +21,9 @@ class DataAxes:
     num_sharding_axes: int = 1
     # the names that these axes have in a mesh on which parameters are DTensors (`dp_mesh_dims`)
     names: tuple[str, ...] = ()
+    # whether the axis of replicas shards the leaves too: each replica then updates a part of the
+    # shards that all replicas have
+    shards_over_replicas: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh):
@@ -36,6 +39,22 @@ class DataAxes:
     @property
     def ranks_of_shards(self) -> int:
         return prod(self.mesh.shape[self.mesh.ndim - self.num_sharding_axes :])
+
+    @property
+    def axes_of_leaves(self) -> tuple[int, ...]:
+        """The axes that shard the leaves, outermost first.
+
+        If replicas divide the optimizer's work, the axis of replicas is the innermost one, so that
+        the leaf is a part of the shard that all replicas have.
+        """
+        replicas = self.mesh.ndim - self.num_sharding_axes
+        sharding = tuple(range(replicas, self.mesh.ndim))
+        return (*sharding, *range(replicas)) if self.shards_over_replicas else sharding
+
+    @property
+    def ranks_of_leaves(self) -> int:
+        """The number of different shards of a leaf."""
+        return prod(self.mesh.shape[axis] for axis in self.axes_of_leaves)
 
     @property
     def has_replicas(self) -> bool:
@@ -54,6 +73,10 @@ class DataAxes:
         order = range(comm.size) if comm.order is None else comm.order
         return sorted(range(comm.size), key=order.__getitem__)
 
+    def shared_by_replicas(self) -> DataAxes:
+        """Return axes over which leaves are also sharded over the replicas, if there are some."""
+        return replace(self, shards_over_replicas=self.has_replicas)
+
     def inside(self, ranks: int) -> DataAxes:
         """Return axes that shard over groups of this many neighbors, and replicate over the groups.
 
@@ -69,8 +92,35 @@ class DataAxes:
         return DataAxes(self.mesh.unflatten(axis, (groups, ranks), names))
 
     def placements(self, shard: Placement) -> list[Placement]:
-        """Return one placement per data axis of a parameter that `shard` shards."""
+        """Return one placement per data axis of a leaf that `shard` shards."""
+        if self.shards_over_replicas and isinstance(shard, Shard):
+            return self._placements_over_both(shard)
         return [
             *[Replicate()] * (self.mesh.ndim - self.num_sharding_axes),
             *[shard] * self.num_sharding_axes,
         ]
+
+    def _placements_over_both(self, shard: Shard) -> list[Placement]:
+        """Return the placements over the axis of replicas and the axis of shards.
+
+        With 2 replicas and 3 shards, `sizes` may have 3 entries, whose rows the replicas divide
+        evenly, or 6 entries: those of both replicas of shard 0, then those of shard 1, and so on.
+        """
+        if shard.sizes is not None and len(shard.sizes) == self.mesh.shape[1]:
+            return [Shard(shard.dim), shard]
+        return [shard, self.placement_of_shards(shard)]
+
+    def placement_of_shards(self, shard: Shard) -> Shard:
+        """Return the placement over the axis of shards of the shard that all replicas have."""
+        replicas, shards = self.mesh.shape
+        if shard.sizes is None or len(shard.sizes) == shards:
+            return shard
+        if len(shard.sizes) != replicas * shards:
+            raise LayoutError(
+                f"shard_placement_fn: {shard!r} must have a size for each of the {shards} shards, "
+                f"or, with shard_optimizer, for each of {replicas * shards} ranks, got "
+                f"{len(shard.sizes)} sizes"
+            )
+        starts = range(0, replicas * shards, replicas)
+        sums = [sum(shard.sizes[start : start + replicas]) for start in starts]
+        return Shard(shard.dim, sizes=sums)

@@ -168,10 +168,15 @@ class MeshAssignment:
     Args:
         choose: the function; None for the first dim and the axes of the call.
         axes: the data axes of the call.
+        shard_optimizer: shard leaves over axes of replicas, too.
     """
 
-    def __init__(self, choose: PlacementFunction | None, axes: DataAxes) -> None:
+    def __init__(
+        self, choose: PlacementFunction | None, axes: DataAxes, *, shard_optimizer: bool = False
+    ) -> None:
         self._choose = choose
+        self._shard_optimizer = shard_optimizer
+        axes = axes.shared_by_replicas() if shard_optimizer else axes
         self._axes = [axes]
         self._assigned: dict[Site, Assigned] = {}
 
@@ -200,7 +205,10 @@ class MeshAssignment:
                 "shard_placement_fn: expected a shoal_data_parallel.FSDPMeshInfo as mesh_info, got "
                 f"{type(answer.mesh_info).__name__}"
             )
-        return Assigned(answer.placement, self._known(answer.mesh_info.axes))
+        axes = answer.mesh_info.axes
+        if self._shard_optimizer:
+            axes = axes.shared_by_replicas()
+        return Assigned(answer.placement, self._known(axes))
 
     def _known(self, asked: DataAxes) -> DataAxes:
         """Return the object for these axes: an earlier parameter's if it is equal, or this one."""

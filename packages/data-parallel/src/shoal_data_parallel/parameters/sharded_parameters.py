@@ -10,7 +10,7 @@ With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel wei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -69,6 +69,8 @@ class ShardedParameter:
     after_forward: tuple[Spec, Spec] | None = None
     # the user's dtypes of computation and reduction
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
+    # the layout of the shard that all replicas have, if the leaf is a part of it
+    shared: Spec | None = None
     # what is sent in place of the shard, if the class of the parameter decides it
     extension: GatherExtension | None = None
 
@@ -89,7 +91,18 @@ class ShardedParameter:
     def scattered(self, axes: DataAxes) -> Spec:
         """Return the layout of gradients that are reduced over the shards, but not the replicas."""
         replicas = axes.mesh.ndim - axes.num_sharding_axes
-        return _partial_over_first(self.reduced, replicas)
+        shard = (self.shared or self.reduced).with_(dtype=self.reduced.dtype)
+        return _partial_over_first(shard, replicas)
+
+    def move_to_replicas(self) -> tuple[Spec, Spec]:
+        """Return the layouts of the leaf and of the shared shard, as they are sent."""
+        assert self.shared is not None, "the leaf is a part of a shared shard"
+        return self.resting, self.shared.with_(dtype=self.resting.dtype)
+
+    def move_of_shared_shard(self) -> tuple[Spec, Spec]:
+        """Return the layouts of the shared shard and of the gathered parameter."""
+        _, shared = self.move_to_replicas()
+        return shared, self.gathered
 
     def keep_inside(self, axes: DataAxes, inside: DataAxes) -> None:
         """Have a unit keep shards over the axes `inside` after a forward.
@@ -306,6 +319,7 @@ def shard_parameter(
         reduced=resting,
         styled=styled,
         precision=precision,
+        shared=_shared_layout(param, axes, styled, placement),
         extension=extension,
     )
     parameter.set_dtypes()
@@ -434,7 +448,10 @@ def _layouts(
     whole = [Replicate()] * axes.mesh.ndim
     meta = param.shape, None, param.dtype
     if inner is None:
-        return Spec(axes.mesh, placements, *meta), Spec(axes.mesh, whole, *meta)
+        order_of_axes = None
+        if axes.shards_over_replicas and isinstance(shard, Shard):
+            order_of_axes = ((shard.dim % param.ndim, axes.axes_of_leaves),)
+        return Spec(axes.mesh, placements, *meta, order_of_axes), Spec(axes.mesh, whole, *meta)
     if inner.partials:
         raise LayoutError(
             "a partial parameter cannot be sharded over data axes; redistribute it first: "
@@ -448,7 +465,6 @@ def _layouts(
             "styles, not for both"
         )
     mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
-    first = axes.mesh.ndim - axes.num_sharding_axes
     order: dict[int, tuple[int, ...]] = {}
     for dim, sharding in inner.shard_order:
         # the axes of the style come after the data axes
@@ -457,40 +473,52 @@ def _layouts(
     gathered = Spec(mesh, [*whole, *inner.placements], *meta, tuple(order.items()))
     if isinstance(shard, Shard):
         dim = shard.dim % len(inner.shape)
-        order[dim] = (*order.get(dim, ()), *range(first, axes.mesh.ndim))
-        placements[first:] = _within(inner.placements, shard.on_dim(dim), axes)
+        order[dim] = (*order.get(dim, ()), *axes.axes_of_leaves)
+        placements = _within(inner.placements, shard.on_dim(dim), axes)
     return Spec(
         mesh, [*placements, *inner.placements], *meta, tuple(sorted(order.items()))
     ), gathered
 
 
+def _shared_layout(
+    param: nn.Parameter, axes: DataAxes, inner: Spec | None, asked: Shard | None
+) -> Spec | None:
+    """Return the layout of the shards that all replicas have; None if these are the leaves."""
+    if not axes.shards_over_replicas:
+        return None
+    if asked is not None:
+        asked = axes.placement_of_shards(asked)
+    resting, _ = _layouts(param, replace(axes, shards_over_replicas=False), inner, asked)
+    return resting
+
+
 def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Placement]:
-    """Return the placements on the sharding data axes of a parameter that styles have placed.
+    """Return the placements on the data axes of a parameter that styles have placed.
 
     If styles have placed it in runs, the data axes shard each run. Example: a fused weight has 3
     runs (query, key, value) of 8 rows. A rank of a tensor axis of 2 has 4 rows of each run. Data
     axes shard each 4 rows, so that every rank has rows of all 3 runs.
     """
-    shape = axes.mesh.shape[axes.mesh.ndim - axes.num_sharding_axes :]
     strided = [p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim]
     # a StridedShard without sizes, or with one run, only expresses an order of axes
     runs = next((p for p in strided if p.sizes is not None and p.split_factor > 1), None)
     if runs is None or runs.sizes is None:
-        return [shard] * axes.num_sharding_axes
+        return axes.placements(shard)
     if shard.sizes is not None:
         raise LayoutError(
             f"{shard!r} over data axes cannot have sizes, because styles have placed the "
             f"parameter in runs: {runs!r}"
         )
-    placements: list[Placement] = []
+    placements: list[Placement] = [Replicate()] * axes.mesh.ndim
     sizes = list(runs.sizes)
-    for ranks in shape:
+    for axis in axes.axes_of_leaves:
+        ranks = axes.mesh.shape[axis]
         sizes = [
             n
             for size in sizes
             for n in shard_sizes(size, Shard(0, multiple_of=shard.multiple_of), ranks)
         ]
-        placements.append(StridedShard(shard.dim, split_factor=runs.split_factor, sizes=sizes))
+        placements[axis] = StridedShard(shard.dim, split_factor=runs.split_factor, sizes=sizes)
     return placements
 
 

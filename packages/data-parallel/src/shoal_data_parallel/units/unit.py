@@ -69,6 +69,7 @@ from ..parameters.shards_to_send import parts_to_send, start_to_gather
 from .forward_scope import ForwardScope
 from .gathered import Gathered, Versions, Views
 from .schedule import Schedule
+from .shared_shards import SharedShards
 from .unit_settings import UnitSettings
 
 STATE = "_shoal_fully_sharded"
@@ -154,6 +155,8 @@ class Unit(Group):
         # the axes of the values that stay after a forward, if they differ
         asked = settings.reshard_after_forward
         self.axes_inside = axes.inside(asked) if type(asked) is int else None
+        # the shards that replicas share, if replicas divide the leaves
+        self.shared = SharedShards(self.name) if axes.shards_over_replicas else None
         # handles of hooks on the modules of an outermost unit: users may call a module by itself
         # after the unit's forward
         self.call_hooks: list[Any] = []
@@ -294,6 +297,8 @@ class Unit(Group):
         self.used = None
         self._in_flight = None
         self.parameters = parameters
+        if self.shared is not None:
+            self.shared = SharedShards(self.name)
         self.trained = self.find_trained()
         self.hide()
 
@@ -329,6 +334,18 @@ class Unit(Group):
             parameter.set_dtypes()
         self.start_gathering()
 
+    def start_to_update_replicas(self) -> None:
+        """Send updated leaves to the other replicas, before the unit is gathered."""
+        if self.shared is None:
+            return
+        for parameter in self.parameters:
+            parameter.set_dtypes()
+        if not self.current.versions:
+            check_values(
+                "fully_shard", self.modules, self.parameters, were_on_meta=self.was_on_meta
+            )
+        self.shared.start_to_update(self.parameters)
+
     def start_gathering(self) -> None:
         """Send the shards, unless the values of the leaves are here or in flight."""
         versions = self.versions
@@ -354,6 +371,9 @@ class Unit(Group):
             if axes_inside is not None:
                 sent = self.current.shards
                 moves = [parameter.moves_after_forward() for parameter in self.parameters]
+            elif self.shared is not None:
+                sent = self.shared.current(self.parameters)
+                moves = [parameter.move_of_shared_shard() for parameter in self.parameters]
             else:
                 sent, moves = parts_to_send(self.parameters)
             layouts = [gathered for _, gathered in moves]
@@ -487,6 +507,8 @@ class Unit(Group):
 
     def reset(self) -> None:
         """Return to SHARDED after an error; drop kept gradients and the state of passes."""
+        if self.shared is not None:
+            self.shared.finish()
         if self._in_flight is not None:
             self.finish_gathering()
         self.scope = ForwardScope()

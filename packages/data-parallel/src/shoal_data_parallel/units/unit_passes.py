@@ -213,6 +213,9 @@ def _begin(unit: Unit) -> Forward:
     if not recomputing:
         schedule.begin_forward(unit)
         schedule.wait_for_optimizer()
+        if unit is schedule.units[0]:
+            for each in schedule.units:
+                each.start_to_update_replicas()
     forward = enter(unit)
     forward.units = schedule.units
     if recomputing:
