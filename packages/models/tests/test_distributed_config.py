@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from hf_models import build_model, needs_hf, save_plain, token_batch
-from shoal_dtensor import DTensor, Shard
-from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import fake_world, on_ranks
+from hf_models import (
+    assert_same_values,
+    build_model,
+    needs_hf,
+    save_plain,
+    shared_directory,
+    token_batch,
+)
+from shoal_data_parallel import FSDPModule
+from shoal_dtensor import DTensor, Shard, clip_grad_norm_
+from shoal_mesh import CommDebugMode, all_reduce, init_device_mesh
+from shoal_mesh.testing import counts, fake_world, on_ranks
 from shoal_models import hf
-from shoal_tp_styles import LayoutError, PlanError
+from shoal_tp_styles import LayoutError, PlanError, UnsupportedModuleError
 
 pytestmark = needs_hf
 
@@ -43,8 +52,88 @@ def test_a_model_is_loaded_by_its_own_plan_with_changed_rules(tmp_path: Path) ->
         )
     with pytest.raises(PlanError, match="name no module"):
         hf.from_pretrained(home, config(tp_size=2, tp_plan={"layers.*.mlp.up_proj": "rowwise"}))
-    with pytest.raises(LayoutError, match="another call"):
-        hf.from_pretrained(home, config(tp_size=1, fsdp_size=2))
+
+
+# by name: the sizes, and how many ranks have rows of their own
+SIZES: dict[str, tuple[dict[str, Any], int]] = {
+    "fsdp": ({"fsdp_size": 4}, 4),
+    "hsdp": ({"dp_replicate_size": 2, "fsdp_size": 2}, 4),
+    "fsdp and tp": ({"fsdp_size": 2, "tp_size": 2}, 2),
+    "replicas and tp": ({"dp_replicate_size": 2, "tp_size": 2}, 2),
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(4, timeout=200)
+def test_data_axes_train_as_one_process(kind: str, tied: bool, tmp_path: Path) -> None:
+    sizes, parts = SIZES[kind]
+    single = build_model(tie_word_embeddings=tied)
+    home = save_plain(single, tmp_path)
+    model, loaded = hf.from_pretrained(home, config(**sizes), output_loading_info=True)
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model.model.layers[0], FSDPModule)
+    # a rank reads its own shards alone
+    whole = sum(param.nbytes for param in single.parameters())
+    shards = sizes.get("fsdp_size", 1) * sizes.get("tp_size", 1)
+    assert loaded.bytes_read < whole / shards + 8 * 1024
+    tokens = token_batch(8)
+    mesh = hf.mesh_of(config(**sizes))
+    part = mesh["dp_replicate", "fsdp"].flatten().get_local_rank()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (single, model)]
+    for _ in range(2):
+        loss = single(tokens, labels=tokens).loss
+        loss.backward()
+        rows = tokens.chunk(parts)[part]
+        own_loss = model(rows, labels=rows).loss
+        own_loss.backward()
+        mean = all_reduce(own_loss.detach(), (mesh.flatten(), 0), "avg")
+        torch.testing.assert_close(mean, loss.detach())
+        norm = nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, single, atol=1e-9)
+    saved = shared_directory(tmp_path) / "saved"
+    model.save_pretrained(saved)
+    again = type(single).from_pretrained(saved, dtype=torch.float64)
+    torch.testing.assert_close(again(tokens).logits, single(tokens).logits)
+    with pytest.raises(UnsupportedModuleError, match="resize the model in one process"):
+        model.resize_token_embeddings(70)
+
+
+@on_ranks(2, timeout=200)
+def test_rules_and_options_of_data_axes(tmp_path: Path) -> None:
+    single = build_model()
+    home = save_plain(single, tmp_path)
+    rules = {"model.layers.*.mlp": "keep_full_weight", "lm_head": "free_full_weight"}
+    model = hf.from_pretrained(home, config(fsdp_size=2, fsdp_plan=rules))
+    assert isinstance(model.model.layers[1].mlp, FSDPModule)
+    tokens = token_batch()
+    with CommDebugMode() as counted:
+        loss = model(tokens, labels=tokens).loss
+    with CommDebugMode() as backward:
+        loss.backward()
+    # embeddings, two layers, their two MLPs, the norm and the head; the outermost unit has nothing
+    assert counts(counted) == {"all_gather": 7}
+    # the MLPs and the norm stay gathered
+    assert counts(backward)["all_gather"] == 4
+    low = hf.from_pretrained(home, config(fsdp_size=2, fsdp_mixed_precision=True))
+    assert low.model.layers[0].mlp.up_proj.weight.dtype == torch.float64
+    assert low(tokens).logits.dtype == torch.bfloat16
+    for wrong, message in (
+        ({"layers.*": "free_full_weight"}, "name no module"),
+        ({"model.layers.*": "keep"}, "expected one of"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            hf.from_pretrained(home, config(fsdp_size=2, fsdp_plan=wrong))
+    # ranks with other lengths generate together
+    prompt = tokens[:1, : 3 + torch.distributed.get_rank()]
+    how: dict[str, Any] = {"do_sample": False, "max_length": 9}
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+    expected = single.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+    assert torch.equal(made, expected)
 
 
 def test_sizes_are_the_axes_of_a_mesh() -> None:

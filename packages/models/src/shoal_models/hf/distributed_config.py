@@ -31,9 +31,9 @@ def is_distributed_config(value: object) -> bool:
 def mesh_of(config: Any) -> DeviceMesh:
     """Return the mesh of all ranks that a `DistributedConfig` of transformers describes.
 
-    The axes are "dp_replicate", "fsdp" and "tp"; an axis may have a single rank. Pass the mesh to
-    `from_pretrained`, which shards over "tp", and `mesh["dp_replicate", "fsdp"]` to
-    `shoal_data_parallel.fully_shard`.
+    The axes are "dp_replicate", "fsdp" and "tp"; an axis may have a single rank. Each rank of the
+    first two axes reads its own rows of a batch: `mesh["dp_replicate", "fsdp"].flatten()` counts
+    them.
 
     Args:
         config: a `transformers.distributed.DistributedConfig`.
@@ -72,22 +72,10 @@ def mesh_of(config: Any) -> DeviceMesh:
     return init_device_mesh(accelerator() or "cpu", sizes, mesh_dim_names=_AXES)
 
 
-def tensor_axis_of(config: Any) -> DeviceMesh:
-    """Return the axis over which a model is loaded.
-
-    Raises:
-        LayoutError: if the configuration also has data axes of several ranks. They are used after
-            loading, by `fully_shard`.
-    """
-    mesh = mesh_of(config)
-    if mesh["tp"].size() != mesh.size():
-        raise LayoutError(
-            f"from_pretrained: the DistributedConfig has data axes of {mesh.shape[:2]} ranks, which "
-            "are another call: mesh = hf.mesh_of(config); model = hf.from_pretrained(path, mesh); "
-            "then shoal_data_parallel.fully_shard(layer, mesh['dp_replicate', 'fsdp']) for each "
-            "layer, and for the model"
-        )
-    return mesh["tp"]
+def data_axes_of(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the data axes of the mesh of a configuration; None if they have a single rank."""
+    axes = mesh["dp_replicate", "fsdp"]
+    return axes if axes.size() > 1 else None
 
 
 def plan_of(config: Any, model: Any) -> Plan | None:
@@ -104,7 +92,7 @@ def plan_of(config: Any, model: Any) -> Plan | None:
         return None
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     # Example: the rule "layers.*.q" names the module "layers.0.q".
-    unmatched = [rule for rule in rules if not any(map(_pattern(rule).fullmatch, names))]
+    unmatched = [rule for rule in rules if not any(map(pattern_of(rule).fullmatch, names))]
     if unmatched:
         known = [*(model.tp_plan or names)][:3]
         raise PlanError(
@@ -116,6 +104,6 @@ def plan_of(config: Any, model: Any) -> Plan | None:
     return {**(model.tp_plan or {}), **rules} if rules else {}
 
 
-def _pattern(rule: str) -> re.Pattern[str]:
+def pattern_of(rule: str) -> re.Pattern[str]:
     """Return the pattern of the names that a rule matches; `*` matches one part of a name."""
     return re.compile(re.escape(rule).replace(r"\*", "[^.]+"))

@@ -16,7 +16,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -34,7 +34,8 @@ from ..weights.loading import Loaded, Stored, load_sharded, stored_in
 from ..weights.saving import save_sharded
 from .checked_plan import choose_plan
 from .checkpoint_files import find_files, source_of, stored_for
-from .distributed_config import is_distributed_config, plan_of, tensor_axis_of
+from .data_axes import shard_over_data
+from .distributed_config import data_axes_of, is_distributed_config, mesh_of, plan_of
 from .unfilled_tensors import UnfilledTensors
 
 
@@ -61,7 +62,8 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
         device_mesh: a mesh with one axis, or with several axes if one is named "tp"; convert a mesh
             of torch first, by `shoal_dtensor.interop.mesh_from_torch`. It may also be a
             `DistributedConfig` of transformers; the configuration's `tp_plan` changes rules of the
-            model's own plan.
+            model's own plan. Then the model is also sharded over the data axes "dp_replicate" and
+            "fsdp", by its own `fsdp_plan` and that of the configuration.
         plan: styles by path; the model's own plan if left out. Every rank proves the plan on a
             small copy of the model with random weights. If the model's own plan is missing or does
             not fit, an automatic plan is proven and used instead.
@@ -81,9 +83,8 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
     Raises:
         CheckpointError: if the path has no model; the message names the expected and the existing
             files.
-        LayoutError: if the mesh has several axes and none is named "tp", or if a
-            `DistributedConfig` has data axes, or if the product of its sizes is not the number of
-            ranks.
+        LayoutError: if the mesh has several axes and none is named "tp", or if the product of the
+            sizes of a `DistributedConfig` is not the number of ranks.
         PlanError: if no plan is found, if the plan does not fit (the message names a parameter or
             output that would be wrong), if entries differ under `strict`, if nothing initializes a
             missing entry, or if weights are quantized.
@@ -100,7 +101,9 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
     """
     home, files = find_files(path)
     is_config = is_distributed_config(device_mesh)
-    mesh = tensor_axis_of(device_mesh) if is_config else _tensor_axis(device_mesh)
+    whole_mesh = mesh_of(device_mesh) if is_config else device_mesh
+    mesh = _tensor_axis(whole_mesh)
+    data = data_axes_of(whole_mesh) if is_config else None
     with ExitStack() as stack:
         stored = stored_in(source_of(files), stack)
         config = _config(home, config_kwargs)
@@ -109,11 +112,16 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
         stored_by_name = stored_for(model, stored)
         if plan is None and is_config:
             plan = plan_of(device_mesh, model)
-        _parallelize(model, mesh, plan, allows_unmatched=is_config)
+        if data is None or mesh.size() > 1:
+            _parallelize(model, mesh, plan, allows_unmatched=is_config)
+        if data is not None:
+            shard_over_data(model, device_mesh, data)
         loaded = load_sharded(model, stored_by_name, strict=False)
     _check(model, loaded, strict=strict)
-    _initialize_rest(model, mesh)
+    _initialize_rest(model, mesh if data is None else whole_mesh.flatten())
     _finish(model.eval(), home, mesh)
+    if data is not None:
+        model.resize_token_embeddings = _refuse_to_resize
     return (model, loaded) if output_loading_info else model
 
 
@@ -369,6 +377,15 @@ def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module
         for sharding, mesh in applied:
             apply_sharding(model.get_submodule(path), sharding, mesh)
     return embeddings
+
+
+def _refuse_to_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise the error for resizing a model that is sharded over data axes."""
+    raise UnsupportedModuleError(
+        "resize_token_embeddings: this model is sharded over the data axes of a DistributedConfig; "
+        "resize the model in one process and save it, or load it with tp_size alone, resize it, and "
+        "then call shoal_data_parallel.fully_shard"
+    )
 
 
 def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
