@@ -29,18 +29,18 @@ from shoal_tp_styles import parallelize_module, unparallelize_module
 pytestmark = [needs_hf, needs_accelerate]
 
 
-def trainer_of(model: Any, home: Path, **options: Any) -> Any:
+def trainer_of(model: Any, home: Path, mesh: Any = None, rows: int = 2, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     tokens = torch.randint(3, 67, (8, 7), generator=torch.Generator().manual_seed(2))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     with hf.single_process():
         args = TrainingArguments(
-            str(home), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True, report_to=[],
+            str(home), max_steps=4, per_device_train_batch_size=rows, learning_rate=1e-2, use_cpu=True, report_to=[],
             disable_tqdm=True, optim="adamw_torch_fused", **options,
         )  # fmt: skip
         trainer = Trainer(model, args, train_dataset=data, eval_dataset=data)
-    return hf.prepare_trainer(trainer)
+    return hf.prepare_trainer(trainer, mesh)
 
 
 @on_ranks(4, timeout=200)
@@ -67,13 +67,40 @@ def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
     assert_same_values(resumed, straight)
 
 
+@on_ranks(4, timeout=300)
+def test_a_run_over_data_axes_goes_on_over_others(tmp_path: Path) -> None:
+    from transformers.distributed import DistributedConfig
+
+    home = shared_directory(tmp_path)
+    files = save_plain(build_model(), home)
+    straight = build_model().train()
+    trainer_of(straight, home / "no", rows=4, save_strategy="no").train()
+    first_config = DistributedConfig(fsdp_size=2, tp_size=2)
+    other_config = DistributedConfig(dp_replicate_size=2, fsdp_size=2)
+    models: list[Any] = []
+    for config, rows in ((first_config, 2), (other_config, 1)):
+        model = hf.from_pretrained(files, config).train()
+        data = hf.mesh_of(config)["dp_replicate", "fsdp"]
+        trainer = trainer_of(model, home / "run", data, rows, save_strategy="steps", save_steps=2)
+        trainer.train(resume_from_checkpoint=str(home / "run" / "checkpoint-2") if models else None)
+        assert trainer.state.global_step == 4
+        models.append(model)
+    for model in models:
+        assert_same_values(model, straight, atol=1e-9)
+
+
 @on_ranks(2, timeout=200)
 def test_the_best_model_is_that_of_one_process(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     home = shared_directory(tmp_path)
     model = hf.from_pretrained(save_plain(build_model(), home), all_ranks()).train()
-    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    options: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
     trainer = trainer_of(
         model, home / "run", load_best_model_at_end=True, save_total_limit=1, **options
     )

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_models import assert_same_values, build_model, needs_accelerate, needs_hf
+from hf_models import (
+    assert_same_values,
+    build_model,
+    needs_accelerate,
+    needs_hf,
+    save_plain,
+)
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import hf
 from shoal_tp_styles import PlanError, parallelize_module
@@ -101,6 +107,81 @@ def test_accelerate() -> None:
             optimizer.zero_grad()
     assert norms[:4] == pytest.approx(norms[4:], rel=1e-12)
     assert_trained_alike(module, single)
+
+
+# by name: the sizes, and how many ranks have rows of their own
+DATA_AXES: dict[str, tuple[dict[str, int], int]] = {
+    "fsdp and tp": ({"fsdp_size": 2, "tp_size": 2}, 2),
+    "hsdp": ({"dp_replicate_size": 2, "fsdp_size": 2}, 4),
+}
+
+
+def uneven_examples() -> list[dict[str, Any]]:
+    """Return 24 rows, of which each has one more label that counts than the one before."""
+    tokens = torch.randint(3, 67, (24, 28), generator=torch.Generator().manual_seed(2))
+    labels = torch.where(torch.arange(28) < 3 + torch.arange(24)[:, None], tokens, -100)
+    return [{"input_ids": row, "labels": own} for row, own in zip(tokens, labels, strict=True)]
+
+
+@needs_hf
+@needs_accelerate
+@on_ranks(4, timeout=300)
+@pytest.mark.parametrize("kind", DATA_AXES)
+def test_a_trainer_over_data_axes(kind: str, tmp_path: Path) -> None:
+    """Two microbatches a step, whose rows have different numbers of labels."""
+    from transformers import Trainer, TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    sizes, parts = DATA_AXES[kind]
+    config = DistributedConfig(**sizes)
+    single = build_model().train()
+    module = hf.from_pretrained(save_plain(single, tmp_path), config).train()
+
+    def trainer_of(model: Any, rows: int, evaluated: int) -> Any:
+        with hf.single_process():
+            args = TrainingArguments(
+                str(tmp_path), max_steps=3, per_device_train_batch_size=rows, per_device_eval_batch_size=evaluated,
+                gradient_accumulation_steps=2, learning_rate=1e-2, max_grad_norm=0.5, use_cpu=True, report_to=[],
+                save_strategy="no", logging_steps=1, disable_tqdm=True, prediction_loss_only=False,
+            )  # fmt: skip
+            return Trainer(
+                model, args, train_dataset=uneven_examples(), eval_dataset=uneven_examples()[:11]
+            )
+
+    data = hf.mesh_of(config)["dp_replicate", "fsdp"]
+    trainers = [
+        hf.prepare_trainer(trainer_of(single, 4, 1)),
+        hf.prepare_trainer(trainer_of(module, 4 // parts, 1), data),
+    ]
+    losses = []
+    for trainer in trainers:
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    assert_same_values(module, single, atol=1e-9)
+    # 11 rows, on 4 or 2 ranks
+    predictions = [trainer.predict(uneven_examples()[:11]) for trainer in trainers]
+    assert predictions[1].predictions.shape == predictions[0].predictions.shape
+    torch.testing.assert_close(*(torch.from_numpy(each.predictions) for each in predictions))
+
+
+@needs_hf
+@needs_accelerate
+@on_ranks(2, timeout=200)
+def test_accelerate_over_data_axes() -> None:
+    from accelerate import Accelerator
+
+    mesh = all_ranks()
+    with hf.single_process():
+        accelerator = hf.prepare_accelerator(Accelerator(cpu=True), mesh)
+    numbers = torch.arange(5.0)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(numbers, 2))  # type: ignore[arg-type]  # a tensor is a dataset
+    own = [batch.tolist() for batch in loader]
+    # the last batch is filled with the first rows
+    rank = torch.distributed.get_rank()
+    assert own == [[[0.0, 1.0], [4.0, 0.0]], [[2.0, 3.0], [1.0, 2.0]]][rank]
+    gathered = [row for batch in loader for row in accelerator.gather_for_metrics(batch).tolist()]
+    assert gathered == numbers.tolist()
 
 
 def test_refusals_name_the_way_out() -> None:

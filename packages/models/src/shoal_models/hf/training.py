@@ -3,8 +3,8 @@
 Trainer and accelerate treat ranks as data-parallel processes: they would wrap the model in
 DistributedDataParallel and give every rank different batches. Ranks of one tensor axis read the
 same batches, so `single_process` lets each rank appear as the only process. `prepare_accelerator`
-and `prepare_trainer` then replace what needs the shards of all ranks: clipping of gradients, and
-checkpoints. All ranks write and read a checkpoint together:
+and `prepare_trainer` then replace what needs all ranks: the rows of each rank of data axes, clipping
+of gradients, and checkpoints. All ranks write and read a checkpoint together:
 
 checkpoint-STEP/
     model*.safetensors, config.json    the model, as `save_sharded` writes it
@@ -28,12 +28,14 @@ from torch import Tensor
 
 from shoal_dtensor import clip_grad_norm_, get_optimizer_state_dict, set_optimizer_state_dict
 from shoal_dtensor.errors import PlanError
+from shoal_mesh import DeviceMesh
 from shoal_transfer.internal import own_rank
 
 from ..weights.loading import load_sharded
 from ..weights.saving import on_first, save_sharded
 from .adapters import load_adapters, save_adapters
 from .checkpoint_files import find_files, source_of
+from .data_rows import DataRows
 
 # Environment variables by which torchrun tells a process about the other ranks.
 _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -59,13 +61,17 @@ def single_process() -> Iterator[None]:
         os.environ.update(removed)
 
 
-def prepare_accelerator(accelerator: Any) -> Any:
-    """Prepare an `Accelerator` for a model on a tensor axis; return it.
+def prepare_accelerator(accelerator: Any, data: DeviceMesh | None = None) -> Any:
+    """Prepare an `Accelerator` for a parallel model; return it.
 
     `clip_grad_norm_` clips by the norm over all shards.
 
     Args:
         accelerator: an `Accelerator` made inside `single_process()`; it is changed in place.
+        data: the data axes over which the model is sharded or replicated. Loaders that are prepared
+            afterwards read the rows of this rank, and `gather` and `gather_for_metrics` return the
+            rows of all ranks. The batch size is that of one rank. Without `data` all ranks read
+            the same rows.
 
     Raises:
         PlanError: if the accelerator is itself distributed.
@@ -86,10 +92,12 @@ def prepare_accelerator(accelerator: Any) -> Any:
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     accelerator.clip_grad_norm_ = clip
+    if data is not None:
+        DataRows(data).install_in_accelerator(accelerator)
     return accelerator
 
 
-def prepare_trainer(trainer: Any) -> Any:
+def prepare_trainer(trainer: Any, data: DeviceMesh | None = None) -> Any:
     """Prepare a `Trainer` of transformers for a parallel model; return it.
 
     Gradients are clipped by the norm over all shards. Checkpoints hold the shards of all ranks:
@@ -100,6 +108,10 @@ def prepare_trainer(trainer: Any) -> Any:
     Args:
         trainer: a `Trainer` made, with its `TrainingArguments`, inside `single_process()`; it is
             changed in place.
+        data: the data axes over which the model is sharded or replicated. Each of their ranks reads
+            its own rows, and `per_device_train_batch_size` is the number of rows of one rank.
+            Losses and counts of tokens are those of all rows. Without `data` all ranks read the
+            same rows.
 
     Raises:
         PlanError: if the trainer's arguments are distributed.
@@ -109,7 +121,9 @@ def prepare_trainer(trainer: Any) -> Any:
         ...     trainer = Trainer(model, TrainingArguments("out"), train_dataset=data)
         >>> prepare_trainer(trainer).train()  # doctest: +SKIP
     """
-    prepare_accelerator(trainer.accelerator)
+    prepare_accelerator(trainer.accelerator, data)
+    if data is not None:
+        DataRows(data).install_in_trainer(trainer)
     if own_rank() != 0:
         # Rank 0 deletes old checkpoints, so the other ranks have no limit.
         trainer.args.save_total_limit = None
