@@ -54,7 +54,9 @@ def refusal(run: Callable[[], Any], *, local: bool = False) -> str:
 def test_types_of_gradients_and_values_of_types() -> None:
     assert [kind.backward_type() for kind in (R, I, V, P, S(1))] == [P, I, V, R, S(1)]
     assert S(-1).resolve(3) is S(2)
-    for kind in (R, I, V, P, S(1), spmd.pending("max")):
+    parts = spmd.joined_type(1, [(4, I), (4, I), (2, R)])
+    assert repr(parts.backward_type()) == "I[0:8] P[8:10] along dim 1"
+    for kind in (R, I, V, P, S(1), spmd.pending("max"), parts):
         assert pickle.loads(pickle.dumps(kind)) is kind
     with pytest.raises(ArgumentTypeError, match="expected an int"):
         S("tp")  # type: ignore[arg-type]  # what is refused
@@ -114,6 +116,35 @@ RESULTS: list[tuple[Callable[[], Tensor], str]] = [
 ]
 
 
+def latent(*, grad: bool = True) -> Tensor:
+    """Return 6 invariant features and 2 replicated ones, (4, 8)."""
+    return torch.cat([typed(4, 6, tp=I, grad=grad), typed(4, 2, grad=grad)], -1)
+
+
+RESULTS += [
+    (latent, "{dp: R, tp: I[0:6] R[6:8] along dim 1}"),
+    (lambda: torch.split(latent(), [6, 2], -1)[0], "{dp: R, tp: I}"),
+    (lambda: torch.split(latent(), [6, 2], -1)[1], "{dp: R, tp: R}"),
+    (lambda: torch.split(latent(), 4, -1)[1], "{dp: R, tp: I[0:2] R[2:4] along dim 1}"),
+    (lambda: latent()[..., 6:], "{dp: R, tp: R}"),
+    (lambda: latent().select(1, 2), "{dp: R, tp: I}"),
+    (lambda: latent().t()[:6], "{dp: R, tp: I}"),
+    (lambda: latent().view(2, 1, 2, 8), "{dp: R, tp: I[0:6] R[6:8] along dim 3}"),
+    (lambda: latent().double() * 2, "{dp: R, tp: I[0:6] R[6:8] along dim 1}"),
+    (lambda: torch.cat([latent(), typed(4, 3)], -1), "{dp: R, tp: I[0:6] R[6:11] along dim 1}"),
+    (lambda: torch.cat([latent(), latent()])[:, 6:], "{dp: R, tp: R}"),
+    (lambda: (latent() + latent().exp())[:, 6:], "{dp: R, tp: R}"),
+    (lambda: torch.cat([latent().detach(), typed(4, 8, tp=I)]), "{dp: R, tp: I}"),
+    (lambda: latent().detach() + typed(4, 8, tp=I, grad=False), "{dp: R, tp: R}"),
+    (lambda: latent().detach().sum(), "{dp: R, tp: R}"),
+    (lambda: latent(grad=False), "{dp: R, tp: R}"),
+    (
+        lambda: torch.cat([typed(4, tp=I, grad=False), torch.ones(2, device="meta")]),
+        "{dp: R, tp: I}",
+    ),
+]
+
+
 @pytest.mark.parametrize(("run", "expected"), RESULTS, ids=map(str, range(len(RESULTS))))
 def test_results_follow_the_rows_of_rules(run: Callable[[], Tensor], expected: str) -> None:
     assert checked(lambda: kinds(run())) == expected
@@ -141,6 +172,14 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [
     (lambda: typed(4, grad=False).copy_(typed(4, tp=V, grad=False)), "V"),
     (lambda: torch.empty(4, device="meta").copy_(typed(4, tp=S(0))), "constant"),
     (lambda: typed(4) + torch.empty(4, device="meta").normal_(), "does not have a type"),
+    (lambda: latent().sum(-1), "torch.split(x, [6, 2], dim=1) first"),
+    (lambda: latent() * typed(4, 8), "this operator would mix them"),
+    (lambda: latent() * typed(4, 8, tp=S(0)), "this operator would mix them"),
+    (lambda: torch.cat([latent(), typed(4, 8)]), "this operator would mix them"),
+    (lambda: latent() * latent()[:, 6:7], "this operator would mix them"),
+    (lambda: latent().view(4, 2, 4), "this operator would mix them"),
+    (lambda: latent()[:, ::2], "this operator would mix them"),
+    (lambda: torch.cat([typed(4, tp=I), typed(4, tp=S(0))]), "I cannot be combined"),
 ]
 
 

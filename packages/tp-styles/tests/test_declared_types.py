@@ -16,6 +16,7 @@ from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles import (
     ColwiseParallel,
+    LatentProjection,
     RowwiseParallel,
     SequenceParallel,
     local_parameters,
@@ -99,6 +100,20 @@ def test_norms_keep_any_shard_of_tokens(mesh: DeviceMesh) -> None:
             norm(typed(mesh, S(3), 2, 6, 4, 8))
         with pytest.raises(SpmdTypeError, match=r"is I .* source type is S\(1\)"):
             norm(typed(mesh, I, 2, 6, 4, 8))
+
+
+def test_a_latent_projection_has_two_kinds_of_features(mesh: DeviceMesh) -> None:
+    down = parallelize_module(nn.Linear(16, 12), mesh, LatentProjection(rotary=4))
+    with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+        out = down(typed(mesh, I, 2, 6, 16))
+        assert repr(type_over(out, mesh)) == "I[0:8] R[8:12] along dim 2"
+        latent, rotary = torch.split(out, [8, 4], -1)
+        assert type_over(latent, mesh) is I
+        assert type_over(rotary, mesh) is R
+        heads = rotary.unsqueeze(1).expand(-1, 3, -1, -1) * typed(mesh, S(1), 2, 3, 6, 4)
+        assert type_over(heads, mesh) is S(1)
+        with pytest.raises(SpmdTypeError, match="would mix them"):
+            down(typed(mesh, I, 2, 6, 16)).sum(-1)
 
 
 @pytest.mark.parametrize("name", CASES)

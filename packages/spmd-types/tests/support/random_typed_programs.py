@@ -91,6 +91,13 @@ class Program:
         return AXES[: len(self.shape)]
 
 
+def part_of_joined(dim: int, x: Tensor, y: Tensor) -> Tensor:
+    """Return the first or the last part of an operator's result on two joined tensors."""
+    at = dim % max(x.ndim, 1)
+    joined_tensors = torch.cat([x, y], at).transpose(at, -1).tanh()
+    return torch.split(joined_tensors, [x.shape[at], y.shape[at]], -1)[dim % 2]
+
+
 # Operators on tensors, whose arguments do not depend on the number of ranks.
 OPERATORS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "add": (2, lambda _, x, y: x + y),
@@ -101,6 +108,7 @@ OPERATORS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "maximum": (2, lambda _, x, y: torch.maximum(x, y)),
     "where": (2, lambda _, x, y: torch.where(x > 0, x, y)),
     "concatenate": (2, lambda dim, x, y: torch.cat([x, y], dim % max(x.ndim, 1))),
+    "joined": (2, lambda dim, x, y: part_of_joined(dim, x, y)),
     "stack": (2, lambda dim, x, y: torch.stack([x, y], dim % (x.ndim + 1))),
     "relu": (1, lambda _, x: x.relu()),
     "tanh": (1, lambda _, x: x.tanh()),

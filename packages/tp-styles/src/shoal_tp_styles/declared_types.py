@@ -136,12 +136,23 @@ class _LoweredBoundary:
         port = ports[index] if index < len(ports) else None
         keeps_tokens = self._shards_tokens(entered) and output.shape == entered.shape
         if port is not None and not keeps_tokens:
-            return _type_of_layout(port.desired, output.ndim)
+            declared = _type_of_layout(port.desired, output.ndim)
+            read_by_rank = self.lowered.features_read_by_rank()
+            if declared is I and read_by_rank:
+                return _with_last_features(output, read_by_rank)
+            return declared
         present = spmd.type_of(entered)
         kind = V if present is None else present.by_axis.get(self.axis, V)
         if isinstance(kind, Shard) and output.shape != entered.shape:
             return V
         return kind
+
+
+def _with_last_features(output: Tensor, read_by_rank: int) -> AxisType:
+    """Return I, and R for the last features, which each rank reads on its own."""
+    features = output.shape[-1]
+    runs = [(features - read_by_rank, I), (read_by_rank, R)]
+    return spmd.joined_type(output.ndim - 1, runs)
 
 
 def _type_of_layout(layout: Placement, ndim: int) -> AxisType:

@@ -10,10 +10,13 @@ determines the types of the backward.
 | V, varying | may differ | V |
 | P, partial | addends of a pending sum | R |
 | S(i) | V, and shard i of a global tensor | S(i) |
+
+A replicated tensor may have parts of both kinds, R and I (`Parts`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
@@ -46,7 +49,7 @@ class AxisType(Interned):
     def __repr__(self) -> str:
         return self.name if self.reduce_op in ("", "sum") else f"P({self.reduce_op})"
 
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return _type_named, (self.name, self.reduce_op)
 
 
@@ -121,6 +124,91 @@ def _folded(placement: Placement, dim: int) -> FoldedShard:
     object.__setattr__(folded, "placement", placement)
     object.__setattr__(folded, "dim", dim)
     return folded
+
+
+class Parts(AxisType):
+    """The type of a replicated tensor whose parts along one dim are R and I, in turn.
+
+    Example: a projection to 512 latent features and 64 rotary features, (batch, length, 576). All
+    ranks continue with the latent features alike, I, and each rank's heads read the rotary
+    features on their own, R. The program takes the parts apart by `split` or by a slice.
+
+    Attributes:
+        dim: the tensor dim, counted from the front.
+        runs: the size and the type of each part; neighbors have different types.
+    """
+
+    __slots__ = ("dim", "runs")
+    dim: int
+    runs: tuple[tuple[int, AxisType], ...]
+
+    def __new__(cls, dim: int, runs: tuple[tuple[int, AxisType], ...]) -> Parts:
+        return _parts(dim, runs)
+
+    def __init__(self, dim: int, runs: tuple[tuple[int, AxisType], ...]) -> None:
+        """Do nothing: equal types are one object, which is complete."""
+
+    def backward_type(self) -> Parts:
+        """Return the type of the gradient, whose parts are the gradients of the parts."""
+        return Parts(self.dim, tuple([(size, kind.backward_type()) for size, kind in self.runs]))
+
+    def between(self, first: int, last: int) -> tuple[tuple[int, AxisType], ...]:
+        """Return the size and the type of each part of the elements from `first` to before `last`."""
+        found: list[tuple[int, AxisType]] = []
+        begin = 0
+        for size, kind in self.runs:
+            end = begin + size
+            common = min(end, last) - max(begin, first)
+            if common > 0:
+                found.append((common, kind))
+            begin = end
+        return tuple(found)
+
+    def __repr__(self) -> str:
+        begin = 0
+        texts = []
+        for size, kind in self.runs:
+            texts.append(f"{kind}[{begin}:{begin + size}]")
+            begin += size
+        return f"{' '.join(texts)} along dim {self.dim}"
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Parts, (self.dim, self.runs)
+
+
+@cache
+def _parts(dim: int, runs: tuple[tuple[int, AxisType], ...]) -> Parts:
+    parts = object.__new__(Parts)
+    object.__setattr__(parts, "name", "parts")
+    object.__setattr__(parts, "reduce_op", "")
+    object.__setattr__(parts, "dim", dim)
+    object.__setattr__(parts, "runs", runs)
+    return parts
+
+
+def joined_type(dim: int, runs: Sequence[tuple[int, AxisType]]) -> AxisType:
+    """Return the type of a tensor with these parts: `Parts`, or R or I if all parts have this type.
+
+    Args:
+        dim: the tensor dim along which the parts are joined, counted from the front.
+        runs: the size and the type of each part, R or I.
+
+    Example:
+        >>> joined_type(1, [(4, I), (4, I), (2, R)])
+        I[0:8] R[8:10] along dim 1
+        >>> joined_type(1, [(4, I), (4, I)])
+        I
+    """
+    merged: list[tuple[int, AxisType]] = []
+    for size, kind in runs:
+        if merged and merged[-1][1] is kind:
+            merged[-1] = (merged[-1][0] + size, kind)
+        elif size > 0:
+            merged.append((size, kind))
+    if not merged:
+        # without elements, R and I are the same
+        return R
+    return merged[0][1] if len(merged) == 1 else Parts(dim, tuple(merged))
 
 
 R: Final = AxisType("R")

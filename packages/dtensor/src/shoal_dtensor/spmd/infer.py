@@ -43,6 +43,7 @@ from .operand_layouts import (
     with_expanded_shards,
 )
 from .operator_call import LocalOperatorCall, Operand
+from .parts import results_in_parts
 from .tensor_types import TensorType
 
 # Arguments that are lists of sizes: a program on shards passes local sizes.
@@ -73,9 +74,12 @@ def infer_types(
     found: dict[MeshAxis, list[AnyAxisType]] = {}
     by_rule: list[MeshAxis] = []
     for axis in axes:
+        in_parts = results_in_parts(call, axis)
         kinds = {operand.on(axis) for operand in call.operands}
         shards = {kind for kind in kinds if isinstance(kind, SHARDS)}
-        if V in kinds or (shards and axis in varying):
+        if in_parts is not None:
+            found[axis] = in_parts
+        elif V in kinds or (shards and axis in varying):
             found[axis] = [_varying_result(call, axis)] * len(call.outputs)
         elif kinds <= {R, I}:
             found[axis] = [_replicated_result(call, axis)] * len(call.outputs)

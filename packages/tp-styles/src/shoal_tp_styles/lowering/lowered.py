@@ -72,6 +72,14 @@ class Lowered(ModuleForward):
         """
         return range(0)
 
+    def features_read_by_rank(self) -> int:
+        """Return the number of last features of a replicated output that each rank reads on its own.
+
+        The module sums their gradient over the ranks. The gradient of the features before them is
+        complete on every rank.
+        """
+        return 0
+
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         """Yield the collectives of one call, forward and backward, for plain inputs.

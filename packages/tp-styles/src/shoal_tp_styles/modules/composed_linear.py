@@ -98,10 +98,13 @@ class LatentLinear(Lowered):
             feature_bytes = nbytes(call.output) // call.output.shape[-1]
             yield Collective("all_reduce", feature_bytes * rotary, backward=True)
 
+    def features_read_by_rank(self) -> int:
+        return self.sharding.options_of(LatentFeatures).rotary
+
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
         out = linear(ports.sharded_input(self, input), local["weight"], local["bias"])
-        rotary = self.sharding.options_of(LatentFeatures).rotary
+        rotary = self.features_read_by_rank()
         # Example: 576 features, of which the heads read 64 -> 512 and 64.
         sizes = [out.shape[-1] - rotary, rotary]
         latent, read_by_heads = torch.split_with_sizes(out, sizes, -1)
