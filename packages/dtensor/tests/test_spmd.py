@@ -4,7 +4,7 @@ Covers: spmd/assertions.py, spmd/axis_types.py, spmd/checker.py, spmd/checker_st
 spmd/declared.py, spmd/first_check.py, spmd/function_hints.py, spmd/infer.py, spmd/interface.py,
 spmd/local_calls.py, spmd/operand_layouts.py,
 spmd/local_map_types.py, spmd/mesh_axes.py, spmd/messages.py, spmd/module_boundaries.py,
-spmd/operator_call.py, spmd/tensor_types.py, _torch/process_groups.py.
+spmd/operator_call.py, spmd/parts.py, spmd/tensor_types.py, _torch/process_groups.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shoal_dtensor import Shard as ShardPlacement, distribute_tensor
 from shoal_dtensor.errors import ArgumentTypeError, SpmdTypeError
 from shoal_dtensor.internal import I, P, R, ShardType as S, V, spmd
-from shoal_mesh import abstract_mesh
+from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 
 MESH = abstract_mesh((2, 4), ("dp", "tp"))
@@ -110,6 +111,8 @@ RESULTS: list[tuple[Callable[[], Tensor], str]] = [
     (lambda: typed(8, tp=S(0)).view(1, 8), "{dp: R, tp: V}"),
     (lambda: F.linear(typed(1, 3, 8, tp=S(1)), typed(5, 8)), "{dp: R, tp: S(1)}"),
     (lambda: F.linear(typed(1, 3, 8, tp=S(0)), typed(5, 8)), "{dp: R, tp: S(0)}"),
+    # one head on each rank: a product merges it with the batch, not with the length
+    (lambda: typed(3, 1, 5, 2, tp=S(1)) @ typed(3, 1, 2, 7, tp=S(1)), "{dp: R, tp: S(1)}"),
     (lambda: F.layer_norm(typed(4, 8, tp=S(0)), (8,)), "{dp: R, tp: S(0)}"),
     (lambda: typed(8, 8, tp=S(0)).split(4, 1)[1], "{dp: R, tp: S(0)}"),
     (lambda: typed(4, tp=S(0)).detach(), "{dp: R, tp: S(0)}"),
@@ -119,6 +122,16 @@ RESULTS: list[tuple[Callable[[], Tensor], str]] = [
 def latent(*, grad: bool = True) -> Tensor:
     """Return 6 invariant features and 2 replicated ones, (4, 8)."""
     return torch.cat([typed(4, 6, tp=I, grad=grad), typed(4, 2, grad=grad)], -1)
+
+
+def gate_and_up() -> Tensor:
+    """Return a shard of 16 gates, and behind it a shard of 16 others, (4, 8)."""
+    fused: Tensor = typed(4, 8)
+    kind = spmd.joined_type(1, [(4, S(1)), (4, S(1))])
+    present = spmd.type_of(fused)
+    assert present is not None
+    spmd.set_type(fused, present.with_axis(spmd.normalize_axis("tp"), kind))
+    return fused
 
 
 RESULTS += [
@@ -138,6 +151,10 @@ RESULTS += [
     (lambda: latent().detach() + typed(4, 8, tp=I, grad=False), "{dp: R, tp: R}"),
     (lambda: latent().detach().sum(), "{dp: R, tp: R}"),
     (lambda: latent(grad=False), "{dp: R, tp: R}"),
+    (lambda: torch.chunk(gate_and_up(), 2, -1)[1], "{dp: R, tp: S(1)}"),
+    (lambda: gate_and_up().detach().relu()[:, 4:], "{dp: R, tp: S(1)}"),
+    (lambda: gate_and_up().t()[:4], "{dp: R, tp: S(0)}"),
+    (lambda: gate_and_up().unsqueeze(1), "{dp: R, tp: S(2)[0:4] S(2)[4:8] along dim 2}"),
     (
         lambda: torch.cat([typed(4, tp=I, grad=False), torch.ones(2, device="meta")]),
         "{dp: R, tp: I}",
@@ -180,6 +197,11 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [
     (lambda: latent().view(4, 2, 4), "this operator would mix them"),
     (lambda: latent()[:, ::2], "this operator would mix them"),
     (lambda: torch.cat([typed(4, tp=I), typed(4, tp=S(0))]), "I cannot be combined"),
+    (lambda: gate_and_up() * typed(4, 8, tp=S(1)), "shards of different tensors"),
+    (lambda: gate_and_up()[:, :2], "torch.split(x, [4, 4], dim=1) first"),
+    (lambda: gate_and_up().detach().sum(), "shards of different tensors"),
+    (lambda: gate_and_up().select(1, 0), "shards of different tensors"),
+    (lambda: torch.cat([gate_and_up(), gate_and_up()], 1), "shards of different tensors"),
 ]
 
 
@@ -207,6 +229,12 @@ def test_ranks_compute_on_their_own_in_local_mode() -> None:
         return [kinds(shard + whole), kinds(shard.softmax(0)), kinds(typed(4, tp=P) * 2)]
 
     assert checked(run, local=True) == ["{dp: R, tp: V}", "{dp: R, tp: V}", "{dp: R, tp: P}"]
+
+
+def test_parts_that_are_shards_are_varying_in_local_mode() -> None:
+    assert checked(lambda: kinds(gate_and_up().sum()), local=True) == "{dp: R, tp: V}"
+    assert checked(lambda: kinds(latent()[:, 6:].sum()), local=True) == "{dp: R, tp: R}"
+    assert "would mix them" in refusal(lambda: latent().sum(), local=True)
 
 
 def test_one_axis_may_be_local_in_global_mode() -> None:
@@ -316,6 +344,27 @@ def test_a_backward_pass_is_not_checked() -> None:
     gradient = checked(run)
     assert gradient.tolist() == [2, 2, 2, 2]
     assert spmd.type_of(gradient) is None
+
+
+def test_a_module_with_a_backward_hook_keeps_types() -> None:
+    linear = torch.nn.Linear(8, 4, device="meta")
+    linear.register_full_backward_hook(lambda module, grads, outs: grads)
+
+    def run() -> str:
+        for parameter in linear.parameters():
+            spmd.assert_tensor_type(parameter, {"dp": R, "tp": R})
+        return kinds(linear(typed(3, 8, tp=S(0))))
+
+    assert checked(run) == "{dp: R, tp: S(0)}"
+
+
+def test_distribute_tensor_is_not_checked_inside() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+            rows = torch.randn(6, 4)
+            spmd.assert_tensor_type(rows, {"dp": S(0), "tp": I})
+            assert distribute_tensor(rows, mesh["tp"], [ShardPlacement(0)]).shape == (6, 4)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lowering_cases import CASES
-from shoal_dtensor import DTensor, Partial, Replicate, Shard
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from shoal_dtensor.errors import SpmdTypeError
 from shoal_dtensor.internal import I, P, R, ShardType as S, spmd
 from shoal_mesh import DeviceMesh, init_device_mesh
@@ -17,9 +18,12 @@ from shoal_mesh.testing import fake_world
 from shoal_tp_styles import (
     ColwiseParallel,
     LatentProjection,
+    PackedColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     local_parameters,
+    loss_parallel,
     parallelize_module,
 )
 from shoal_tp_styles.lowering import collective_functions as moves
@@ -114,6 +118,68 @@ def test_a_latent_projection_has_two_kinds_of_features(mesh: DeviceMesh) -> None
         assert type_over(heads, mesh) is S(1)
         with pytest.raises(SpmdTypeError, match="would mix them"):
             down(typed(mesh, I, 2, 6, 16)).sum(-1)
+
+
+def test_a_packed_projection_has_a_shard_of_each_block(mesh: DeviceMesh) -> None:
+    gate_and_up = nn.Linear(16, 48)
+    plan = PackedColwiseParallel(blocks={"gate": 32, "up": 16})
+    parallelize_module(gate_and_up, mesh, plan)
+    with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+        out = gate_and_up(typed(mesh, I, 4, 16))
+        assert repr(type_over(out, mesh)) == "S(1)[0:8] S(1)[8:12] along dim 1"
+        gate, up = torch.split(out, [8, 4], -1)
+        assert type_over(gate, mesh) is S(1)
+        assert type_over(up, mesh) is S(1)
+        with pytest.raises(SpmdTypeError, match="shards of different tensors"):
+            torch.softmax(out, -1)
+
+
+def test_a_plain_output_of_a_dtensor_has_the_type_of_its_layout(mesh: DeviceMesh) -> None:
+    block = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+    parallelize_module(block, mesh, plan)
+    with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+        assert type_over(block(typed(mesh, I, 4, 16)), mesh) is I
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_prepared_input_is_a_shard(grad: bool, mesh: DeviceMesh) -> None:
+    style = PrepareModuleInput(
+        input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+    )
+    module = parallelize_module(Reader(), mesh, style)
+    with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+        x = typed(mesh, I, 2, 8)
+        module(x.requires_grad_(grad))
+        assert module.kind is S(1)
+
+
+class Reader(nn.Module):
+    """A module that keeps the type of its input."""
+
+    kind: object = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = spmd.type_of(x)
+        self.kind = None if found is None else found.by_axis[spmd.normalize_axis("tp")]
+        return x
+
+
+def test_a_loss_on_dtensors_is_not_checked_inside(mesh: DeviceMesh) -> None:
+    # shards of 4, 4, 4 and 1 classes, which have no type as plain tensors
+    logits = distribute_tensor(torch.randn(6, 13), mesh, [Shard(1)], src_data_rank=None)
+    targets = torch.randint(0, 13, (6,))
+    with spmd.set_current_mesh(mesh), spmd.typecheck(local=False), loss_parallel():
+        spmd.assert_tensor_type(targets, {"tp": I})
+        loss = functional.cross_entropy(logits, targets)
+    assert isinstance(loss, DTensor)
+
+
+def test_dropout_keeps_the_type_of_shards_of_different_sizes(mesh: DeviceMesh) -> None:
+    block = nn.Sequential(nn.Linear(8, 10), nn.Dropout(0.5), nn.Linear(10, 8))
+    parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+        assert type_over(block(typed(mesh, I, 4, 8)), mesh) is I
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,7 @@ between modules is I, because its gradient is complete on every rank. A module t
 activation and reduces its gradient makes it R inside. Along data axes, which are not axes of a
 plan's mesh, parameters are R.
 
-May import: lowering.
+May import: lowering, sharding.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
 from shoal_mesh import Comm
 
 from .lowering import collective_functions as moves
-from .lowering.lowered import Lowered, lowered_of
+from .lowering.lowered import FeaturePart, Lowered, lowered_of
 from .lowering.parameters import DeliveredShards
 from .lowering.ports import DTensorForward
+from .sharding.module_sharding import Port
 
 AxisType = spmd.AnyAxisType
 
@@ -112,13 +113,17 @@ class _LoweredBoundary:
     def declare_outputs(self, args: tuple[Any, ...], outputs: Any) -> None:
         """Give plain outputs the types of the layouts in which they leave the module."""
         typed = [value for value in args if spmd.type_of(value) is not None]
-        if not typed:
-            return
         listed = outputs if isinstance(outputs, tuple | list) else (outputs,)
         for index, output in enumerate(listed):
-            if isinstance(output, Tensor) and not isinstance(output, DTensor):
+            if not isinstance(output, Tensor) or isinstance(output, DTensor):
+                continue
+            if typed:
                 kind = self._output_type(index, output, typed[0])
                 spmd.set_type(output, _type_beside(typed[0], output, self.axis, kind))
+            elif any(isinstance(value, DTensor) for value in args) and self._port(index):
+                # A DTensor has no type along the axes that are not in its mesh.
+                kind = self._declared_type(index, output)
+                spmd.set_type(output, spmd.TensorType({self.axis: kind}))
 
     def _shards_tokens(self, value: Tensor) -> bool:
         """Tell whether a tensor is a shard of a dim along which the module computes tokens alone."""
@@ -132,27 +137,34 @@ class _LoweredBoundary:
         A module that computes tokens alone keeps any shard of them: the norms of queries and keys
         get shards of heads, S(2), where their style names positions, S(1).
         """
-        ports = self.sharding.outputs or ()
-        port = ports[index] if index < len(ports) else None
         keeps_tokens = self._shards_tokens(entered) and output.shape == entered.shape
-        if port is not None and not keeps_tokens:
-            declared = _type_of_layout(port.desired, output.ndim)
-            read_by_rank = self.lowered.features_read_by_rank()
-            if declared is I and read_by_rank:
-                return _with_last_features(output, read_by_rank)
-            return declared
+        if self._port(index) is not None and not keeps_tokens:
+            return self._declared_type(index, output)
         present = spmd.type_of(entered)
         kind = V if present is None else present.by_axis.get(self.axis, V)
         if isinstance(kind, Shard) and output.shape != entered.shape:
             return V
         return kind
 
+    def _port(self, index: int) -> Port | None:
+        """Return the port of an output; None if none is declared."""
+        ports = self.sharding.outputs or ()
+        return ports[index] if index < len(ports) else None
 
-def _with_last_features(output: Tensor, read_by_rank: int) -> AxisType:
-    """Return I, and R for the last features, which each rank reads on its own."""
-    features = output.shape[-1]
-    runs = [(features - read_by_rank, I), (read_by_rank, R)]
-    return spmd.joined_type(output.ndim - 1, runs)
+    def _declared_type(self, index: int, output: Tensor) -> AxisType:
+        """Return the type of a plain output with a port."""
+        port = self._port(index)
+        assert port is not None, "an output with a port"
+        parts = self.lowered.feature_parts() if port.layout == port.desired else ()
+        if parts:
+            return _type_of_parts(parts, output.ndim - 1)
+        return _type_of_layout(port.desired, output.ndim)
+
+
+def _type_of_parts(parts: Sequence[FeaturePart], dim: int) -> AxisType:
+    """Return the type of a plain output whose features are in parts along a dim."""
+    kinds: dict[str, AxisType] = {"whole": I, "read_by_rank": R, "shard": Shard(dim)}
+    return spmd.joined_type(dim, [(part.size, kinds[part.layout]) for part in parts])
 
 
 def _type_of_layout(layout: Placement, ndim: int) -> AxisType:

@@ -23,6 +23,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves

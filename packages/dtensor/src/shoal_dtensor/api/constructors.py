@@ -28,6 +28,7 @@ from ..layout.spec import Spec
 from ..redistribute.execution.execute import run
 from ..redistribute.plan import plan
 from ..redistribute.scatter import Scatter, shard_of
+from ..spmd.first_check import types_unchecked
 from ..tensor.autograd import gradient_spec
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import mesh_or_current
@@ -110,7 +111,7 @@ def distribute_tensor(
         return _read(tensor, mesh, wanted, shard_order)
     check_type("distribute_tensor", "tensor", tensor, torch.Tensor, expected="a tensor")
     spec = _layout_of(tensor, mesh, wanted, shard_order)
-    with torch.no_grad():
+    with torch.no_grad(), types_unchecked():
         values = tensor.detach()
         local = _local_values(spec, lambda start: shard_of(values, start, src_data_rank))
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)

@@ -29,6 +29,7 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, mapped
 from ..modules.forwards import ModuleForward
 from ..scopes import implicit_replication
+from ..spmd.first_check import copy_type
 from ..tensor.dtensor import DTensor
 from .functions import active, drawers_of, draws
 from .layouts import (
@@ -411,6 +412,9 @@ class Watch(FunctionMode):
             out = tuple(_local(each, like, name) for each in drawn)
         else:
             out = _local(drawn, like, name)
+            # Shards of different sizes have no type of their own, but the argument has one.
+            if out.shape == args[0].shape:
+                copy_type(args[0], out)
         if target is None:
             return out
         if target.requires_grad:

@@ -11,7 +11,7 @@ determines the types of the backward.
 | P, partial | addends of a pending sum | R |
 | S(i) | V, and shard i of a global tensor | S(i) |
 
-A replicated tensor may have parts of both kinds, R and I (`Parts`).
+Parts of a tensor may have types of their own (`Parts`).
 """
 
 from __future__ import annotations
@@ -126,41 +126,74 @@ def _folded(placement: Placement, dim: int) -> FoldedShard:
     return folded
 
 
-class Parts(AxisType):
-    """The type of a replicated tensor whose parts along one dim are R and I, in turn.
+R: Final = AxisType("R")
+I: Final = AxisType("I")  # noqa: E741  # the public name of the type
+V: Final = AxisType("V")
+P: Final = AxisType("P", "sum")
+S = Shard
+AnyAxisType = AxisType | Shard | FoldedShard
+SHARDS = (Shard, FoldedShard)
+# the size and the type of one part of a tensor
+Run = tuple[int, AnyAxisType]
 
-    Example: a projection to 512 latent features and 64 rotary features, (batch, length, 576). All
-    ranks continue with the latent features alike, I, and each rank's heads read the rotary
-    features on their own, R. The program takes the parts apart by `split` or by a slice.
+
+class Parts(AxisType):
+    """The type of a tensor whose parts along one dim have types of their own.
+
+    Examples of such tensors:
+
+    - A projection to 512 latent features and 64 rotary features, (batch, length, 576): all ranks
+      continue with the latent features alike, I, and each rank's heads read the rotary features on
+      their own, R.
+    - A fused projection to gate and up, sharded each: the local features are a shard of gate, S(2),
+      and behind it a shard of up, S(2). Together they are no shard of the fused features.
+
+    A program takes the parts apart by `split` or by slices.
 
     Attributes:
         dim: the tensor dim, counted from the front.
-        runs: the size and the type of each part; neighbors have different types.
+        runs: the size and the type of each part: R, I, V, or S(dim).
     """
 
     __slots__ = ("dim", "runs")
     dim: int
-    runs: tuple[tuple[int, AxisType], ...]
+    runs: tuple[Run, ...]
 
-    def __new__(cls, dim: int, runs: tuple[tuple[int, AxisType], ...]) -> Parts:
+    def __new__(cls, dim: int, runs: tuple[Run, ...]) -> Parts:
         return _parts(dim, runs)
 
-    def __init__(self, dim: int, runs: tuple[tuple[int, AxisType], ...]) -> None:
+    def __init__(self, dim: int, runs: tuple[Run, ...]) -> None:
         """Do nothing: equal types are one object, which is complete."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether all parts are equal on all ranks."""
+        return all(kind in (R, I) for _, kind in self.runs)
 
     def backward_type(self) -> Parts:
         """Return the type of the gradient, whose parts are the gradients of the parts."""
         return Parts(self.dim, tuple([(size, kind.backward_type()) for size, kind in self.runs]))
 
-    def between(self, first: int, last: int) -> tuple[tuple[int, AxisType], ...]:
-        """Return the size and the type of each part of the elements from `first` to before `last`."""
-        found: list[tuple[int, AxisType]] = []
+    def between(self, first: int, last: int, dim: int) -> tuple[Run, ...] | None:
+        """Return the parts of the elements from `first` to before `last`; None if one is incomplete.
+
+        Parts that are equal on all ranks may be incomplete.
+
+        Args:
+            first: the first position.
+            last: the position behind the last one.
+            dim: the dim along which the positions are afterwards.
+        """
+        found: list[Run] = []
         begin = 0
         for size, kind in self.runs:
             end = begin + size
             common = min(end, last) - max(begin, first)
+            if 0 < common < size and kind not in (R, I):
+                return None
+            moved = Shard(dim) if isinstance(kind, Shard) else kind
             if common > 0:
-                found.append((common, kind))
+                found.append((common, moved))
             begin = end
         return tuple(found)
 
@@ -177,7 +210,7 @@ class Parts(AxisType):
 
 
 @cache
-def _parts(dim: int, runs: tuple[tuple[int, AxisType], ...]) -> Parts:
+def _parts(dim: int, runs: tuple[Run, ...]) -> Parts:
     parts = object.__new__(Parts)
     object.__setattr__(parts, "name", "parts")
     object.__setattr__(parts, "reduce_op", "")
@@ -186,12 +219,14 @@ def _parts(dim: int, runs: tuple[tuple[int, AxisType], ...]) -> Parts:
     return parts
 
 
-def joined_type(dim: int, runs: Sequence[tuple[int, AxisType]]) -> AxisType:
-    """Return the type of a tensor with these parts: `Parts`, or R or I if all parts have this type.
+def joined_type(dim: int, runs: Sequence[Run]) -> AnyAxisType:
+    """Return the type of a tensor with these parts: `Parts`, or the type of the only part.
+
+    Neighbors that are both R or both I are one part.
 
     Args:
         dim: the tensor dim along which the parts are joined, counted from the front.
-        runs: the size and the type of each part, R or I.
+        runs: the size and the type of each part: R, I, V, or S(dim).
 
     Example:
         >>> joined_type(1, [(4, I), (4, I), (2, R)])
@@ -199,9 +234,9 @@ def joined_type(dim: int, runs: Sequence[tuple[int, AxisType]]) -> AxisType:
         >>> joined_type(1, [(4, I), (4, I)])
         I
     """
-    merged: list[tuple[int, AxisType]] = []
+    merged: list[Run] = []
     for size, kind in runs:
-        if merged and merged[-1][1] is kind:
+        if merged and merged[-1][1] is kind and kind in (R, I):
             merged[-1] = (merged[-1][0] + size, kind)
         elif size > 0:
             merged.append((size, kind))
@@ -209,15 +244,6 @@ def joined_type(dim: int, runs: Sequence[tuple[int, AxisType]]) -> AxisType:
         # without elements, R and I are the same
         return R
     return merged[0][1] if len(merged) == 1 else Parts(dim, tuple(merged))
-
-
-R: Final = AxisType("R")
-I: Final = AxisType("I")  # noqa: E741  # the public name of the type
-V: Final = AxisType("V")
-P: Final = AxisType("P", "sum")
-S = Shard
-AnyAxisType = AxisType | Shard | FoldedShard
-SHARDS = (Shard, FoldedShard)
 
 
 @cache
@@ -235,7 +261,9 @@ def _type_named(name: str, reduce_op: str) -> AxisType:
 
 
 def local_type(axis_type: AnyAxisType) -> AxisType:
-    """Return the type without its dim: V for S(i), otherwise the type itself."""
+    """Return the type without its dim: V for S(i) and parts of it, otherwise the type itself."""
+    if isinstance(axis_type, Parts) and not axis_type.is_replicated:
+        return V
     return axis_type if isinstance(axis_type, AxisType) else V
 
 

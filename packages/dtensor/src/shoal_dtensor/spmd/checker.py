@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal_mesh.internal import Event, observing
 
 from .._torch.interception import (
+    BackwardHookFunction,
     CheckpointFunction,
     TorchDispatchMode,
     intercept_autograd_functions,
@@ -294,7 +295,13 @@ def _run_checkpointed(function: Callable[..., Any], _preserve: bool, *args: Any)
         return function(*args)
 
 
+def _return_arguments(*args: Any) -> tuple[Any, ...]:
+    """Return the arguments, as torch's function does that calls a module's backward hooks."""
+    return args
+
+
 DECOMPOSITIONS[CheckpointFunction] = _run_checkpointed
+DECOMPOSITIONS[BackwardHookFunction] = _return_arguments
 # Functions whose own `typecheck_forward` is running. It calls `apply`, which must not start it
 # again.
 _RUNNING_CHECKS: list[type] = []

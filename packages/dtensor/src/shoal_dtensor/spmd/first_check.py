@@ -1,8 +1,12 @@
-"""Declarations of types that packages above load when types are first checked."""
+"""Functions of the checker for code that runs with and without it, and loads it only if it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .._torch.tensors import INTERCEPTED
 
 # Declared mutable state: the functions that wait for the first check.
 _LOADERS: list[Callable[[], None]] = []
@@ -21,3 +25,31 @@ def load_declarations() -> None:
     """Call the functions that wait for the first check, each once."""
     while _LOADERS:
         _LOADERS.pop()()
+
+
+def types_are_checked() -> bool:
+    """Tell whether a thread is in a block that checks types."""
+    return bool(INTERCEPTED)
+
+
+@contextmanager
+def types_unchecked() -> Iterator[None]:
+    """Run a block whose operators are not checked: a library's own code on local tensors."""
+    if not types_are_checked():
+        yield
+        return
+    from .checker_state import paused
+
+    with paused():
+        yield
+
+
+def copy_type(source: Any, target: Any) -> None:
+    """Give a tensor the type of another one, if it has one."""
+    if not types_are_checked():
+        return
+    from .tensor_types import set_type, type_of
+
+    present = type_of(source)
+    if present is not None:
+        set_type(target, present)

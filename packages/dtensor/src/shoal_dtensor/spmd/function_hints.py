@@ -25,6 +25,8 @@ from .tensor_types import type_of
 _ON_BATCHES = frozenset(
     {"linear", "matmul", "__matmul__", "__rmatmul__", "scaled_dot_product_attention"}
 )
+# the number of last dims that these functions keep apart from the others
+_KEPT_DIMS = {"linear": 1, "matmul": 2, "__matmul__": 2, "__rmatmul__": 2}
 _RESHAPES = frozenset({"reshape", "unflatten"})
 _VIEWS = frozenset({"view", "_unsafe_view", "_reshape_alias"})
 LEADING: ScopedValue[Leading | None] = ScopedValue(
@@ -77,7 +79,8 @@ def _leading(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lea
     if present is None:
         return None
     kept = 2 if name == "scaled_dot_product_attention" else operand.ndim - 1
-    return Leading(tuple([present.dims.get(dim, ()) for dim in range(kept)]))
+    dims = [present.dims.get(dim, ()) for dim in range(kept)]
+    return Leading(tuple(dims), _KEPT_DIMS.get(name, 0))
 
 
 def _wildcard(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Wildcard | None:

@@ -74,12 +74,12 @@ def infer_types(
     found: dict[MeshAxis, list[AnyAxisType]] = {}
     by_rule: list[MeshAxis] = []
     for axis in axes:
-        in_parts = results_in_parts(call, axis)
         kinds = {operand.on(axis) for operand in call.operands}
-        shards = {kind for kind in kinds if isinstance(kind, SHARDS)}
+        is_local = axis in varying and V in {local_type(kind) for kind in kinds}
+        in_parts = None if is_local else results_in_parts(call, axis)
         if in_parts is not None:
             found[axis] = in_parts
-        elif V in kinds or (shards and axis in varying):
+        elif V in kinds or is_local:
             found[axis] = [_varying_result(call, axis)] * len(call.outputs)
         elif kinds <= {R, I}:
             found[axis] = [_replicated_result(call, axis)] * len(call.outputs)
@@ -239,8 +239,10 @@ def _likely_outcomes(
         leading: the axes that shard the leading dims, if a function declares them.
         outcomes: for each outcome the number of sizes that had to be multiplied.
     """
-    runs = {outcome: count_runs(outcome) for outcome in outcomes}
-    preferred = [outcome for outcome in outcomes if runs[outcome] == min(runs.values())]
+    kept = 0 if leading is None else leading.kept
+    keeping = [outcome for outcome in outcomes if _keeps_last_dims(call, axes, outcome, kept)]
+    runs = {outcome: count_runs(outcome) for outcome in keeping or outcomes}
+    preferred = [outcome for outcome in runs if runs[outcome] == min(runs.values())]
     for dims in (leading, _unchanged_dims(call)):
         if len(preferred) > 1 and dims is not None:
             like = [outcome for outcome in preferred if dims.agrees(outcome, axes)]
@@ -251,6 +253,22 @@ def _likely_outcomes(
         fewest = min(outcomes[outcome] for outcome in preferred)
         preferred = [outcome for outcome in preferred if outcomes[outcome] == fewest]
     return preferred
+
+
+def _keeps_last_dims(
+    call: LocalOperatorCall, axes: tuple[MeshAxis, ...], outcome: Sequence[Spec], count: int
+) -> bool:
+    """Tell whether the last dims of the outputs are sharded like those of the first operand."""
+    operand = call.operands[0]
+    if operand.tensor_type is None:
+        return True
+    for spec in outcome:
+        _, order = types_of_spec(spec, axes)
+        for back in range(1, min(count, spec.ndim, len(operand.meta.shape)) + 1):
+            before = operand.tensor_type.dims.get(len(operand.meta.shape) - back, ())
+            if order.get(spec.ndim - back, ()) != before:
+                return False
+    return True
 
 
 def _unchanged_dims(call: LocalOperatorCall) -> Leading | None:

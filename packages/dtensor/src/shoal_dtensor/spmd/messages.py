@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from .operator_call import LocalOperatorCall
 _OWN_FOLDERS = [
     str(Path(__file__).parent.parent),
     str(Path(torch.__file__).parent),
+    str(Path(contextlib.__file__).parent / "contextlib.py"),
     "<frozen",
     "<string>",
 ]

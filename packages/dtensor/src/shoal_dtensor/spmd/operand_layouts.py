@@ -112,9 +112,11 @@ class Leading(NamedTuple):
 
     Attributes:
         dims: for each leading dim the axes that shard it, outermost first.
+        kept: the number of last dims that the function does not merge with others.
     """
 
     dims: tuple[tuple[MeshAxis, ...], ...]
+    kept: int = 0
 
     def agrees(self, specs: Sequence[Spec], axes: Sequence[MeshAxis]) -> bool:
         """Tell whether layouts over `axes` shard their leading dims in this way."""

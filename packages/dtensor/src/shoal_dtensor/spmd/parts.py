@@ -1,8 +1,8 @@
-"""Types of the results of operators on replicated tensors whose parts are R and I (see `Parts`).
+"""Types of the results of operators on tensors whose parts have types of their own (see `Parts`).
 
-A `cat` joins R and I operands to such a tensor. Views take it apart again, and operators on each
-element keep the parts. Every other operator would mix gradients that are partial with gradients
-that are complete.
+A `cat` joins R and I operands to such a tensor, and a lowered module may return one. Views take it
+apart again, and operators on each element keep the parts. Every other operator would mix parts: a
+gradient that is partial with one that is complete, or shards of different tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from ..errors import ShoalTensorError, SpmdTypeError
 from ..layout.tensor_meta import mapped
 from ..rules.language.op_call import schema_of
-from .axis_types import AnyAxisType, AxisType, I, Parts, R, joined_type
+from .axis_types import AnyAxisType, I, Parts, R, Run, V, joined_type
 from .declared import tensors_in
 from .mesh_axes import MeshAxis
 from .messages import describe_call
@@ -52,36 +52,44 @@ def results_in_parts(call: LocalOperatorCall, axis: MeshAxis) -> list[AnyAxisTyp
     if not has_parts and not joins:
         return None
     deciding = {operand.on(axis) for operand in typed if operand.takes_gradient}
-    are_replicated = all(kind in (R, I) or isinstance(kind, Parts) for kind in kinds)
+    are_replicated = all(map(_is_replicated, kinds))
     if are_replicated and len(deciding) <= 1 and not any(map(_has_parts, deciding)):
         # Without a gradient, parts of different types have equal values like R.
         return [next(iter(deciding), R)] * len(call.outputs)
-    found = _types_of_results(call, axis) if are_replicated else None
-    if found is not None:
-        return found
-    return None if not has_parts else _refuse(call, axis)
+    if joins and are_replicated:
+        joined = _type_of_concatenation(call, axis)
+        if joined is not None:
+            return [joined]
+    if not has_parts:
+        return None
+    return _types_of_results(call, typed, axis) or _refuse(call, axis)
+
+
+def _is_replicated(kind: AnyAxisType) -> bool:
+    return kind.is_replicated if isinstance(kind, Parts) else kind in (R, I)
 
 
 def _has_parts(kind: AnyAxisType) -> bool:
     return isinstance(kind, Parts)
 
 
-def _types_of_results(call: LocalOperatorCall, axis: MeshAxis) -> list[AnyAxisType] | None:
+def _types_of_results(
+    call: LocalOperatorCall, typed: Sequence[Operand], axis: MeshAxis
+) -> list[AnyAxisType] | None:
     """Return the types of the outputs of an operator that keeps parts apart; None for others."""
-    typed = [operand for operand in call.operands if operand.tensor_type is not None]
+    if len(typed) == 1 and schema_of(call.op).is_view:
+        return _types_of_views(call, typed[0], axis)
+    kinds = {operand.on(axis) for operand in typed}
     if call.op is _CAT:
         joined = _type_of_concatenation(call, axis)
         if joined is not None:
             return [joined]
-    if len(typed) == 1 and schema_of(call.op).is_view:
-        return _types_of_views(call, typed[0], axis)
-    kinds = {operand.on(axis) for operand in typed}
-    shapes = {operand.meta.shape for operand in typed} | {output.shape for output in call.outputs}
-    along_other_dims = call.op is _CAT and _concatenated_dim(call) != _dim_of_parts(kinds)
-    is_elementwise = call.op in _COPIES or torch.Tag.pointwise in call.op.tags
-    if len(kinds) == 1 and (along_other_dims or (is_elementwise and len(shapes) == 1)):
-        return [*kinds] * len(call.outputs)
-    return None
+        keeps_parts = _concatenated_dim(call) != _dim_of_parts(kinds)
+    else:
+        metas = [*[operand.meta for operand in typed], *call.outputs]
+        is_elementwise = call.op in _COPIES or torch.Tag.pointwise in call.op.tags
+        keeps_parts = is_elementwise and len({meta.shape for meta in metas}) == 1
+    return [*kinds] * len(call.outputs) if keeps_parts and len(kinds) == 1 else None
 
 
 def _dim_of_parts(kinds: Iterable[AnyAxisType]) -> int:
@@ -89,15 +97,15 @@ def _dim_of_parts(kinds: Iterable[AnyAxisType]) -> int:
     return next(kind.dim for kind in kinds if isinstance(kind, Parts))
 
 
-def _type_of_concatenation(call: LocalOperatorCall, axis: MeshAxis) -> AxisType | None:
+def _type_of_concatenation(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType | None:
     """Return the type of a `cat` along the dim of the parts; None if they are along another dim."""
     dim = _concatenated_dim(call)
-    runs: list[tuple[int, AxisType]] = []
+    runs: list[Run] = []
     for operand in call.operands:
         kind = operand.on(axis)
-        if isinstance(kind, Parts) and kind.dim == dim:
+        if isinstance(kind, Parts) and kind.dim == dim and kind.is_replicated:
             runs.extend(kind.runs)
-        elif kind in (R, I) and isinstance(kind, AxisType):
+        elif kind in (R, I):
             runs.append((operand.meta.shape[dim], kind))
         else:
             return None
@@ -136,16 +144,24 @@ def _types_of_views(
     return listed if len(listed) == len(found) else None
 
 
-def _type_of_view(view: torch.Tensor, parts: Parts) -> AxisType | None:
-    """Return the type of a view of positions; None if it divides their dim, or skips positions."""
+def _type_of_view(view: torch.Tensor, parts: Parts) -> AnyAxisType | None:
+    """Return the type of a view of positions; None if it divides their dim, or has part of a shard."""
     first = int(view.storage_offset())
-    dims = [dim for dim, stride in enumerate(view.stride()) if stride and view.shape[dim] > 1]
-    if not dims:
-        return joined_type(0, parts.between(first, first + 1))
-    if len(dims) > 1 or view.stride(dims[0]) != 1:
+    strides = [*enumerate(view.stride())]
+    # The strides of dims of one element say nothing, unless there is no other dim.
+    dims = [dim for dim, stride in strides if stride and view.shape[dim] > 1]
+    dims = dims or [dim for dim, stride in strides if stride == 1]
+    if len(dims) > 1:
         return None
+    if not dims:
+        # One element without the dim of the parts: a part that is a shard needs the dim.
+        found = parts.between(first, first + 1, parts.dim)
+        return found[0][1] if found is not None and found[0][1] in (R, I, V) else None
     (dim,) = dims
-    return joined_type(dim, parts.between(first, first + view.shape[dim]))
+    if view.stride(dim) != 1:
+        return None
+    runs = parts.between(first, first + view.shape[dim], dim)
+    return None if runs is None else joined_type(dim, runs)
 
 
 def _refuse(call: LocalOperatorCall, axis: MeshAxis) -> NoReturn:
@@ -153,8 +169,12 @@ def _refuse(call: LocalOperatorCall, axis: MeshAxis) -> NoReturn:
     kinds: Sequence[Any] = [operand.on(axis) for operand in call.operands]
     parts = next(kind for kind in kinds if isinstance(kind, Parts))
     sizes = [size for size, _ in parts.runs]
+    reason = (
+        "the gradient of an R part is a partial sum and the gradient of an I part is complete"
+        if parts.is_replicated
+        else "its parts are shards of different tensors"
+    )
     raise SpmdTypeError(
-        f"{describe_call(call, axis)}: an operand is {parts} over {axis!r}: the gradient of the R "
-        "part is a partial sum and the gradient of the I part is complete, and this operator "
-        f"would mix them. Way out: torch.split(x, {sizes}, dim={parts.dim}) first"
+        f"{describe_call(call, axis)}: an operand is {parts} over {axis!r}: {reason}, and this "
+        f"operator would mix them. Way out: torch.split(x, {sizes}, dim={parts.dim}) first"
     )

@@ -12,7 +12,7 @@ import torch
 from shoal_mesh import DeviceMesh, safe_globals as mesh_globals
 
 from .._torch.compiling import is_tracing, whole_when_compiled
-from .._torch.tensors import BASE, apply, shares_memory, split, wrap_local
+from .._torch.tensors import BASE, INTERCEPTED, apply, shares_memory, split, wrap_local
 from ..argument_types import check_type
 from ..dispatch.dispatch import MarkWhileWatched, dispatch
 from ..dispatch.plain_tensors import check_recorded
@@ -194,7 +194,7 @@ class DTensor(torch.Tensor):
         """
         if not is_tracing():
             check_recorded("to_local", self._local_tensor)
-        if torch.is_grad_enabled() and self.requires_grad:
+        if (torch.is_grad_enabled() and self.requires_grad) or INTERCEPTED:
             return apply(ToLocal, self, grad_placements)  # type: ignore[no-any-return]  # of torch
         return self._local_tensor
 
@@ -235,7 +235,7 @@ class DTensor(torch.Tensor):
                     (torch.dtype, type(None)),
                     expected="a torch.dtype",
                 )
-        if torch.is_grad_enabled() and self.requires_grad:
+        if (torch.is_grad_enabled() and self.requires_grad) or INTERCEPTED:
             dtypes = (forward_dtype, backward_dtype)
             return apply(Redistribute, self, DTensor, target, dtypes, async_op)  # type: ignore[no-any-return]  # of torch
         source = (

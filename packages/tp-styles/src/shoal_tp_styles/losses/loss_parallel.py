@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate
-from shoal_dtensor.internal import FunctionMode
+from shoal_dtensor.internal import FunctionMode, types_unchecked
 
 from .functional import cross_entropy, nll_loss
 from .logits import LogitRows
@@ -62,7 +62,8 @@ class _Mode(FunctionMode):
             if isinstance(logits, DTensor):
                 class_dim = 0 if logits.ndim == 1 else 1
                 if any(placement.is_shard(class_dim) for placement in logits.placements):
-                    return _loss(_REPLACED[func], logits, class_dim, arguments)
+                    with types_unchecked():
+                        return _loss(_REPLACED[func], logits, class_dim, arguments)
         return super().__torch_function__(func, types, args, options)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -21,6 +21,20 @@ from shoal_mesh import Comm, DeviceMesh
 
 from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
 from .parameters import check_plain, local_parameters
+
+
+class FeaturePart(NamedTuple):
+    """Some consecutive features of an output, as this rank holds them.
+
+    Attributes:
+        size: their number.
+        layout: `whole`: equal on all ranks, and so is their gradient; `read_by_rank`: equal on all
+            ranks, and the module sums the gradients of all ranks; `shard`: this rank's shard of a
+            block of features.
+    """
+
+    size: int
+    layout: Literal["whole", "read_by_rank", "shard"]
 
 
 class Lowered(ModuleForward):
@@ -72,13 +86,9 @@ class Lowered(ModuleForward):
         """
         return range(0)
 
-    def features_read_by_rank(self) -> int:
-        """Return the number of last features of a replicated output that each rank reads on its own.
-
-        The module sums their gradient over the ranks. The gradient of the features before them is
-        complete on every rank.
-        """
-        return 0
+    def feature_parts(self) -> Sequence[FeaturePart]:
+        """Return the parts of the output's features, if they have different layouts."""
+        return ()
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:

@@ -28,7 +28,13 @@ from shoal_mesh import Comm
 
 from ..lowering import ports
 from ..lowering.collective_functions import reduce
-from ..lowering.lowered import Lowered, input_collectives, nbytes, output_collectives
+from ..lowering.lowered import (
+    FeaturePart,
+    Lowered,
+    input_collectives,
+    nbytes,
+    output_collectives,
+)
 from ..lowering.parameters import local_parameters
 from ..lowering.ports import from_local
 from ..lowering.shared_reduction import copy
@@ -98,15 +104,16 @@ class LatentLinear(Lowered):
             feature_bytes = nbytes(call.output) // call.output.shape[-1]
             yield Collective("all_reduce", feature_bytes * rotary, backward=True)
 
-    def features_read_by_rank(self) -> int:
-        return self.sharding.options_of(LatentFeatures).rotary
+    def feature_parts(self) -> Sequence[FeaturePart]:
+        rotary = self.sharding.options_of(LatentFeatures).rotary
+        features = self.params["weight"].shape[0]
+        return (FeaturePart(features - rotary, "whole"), FeaturePart(rotary, "read_by_rank"))
 
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
         out = linear(ports.sharded_input(self, input), local["weight"], local["bias"])
-        rotary = self.features_read_by_rank()
         # Example: 576 features, of which the heads read 64 -> 512 and 64.
-        sizes = [out.shape[-1] - rotary, rotary]
+        sizes = [part.size for part in self.feature_parts()]
         latent, read_by_heads = torch.split_with_sizes(out, sizes, -1)
         return torch.cat([latent, copy(read_by_heads, self.comm)], -1)
 
@@ -196,6 +203,20 @@ class FusedColumn(FusedLowering):
                     ranks = call.ranks // heads.count
                     yield Collective("all_reduce", size, backward=True, ranks=ranks)
 
+    def feature_parts(self) -> Sequence[FeaturePart]:
+        parts = []
+        for heads in self.sharding.options_of(FusedBlocks).blocks.values():
+            # Of repeated heads, each rank has one: a shard of the block in which they are repeated.
+            is_repeated = heads.replicated(self.comm.size)
+            size = heads.size if is_repeated else self._shard_sizes(heads)[self.comm.rank]
+            parts.append(FeaturePart(size, "shard"))
+        return parts
+
+    def _shard_sizes(self, heads: Heads) -> Sequence[int]:
+        """Return the sizes of the ranks' shards of a block that is not replicated."""
+        ranks = self.comm.size
+        return shard_sizes(heads.features, HeadShard(0, heads).on(ranks), ranks)
+
     def output_blocks(self) -> Sequence[Sequence[int]]:
         fused = self.sharding.options_of(FusedBlocks)
         ranks = self.comm.size
@@ -203,7 +224,7 @@ class FusedColumn(FusedLowering):
         for heads in fused.blocks.values():
             if heads.replicated(ranks):
                 return ()
-            sizes.append(shard_sizes(heads.features, HeadShard(0, heads).on(ranks), ranks))
+            sizes.append(self._shard_sizes(heads))
         return sizes
 
     def __call__(self, input: Tensor) -> Tensor:
