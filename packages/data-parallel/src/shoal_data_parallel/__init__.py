@@ -1,6 +1,7 @@
 """Data parallelism: parameters sharded (FSDP, HSDP), replicated (DDP) or updated in shards."""
 
 from shoal_dtensor.errors import LayoutError, StyleError, TiedWeightError, UnsupportedModuleError
+from shoal_dtensor.internal import on_first_check
 from shoal_mesh.internal import facade
 
 from .__about__ import __version__
@@ -53,3 +54,8 @@ __all__ = [
 ]
 
 __dir__, __getattr__ = facade(__name__, __all__)
+
+
+@on_first_check
+def _declare_types() -> None:
+    from . import declared_types as declared_types

@@ -30,6 +30,7 @@ from shoal_dtensor.internal import (
     owners_of,
     pytree,
     register_owner,
+    types_are_checked,
     watch_draws,
     with_methods,
 )
@@ -45,6 +46,7 @@ from .gradients.reducer import Reducer
 from .gradients.replica import Replica, gathered_in_turns, replica_of
 from .parameters.agreement import check_materialized, check_same_parameters
 from .parameters.data_axes import DataAxes
+from .parameters.gathered_types import declare_whole
 from .parameters.leaf_checks import check_leaf
 from .parameters.parameter_meshes import MeshAssignment, data_axes_of
 from .parameters.policies import (
@@ -513,6 +515,8 @@ class Replicas(Reducer):
         self._shows_replicas = shows
         for replica in self.replicas:
             tensor = replica.module_tensor if shows else replica.optimizer_parameter
+            if types_are_checked() and tensor is not replica.optimizer_parameter:
+                declare_whole(replica.target.resting.mesh, replica.optimizer_parameter, tensor)
             replica.target.put(tensor)
 
     def _begin_inner_passes(self) -> None:

@@ -60,7 +60,7 @@ class Replica:
     | name                  | tensor                                           | used by             |
     | --------------------- | ------------------------------------------------ | ------------------- |
     | `leaf`                | the whole replica on this rank                   | autograd: `.grad`   |
-    | `recorded_view`       | the differentiable result of `_ReplicaView`      | `module_tensor`     |
+    | `recorded_view`       | the differentiable result of `ReplicaView`      | `module_tensor`     |
     | `module_tensor`       | `recorded_view`; `leaf` if the leaf is frozen    | modules in a pass   |
     | `optimizer_parameter` | this rank's shard of the replica                 | optimizers          |
 
@@ -107,7 +107,7 @@ class Replica:
         leaf: Any = self.leaf
         shard = self.optimizer_parameter
         if shard is not self.leaf:
-            view = _ReplicaView.apply(self, interceptor, leaf, shard)  # type: ignore[no-untyped-call]  # torch
+            view = ReplicaView.apply(self, interceptor, leaf, shard)  # type: ignore[no-untyped-call]  # torch
             self.recorded_view = view
             install_switch(view, GradientSwitch(self.target, view))
             # Autograd runs nodes that are ready in the reverse order of their creation. The view's
@@ -217,7 +217,7 @@ def gathered_in_turns(
         yield last, in_flight.wait()
 
 
-class _ReplicaView(Function):
+class ReplicaView(Function):
     """A map from a leaf and its shard to the `recorded_view` that modules use.
 
     The view may be used in any number of forwards and passes. The backward returns the gradient for

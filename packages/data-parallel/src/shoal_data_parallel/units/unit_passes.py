@@ -1,6 +1,6 @@
 """The passes of a unit: parameters are gathered before forward and backward, and freed after.
 
-Each forward is one node in the graph, `_GatheredUnit`, at which the gradients of all parameters
+Each forward is one node in the graph, `GatheredUnit`, at which the gradients of all parameters
 arrive when the last of them has been computed. Hooks of autograd's nodes gather again in backward.
 Gradients are reduced while backward goes on, and the gradients of all units are delivered when the
 pass is over: a pass that raises leaves every `.grad` as it was.
@@ -28,6 +28,7 @@ from shoal_dtensor.internal import (
     is_compiling,
     local_shard,
     pytree,
+    types_are_checked,
     unwatched,
 )
 
@@ -37,6 +38,7 @@ from .._torch import (
     outside_transforms,
     run_when_ready,
 )
+from ..parameters.gathered_types import declare_whole
 from ..parameters.leaf_hooks import GradientSwitch, install_switch
 from .gathered import Views
 from .unit import Forward, Unit, unit_of
@@ -261,11 +263,14 @@ def _enter(unit: Unit, *, private: bool) -> Forward:
     forward = Forward(unit, gathered, unit.trained, ref(views), units=[unit], private=private)
     if torch.is_grad_enabled() and unit.trained:
         leaves = [unit.parameters[i].leaf for i in unit.trained]
-        recorded = _GatheredUnit.apply(forward, [views[i] for i in unit.trained], *leaves)  # type: ignore[no-untyped-call]  # torch
+        recorded = GatheredUnit.apply(forward, [views[i] for i in unit.trained], *leaves)  # type: ignore[no-untyped-call]  # torch
         forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
         for i, view in zip(unit.trained, recorded, strict=True):
             views[i] = view
             install_switch(view, GradientSwitch(unit.parameters[i], view))
+    if types_are_checked():
+        for parameter, view in zip(unit.parameters, views, strict=True):
+            declare_whole(unit.axes.mesh, parameter.leaf, view)
     if not private:
         unit.used = forward
     unit.expose(views)
@@ -292,7 +297,7 @@ def _enter_again(unit: Unit) -> Forward:
     return used
 
 
-class _GatheredUnit(Function):
+class GatheredUnit(Function):
     """A function from sharded leaves to the tensors that modules see.
 
     Its backward hands the gradients to the running pass, which may return gradients for autograd.

@@ -1,0 +1,39 @@
+"""SPMD types of gathered parameters, for a checker of the plain code that reads them.
+
+`shoal_dtensor.spmd.axis_types` explains the types. Each rank computes with a gathered parameter on
+its own rows, and the gradient is summed over the ranks: the type along the data axes is R. Along
+other axes a gathered parameter has the type that the program has asserted for the parameter.
+
+May import: nothing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shoal_dtensor import DTensor
+from shoal_mesh import DeviceMesh
+
+
+def declare_whole(mesh: DeviceMesh, parameter: Tensor, whole: Tensor) -> None:
+    """Give the whole value of a sharded parameter its type.
+
+    A DTensor, on the axes of a style, has no type.
+
+    Args:
+        mesh: the mesh of the data axes.
+        parameter: the parameter, with the type along other axes that the program has asserted.
+        whole: the tensor that modules see.
+    """
+    # few programs check types
+    from shoal_dtensor.internal import R, spmd
+
+    if isinstance(whole, DTensor):
+        return
+    asserted = spmd.type_of(parameter)
+    by_axis = {} if asserted is None else {**asserted.by_axis}
+    for index, name in enumerate(mesh.axis_names):
+        axis = spmd.axis_over(mesh.ranks_along(index), name)
+        if axis.size() > 1:
+            by_axis[axis] = R
+    spmd.set_type(whole, spmd.TensorType(by_axis))
