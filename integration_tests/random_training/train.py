@@ -49,13 +49,13 @@ class Fault(Exception):
 
 def verdict(program: Program) -> str:
     """One rank's part: "" if right, else `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`."""
-    expected = _Training(program, None)
+    expected = Training(program, None)
     try:
         expected.run()
     except Exception as failed:
         return f"void: {type(failed).__name__}: {str(failed)[:200]}"
     names = ("replica", "data") if program.parallel == "hybrid" else ("data", "tensor")
-    got = _Training(program, init_device_mesh("cpu", program.mesh, mesh_dim_names=names))
+    got = Training(program, init_device_mesh("cpu", program.mesh, mesh_dim_names=names))
     try:
         got.run()
         return _difference(expected.seen, got.seen)
@@ -73,7 +73,7 @@ def _difference(expected: Sequence[tuple[str, Any]], got: Sequence[tuple[str, An
     return ""
 
 
-class _Training:
+class Training:
     """One training.
 
     Attributes:
