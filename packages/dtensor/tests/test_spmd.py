@@ -211,6 +211,50 @@ def test_calls_that_no_row_allows_are_refused(run: Callable[[], Any], message: s
     assert message in text, text
 
 
+def test_an_operand_that_is_not_summed_yet_is_named_beside_an_invariant_one() -> None:
+    text = refusal(lambda: typed(4, 8, tp=I) + typed(4, 8, tp=P))
+    assert "all_reduce(x, tp, src=P, dst=I) for the P operand" in text
+    assert "Way out: all_gather the sharded operands" in refusal(lambda: typed(8, 4, tp=S(0))[0])
+    without_axis = torch.empty(4, device="meta", requires_grad=True)
+
+    def run() -> None:
+        spmd.assert_tensor_type(without_axis, {"tp": R})
+        without_axis * typed(4)
+
+    assert ": mul: the operand's type {tp: R} lacks the axes dp" in refusal(run)
+
+
+@pytest.mark.parametrize(
+    ("present", "wanted", "advice"),
+    [
+        (P, R, "all_reduce(x, tp, src=P, dst=R)"),
+        (P, S(1), "reduce_scatter(x, tp, src=P, dst=S(1))"),
+        (S(0), R, "all_gather(x, tp, src=S(0), dst=R)"),
+        (S(0), S(1), "pass src=S(0), or all_to_all(x, tp, src=S(0), dst=S(1)) first"),
+        (S(0), P, "all_gather(x, tp, src=S(0), dst=R), not summed"),
+        (V, S(0), "assert_type(x, {tp: S(0)}), if it is a shard"),
+        (R, P, "leave the reduction out"),
+        (I, R, "convert(x, tp, src=I, dst=R)"),
+        (R, S(0), "convert(x, tp, src=R, dst=S(0))"),
+        (R, I, "pass the type that the tensor has"),
+        (spmd.pending("max"), P, 'src=pending("max")'),
+        (spmd.pending("avg"), P, "sum instead of the mean"),
+    ],
+)
+def test_a_wrong_source_type_has_a_way_out(present: Any, wanted: Any, advice: str) -> None:
+    def run() -> None:
+        x = typed(4, 8)
+        found = spmd.type_of(x)
+        assert found is not None
+        axis = spmd.normalize_axis("tp")
+        spmd.set_type(x, found.with_axis(axis, present))
+        spmd.check_source(x, axis, wanted, "a collective")
+
+    text = refusal(run)
+    assert text.startswith(f"{__file__}:")
+    assert advice in text.partition("Way out: ")[2]
+
+
 def test_an_error_names_the_line_the_operator_the_types_and_the_way_out() -> None:
     text = refusal(lambda: typed(4, 8, dp=S(0), tp=P).tanh())
     assert text.startswith(f"{__file__}:")

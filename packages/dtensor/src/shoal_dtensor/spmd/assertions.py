@@ -9,7 +9,7 @@ from ..errors import SpmdTypeError
 from .axis_types import AnyAxisType, Shard, V, local_type
 from .checker_state import varying_axes
 from .mesh_axes import MESH, AxisLike, MeshAxis, normalize_axis, regroup
-from .messages import user_line
+from .messages import user_line, way_from
 from .tensor_types import TensorType, describe_axes, read_type, refine, set_type, type_of
 
 
@@ -72,7 +72,7 @@ def check_source(tensor: Any, axis: MeshAxis, src: AnyAxisType, where: str) -> N
     if not same:
         raise SpmdTypeError(
             f"{user_line()}: {where}: the tensor is {present} over {axis!r}, but the source type "
-            f"is {wanted}; pass the type that the tensor has, or convert the tensor first"
+            f"is {wanted}. Way out: {way_from(axis, present, wanted)}"
         )
     dims = {} if is_local else (type_of(tensor) or TensorType({})).dims
     if not isinstance(present, Shard) or not dims:

@@ -98,9 +98,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         tensors: Sequence[Tensor],
     ) -> Any:
         """Run an operator with typed operands, and give its outputs their types."""
-        where = func._schema.name
-        if not _are_on_current_mesh(tensors):
-            where = f"{user_line()}: {where}"
+        where = "" if _are_on_current_mesh(tensors) else _place_of(func)
         untyped = [tensor for tensor in tensors if type_of(tensor) is None]
         if any(not _counts_as_constant(tensor) for tensor in untyped):
             if self.strict:

@@ -27,6 +27,7 @@ from .axis_types import (
     SHARDS,
     AnyAxisType,
     I,
+    P,
     R,
     V,
     local_type,
@@ -149,6 +150,11 @@ def _refuse_invariant(call: LocalOperatorCall, axis: MeshAxis) -> None:
     for operand in call.operands:
         if operand.tensor_type is None or not operand.takes_gradient:
             continue
+        if operand.on(axis) is I and P in {other.on(axis) for other in call.operands}:
+            raise SpmdTypeError(
+                f"{describe_call(call, axis)}: I cannot be combined with P, an addend of a sum that "
+                f"is not done yet. Way out: all_reduce(x, {axis!r}, src=P, dst=I) for the P operand"
+            )
         if operand.on(axis) is I:
             raise SpmdTypeError(
                 f"{describe_call(call, axis)}: I cannot be combined with types that differ "
@@ -218,7 +224,10 @@ def _results_by_rule(
     if expanded is not None:
         return _results_by_rule(expanded, axes, leading)
     refusal = next((refusal for refusal in refusals if refusal.wanted), refusals[0])
-    moves = ways_out(call, axes, [*operands.values()], refusal.wanted)
+    moves = ways_out(call, axes, [*operands.values()], refusal.wanted) or (
+        ". Way out: all_gather the sharded operands to R first, or compute in local() or in "
+        "local_map with declared types"
+    )
     raise SpmdTypeError(f"{describe_call(call, *axes)}: {refusal.reason}{moves}")
 
 

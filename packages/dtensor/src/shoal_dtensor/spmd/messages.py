@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 import torch
 
 from ..layout.spec import Spec
-from .axis_types import I, P, R, Shard, pending, type_of_placement
+from .axis_types import AnyAxisType, AxisType, I, P, R, Shard, V, pending, type_of_placement
 from .mesh_axes import MeshAxis
 from .operator_call import LocalOperatorCall
 
@@ -123,3 +123,41 @@ def _type_at(spec: Spec, index: int) -> object:
     if index in pendings:
         return pending(pendings[index])
     return type_of_placement(spec.placements[index]) or spec.placements[index]
+
+
+def way_from(axis: MeshAxis, present: AnyAxisType, wanted: AnyAxisType) -> str:
+    """Return advice for a tensor that has one type where a function takes another.
+
+    Args:
+        axis: the mesh axis.
+        present: the type that the tensor has.
+        wanted: the type that the function takes.
+    """
+    is_shard = isinstance(present, Shard)
+    if present is P and wanted in (R, I):
+        return f"all_reduce(x, {axis!r}, src=P, dst={wanted})"
+    if present is P and isinstance(wanted, Shard):
+        return f"reduce_scatter(x, {axis!r}, src=P, dst={wanted})"
+    if isinstance(present, AxisType) and present.name == "P" and present is not P:
+        advice = f'reduce it by its own operator, src=pending("{present.reduce_op}")'
+        if present.reduce_op == "avg":
+            return f"{advice}; or sum instead of the mean, which is P, and divide by all elements"
+        return advice
+    if is_shard and isinstance(wanted, Shard):
+        return f"pass src={present}, or all_to_all(x, {axis!r}, src={present}, dst={wanted}) first"
+    if is_shard and wanted is P:
+        return (
+            f"shards are joined by all_gather(x, {axis!r}, src={present}, dst=R), not summed; P are "
+            "addends, such as the product of two operands that are sharded along the summed dim"
+        )
+    if is_shard and wanted in (R, I):
+        return f"all_gather(x, {axis!r}, src={present}, dst={wanted})"
+    if present is V and isinstance(wanted, Shard):
+        return (
+            f"assert_type(x, {{{axis!r}: {wanted}}}), if it is a shard of equal size on all ranks"
+        )
+    if present in (R, I) and wanted is P:
+        return "leave the reduction out: the tensor is whole on every rank"
+    if (present is I and wanted is R) or (present in (R, I) and isinstance(wanted, Shard)):
+        return f"convert(x, {axis!r}, src={present}, dst={wanted})"
+    return "pass the type that the tensor has, or convert the tensor first"
