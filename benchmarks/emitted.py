@@ -76,11 +76,25 @@ class HandRow(nn.Module):
         return total if self.bias is None else total + self.bias
 
 
+def reduce_gradients_of(module: Any) -> None:
+    """Have the gradient of a norm's weight summed: each rank's heads contribute an addend."""
+    whole = module.weight
+    del module.weight
+
+    def copy_weight(norm: Any, args: object) -> None:
+        norm.weight = HandCopy.apply(norm.whole)
+
+    module.whole = whole
+    module.register_forward_pre_hook(copy_weight)
+
+
 def make_parallel_by_hand(model: nn.Module) -> None:
-    """Replace the linear layers that the model's plan names."""
+    """Replace the linear layers that the model's plan names, and reduce the gradients that it names."""
     styles = dict[str, str](model.tp_plan)  # type: ignore[arg-type]  # of transformers
     for path, module in list(model.named_modules()):
         style = next((kind for name, kind in styles.items() if fnmatchcase(path, name)), None)
+        if style == "replicated_with_grad_allreduce":
+            reduce_gradients_of(module)
         if not isinstance(module, nn.Linear) or style not in ("colwise", "rowwise"):
             continue
         parent, _, name = path.rpartition(".")
