@@ -189,9 +189,10 @@ def _parameters(name: str, peer: Any, own: Any) -> Iterator[str]:
     if not inspect.isclass(peer):
         theirs, ours = _unbound(theirs), _unbound(ours)  # type: ignore[assignment]  # plain dicts
     free = any(p.kind is p.VAR_KEYWORD for p in theirs.values())
-    for parameter, here in ours.items():
-        is_named = here.kind not in (here.VAR_KEYWORD, here.VAR_POSITIONAL)
-        if is_named and here.default is here.empty and parameter not in theirs and not free:
+    for parameter, own_one in ours.items():
+        is_named = own_one.kind not in (own_one.VAR_KEYWORD, own_one.VAR_POSITIONAL)
+        is_required = is_named and own_one.default is own_one.empty
+        if is_required and parameter not in theirs and not free:
             yield f"{name}({parameter}): torch has no such argument, and it has no default"
     positions = [n for n, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     expected = [n for n, p in theirs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
