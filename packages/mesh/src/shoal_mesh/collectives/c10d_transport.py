@@ -95,22 +95,31 @@ class C10dTransport(Transport):
         self._size = comm.size
         self._kind: Any = type(comm.group)
 
-    def _announce(self, tensor: Tensor, kind: str, count: int, op: str = "", root: int = 0) -> None:
-        """Record a call before it starts.
+    def _call_backend(
+        self,
+        tensor: Tensor,
+        kind: str,
+        call: Callable[..., Work],
+        *arguments: object,
+        op: str = "",
+        root: int = 0,
+    ) -> Work:
+        """Record a call of the backend, and make it.
 
         For gloo between ranks of one host, raise PeerError if a rank has started another call.
         """
+        # the blocks of an all_to_all_v differ between ranks
+        count = 0 if kind == "all_to_all_v" else tensor.numel()
         record(self._name, (kind, tensor.dtype, count, op, root))
-        if self._channel is not None and tensor.is_cpu:
-            self._channel.peers.announce(kind, tensor.dtype, count, op, root=root)
-
-    def _call_backend(self, tensor: Tensor, call: Callable[..., Work], *arguments: object) -> Work:
-        """Call the backend for an announced call; retract the announcement if it raises."""
+        if self._channel is None or not tensor.is_cpu:
+            return call(self._group, *arguments)
+        peers = self._channel.peers
+        peers.announce(kind, tensor.dtype, count, op, root=root)
         try:
             return call(self._group, *arguments)
         except Exception:
-            if self._channel is not None and tensor.is_cpu:
-                self._channel.peers.retract()
+            # the backend has refused the call, so nothing was sent
+            peers.retract()
             raise
 
     def _watched(self, work: Work, tensor: Tensor) -> Handle:
@@ -173,29 +182,28 @@ class C10dTransport(Transport):
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
             return self._reduce_on_arrival(self.all_gather, tensor, tensor, op)
-        # In the background, gloo's threads can run one collective, but not start the second one of
-        # `_average_` after it.
-        needs_one_call = background and self._gloo
-        if op == "avg" and self._sums_here(tensor) and not needs_one_call:
-            return self._average_(tensor)
         if op == "avg":
+            # In the background, gloo's threads can run one collective, but not start the second one
+            # of `_average_` after it.
+            needs_one_call = background and self._gloo
+            if self._sums_here(tensor) and not needs_one_call:
+                return self._average_(tensor)
             before, after = split_divisor(tensor.dtype, self._size)
             terms = tensor if before == 1 else tensor.mul_(before)
             work = self.all_reduce_(terms, "sum", background)
             return Pending(tensor, work, lambda total: total.mul_(after))
-        self._announce(tensor, "all_reduce", tensor.numel(), op)
-        work = self._call_backend(tensor, self._kind.allreduce, [tensor], _ALL_REDUCE[op])
+        call = self._kind.allreduce
+        work = self._call_backend(tensor, "all_reduce", call, [tensor], _ALL_REDUCE[op], op=op)
         return self._watched(work, tensor)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
-        self._announce(tensor, "all_gather", tensor.numel())
         sent = tensor
         target = out
         if tensor.dtype not in PLAIN:
             sent = as_bytes(tensor)
             target = as_bytes(out)
         call = call_of(self._kind, "all_gather")
-        work = self._call_backend(tensor, call, target, sent, _ALL_GATHER)
+        work = self._call_backend(tensor, "all_gather", call, target, sent, _ALL_GATHER)
         return self._watched(work, tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
@@ -208,30 +216,30 @@ class C10dTransport(Transport):
             terms = tensor if before == 1 else tensor * before
             work = self.reduce_scatter(terms, out, "sum")
             return Pending(out, work, lambda total: total.mul_(after))
-        self._announce(tensor, "reduce_scatter", tensor.numel(), op)
         call = call_of(self._kind, "reduce_scatter")
-        work = self._call_backend(tensor, call, out, tensor, _REDUCE_SCATTER[op])
+        options = _REDUCE_SCATTER[op]
+        work = self._call_backend(tensor, "reduce_scatter", call, out, tensor, options, op=op)
         if not self._gloo or not tensor.is_cpu:
             return work
         # gloo completes a reduce-scatter only in `wait`, so no peers can be watched meanwhile
         return BackendWork(work, self._group, None)
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle:
-        self._announce(tensor, "all_to_all", tensor.numel())
-        return self._exchange(tensor, out, _EVEN, _EVEN)
+        return self._exchange("all_to_all", tensor, out, _EVEN, receive=_EVEN)
 
     def all_to_all_v(
         self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
     ) -> Handle:
-        self._announce(flat, "all_to_all_v", 0)
         # torch's fake backend copies the input to the output, and in 2.11 it writes nothing. If
         # there is no input, the output is set to zero here.
         if not flat.numel() and self._fake:
             flat = out.zero_()
             send = receive
-        return self._exchange(flat, out, send, receive)
+        return self._exchange("all_to_all_v", flat, out, send, receive=receive)
 
-    def _exchange(self, tensor: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle:
+    def _exchange(
+        self, kind: str, tensor: Tensor, out: Tensor, send: list[int], *, receive: list[int]
+    ) -> Handle:
         sent = tensor
         target = out
         if tensor.dtype not in PLAIN:
@@ -241,13 +249,13 @@ class C10dTransport(Transport):
             send = [count * width for count in send]
             receive = [count * width for count in receive]
         call = call_of(self._kind, "all_to_all")
-        work = self._call_backend(tensor, call, target, sent, receive, send, _ALL_TO_ALL)
+        work = self._call_backend(tensor, kind, call, target, sent, receive, send, _ALL_TO_ALL)
         return self._watched(work, tensor)
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
-        self._announce(tensor, "broadcast", tensor.numel(), "", root=root)
         sent = tensor if tensor.dtype in PLAIN else as_bytes(tensor)
-        work = self._call_backend(tensor, self._kind.broadcast, [sent], _FROM(root))
+        call = self._kind.broadcast
+        work = self._call_backend(tensor, "broadcast", call, [sent], _FROM(root), root=root)
         return self._watched(work, tensor)
 
 

@@ -90,12 +90,7 @@ def require_tensors(tensors: Sequence[Tensor], taken: str) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements are numbers in memory at strides.
-
-    A compiler traces no other tensors, so the check is skipped there.
-    """
-    if is_compiling():
-        return True
+    """Return whether the elements are numbers in memory at strides."""
     return tensor.layout is _STRIDED and not tensor.is_quantized and not tensor.is_nested
 
 

@@ -142,6 +142,9 @@ def sums_are_in_tree() -> bool:
 
 def in_tree(tensor: Tensor, op: str) -> bool:
     """Return whether `sums_in_tree` orders a reduction."""
+    # no block is open in any thread
+    if not _in_tree.blocks and not _traced_blocks:
+        return False
     if op not in ("sum", "avg") or not sums_are_in_tree():
         return False
     return tensor.is_floating_point() or tensor.is_complex()
