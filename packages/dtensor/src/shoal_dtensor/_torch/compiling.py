@@ -33,23 +33,24 @@ _recorder_before_dispatch: Callable[[], object] = partial(
 )
 
 
-def is_unrecorded(tensor: torch.Tensor) -> bool:
-    """Tell whether a recorder would record a tensor as a constant.
+def has_unrecorded(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether a recorder would record one of the tensors as a constant.
 
     It does so for a tensor that does not depend on the inputs of the graph. Recorders are make_fx
     and torch.func.linearize.
     """
     mode: Any = recorder() or _recorder_before_dispatch()
-    if (
-        mode is None
-        or torch._guards.TracingContext.try_get() is not None
-        or isinstance(tensor, FunctionalTensor)
-    ):
+    if mode is None or torch._guards.TracingContext.try_get() is not None:
         return False
     # imported here because only recording needs it
     from torch.fx.experimental.proxy_tensor import has_proxy_slot
 
-    return not has_proxy_slot(tensor, mode.tracer)
+    for tensor in tensors:
+        if isinstance(tensor, FunctionalTensor):
+            continue
+        if not has_proxy_slot(tensor, mode.tracer):
+            return True
+    return False
 
 
 def never_compiled(function: Callable[..., Any]) -> None:

@@ -26,7 +26,7 @@ from torch.utils.hooks import unserializable_hook
 from shoal_mesh import DeviceMesh, purpose
 
 from .. import crossings
-from .._torch.compiling import is_unrecorded
+from .._torch.compiling import has_unrecorded
 from .._torch.operators import OpOverload
 from .._torch.tensors import (
     TRACED,
@@ -446,7 +446,7 @@ def _module(frame: FrameType) -> str:
 
 def check_recorded(operation: str, *shards: torch.Tensor) -> None:
     """Refuse an operator if a recorder would record a shard as a constant with its present values."""
-    if any(map(is_unrecorded, shards)):
+    if has_unrecorded(shards):
         raise NoRuleError(
             f"{operation} of a DTensor while torch.fx records operators (torch.func.linearize, "
             "make_fx): the current values would become constants of the record. Pass local "

@@ -404,7 +404,6 @@ def norm_order(reduce_op: str) -> float | None:
 
 
 # Orders whose norm is another reduction.
-# Orders whose norm is another reduction.
 _SIMPLER = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}
 
 
@@ -414,7 +413,6 @@ def _norm_op(name: str) -> str:
         order = float(name.removeprefix("norm")) if str(name).startswith("norm") else None
     except ValueError:
         order = None
-    # NaN differs from itself.
     # NaN differs from itself.
     if order is None or order != order:
         raise PlacementError(

@@ -50,12 +50,12 @@ def plan(
     """
     version = topology_version()
     if src.example is None and dst.example is None:
-        return _plan(src, dst, topology, memory_limit, version=version)
+        return _plan(src, dst, (topology, version), memory_limit)
     has_symbolic_ends = None not in (src.example, dst.example)
     is_strided = src.is_strided or dst.is_strided
     if has_symbolic_ends and not is_strided and src.mesh == dst.mesh:
         # not cached, because symbols would keep their compiler
-        chosen = _plan.__wrapped__(src, dst, topology, memory_limit, version=version)
+        chosen = _plan.__wrapped__(src, dst, (topology, version), memory_limit)
         if all(map(_moves_equal_blocks, chosen.steps)):
             return chosen
     return plan(constant(src), constant(dst), topology=topology, memory_limit=memory_limit)
@@ -83,12 +83,14 @@ def _moves_equal_blocks(step: Step) -> bool:
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _plan(
-    src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None, version: int
+    src: Spec, dst: Spec, versioned: tuple[Topology | None, int], memory_limit: int | None
 ) -> Plan:
     """Return the plan for the given topology, or for the topologies of the meshes if it is None.
 
-    `version` is only a part of the cache's key: it changes when the topology of a mesh does.
+    The version beside the topology is only a part of the cache's key: it changes when the topology
+    of a mesh does. The arguments are positional, because keywords double the time of a look-up.
     """
+    topology, version = versioned
     _check(src, dst)
 
     is_across = src.mesh != dst.mesh
@@ -97,7 +99,7 @@ def _plan(
     def plan_within(start: Spec, end: Spec) -> Plan:
         # A given topology describes the axes of one mesh.
         known_topology = None if is_across else topology
-        return _plan(start, end, known_topology, memory_limit, version=version)
+        return _plan(start, end, (known_topology, version), memory_limit)
 
     if is_across and is_strided:
         between = _gather_strided(src if src.is_strided else dst)

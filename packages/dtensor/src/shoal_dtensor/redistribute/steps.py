@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from shoal_mesh.internal import html_text
 
+from ..layout.placements import norm_order
+
 if TYPE_CHECKING:
     from ..layout.spec import Spec
 
@@ -118,6 +120,8 @@ class Plan:
     note: tuple[str, int] | None = field(init=False, repr=False)
     # `src.example`: not None if sizes are symbols (see `Spec`)
     example: Spec | None = field(init=False, repr=False)
+    # whether the tensor to redistribute holds partial norms
+    starts_at_norm: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -125,6 +129,7 @@ class Plan:
         put(self, "collectives", sum(step.communicates for step in self.steps))
         put(self, "purpose", f"redistribute {self.src!r} -> {self.dst!r}")
         put(self, "note", (self.purpose, self.collectives) if self.collectives else None)
+        put(self, "starts_at_norm", is_norm(self.src))
 
     @property
     def slices(self) -> bool:
@@ -144,6 +149,14 @@ class Plan:
         total = f"{cost}, peak {format_bytes(self.peak_bytes)}"
         lines = [f"  {step.line()}" for step in self.steps]
         return "\n".join([head + total, *lines])
+
+
+def is_norm(spec: Spec) -> bool:
+    """Tell whether a tensor holds partial norms."""
+    if not spec.partials:
+        return False
+    _, first_op = spec.partials[0]
+    return norm_order(first_op) is not None
 
 
 def layout(spec: Spec) -> str:

@@ -38,9 +38,8 @@ from shoal_mesh import (
 from shoal_mesh.internal import Flat, Pending, is_read_at_start, is_traced, start_packed
 
 from ...layout.memory_order import memory_order
-from ...layout.placements import norm_order
 from ...layout.tensor_meta import remembered
-from ..steps import Plan, Step
+from ..steps import Plan, Step, is_norm
 from .rank_steps import CollectiveCall, RankStep, rank_step, received, unchanged
 
 if TYPE_CHECKING:
@@ -166,8 +165,9 @@ def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) ->
 
     A write to `owner` invalidates the cache. With `fresh`, return a copy of the cached value.
     """
-    is_norm = plan.src.partials and _is_norm(plan.src, owner)
-    if not is_norm or prod(plan.src.shape) > MAX_ELEMENTS:
+    # An inference tensor does not count the writes to it.
+    counts_writes = plan.starts_at_norm and not owner.is_inference()
+    if not counts_writes or prod(plan.src.shape) > MAX_ELEMENTS:
         return run(plan, local)
     state = (plan.dst, owner._version, local._version)
     known = owner.__dict__.get("_reduced")
@@ -184,17 +184,9 @@ def write_back(plan: Plan, result: Tensor, owner: Any) -> None:
     The operator computed the result under the layout from which `plan` leads.
     """
     owner._local_tensor.copy_(run(plan, result))
-    if _is_norm(plan.dst, owner):
+    if is_norm(plan.dst) and not owner.is_inference():
         # `foreach` operators do not increment it.
         increment_version(owner)
-
-
-def _is_norm(spec: Spec, owner: Any) -> bool:
-    """Tell whether a tensor is a partial norm and counts the writes to it."""
-    if not spec.partials or owner.is_inference():
-        return False
-    _, first_op = spec.partials[0]
-    return norm_order(first_op) is not None
 
 
 # --- many plans together --------------------------------------------------------------------------
