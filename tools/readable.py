@@ -6,10 +6,12 @@ The rules, each for a construct that `tools/density.py` counts:
 - a conditional expression stands in no tuple, subscript or other conditional expression;
 - a comprehension holds no other comprehension and no lambda;
 - a comment of more than 40 characters stands on its own line, above the code;
-- a call of a function or class of these folders has at most four positional arguments.
+- a call of a function or class of these folders has at most four positional arguments;
+- a function has at most 40 statements, a file at most 300.
 
 `apply` of an autograd function is free of the last rule: it takes no keyword arguments. Operators of
-torch (`torch.ops.aten.mm`) are too: rules of our own have their names.
+torch (`torch.ops.aten.mm`) are too: rules of our own have their names. `dispatch` may be longer than
+40 statements: one more call in Python adds 60 ns to each operator.
 
 The folder `random_layouts` is left out: another mechanism is to replace it.
 """
@@ -24,12 +26,15 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from density import is_parallel
+from density import is_parallel, statements_in
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MOST_POSITIONAL = 4
 LONGEST_TRAILING = 40
+LONGEST_FUNCTION = 40
+LONGEST_FILE = 300
+MAY_BE_LONG = {"dispatch"}
 TAKE_NO_KEYWORDS = {"apply"}
 TO_BE_REPLACED = {"random_layouts"}
 # A comment that a tool reads stands where the tool looks for it, with its reason behind it.
@@ -97,6 +102,20 @@ def find_positional(tree: ast.Module, names: set[str]) -> Iterator[Finding]:
             yield node.lineno, f"keywords for the arguments of {name} after the fourth"
 
 
+def find_long(tree: ast.Module) -> Iterator[Finding]:
+    """Find functions and files with too many statements."""
+    count = statements_in(tree)
+    if count > LONGEST_FILE:
+        yield 1, f"a second file: {count} statements, at most {LONGEST_FILE}"
+    for node in ast.walk(tree):
+        if not isinstance(node, FUNCTIONS) or node.name in MAY_BE_LONG:
+            continue
+        # the definition itself is a statement too
+        count = statements_in(node) - 1
+        if count > LONGEST_FUNCTION:
+            yield node.lineno, f"a second function: {count} statements, at most {LONGEST_FUNCTION}"
+
+
 def called_name(call: ast.Call) -> str:
     """Return the last part of the name of a called function; '' if it has no name."""
     if isinstance(call.func, ast.Name):
@@ -142,6 +161,7 @@ def main() -> int:
             *find_comprehensions(tree),
             *find_comments(texts[file]),
             *find_positional(tree, names),
+            *find_long(tree),
         ]
         for line, advice in sorted(findings):
             print(f"{file}:{line}: {advice}")
