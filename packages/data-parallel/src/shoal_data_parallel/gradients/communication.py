@@ -192,12 +192,12 @@ def _shard_at(move: tuple[Spec, Spec], axis: int, coordinate: int) -> _Shard:
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, whole_box, strict=True)]
             if all(start < stop for start, stop in common):
                 parts.append(
-                    (_moved(common, box, place_in_shard), _moved(common, whole_box, place))
+                    (_slices_at(common, box, place_in_shard), _slices_at(common, whole_box, place))
                 )
     return _Shard(tuple(sharded.local_shape_at(other_coordinate)), parts)
 
 
-def _moved(common: Any, box: Any, place: Any) -> tuple[slice, ...]:
+def _slices_at(common: Any, box: Any, place: Any) -> tuple[slice, ...]:
     """Return a part of a global box as slices of the local tensor that has the box at `place`.
 
     The part (5, 6) of the box (4, 8), which is at (2, 6) of the local tensor, is at (3, 4).

@@ -235,7 +235,7 @@ def _get(original: Callable[..., Any], *args: Any) -> Any:
             return original(*args)
         # Read on all ranks, because gathering needs all of them.
         state = original(*owners, replace(options, cpu_offload=False))
-    return _gathered(state, options)
+    return _gather_state(state, options)
 
 
 def _load(original: Callable[..., Any], original_get: Callable[..., Any], *args: Any) -> Any:
@@ -305,7 +305,7 @@ def _load_states(
 # --- full state dicts -----------------------------------------------------------------------------
 
 
-def _gathered(state: dict[str, Any], options: Any) -> dict[str, Any]:
+def _gather_state(state: dict[str, Any], options: Any) -> dict[str, Any]:
     """`placements -> R`: return the state with full tensors, on rank 0 alone if they are offloaded."""
     is_receiver = not options.cpu_offload or dist.get_rank() == 0
 

@@ -260,7 +260,7 @@ def _muon_step(optimizer: Any) -> None:
             updates.append(update.to(torch.bfloat16, copy=True))
         rate = float(group["lr"])
         pairs = zip(updates, moves, strict=True)
-        gathered = _gathered([(update, move) for update, move in pairs if move is not None])
+        gathered = _gather_updates([(update, move) for update, move in pairs if move is not None])
         for param, move, shard, update in zip(params, moves, shards, updates, strict=True):
             whole = update if move is None else next(gathered)
             full = _each_orthogonalized(whole, group)
@@ -315,7 +315,7 @@ def _bytes_of_update(update: tuple[Tensor, tuple[Spec, Spec]]) -> int:
     return 2 * source.shape.numel()
 
 
-def _gathered(updates: Sequence[tuple[Tensor, tuple[Spec, Spec]]]) -> Iterator[Tensor]:
+def _gather_updates(updates: Sequence[tuple[Tensor, tuple[Spec, Spec]]]) -> Iterator[Tensor]:
     """Yield whole updates in order.
 
     A group of updates is in flight while the updates of the group before it are used.

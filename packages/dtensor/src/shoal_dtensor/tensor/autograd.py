@@ -46,23 +46,23 @@ def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False
     if source is target:
         return tensor
     plan = find_plan(source, target)
-    return _moved(cls, tensor, plan, tensor._local_tensor, async_op=async_op)
+    return _run_plan(cls, tensor, plan, tensor._local_tensor, async_op=async_op)
 
 
-def _moved(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
+def _run_plan(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
     """Return a DTensor of an arriving local tensor; record the reason for debug modes."""
     if not plan.steps:
         return wrap_local(cls, local, plan.dst, False)
     if is_observed():
         with purpose(plan.purpose):
-            return _arriving(cls, tensor, plan, local, async_op=async_op)
+            return _receive(cls, tensor, plan, local, async_op=async_op)
     if plan.note is not None:
         # `with purpose(...)` takes half a microsecond more
         note(plan.note)
-    return _arriving(cls, tensor, plan, local, async_op=async_op)
+    return _receive(cls, tensor, plan, local, async_op=async_op)
 
 
-def _arriving(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
+def _receive(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
     """Return a DTensor of a local tensor that arrives now, at its first use, or with a batch.
 
     The batch is the enclosing `coalesce()` block.
@@ -244,7 +244,7 @@ class Redistribute(Function):
         spec = target if target.dtype == local.dtype else target.with_(dtype=local.dtype)
         if source.same_layout(spec):
             return wrap_local(cls, local.detach(), spec, False)
-        return _moved(cls, tensor, find_plan(source, spec), local, async_op=async_op)
+        return _run_plan(cls, tensor, find_plan(source, spec), local, async_op=async_op)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

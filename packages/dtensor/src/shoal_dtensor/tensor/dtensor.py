@@ -306,9 +306,9 @@ class DTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """Return the global tensor as nested lists of numbers, the same on every rank."""
-        return self._gathered("tolist").tolist()
+        return self._gather_for("tolist").tolist()
 
-    def _gathered(self, reader: str) -> Any:
+    def _gather_for(self, reader: str) -> Any:
         """Gather the global tensor for a read that does not mention communication.
 
         The result is not differentiable.
@@ -332,7 +332,7 @@ class DTensor(torch.Tensor):
                 f"numpy() of {self._spec!r}: only replicated DTensors can be converted to arrays; "
                 "use numpy(force=True)"
             )
-        return (self._gathered("numpy(force=True)") if force else self.to_local()).numpy(
+        return (self._gather_for("numpy(force=True)") if force else self.to_local()).numpy(
             force=force
         )
 

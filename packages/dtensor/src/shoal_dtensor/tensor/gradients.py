@@ -233,7 +233,7 @@ class ParameterGradientHook:
                 return None
             gradient = as_gradient(self.cls, grad, self.spec)
         if is_tracing():  # by compiled autograd
-            return _placed(gradient, self.spec)
+            return _place_gradient(gradient, self.spec)
         spec = gradient._spec
         target = _target(self.spec, spec)
         if target is None:
@@ -264,7 +264,7 @@ class CheckedHook(ParameterGradientHook):
 
 
 @whole_when_compiled
-def _placed(gradient: Any, leaf: Spec) -> Any:
+def _place_gradient(gradient: Any, leaf: Spec) -> Any:
     """Return a gradient in a leaf's layout, as one node of a graph."""
     target = _target(leaf, gradient._spec)
     if target is None:
